@@ -1,0 +1,140 @@
+"""Strict reading of a Hugging Face `config.json`: every value typed, every complaint naming file and key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+from d2sd.errors import CheckpointError
+from d2sd.modeling.config import RopeConfig
+
+T = TypeVar("T")
+
+#: Keys of a rope dictionary, new (`rope_parameters`) or old (`rope_scaling`), by our field's name.
+_ROPE_NUMBERS = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_max_positions",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+}
+#: What each kind cannot do without.
+_ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+
+
+class HFConfig:
+    """A `config.json` (or a part of one) whose getters raise `CheckpointError`."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self.values, self.where = values, where
+
+    @classmethod
+    def read(cls, directory: Path) -> HFConfig:
+        """Read `directory/config.json`."""
+        if not directory.is_dir():
+            raise CheckpointError("No such checkpoint directory.", where=directory)
+        path = directory / "config.json"
+        try:
+            values = json.loads(path.read_text("utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(
+                "Not a checkpoint: it has no config.json.",
+                where=directory,
+                fix="name its folder",
+            ) from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise CheckpointError("config.json is not JSON.", where=path, found=error) from None
+        if not isinstance(values, dict):
+            raise CheckpointError("config.json is not a JSON object.", where=path, found=type(values).__name__)
+        return cls(values, str(path))
+
+    def refuse(self, what: str, key: str, expected: object, fix: str | None = None) -> CheckpointError:
+        """Return the error that says `key` has a value we cannot take."""
+        found = json.dumps(self.values.get(key))
+        return CheckpointError(what, where=f"{self.where}: {key}", found=found, expected=expected, fix=fix)
+
+    def get(self, key: str, kind: type[T], default: T | None = None) -> T:
+        """Return the value of `key`; a missing or null one is `default`, and an error where there is none."""
+        value = self.values.get(key)
+        if value is None:
+            if default is None:
+                raise CheckpointError("A key is missing.", where=f"{self.where}: {key}", expected=kind.__name__)
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:  # exact: True is no integer here
+            raise self.refuse("A value has the wrong type.", key, kind.__name__)
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """Return a positive integer."""
+        value = self.get(key, int, default)
+        if value < 1:
+            raise self.refuse("A size must be positive.", key, "at least 1")
+        return value
+
+    def only(self, key: str, *allowed: object) -> None:
+        """Refuse `key` if it is there with any value outside `allowed`."""
+        if key in self.values and self.values[key] not in allowed:
+            raise self.refuse("This feature is not supported.", key, " or ".join(json.dumps(a) for a in allowed))
+
+    def part(self, key: str) -> HFConfig:
+        """Return the nested object under `key`."""
+        return HFConfig(self.get(key, dict), f"{self.where}: {key}")
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Return a list of integers as a tuple."""
+        values = self.get(key, list)
+        if not all(type(value) is int for value in values):
+            raise self.refuse("A list holds something else than integers.", key, "integers")
+        return tuple(values)
+
+    def rope(self) -> RopeConfig:
+        """Read RoPE in either spelling: `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling`."""
+        key = "rope_parameters" if self.values.get("rope_parameters") else "rope_scaling"
+        part = HFConfig(self.get(key, dict, {}), f"{self.where}: {key}")
+        # 10000 is what transformers takes for the early Llama configs, which do not write it.
+        theta = (part if "rope_theta" in part.values else self).get("rope_theta", float, 10000.0)
+        name = "rope_type" if "rope_type" in part.values else "type"
+        kind = part.get(name, str, "default")
+        if kind not in _ROPE_NEEDS:
+            raise part.refuse("This RoPE variant is not supported.", name, ", ".join(_ROPE_NEEDS))
+        part.only("partial_rotary_factor", None, 1.0)
+        unknown = part.values.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_NUMBERS}
+        if unknown:
+            raise part.refuse("This RoPE setting is not supported.", min(unknown), ", ".join(_ROPE_NUMBERS))
+        for needed in _ROPE_NEEDS[kind]:
+            part.get(needed, float)
+        numbers: dict[str, Any] = {
+            field: part.get(key, float) for key, field in _ROPE_NUMBERS.items() if part.values.get(key) is not None
+        }
+        original = int(numbers.pop("original_max_positions", 0)) or self._trained_positions(kind)
+        return RopeConfig(theta=theta, kind=kind, original_max_positions=original, **numbers)  # type: ignore[arg-type]
+
+    def _trained_positions(self, kind: str) -> int:
+        """Context length before stretching, where the rope dictionary leaves it out (as transformers fills it in)."""
+        return self.size("max_position_embeddings") if kind == "yarn" else 0
+
+
+def rope_fields(rope: RopeConfig) -> dict[str, object]:
+    """Return `rope_theta` and `rope_scaling`: the spelling that every reader knows, transformers 4 and 5 alike."""
+    if rope.kind == "default":
+        return {"rope_theta": rope.theta, "rope_scaling": None}
+    scaling: dict[str, object] = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind in ("llama3", "yarn"):
+        scaling["original_max_position_embeddings"] = rope.original_max_positions
+    if rope.kind == "llama3":
+        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.kind == "yarn":
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        if rope.attention_factor is not None:
+            scaling["attention_factor"] = rope.attention_factor
+    return {"rope_theta": rope.theta, "rope_scaling": scaling}
