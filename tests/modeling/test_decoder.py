@@ -1,0 +1,325 @@
+"""The decoder against transformers' models, and every way of running it against its own single causal pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from d2sd.modeling.config import BodyConfig, DecoderConfig, RopeConfig
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.rows import Rows
+from tests.tiny import (
+    ancestor_mask,
+    feed,
+    full_logits,
+    full_pass,
+    path_to,
+    pool_for,
+    random_tokens,
+    random_tree,
+    tiny_decoder,
+)
+
+#: Of logits whose spread is about 3, in fp32: far above rounding (1e-5), far below any mistake.
+TOLERANCE = 1e-4
+
+
+def transformers_twin(decoder: Decoder, rope_parameters: dict[str, Any] | None = None) -> Any:
+    """transformers' model with the same weights: its names are ours with `model.` in front, and none is left over."""
+    body = decoder.config.body
+    fields: dict[str, Any] = {
+        "vocab_size": decoder.config.vocab_size,
+        "hidden_size": body.hidden_size,
+        "intermediate_size": body.intermediate_size,
+        "num_hidden_layers": body.num_layers,
+        "num_attention_heads": body.num_heads,
+        "num_key_value_heads": body.num_kv_heads,
+        "rms_norm_eps": body.rms_norm_eps,
+        "max_position_embeddings": body.max_positions,
+        "tie_word_embeddings": decoder.config.tie_word_embeddings,
+        "rope_parameters": rope_parameters or {"rope_type": "default", "rope_theta": body.rope.theta},
+    }
+    config: PretrainedConfig
+    if decoder.config.family == "qwen2":
+        config = Qwen2Config(**fields)  # knows no head_dim: always hidden / heads
+    elif decoder.config.family == "qwen3":
+        config = Qwen3Config(**fields, head_dim=body.head_dim, attention_bias=body.qkv_bias)
+    else:
+        config = LlamaConfig(**fields, head_dim=body.head_dim, attention_bias=body.qkv_bias)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    weights = {name if name == "lm_head.weight" else f"model.{name}": w for name, w in decoder.state_dict().items()}
+    if decoder.config.tie_word_embeddings:
+        weights["lm_head.weight"] = decoder.embed_tokens.weight
+    model.load_state_dict(weights, strict=True)
+    return model
+
+
+@torch.no_grad()
+def assert_equal_logits(decoder: Decoder, twin: Any, length: int = 24) -> None:
+    tokens = random_tokens(decoder, 2, length)
+    torch.testing.assert_close(full_logits(decoder, tokens), twin(tokens).logits, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied head", "untied head"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({"family": "llama"}, id="llama"),
+        pytest.param({"family": "llama", "attention_bias": True}, id="llama with biases on q, k, v and o"),
+        pytest.param({"family": "llama", "heads": 6, "kv_heads": 2, "hidden": 48}, id="llama, GQA 3:1 as SmolLM2"),
+        pytest.param({"family": "qwen2"}, id="qwen2: bias on q, k, v, none on o"),
+        pytest.param({"family": "qwen3"}, id="qwen3: norms on q and k"),
+        pytest.param({"family": "qwen3", "head_dim": 12}, id="qwen3, heads wider together than hidden"),
+        pytest.param({"family": "qwen3", "attention_bias": True}, id="qwen3 with biases"),
+    ],
+)
+def test_logits_equal_transformers(shape: dict[str, Any], tie: bool) -> None:
+    decoder = tiny_decoder(**shape, tie=tie)
+    assert_equal_logits(decoder, transformers_twin(decoder))
+
+
+#: RoPE kinds: our config and Hugging Face's for the same thing. head_dim 16 gives wavelengths 6, 20, 63, ... 20,000, so
+#: an original context of 32 has frequencies that are kept, stretched and interpolated; prompts run beyond it.
+ROPES = [
+    pytest.param(RopeConfig(10000.0), {"rope_type": "default"}, id="default"),
+    pytest.param(RopeConfig(10000.0, "linear", factor=4.0), {"rope_type": "linear", "factor": 4.0}, id="linear"),
+    pytest.param(
+        RopeConfig(10000.0, "llama3", factor=8.0, original_max_positions=32, low_freq_factor=1.0, high_freq_factor=4.0),
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+        id="llama3, the factors of Llama-3.1",
+    ),
+    pytest.param(
+        RopeConfig(10000.0, "yarn", factor=4.0, original_max_positions=32),
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        id="yarn as Qwen3's long-context setting: attention factor left to the formula",
+    ),
+    pytest.param(
+        RopeConfig(10000.0, "yarn", factor=4.0, original_max_positions=32, attention_factor=0.7),
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 0.7},
+        id="yarn, attention factor given",
+    ),
+    pytest.param(
+        RopeConfig(10000.0, "yarn", factor=4.0, original_max_positions=64, beta_fast=8.0, beta_slow=2.0),
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 8.0,
+            "beta_slow": 2.0,
+        },
+        id="yarn, other betas",
+    ),
+    pytest.param(
+        RopeConfig(10000.0, "yarn", factor=1.0, original_max_positions=32),
+        {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 32},
+        id="yarn of factor 1 changes nothing",
+    ),
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("rope", "theirs"), ROPES)
+def test_logits_equal_transformers_under_every_rope(rope: RopeConfig, theirs: dict[str, Any], family: Any) -> None:
+    decoder = tiny_decoder(family, hidden=64, head_dim=16, layers=2, rope=rope)
+    assert_equal_logits(decoder, transformers_twin(decoder, {"rope_theta": rope.theta, **theirs}), length=48)
+
+
+@pytest.mark.parametrize(("rope", "theirs"), ROPES[1:5])
+def test_rope_kinds_differ(rope: RopeConfig, theirs: dict[str, Any]) -> None:
+    """Else the comparison with transformers would prove little: both could ignore the kind."""
+    plain, scaled = (tiny_decoder(hidden=64, head_dim=16, layers=2, rope=r) for r in (RopeConfig(10000.0), rope))
+    tokens = random_tokens(plain, 1, 48)
+    assert (full_logits(plain, tokens) - full_logits(scaled, tokens)).abs().max() > 100 * TOLERANCE
+
+
+def test_features_are_outputs_of_the_tapped_layers() -> None:
+    """Id i is the output of layer i, Hugging Face's hidden_states[i + 1]; side by side in the order asked for."""
+    decoder = tiny_decoder(layers=5)
+    tokens = random_tokens(decoder, 2, 9)
+    with torch.no_grad():
+        hidden_states = transformers_twin(decoder)(tokens, output_hidden_states=True).hidden_states
+    for taps in [(0,), (1, 3), (0, 1, 2, 3)]:
+        expected = torch.cat([hidden_states[i + 1] for i in taps], dim=-1)
+        torch.testing.assert_close(full_pass(decoder, tokens, taps=taps).features, expected, rtol=0, atol=TOLERANCE)
+    assert full_pass(decoder, tokens).features.shape == (2, 9, 0)
+
+
+def test_feature_of_the_last_layer_is_not_normed() -> None:
+    """The exception to hidden_states[i + 1]: transformers' last entry has gone through the final norm."""
+    decoder = tiny_decoder(layers=2)
+    tokens = random_tokens(decoder, 1, 5)
+    twin = transformers_twin(decoder)
+    seen: list[Tensor] = []
+    twin.model.layers[-1].register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.no_grad():
+        hidden_states = twin(tokens, output_hidden_states=True).hidden_states
+    out = full_pass(decoder, tokens, taps=(1,))
+    torch.testing.assert_close(out.features, seen[0], rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(out.hidden, hidden_states[-1], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param([1] * 17, id="token by token"),
+        pytest.param([4, 4, 4, 4, 1], id="whole pages"),
+        pytest.param([3, 7, 2, 5], id="chunks across page borders"),
+        pytest.param([16, 1], id="a prompt and the first decoded token"),
+    ],
+)
+def test_chunks_through_pages_equal_one_pass(sizes: list[int]) -> None:
+    decoder = tiny_decoder("qwen3")
+    tokens = random_tokens(decoder, 2, sum(sizes))
+    whole = full_pass(decoder, tokens, taps=(0, 1))
+    pool, page_table = pool_for(decoder.config.body, 2, sum(sizes), page_size=4)
+    done, hidden, features = 0, [], []
+    for size in sizes:
+        chunk = tokens[:, done : done + size]
+        out = feed(decoder, chunk, pool, page_table, torch.tensor([done, done]), taps=(0, 1))
+        hidden.append(out.hidden)
+        features.append(out.features)
+        done += size
+    torch.testing.assert_close(decoder.logits(torch.cat(hidden, 1)), decoder.logits(whole.hidden), rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.cat(features, 1), whole.features, rtol=0, atol=1e-4)
+
+
+def test_contexts_of_different_length_in_one_batch() -> None:
+    decoder = tiny_decoder()
+    tokens = random_tokens(decoder, 3, 14)
+    expected = full_logits(decoder, tokens)
+    pool, page_table = pool_for(decoder.config.body, 3, 14)
+    lengths = [0, 5, 11]
+    for request, length in enumerate(lengths):
+        if length:
+            one = slice(request, request + 1)
+            feed(decoder, tokens[one, :length], pool, page_table[one], torch.tensor([0]))
+    new = torch.stack([tokens[request, length : length + 3] for request, length in enumerate(lengths)])
+    logits = decoder.logits(feed(decoder, new, pool, page_table, torch.tensor(lengths)).hidden)
+    for request, length in enumerate(lengths):
+        torch.testing.assert_close(logits[request], expected[request, length : length + 3], rtol=0, atol=1e-4)
+
+
+def tree_rows(parents: list[int], page_table: Tensor, context_len: Tensor) -> Rows:
+    """One tree behind every context: a node's position is its depth, not its place in the list."""
+    depth = torch.tensor([len(path_to(node, parents)) - 1 for node in range(len(parents))])
+    visible = ancestor_mask(parents).expand(len(context_len), -1, -1)
+    return Rows(context_len[:, None] + depth, visible, page_table, context_len)
+
+
+def test_tree_node_has_the_logits_of_its_path() -> None:
+    decoder = tiny_decoder("qwen3")
+    parents = random_tree(10, seed=2)
+    assert max(parents.count(node) for node in range(10)) > 1  # it does branch
+    prompt, nodes = random_tokens(decoder, 1, 6), random_tokens(decoder, 1, 10, seed=1)
+    pool, page_table = pool_for(decoder.config.body, 1, 6)
+    feed(decoder, prompt, pool, page_table, torch.tensor([0]))
+    out = decoder(nodes, tree_rows(parents, page_table, torch.tensor([6])), pool, (0,))
+    logits = decoder.logits(out.hidden)
+    for node in range(10):
+        path = path_to(node, parents)
+        alone = full_pass(decoder, torch.cat([prompt, nodes[:, path]], dim=1), taps=(0,))
+        torch.testing.assert_close(logits[0, node], decoder.logits(alone.hidden)[0, -1], rtol=0, atol=1e-4)
+        torch.testing.assert_close(out.features[0, node], alone.features[0, -1], rtol=0, atol=1e-4)
+
+
+def test_chain_shaped_tree_equals_the_causal_path_exactly() -> None:
+    decoder = tiny_decoder()
+    prompt, nodes = random_tokens(decoder, 2, 6), random_tokens(decoder, 2, 5, seed=1)
+    pool, page_table = pool_for(decoder.config.body, 2, 6)
+    context_len = torch.tensor([6, 4])
+    feed(decoder, prompt, pool, page_table, torch.tensor([0, 0]))
+    tree = decoder(nodes, tree_rows([-1, 0, 1, 2, 3], page_table, context_len), pool)
+    chain = decoder(nodes, Rows.chain(5, page_table, context_len), pool)
+    assert torch.equal(decoder.logits(tree.hidden), decoder.logits(chain.hidden))
+
+
+def test_accepted_path_is_committed_in_place() -> None:
+    """After verification one path's rows join the pages; decoding goes on as if no other node had ever been there."""
+    decoder = tiny_decoder()
+    parents = [-1, 0, 0, 2, 2, 4, 1]
+    path = path_to(5, parents)
+    prompt, nodes, after = (random_tokens(decoder, 1, length, seed=length) for length in (6, 7, 3))
+    pool, page_table = pool_for(decoder.config.body, 1, 6 + len(path) + 3, page_size=2)
+    feed(decoder, prompt, pool, page_table, torch.tensor([0]))
+    rows = tree_rows(parents, page_table, torch.tensor([6]))
+    out = decoder(nodes, rows, pool)
+    keep = torch.tensor([[node in path for node in range(7)]])
+    pool.write(out.k, out.v, page_table, rows.positions, keep)
+    logits = decoder.logits(feed(decoder, after, pool, page_table, torch.tensor([6 + len(path)])).hidden)
+    plain = full_logits(decoder, torch.cat([prompt, nodes[:, path], after], dim=1))
+    torch.testing.assert_close(logits, plain[:, -3:], rtol=0, atol=1e-4)
+
+
+def test_padding_rows_change_nothing() -> None:
+    """Rows that fill a bucket see themselves alone; whatever token and position they carry, real rows do not notice."""
+    decoder = tiny_decoder()
+    prompt, real = random_tokens(decoder, 1, 5), random_tokens(decoder, 1, 3, seed=1)
+    pool, page_table = pool_for(decoder.config.body, 1, 8)
+    feed(decoder, prompt, pool, page_table, torch.tensor([0]))
+    rows = Rows.chain(3, page_table, torch.tensor([5]))
+    visible = torch.eye(5, dtype=torch.bool)[None].clone()
+    visible[:, :3, :3] = rows.visible
+    padded = Rows(torch.cat([rows.positions, torch.tensor([[0, 99]])], 1), visible, page_table, rows.context_len)
+    filled = decoder(torch.cat([real, torch.tensor([[0, 7]])], 1), padded, pool)
+    torch.testing.assert_close(filled.hidden[:, :3], decoder(real, rows, pool).hidden, rtol=0, atol=1e-5)
+
+
+def test_low_precision_keeps_logits_wide() -> None:
+    """A bf16 model: K, V and features in bf16, logits in fp32, and text close to the fp32 model's."""
+    decoder = tiny_decoder()
+    tokens = random_tokens(decoder, 1, 12)
+    exact = full_logits(decoder, tokens)
+    narrow = decoder.to(torch.bfloat16)
+    pool, page_table = pool_for(decoder.config.body, 1, 12, dtype=torch.bfloat16)
+    out = feed(narrow, tokens, pool, page_table, torch.tensor([0]), taps=(0,))
+    assert {out.k.dtype, out.v.dtype, out.hidden.dtype, out.features.dtype} == {torch.bfloat16}
+    logits = narrow.logits(out.hidden)
+    assert logits.dtype == torch.float32
+    assert (logits - exact).abs().mean() < 0.05 * exact.std()
+
+
+def test_smollm2_logits_equal_transformers(smollm2_dir: Path) -> None:
+    """The real target, its prompt fed in chunks through pages."""
+    theirs = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32, attn_implementation="eager").eval()
+    c = theirs.config
+    body = BodyConfig(
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_layers=c.num_hidden_layers,
+        num_heads=c.num_attention_heads,
+        num_kv_heads=c.num_key_value_heads,
+        head_dim=c.head_dim,
+        rms_norm_eps=c.rms_norm_eps,
+        rope=RopeConfig(c.rope_parameters["rope_theta"]),
+        max_positions=c.max_position_embeddings,
+        qk_norm=False,
+        qkv_bias=False,
+        o_bias=False,
+    )
+    with torch.device("meta"):  # no time spent on random numbers that are replaced at once
+        decoder = Decoder(DecoderConfig("llama", body, c.vocab_size, c.tie_word_embeddings))
+    weights = load_file(smollm2_dir / "model.safetensors")
+    decoder.load_state_dict({name.removeprefix("model."): w for name, w in weights.items()}, strict=True, assign=True)
+    decoder.eval().requires_grad_(False)
+
+    tokens = torch.arange(100, 100 + 37 * 431, 431).remainder(c.vocab_size)[None]
+    pool, page_table = pool_for(body, 1, tokens.shape[1], page_size=16)
+    done, hidden = 0, []
+    for size in (20, 16, 1):
+        hidden.append(feed(decoder, tokens[:, done : done + size], pool, page_table, torch.tensor([done])).hidden)
+        done += size
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    torch.testing.assert_close(decoder.logits(torch.cat(hidden, 1)), expected, rtol=0, atol=1e-4)

@@ -1,0 +1,296 @@
+"""The drafter against a reference that shares no line with it, written from the architecture's description: loops over
+slots, heads and keys in float64, on plain NumPy vectors.
+
+Shape letters: B requests, G block size, K branches, C context tokens, E hidden, D head size, n tapped layers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from d2sd.modeling.config import DrafterConfig
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.rows import KVPool, Rows
+from tests.tiny import full_pass, pool_for, random_tokens, tiny_decoder, tiny_drafter
+
+Vector = NDArray[np.float64]
+
+TARGET = tiny_decoder("qwen3", layers=4, hidden=16, heads=4, kv_heads=2, head_dim=6)  # heads wider than hidden together
+DRAFTER = tiny_drafter(TARGET.config, layers=2, block_size=4)
+GAMMA = DRAFTER.config.block_size
+
+
+# --- The reference -------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Vector, weight: Vector, eps: float) -> Vector:
+    mean_square = sum(float(value) ** 2 for value in x) / len(x)
+    return x / math.sqrt(mean_square + eps) * weight
+
+
+def rope(x: Vector, position: int, theta: float) -> Vector:
+    """Coordinates i and i + D/2 rotate together by position · theta^(-2i/D)."""
+    half, out = len(x) // 2, np.empty_like(x)
+    for i in range(half):
+        angle = position * theta ** (-2 * i / len(x))
+        out[i] = x[i] * np.cos(angle) - x[i + half] * np.sin(angle)
+        out[i + half] = x[i + half] * np.cos(angle) + x[i] * np.sin(angle)
+    return out
+
+
+def reference_draft(
+    weights: dict[str, Vector],
+    config: DrafterConfig,
+    features: list[Vector],
+    context_positions: list[int],
+    block: list[Vector],
+    block_positions: list[int],
+) -> list[Vector]:
+    """One block of one request. features: one [n·E] per context token. block: the target's embedding of each slot."""
+    c = config.body
+    eps, theta, size = c.rms_norm_eps, c.rope.theta, c.head_dim
+
+    def heads(vector: Vector) -> list[Vector]:
+        return [vector[i : i + size] for i in range(0, len(vector), size)]
+
+    context = [rms_norm(weights["fc.weight"] @ f, weights["hidden_norm.weight"], eps) for f in features]
+    stream = list(block)
+    for layer in range(c.num_layers):
+        w = {name.removeprefix(f"layers.{layer}."): x for name, x in weights.items() if f"layers.{layer}." in name}
+        normed = [rms_norm(x, w["input_layernorm.weight"], eps) for x in stream]
+        # Keys and values: the context as it is, the block after its input norm, through the same weights.
+        keys, values = [], []  # [token][K/V head]
+        for x, position in zip(context + normed, context_positions + block_positions, strict=True):
+            k = heads(w["self_attn.k_proj.weight"] @ x)
+            keys.append([rope(rms_norm(head, w["self_attn.k_norm.weight"], eps), position, theta) for head in k])
+            values.append(heads(w["self_attn.v_proj.weight"] @ x))
+        after = []
+        for slot, position in enumerate(block_positions):
+            attended = []
+            for head, q in enumerate(heads(w["self_attn.q_proj.weight"] @ normed[slot])):
+                q = rope(rms_norm(q, w["self_attn.q_norm.weight"], eps), position, theta)
+                kv_head = head // (c.num_heads // c.num_kv_heads)
+                exps = [np.exp(np.dot(q, key[kv_head]) / np.sqrt(size)) for key in keys]  # every key: nothing is masked
+                mixed = np.zeros(size)
+                for weight, value in zip(exps, values, strict=True):
+                    mixed += weight / sum(exps) * value[kv_head]
+                attended.append(mixed)
+            x = stream[slot] + w["self_attn.o_proj.weight"] @ np.concatenate(attended)
+            y = rms_norm(x, w["post_attention_layernorm.weight"], eps)
+            gate = w["mlp.gate_proj.weight"] @ y
+            up = w["mlp.up_proj.weight"] @ y
+            after.append(x + w["mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up))
+        stream = after
+    return [rms_norm(x, weights["norm.weight"], eps) for x in stream]
+
+
+def reference(drafter: Drafter, features: Tensor, positions: Tensor, tokens: Tensor, block_positions: Tensor) -> Tensor:
+    """features [C, n·E], tokens [G] -> [G, E], through the loops above."""
+    weights = {name: x.double().numpy() for name, x in drafter.state_dict().items()}
+    embedding: Any = TARGET.embed_tokens.weight.double().numpy()
+    out = reference_draft(
+        weights,
+        drafter.config,
+        list(features.double().numpy()),
+        positions.tolist(),
+        [embedding[token] for token in tokens.tolist()],
+        block_positions.tolist(),
+    )
+    return torch.from_numpy(np.array(out))
+
+
+# --- Running the drafter as the runtime does -----------------------------------------------------------------------
+
+
+def features_of(batch: int, length: int) -> Tensor:
+    """[B, C, n·E] as the target gives them."""
+    tokens = random_tokens(TARGET, batch, length, seed=7)
+    return full_pass(TARGET, tokens, taps=DRAFTER.config.target_layer_ids).features
+
+
+def inject(drafter: Drafter, pool: KVPool, page_table: Tensor, features: Tensor, start: Tensor) -> None:
+    """Context tokens from `start [B]` on join the drafter's pages."""
+    positions = start[:, None] + torch.arange(features.shape[1])
+    k, v = drafter.context_keys_values(features, positions)
+    pool.write(k, v, page_table, positions, torch.ones_like(positions, dtype=torch.bool))
+
+
+def context_pool(drafter: Drafter, features: Tensor, context_len: Tensor) -> tuple[KVPool, Tensor]:
+    """A pool holding the first `context_len [B]` tokens of each request, the rest still NaN."""
+    pool, page_table = pool_for(drafter.config.body, len(features), features.shape[1])
+    for request, length in enumerate(context_len.tolist()):
+        one = slice(request, request + 1)
+        inject(drafter, pool, page_table[one], features[one, :length], torch.tensor([0]))
+    return pool, page_table
+
+
+def block_rows(page_table: Tensor, context_len: Tensor, copies: int = 1) -> Rows:
+    """`copies` blocks side by side behind each context, each at the same positions, none seeing another."""
+    batch = len(context_len)
+    positions = (context_len[:, None] + torch.arange(GAMMA)).repeat(1, copies)
+    block = torch.arange(copies).repeat_interleave(GAMMA)
+    visible = (block[:, None] == block).expand(batch, -1, -1)
+    return Rows(positions, visible, page_table, context_len)
+
+
+def draft(drafter: Drafter, tokens: Tensor, rows: Rows, pool: KVPool) -> Tensor:
+    out = drafter(TARGET.embed_tokens(tokens), rows.positions, pool.attend(rows))
+    assert isinstance(out, Tensor)
+    return out
+
+
+def first_blocks(anchors: list[int]) -> Tensor:
+    """[B, G]: an anchor and masks."""
+    blocks = torch.full((len(anchors), GAMMA), DRAFTER.config.mask_token_id)
+    blocks[:, 0] = torch.tensor(anchors)
+    return blocks
+
+
+def branch_blocks(anchor: int, drafts: list[int], boundaries: list[int]) -> Tensor:
+    """[K, G]: anchor, the first `i` drafts, masks from there on; one line a boundary i."""
+    line = [anchor, *drafts]
+    return torch.tensor(
+        [[line[slot] if slot <= i else DRAFTER.config.mask_token_id for slot in range(GAMMA)] for i in boundaries]
+    )
+
+
+# --- Tests ---------------------------------------------------------------------------------------------------------
+
+
+def test_first_draft_equals_reference() -> None:
+    """A batch of different context lengths: several pages, part of a page, and none (a prompt of one token)."""
+    context_len = torch.tensor([9, 3, 0])
+    features = features_of(3, 9)
+    pool, page_table = context_pool(DRAFTER, features, context_len)
+    tokens = first_blocks([5, 11, 2])
+    rows = block_rows(page_table, context_len)
+    out = draft(DRAFTER, tokens, rows, pool)
+    for request, length in enumerate(context_len.tolist()):
+        expected = reference(
+            DRAFTER, features[request, :length], torch.arange(length), tokens[request], rows.positions[request]
+        )
+        torch.testing.assert_close(out[request].double(), expected, rtol=0, atol=1e-4)
+        expected_logits = expected @ TARGET.head.double().T
+        assert TARGET.logits(out[request]).argmax(-1).tolist() == expected_logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("role", ["first", "variable_prefix"])
+def test_second_draft_equals_one_pass_a_branch(role: Any) -> None:
+    """K branches in one block-diagonal pass: each equals the reference, and a pass of its own; in either role."""
+    drafter = tiny_drafter(TARGET.config, role=role, block_size=GAMMA, seed=3)
+    context_len = torch.tensor([6, 9])
+    features = features_of(2, 9)
+    pool, page_table = context_pool(drafter, features, context_len)
+    branches = torch.stack([branch_blocks(5, [8, 9, 10], [0, 1, 2]), branch_blocks(30, [31, 32, 33], [2, 0, 1])])
+    together = draft(drafter, branches.flatten(1), block_rows(page_table, context_len, copies=3), pool)
+    together = together.view(2, 3, GAMMA, -1)
+    rows = block_rows(page_table, context_len)
+    for branch in range(3):
+        alone = draft(drafter, branches[:, branch], rows, pool)
+        torch.testing.assert_close(together[:, branch], alone, rtol=0, atol=1e-5)
+        for request, length in enumerate(context_len.tolist()):
+            expected = reference(
+                drafter,
+                features[request, :length],
+                torch.arange(length),
+                branches[request, branch],
+                rows.positions[request],
+            )
+            torch.testing.assert_close(together[request, branch].double(), expected, rtol=0, atol=1e-4)
+
+
+def test_every_slot_reads_the_whole_block() -> None:
+    """Bidirectional: a token in the last slot changes the anchor's own output."""
+    context_len = torch.tensor([5])
+    pool, page_table = context_pool(DRAFTER, features_of(1, 5), context_len)
+    rows = block_rows(page_table, context_len)
+    masked = first_blocks([5])
+    filled = masked.clone()
+    filled[0, -1] = 17
+    assert (draft(DRAFTER, masked, rows, pool) - draft(DRAFTER, filled, rows, pool))[0, 0].abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        pytest.param([1] * 11, id="one token a step: nothing accepted but the bonus token"),
+        pytest.param([6, 1, 4], id="a prompt, then steps of other sizes"),
+        pytest.param([4, 4, 3], id="page by page"),
+    ],
+)
+def test_context_injected_in_pieces_equals_full_recomputation(pieces: list[int]) -> None:
+    features, context_len = features_of(2, 11), torch.tensor([11, 11])
+    whole_pool, whole_table = context_pool(DRAFTER, features, context_len)
+    pool, page_table = pool_for(DRAFTER.config.body, 2, 11, page_size=4, seed=5)
+    tokens = first_blocks([5, 6])
+    done = 0
+    for size in pieces:
+        inject(DRAFTER, pool, page_table, features[:, done : done + size], torch.tensor([done, done]))
+        done += size
+        draft(DRAFTER, tokens, block_rows(page_table, torch.tensor([done, done])), pool)  # leaves no trace in the pages
+    expected = draft(DRAFTER, tokens, block_rows(whole_table, context_len), whole_pool)
+    out = draft(DRAFTER, tokens, block_rows(page_table, context_len), pool)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+
+
+def test_positions_are_absolute() -> None:
+    """Context token j stands at j and the block behind it. RoPE sees distances: moving both changes nothing, moving the
+    context alone (as if it began at 0 in every chunk) changes the draft."""
+    features, length = features_of(1, 6), torch.tensor([6])
+    tokens = first_blocks([5])
+
+    def at(context_start: int, block_start: int) -> Tensor:
+        positions = torch.arange(6)[None]
+        k, v = DRAFTER.context_keys_values(features, positions + context_start)
+        pool, page_table = pool_for(DRAFTER.config.body, 1, 6)
+        pool.write(k, v, page_table, positions, torch.ones_like(positions, dtype=torch.bool))
+        rows = block_rows(page_table, length)
+        return draft(DRAFTER, tokens, Rows(rows.positions + block_start - 6, rows.visible, page_table, length), pool)
+
+    torch.testing.assert_close(at(40, 46), at(0, 6), rtol=0, atol=1e-4)
+    assert (at(1, 6) - at(0, 6)).abs().max() > 1e-2
+    assert (at(0, 7) - at(0, 6)).abs().max() > 1e-2
+    moved = reference(DRAFTER, features[0], torch.arange(6) + 1, tokens[0], torch.arange(GAMMA) + 6)
+    torch.testing.assert_close(at(1, 6)[0].double(), moved, rtol=0, atol=1e-4)
+
+
+def test_order_of_requests_does_not_matter() -> None:
+    context_len = torch.tensor([9, 3, 6])
+    pool, page_table = context_pool(DRAFTER, features_of(3, 9), context_len)
+    tokens, order = first_blocks([5, 11, 2]), [2, 0, 1]
+    out = draft(DRAFTER, tokens, block_rows(page_table, context_len), pool)
+    permuted = draft(DRAFTER, tokens[order], block_rows(page_table[order], context_len[order]), pool)
+    torch.testing.assert_close(permuted, out[order], rtol=0, atol=1e-5)
+
+
+def test_parameter_names_are_the_checkpoint_layouts() -> None:
+    """Names and shapes of a z-lab drafter, 3 tensors and 11 a layer: what stock consumers of DFlash load."""
+    c = DRAFTER.config.body
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    layer = {
+        "self_attn.q_proj.weight": (q, c.hidden_size),
+        "self_attn.k_proj.weight": (kv, c.hidden_size),
+        "self_attn.v_proj.weight": (kv, c.hidden_size),
+        "self_attn.o_proj.weight": (c.hidden_size, q),
+        "self_attn.q_norm.weight": (c.head_dim,),
+        "self_attn.k_norm.weight": (c.head_dim,),
+        "mlp.gate_proj.weight": (c.intermediate_size, c.hidden_size),
+        "mlp.up_proj.weight": (c.intermediate_size, c.hidden_size),
+        "mlp.down_proj.weight": (c.hidden_size, c.intermediate_size),
+        "input_layernorm.weight": (c.hidden_size,),
+        "post_attention_layernorm.weight": (c.hidden_size,),
+    }
+    expected = {f"layers.{i}.{name}": shape for i in range(c.num_layers) for name, shape in layer.items()}
+    expected |= {
+        "fc.weight": (c.hidden_size, len(DRAFTER.config.target_layer_ids) * c.hidden_size),
+        "hidden_norm.weight": (c.hidden_size,),
+        "norm.weight": (c.hidden_size,),
+    }
+    assert {name: tuple(x.shape) for name, x in DRAFTER.state_dict().items()} == expected

@@ -1,0 +1,358 @@
+"""The attention op against an oracle that shares nothing with it: plain loops over requests, rows, heads and keys.
+
+Shape letters: B requests, T rows, Hq/Hkv heads, D head size, P pages in the pool, Z tokens a page, M pages a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from d2sd.plugins.cascade_attention import cascade_attention
+from tests.tiny import ancestor_mask, path_to, random_tree
+
+
+@dataclass(frozen=True)
+class Call:
+    """The op's arguments, in its order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    page_table: Tensor
+    context_len: Tensor
+    visible: Tensor
+
+    def run(self) -> Tensor:
+        return cascade_attention(*(getattr(self, name) for name in self.__dataclass_fields__))
+
+    def to(self, dtype: torch.dtype) -> Call:
+        floats = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "k_pages", "v_pages")}
+        return replace(self, **floats)
+
+    def requests(self, order: list[int]) -> Call:
+        """The same call with its requests reordered, over the same pool."""
+        names = ("q", "k", "v", "page_table", "context_len", "visible")
+        return replace(self, **{name: getattr(self, name)[order] for name in names})
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One request per entry of `contexts`; no two default sizes are equal, so that none can stand in for another."""
+
+    contexts: tuple[int, ...] = (9, 4)
+    rows: int = 5
+    kv_heads: int = 2
+    group: int = 3
+    size: int = 8
+    page_size: int = 4
+    spare_pages: int = 1  # page-table columns past the longest context, as a bucket leaves them
+
+
+def causal(rows: int, _: int) -> Tensor:
+    return torch.ones(rows, rows, dtype=torch.bool).tril()
+
+
+def itself(rows: int, _: int) -> Tensor:
+    return torch.eye(rows, dtype=torch.bool)
+
+
+def everyone(rows: int, _: int) -> Tensor:
+    return torch.ones(rows, rows, dtype=torch.bool)
+
+
+def branches(rows: int, _: int) -> Tensor:
+    """Blocks of two rows; the last one is cut short where `rows` is odd."""
+    return (torch.arange(rows)[:, None] // 2) == (torch.arange(rows) // 2)
+
+
+def ancestors(rows: int, seed: int) -> Tensor:
+    """Another random tree for every request."""
+    return ancestor_mask(random_tree(rows, seed))
+
+
+Mask = Callable[[int, int], Tensor]
+MASKS: list[Mask] = [causal, itself, everyone, branches, ancestors]
+
+
+def make(shape: Shape, mask: Mask = causal, seed: int = 0) -> Call:
+    """Random numbers; pages in random order; every slot that no request owns holds NaN."""
+    contexts, rows, kv_heads, group, size, page_size, spare_pages = astuple(shape)
+    g = torch.Generator().manual_seed(seed)
+    columns = max(-(-max(contexts) // page_size), 1) + spare_pages
+    pages = 1 + len(contexts) * columns
+    k_pages = torch.full((pages, page_size, kv_heads, size), torch.nan)
+    v_pages = k_pages.clone()
+    page_table = torch.randperm(pages, generator=g)[: len(contexts) * columns].view(len(contexts), columns)
+    for table, context in zip(page_table, contexts, strict=True):
+        for token in range(context):
+            page, slot = table[token // page_size], token % page_size
+            k_pages[page, slot] = torch.randn(kv_heads, size, generator=g)
+            v_pages[page, slot] = torch.randn(kv_heads, size, generator=g)
+    return Call(
+        q=torch.randn(len(contexts), rows, kv_heads * group, size, generator=g),
+        k=torch.randn(len(contexts), rows, kv_heads, size, generator=g),
+        v=torch.randn(len(contexts), rows, kv_heads, size, generator=g),
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=page_table,
+        context_len=torch.tensor(contexts),
+        visible=torch.stack([mask(rows, seed + request) for request in range(len(contexts))]),
+    )
+
+
+def oracle(call: Call) -> Tensor:
+    """The definition, one query at a time, in float64. [B, T, Hq, D]."""
+    q, k, v, k_pages, v_pages = (x.double().numpy() for x in (call.q, call.k, call.v, call.k_pages, call.v_pages))
+    batch, rows, heads, size = q.shape
+    page_size, kv_heads = k_pages.shape[1:3]
+    out = np.zeros(q.shape)
+    for b in range(batch):
+        for t in range(rows):
+            for h in range(heads):
+                kv_head = h // (heads // kv_heads)
+                keys: list[Any] = []
+                values: list[Any] = []
+                for token in range(int(call.context_len[b])):
+                    page, slot = int(call.page_table[b, token // page_size]), token % page_size
+                    keys.append(k_pages[page, slot, kv_head])
+                    values.append(v_pages[page, slot, kv_head])
+                for u in range(rows):
+                    if call.visible[b, t, u]:
+                        keys.append(k[b, u, kv_head])
+                        values.append(v[b, u, kv_head])
+                scores = [float(np.dot(q[b, t, h], key)) / np.sqrt(size) for key in keys]
+                weights = [np.exp(score - max(scores)) for score in scores]
+                for weight, value in zip(weights, values, strict=True):
+                    out[b, t, h] += weight / sum(weights) * value
+    return torch.from_numpy(out)
+
+
+def assert_matches_oracle(call: Call) -> None:
+    torch.testing.assert_close(call.run().double(), oracle(call), rtol=1e-5, atol=1e-5)
+
+
+SHAPES = [
+    pytest.param(Shape(group=1), id="every query head has its own K/V head (MHA)"),
+    pytest.param(Shape(group=2), id="GQA 2:1, as Qwen3-0.6B"),
+    pytest.param(Shape(group=3), id="GQA 3:1, as SmolLM2-135M: not a power of two"),
+    pytest.param(Shape(group=4), id="GQA 4:1, as Llama-3.1-8B and Qwen3-8B"),
+    pytest.param(Shape(kv_heads=1, group=4), id="one K/V head for all (MQA)"),
+    pytest.param(Shape(kv_heads=3, group=3, size=64, contexts=(7,)), id="SmolLM2's heads: 9 over 3, size 64"),
+    pytest.param(Shape(contexts=(0, 0)), id="no context anywhere: a prompt's first chunk"),
+    pytest.param(Shape(contexts=(8, 4)), id="pages full to the brim"),
+    pytest.param(Shape(contexts=(5, 7)), id="last page partly filled: by one slot, and all but one"),
+    pytest.param(Shape(contexts=(0, 1, 4, 13)), id="lengths that differ in one batch, none and one among them"),
+    pytest.param(Shape(rows=1), id="one row: plain decoding"),
+    pytest.param(Shape(rows=1, contexts=(0,)), id="one row that sees itself alone: the softmax is 1"),
+    pytest.param(Shape(rows=9, contexts=(3,)), id="more rows than context: prefill"),
+    pytest.param(Shape(page_size=1, contexts=(5, 2)), id="pages of one token: any order must do"),
+    pytest.param(Shape(page_size=16, contexts=(9, 4)), id="one page holds more than the context"),
+    pytest.param(Shape(spare_pages=0, contexts=(8,)), id="page table without a spare column"),
+    pytest.param(Shape(spare_pages=5), id="a bucket far wider than the contexts"),
+]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_oracle(shape: Shape, mask: Mask) -> None:
+    assert_matches_oracle(make(shape, mask))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)  # the same examples in every run: CI must not flicker
+@given(
+    shape=st.builds(
+        Shape,
+        contexts=st.lists(st.integers(0, 11), min_size=1, max_size=3).map(tuple),
+        rows=st.integers(1, 6),
+        kv_heads=st.integers(1, 2),
+        group=st.integers(1, 4),
+        size=st.sampled_from([2, 4, 6]),
+        page_size=st.integers(1, 5),
+        spare_pages=st.integers(0, 2),
+    ),
+    mask=st.sampled_from(MASKS),
+    seed=st.integers(0, 99),
+)
+def test_equals_oracle_on_any_shape(shape: Shape, mask: Mask, seed: int) -> None:
+    assert_matches_oracle(make(shape, mask, seed))
+
+
+def test_each_request_has_its_own_mask() -> None:
+    call = make(Shape(contexts=(3, 3, 3)))
+    masks = torch.stack([causal(5, 0), itself(5, 0), everyone(5, 0)])
+    assert_matches_oracle(replace(call, visible=masks))
+
+
+def test_large_scores_do_not_overflow() -> None:
+    """Scores of thousands, which fp32 resolves to 1e-3: exp() without subtracting the maximum is inf."""
+    call = make(Shape(), everyone)
+    call = replace(call, q=call.q * 1e3)
+    torch.testing.assert_close(call.run().double(), oracle(call), rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 1e30])
+def test_unused_slots_are_never_read(garbage: float) -> None:
+    """The rest of a last page, pages of nobody, and whatever spare page-table columns point at."""
+    call = make(Shape(contexts=(5, 8), spare_pages=2), everyone)
+    unused = call.k_pages.isnan()
+    clean = replace(call, k_pages=call.k_pages.nan_to_num(0), v_pages=call.v_pages.nan_to_num(0)).run()
+    dirty = replace(
+        call,
+        k_pages=call.k_pages.masked_fill(unused, garbage),
+        v_pages=call.v_pages.masked_fill(unused, garbage),
+    )
+    assert torch.equal(dirty.run(), clean)
+    assert not torch.equal(replace(call, context_len=call.context_len - 1).run(), clean)  # the used ones are read
+
+
+def test_spare_columns_of_the_page_table_change_nothing() -> None:
+    """A bucket is wider than its requests; the entries past their contexts may name pages of other requests."""
+    call = make(Shape(contexts=(5, 8), spare_pages=0))
+    others = call.page_table.flip(0)
+    wide = replace(call, page_table=torch.cat([call.page_table, others], dim=1))
+    torch.testing.assert_close(wide.run(), call.run(), rtol=0, atol=1e-6)
+
+
+def test_permuted_batch_gives_permuted_output() -> None:
+    call = make(Shape(contexts=(9, 0, 4, 6)), ancestors)
+    order = [2, 0, 3, 1]
+    torch.testing.assert_close(call.requests(order).run(), call.run()[order], rtol=0, atol=1e-6)
+
+
+def test_a_request_does_not_depend_on_its_neighbours() -> None:
+    call = make(Shape(contexts=(9, 0, 4)), ancestors)
+    together = call.run()
+    for request in range(3):
+        torch.testing.assert_close(call.requests([request]).run(), together[[request]], rtol=0, atol=1e-6)
+
+
+def test_where_pages_lie_does_not_matter() -> None:
+    """The same context in another order of pages: the page table alone says which token comes where."""
+    call = make(Shape(contexts=(9, 12)))
+    moved = torch.randperm(len(call.k_pages), generator=torch.Generator().manual_seed(5))
+    back = moved.argsort()  # page p now lies at back[p]
+    shuffled = replace(call, k_pages=call.k_pages[moved], v_pages=call.v_pages[moved], page_table=back[call.page_table])
+    assert not torch.equal(shuffled.page_table, call.page_table)
+    assert torch.equal(shuffled.run(), call.run())
+
+
+def test_chain_shaped_tree_is_the_causal_path() -> None:
+    shape = Shape(contexts=(9, 0, 4), rows=6)
+    chain = [-1, 0, 1, 2, 3, 4]
+    tree = make(shape, lambda rows, seed: ancestor_mask(chain))
+    assert torch.equal(tree.run(), make(shape, causal).run())
+
+
+def test_every_path_of_a_tree_is_a_causal_chain() -> None:
+    """What a node reads is what it would read if its path were all there is."""
+    parents = random_tree(8, seed=3)
+    call = make(Shape(contexts=(6,), rows=8), lambda rows, seed: ancestor_mask(parents))
+    out = call.run()
+    for node in range(8):
+        path = path_to(node, parents)
+        alone = replace(
+            call,
+            q=call.q[:, path],
+            k=call.k[:, path],
+            v=call.v[:, path],
+            visible=causal(len(path), 0)[None],
+        )
+        torch.testing.assert_close(out[:, path], alone.run(), rtol=0, atol=1e-6)
+
+
+def test_order_of_rows_does_not_matter() -> None:
+    """Siblings, and whole subtrees, may stand in any order as long as the mask says who is whose ancestor."""
+    call = make(Shape(contexts=(6, 3), rows=7), ancestors)
+    order = [3, 0, 6, 2, 5, 1, 4]
+    moved = replace(
+        call,
+        q=call.q[:, order],
+        k=call.k[:, order],
+        v=call.v[:, order],
+        visible=call.visible[:, order][:, :, order],
+    )
+    torch.testing.assert_close(moved.run(), call.run()[:, order], rtol=0, atol=1e-6)
+
+
+def test_branches_are_independent_blocks() -> None:
+    """The second draft: K blocks in one pass equal K passes."""
+    call = make(Shape(contexts=(6, 3), rows=6), branches)
+    out = call.run()
+    for start in (0, 2, 4):
+        block = slice(start, start + 2)
+        one = replace(
+            call,
+            q=call.q[:, block],
+            k=call.k[:, block],
+            v=call.v[:, block],
+            visible=torch.ones(2, 2, 2, dtype=torch.bool),
+        )
+        torch.testing.assert_close(out[:, block], one.run(), rtol=0, atol=1e-6)
+
+
+def test_committed_rows_read_like_rows() -> None:
+    """A causal chain split anywhere: what was a row of this pass is context of the next, with the same result."""
+    whole = make(Shape(contexts=(0,), rows=7), causal)
+    expected = whole.run()[:, -1:]
+    for context in range(7):
+        pages = torch.full((2, 7, 2, 8), torch.nan)
+        k_pages, v_pages = pages.clone(), pages.clone()
+        k_pages[1, :context], v_pages[1, :context] = whole.k[0, :context], whole.v[0, :context]
+        split = Call(
+            whole.q[:, context:],
+            whole.k[:, context:],
+            whole.v[:, context:],
+            k_pages,
+            v_pages,
+            torch.tensor([[1]]),
+            torch.tensor([context]),
+            causal(7 - context, 0)[None],
+        )
+        torch.testing.assert_close(split.run()[:, -1:], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mask", [causal, ancestors])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(Shape(contexts=(40, 13), size=64), id="a context long enough to add up rounding"),
+        pytest.param(Shape(contexts=(0, 3), group=3), id="hardly any context, where rounding of inputs is all"),
+    ],
+)
+def test_low_precision_stays_within_its_error_budget(shape: Shape, mask: Mask, dtype: torch.dtype) -> None:
+    """At most twice the error of PyTorch working in the same dtype throughout (the rule of flash-attention's tests)."""
+    call = make(shape, mask).to(dtype)
+    exact = oracle(call)
+    out = call.run()
+    assert out.dtype == dtype
+    budget = 2 * (low_precision(call).double() - exact).abs().max() + 1e-5
+    assert (out.double() - exact).abs().max() <= budget
+
+
+def low_precision(call: Call) -> Tensor:
+    """The op in plain PyTorch, every intermediate result rounded to the inputs' dtype."""
+    heads, size = call.q.shape[2:]
+    group = heads // call.k.shape[2]
+    out = torch.empty_like(call.q)
+    for request, context in enumerate(call.context_len.tolist()):
+        table = call.page_table[request]
+        keys = torch.cat([call.k_pages[table].flatten(0, 1)[:context], call.k[request]])
+        values = torch.cat([call.v_pages[table].flatten(0, 1)[:context], call.v[request]])
+        seen = torch.cat([torch.ones(call.q.shape[1], context, dtype=torch.bool), call.visible[request]], dim=1)
+        for head in range(heads):
+            scores = call.q[request, :, head] @ keys[:, head // group].T * size**-0.5
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            out[request, :, head] = weights @ values[:, head // group]
+    return out

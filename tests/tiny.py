@@ -1,0 +1,203 @@
+"""Tiny random models for tests: seconds become milliseconds, and every branch of the real code still runs.
+
+Shape letters: B requests, T rows, M pages a request, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Family, Role, RopeConfig
+from d2sd.modeling.decoder import Decoder, DecoderOutput
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.rows import KVPool, Rows
+
+ROPE = RopeConfig(10000.0)
+
+
+def tiny_decoder(
+    family: Family = "llama",
+    *,
+    layers: int = 3,
+    hidden: int = 32,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    vocab: int = 64,
+    tie: bool = True,
+    attention_bias: bool = False,
+    seed: int = 0,
+    rope: RopeConfig = ROPE,
+) -> Decoder:
+    """A random target whose greedy text wanders and whose best two logits are clearly apart (test_tiny.py proves it).
+
+    `attention_bias` is Hugging Face's field of Llama and Qwen3: biases on q, k, v and o. Qwen2 has three anyway.
+    """
+    body = BodyConfig(
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=1e-5,
+        rope=rope,
+        max_positions=512,
+        qk_norm=family == "qwen3",
+        qkv_bias=attention_bias or family == "qwen2",
+        o_bias=attention_bias,
+    )
+    decoder = Decoder(DecoderConfig(family, body, vocab, tie))
+    # A strong write into the residual stream: under a tied head it would otherwise repeat the token it has just read.
+    _randomise(decoder, seed, residual_gain=2.0)
+    return decoder
+
+
+def tiny_drafter(
+    target: DecoderConfig,
+    *,
+    role: Role = "first",
+    layers: int = 2,
+    block_size: int = 4,
+    mask_token_id: int | None = None,
+    target_layer_ids: tuple[int, ...] | None = None,
+    seed: int = 1,
+) -> Drafter:
+    """A random drafter. Unless told, its mask is the last token, and the first and the last layer but one feed it."""
+    body = target.body
+    if target_layer_ids is None:
+        target_layer_ids = tuple(sorted({0, max(body.num_layers - 2, 0)}))
+    config = DrafterConfig(
+        body=BodyConfig(
+            hidden_size=body.hidden_size,
+            intermediate_size=body.intermediate_size,
+            num_layers=layers,
+            num_heads=body.num_heads,
+            num_kv_heads=body.num_kv_heads,
+            head_dim=body.head_dim,
+            rms_norm_eps=body.rms_norm_eps,
+            rope=body.rope,
+            max_positions=body.max_positions,
+            qk_norm=True,
+            qkv_bias=False,
+            o_bias=False,
+        ),
+        vocab_size=target.vocab_size,
+        block_size=block_size,
+        mask_token_id=target.vocab_size - 1 if mask_token_id is None else mask_token_id,
+        target_layer_ids=target_layer_ids,
+        num_target_layers=body.num_layers,
+        role=role,
+        prefix_weight_base=0.9 if role == "variable_prefix" else None,
+    )
+    drafter = Drafter(config)
+    _randomise(drafter, seed, residual_gain=1.0)
+    return drafter
+
+
+def _randomise(model: nn.Module, seed: int, residual_gain: float) -> None:
+    """Draw every parameter, norms and biases too: one left at 1 or 0 hides that the code forgot to apply it."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("bias"):
+            value = 0.3 * noise
+        elif parameter.dim() == 1:
+            value = 1 + 0.3 * noise
+        elif name.startswith(("embed_tokens", "lm_head")):
+            value = 0.5 * noise  # the head's logits then spread by about 3
+        else:
+            value = noise * parameter.shape[1] ** -0.5
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            value *= residual_gain
+        if "q_norm" in name or "k_norm" in name or name.endswith(("q_proj.weight", "k_proj.weight")):
+            value *= 2  # sharp attention: what the context says and where it stands must matter
+        parameter.data.copy_(value)
+    model.eval().requires_grad_(False)
+
+
+def pool_for(
+    body: BodyConfig, batch: int, tokens: int, *, page_size: int = 4, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[KVPool, Tensor]:
+    """A pool with room for `tokens` of each request, and the page table [B, M].
+
+    Pages are handed out in random order and every slot holds NaN until it is written: code that assumes pages in a row,
+    or reads a slot it must not, shows at once.
+    """
+    pages = -(-tokens // page_size)
+    pool = KVPool(
+        body.num_layers, 1 + batch * pages, page_size, body.num_kv_heads, body.head_dim, dtype=dtype, device="cpu"
+    )
+    pool.k.fill_(torch.nan)
+    pool.v.fill_(torch.nan)
+    order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(seed))
+    return pool, 1 + order.view(batch, pages)  # page 0 is the bin of padding rows
+
+
+def feed(
+    decoder: Decoder,
+    tokens: Tensor,
+    pool: KVPool,
+    page_table: Tensor,
+    context_len: Tensor,
+    *,
+    taps: tuple[int, ...] = (),
+) -> DecoderOutput:
+    """Run tokens [B, T] as a causal chain behind the context and commit all of them."""
+    rows = Rows.chain(tokens.shape[1], page_table, context_len)
+    out = decoder(tokens, rows, pool, taps)
+    assert isinstance(out, DecoderOutput)
+    pool.write(out.k, out.v, page_table, rows.positions, torch.ones_like(rows.positions, dtype=torch.bool))
+    return out
+
+
+def full_pass(decoder: Decoder, tokens: Tensor, *, taps: tuple[int, ...] = ()) -> DecoderOutput:
+    """Run tokens [B, T] from position 0 in one pass, without any context: what every other way must agree with."""
+    pool, page_table = pool_for(decoder.config.body, len(tokens), tokens.shape[1])
+    return feed(decoder, tokens, pool, page_table, torch.zeros(len(tokens), dtype=torch.long), taps=taps)
+
+
+def full_logits(decoder: Decoder, tokens: Tensor) -> Tensor:
+    """[B, T] -> [B, T, V]."""
+    return decoder.logits(full_pass(decoder, tokens).hidden)
+
+
+def greedy_text(decoder: Decoder, prompt: list[int], length: int) -> list[int]:
+    """Plain greedy continuation, one token a pass, for comparison with what speculation writes."""
+    pool, page_table = pool_for(decoder.config.body, 1, len(prompt) + length)
+    text, pending = list(prompt), list(prompt)
+    for _ in range(length):
+        context = torch.tensor([len(text) - len(pending)])
+        out = feed(decoder, torch.tensor([pending]), pool, page_table, context)
+        pending = [int(decoder.logits(out.hidden[0, -1]).argmax())]
+        text += pending
+    return text[len(prompt) :]
+
+
+def random_tokens(decoder: Decoder, batch: int, length: int, seed: int = 0) -> Tensor:
+    """[B, T]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(decoder.config.vocab_size, (batch, length), generator=generator)
+
+
+def random_tree(nodes: int, seed: int = 0) -> list[int]:
+    """Parent of each node; node 0 is the root (parent -1) and parents stand before their children."""
+    generator = torch.Generator().manual_seed(seed)
+    return [-1] + [int(torch.randint(node, (), generator=generator)) for node in range(1, nodes)]
+
+
+def path_to(node: int, parents: list[int]) -> list[int]:
+    """Nodes from the root to `node`, both included."""
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+def ancestor_mask(parents: list[int]) -> Tensor:
+    """[T, T] bool: a node sees itself and its ancestors."""
+    mask = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for node in range(len(parents)):
+        mask[node, path_to(node, parents)] = True
+    return mask
