@@ -159,9 +159,14 @@ def check_fit(config: DrafterConfig, target: DecoderConfig, *, role: Role, block
         )  # fmt: skip
 
 
+def drafter_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a drafter's tensors."""
+    return expected_shapes(_empty(config))
+
+
 def check_drafter_tensors(directory: Path, config: DrafterConfig) -> None:
     """Check names, shapes and types of a drafter's tensors from headers alone."""
-    check_headers(directory, read_headers(directory), expected_shapes(_empty(config)), lambda name: name)
+    check_headers(directory, read_headers(directory), drafter_shapes(config), lambda name: name)
 
 
 def load_drafter(directory: Path, dtype: torch.dtype) -> Drafter:
@@ -176,7 +181,7 @@ def load_drafter(directory: Path, dtype: torch.dtype) -> Drafter:
 
 def write_drafter(directory: Path, config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None:
     """Write `config.json` and `model.safetensors`; `tensors` is `Drafter.state_dict()`, of one dtype."""
-    expected = expected_shapes(_empty(config))
+    expected = drafter_shapes(config)
     given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert given == expected, f"not this drafter's tensors: {sorted(given.items() ^ expected.items())}"
     (dtype,) = {tensor.dtype for tensor in tensors.values()}

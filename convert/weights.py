@@ -6,6 +6,7 @@ a truncated file is named as such.
 
 from __future__ import annotations
 
+import errno
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -155,10 +156,22 @@ def read_tensors(
         yield file.name, tensors
 
 
+def read_tensor(file: Path, name: str) -> Tensor:
+    """Read one tensor as it is stored."""
+    with safe_open(file, framework="pt") as handle:
+        tensor: Tensor = handle.get_tensor(name)
+    return tensor
+
+
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write safetensors whose bytes depend on the tensors alone."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensors[name].contiguous() for name in sorted(tensors)}, file, metadata={"format": "pt"})
+    try:
+        save_file({name: tensors[name].contiguous() for name in sorted(tensors)}, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # its I/O errors carry the number only in their text
+        if f"os error {errno.ENOSPC}" in str(error):
+            raise OSError(errno.ENOSPC, "No space left on device", str(file)) from None
+        raise
     file.chmod(0o644)  # safetensors creates 0600: a bundle is read by other users than the one that built it
 
 

@@ -1,0 +1,139 @@
+"""Recipe -> bundle, in the stages fetch, target, drafter_first, drafter_second, check, manifest.
+
+`Work` makes them survive a kill; a bundle's bytes depend on its recipe, its sources and the tools' versions alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from d2sd.convert.bundle import Bundle, assemble
+from d2sd.convert.drafter import load_drafter, write_drafter
+from d2sd.convert.fetch import fetch
+from d2sd.convert.files import hash_files, write_json
+from d2sd.convert.gguf import convert_gguf
+from d2sd.convert.plan import Part, Plan, make_plan
+from d2sd.convert.progress import Progress, silent
+from d2sd.convert.target import source_files, write_target
+from d2sd.convert.weights import DTYPES
+from d2sd.convert.work import Run, Work
+from d2sd.manifest import NAME, DrafterGeometry, Manifest, TargetGeometry
+from d2sd.modeling.config import DecoderConfig, DrafterConfig
+from d2sd.recipe import Recipe
+
+#: Proves the unpublished bundle and returns figures for `manifest.checks`; equal bundles must give equal figures.
+Check = Callable[[Bundle], dict[str, Any]]
+_TOOLS = ("d2sd", "torch", "transformers", "tokenizers", "safetensors", "gguf")
+#: Tokenizer and JSON beside the weights.
+_SMALL_FILES = 32 << 20
+
+
+def build(
+    recipe: Recipe,
+    output: Path,
+    *,
+    check: Check,
+    progress: Progress = silent,
+    finished: Callable[[str], None] = lambda stage: None,
+) -> Manifest:
+    """Build the bundle of `recipe` at `output`, resuming what an earlier run finished; `finished` hears of each stage.
+
+    Raises `D2SDError`. Whatever configs and headers show to be wrong is reported before anything is written.
+    """
+    work = Work.beside(output, progress, finished)
+    plan = make_plan(recipe)
+    if recipe.target.pypi and plan.target is None:
+        fetch(recipe.target.pypi, progress)
+        plan = make_plan(recipe)
+    finished("fetch")
+    with work.exclusively():
+        manifest = _stages(plan, work, check)
+        write_json(work.bundle / NAME, manifest.model_dump(mode="json"))
+        work.publish()
+    finished("manifest")
+    return manifest
+
+
+def _stages(plan: Plan, work: Work, check: Check) -> Manifest:
+    assert plan.target is not None, "the fetch stage has run"
+    work.keep_only({part.name for part in plan.parts})
+    versions = {tool: version(tool) for tool in _TOOLS}
+    common: dict[str, object] = {"versions": versions, "precision": plan.recipe.precision}
+    files: dict[str, str] = {}
+    for part in plan.parts:
+        source, need, write = _target(plan, part, work) if part is plan.target else _drafter(plan, part, work)
+        files |= work.stage(part.name, common | {"source": source}, need, write).files
+    unproven = Manifest(
+        recipe=plan.recipe,
+        target=_target_geometry(plan.target),
+        first=_drafter_geometry(plan, "drafter_first"),
+        second=_drafter_geometry(plan, "drafter_second"),
+        files=files,
+        versions=versions,
+        checks={},
+    )
+    inputs = unproven.model_dump(mode="json")
+    result = work.stage("check", inputs, 0, lambda folder: check(assemble(work.bundle, unproven))).result
+    return unproven.model_copy(update={"checks": result})
+
+
+def _target(plan: Plan, part: Part, work: Work) -> tuple[object, int, Run]:
+    """Inputs, bytes needed and writer of the target's stage."""
+    file, precision, pypi = plan.target_file, plan.recipe.precision, plan.recipe.target.pypi
+    assert file is not None
+    need = part.weight_bytes + _SMALL_FILES
+    if not pypi:
+        hashes = hash_files(file, source_files(file), work.progress)
+        return hashes, need, lambda folder: write_target(file, folder, precision, work.progress)
+
+    def write(folder: Path) -> None:
+        with work.scratch() as converted:
+            with work.progress(f"converting {file.name}"):
+                convert_gguf(file, converted)
+            write_target(converted, folder, precision, work.progress)
+
+    return pypi.model_dump(), need + part.parameters * 4 + _SMALL_FILES, write  # 4: the conversion is in fp32
+
+
+def _drafter(plan: Plan, part: Part, work: Work) -> tuple[object, int, Run]:
+    """Inputs, bytes needed and writer of a drafter's stage: it is rewritten with every field explicit."""
+    source = Path(part.source)
+
+    def write(folder: Path) -> None:
+        drafter = load_drafter(source, DTYPES[plan.recipe.precision])
+        write_drafter(folder, drafter.config, drafter.state_dict())
+
+    return hash_files(source, source_files(source), work.progress), part.weight_bytes + _SMALL_FILES, write
+
+
+def _target_geometry(part: Part) -> TargetGeometry:
+    assert isinstance(part.config, DecoderConfig)
+    body = part.body
+    return TargetGeometry(
+        family=part.config.family,
+        num_layers=body.num_layers,
+        hidden_size=body.hidden_size,
+        num_heads=body.num_heads,
+        num_kv_heads=body.num_kv_heads,
+        head_dim=body.head_dim,
+        vocab_size=part.config.vocab_size,
+        parameters=part.parameters,
+    )
+
+
+def _drafter_geometry(plan: Plan, name: str) -> DrafterGeometry | None:
+    for part in plan.drafters:
+        if part.name == name:
+            assert isinstance(part.config, DrafterConfig)
+            return DrafterGeometry(
+                role=part.config.role,
+                num_layers=part.body.num_layers,
+                block_size=part.config.block_size,
+                mask_token_id=part.config.mask_token_id,
+                target_layer_ids=part.config.target_layer_ids,
+                parameters=part.parameters,
+            )
+    return None

