@@ -1,0 +1,75 @@
+"""Geometry of the two kinds of model, free of any file format (`d2sd.convert` fills these from config.json)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Family = Literal["llama", "qwen2", "qwen3"]
+Role = Literal["first", "variable_prefix"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding. `kind` is Hugging Face's rope_type; the rest is used by the kinds named beside it."""
+
+    theta: float
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0  # linear, llama3, yarn
+    original_max_positions: int = 0  # llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn; None means 0.1·ln(factor) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class BodyConfig:
+    """What one transformer layer needs, the same for target and drafter."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_positions: int
+    qk_norm: bool  # RMSNorm over each head's q and k (Qwen3, DFlash drafters)
+    qkv_bias: bool  # Qwen2
+    o_bias: bool  # Llama with attention_bias
+
+    @property
+    def kv_bytes_per_token_fp32(self) -> int:
+        """Bytes that one token's K and V take in all layers, at 4 bytes a number."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 4
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """A target: Llama, Qwen2 or Qwen3."""
+
+    family: Family
+    body: BodyConfig
+    vocab_size: int
+    tie_word_embeddings: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterConfig:
+    """A DFlash-shaped drafter; it borrows the target's embedding and head, so `body.hidden_size` is the target's.
+
+    target_layer_ids: ascending; id i means the *output of target layer i*, Hugging Face's `hidden_states[i + 1]`
+    (the z-lab convention). Slot 0 of a block holds the anchor; slot k predicts the token at its own position.
+    """
+
+    body: BodyConfig
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    role: Role
+    prefix_weight_base: float | None = None  # variable_prefix: Pr(n visible tokens) ∝ base^n in training

@@ -1,0 +1,67 @@
+"""The target: one decoder for Llama, Qwen2 and Qwen3, running over rows with a visibility mask and paged K/V."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from d2sd.modeling.config import DecoderConfig
+from d2sd.modeling.layers import Layer, RMSNorm
+from d2sd.modeling.rope import Rotary
+from d2sd.modeling.rows import KVPool, Rows
+
+# Shape letters: B requests, T rows, E hidden, V vocabulary, L layers, Hkv heads, D head size, n tapped layers.
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderOutput:
+    """Nothing is committed yet: `KVPool.write` does that for the rows that are accepted."""
+
+    hidden: Tensor  # [B, T, E], normed: ready for the head
+    features: Tensor  # [B, T, n·E], outputs of the tapped layers side by side, in the order asked for
+    k: Tensor  # [L, B, T, Hkv, D]
+    v: Tensor  # [L, B, T, Hkv, D]
+
+
+class Decoder(nn.Module):
+    """Parameter names equal Hugging Face's without their leading `model.`."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        body = config.body
+        self.embed_tokens = nn.Embedding(config.vocab_size, body.hidden_size)
+        self.layers = nn.ModuleList(Layer(body) for _ in range(body.num_layers))
+        self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
+        self.rotary = Rotary(body.rope, body.head_dim)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(body.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def head(self) -> Tensor:
+        """[V, E] weight of the language-model head; the embedding itself where they are tied."""
+        weight = self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        return weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., E] -> [..., V] in fp32, so that ties are judged at one precision everywhere."""
+        return F.linear(hidden, self.head).float()
+
+    def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, taps: tuple[int, ...] = ()) -> DecoderOutput:
+        """tokens [B, T]; `taps` are layer ids whose outputs the drafters read (see `DrafterConfig.target_layer_ids`)."""
+        x = self.embed_tokens(tokens)
+        cos_sin = self.rotary(rows.positions, x.dtype)
+        attend = pool.attend(rows)
+        tapped: dict[int, Tensor] = {}
+        keys, values = [], []
+        for index, layer in enumerate(self.layers):
+            x, k, v = layer(x, cos_sin, index, attend)
+            keys.append(k)
+            values.append(v)
+            if index in taps:
+                tapped[index] = x
+        features = torch.cat([tapped[i] for i in taps], dim=-1) if taps else x[..., :0]
+        return DecoderOutput(self.norm(x), features, torch.stack(keys), torch.stack(values))

@@ -1,0 +1,51 @@
+"""The DFlash drafter (arXiv 2602.06036), used for both drafts: block diffusion with injected target context.
+
+    target features [.., n·E] ──fc──> hidden_norm ──> context vector [.., E], shared by all draft layers
+    per layer:   context K = k_norm(W_k c), V = W_v c     kept in the drafter's pages, at the tokens' own positions
+                 block  K, V from the block's rows        dropped after the pass
+                 block queries read [context ; own block], not causal inside the block
+
+The context passes no input_layernorm and has no queries. Embedding and head are the target's. The second drafter (D²SD,
+arXiv 2606.04446, "variable prefix") is this same module; its blocks start with more than one real token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from d2sd.modeling.config import DrafterConfig
+from d2sd.modeling.layers import Attend, Layer, RMSNorm
+from d2sd.modeling.rope import Rotary
+
+# Shape letters: B requests, T rows (first draft: the block γ; second draft: K·γ), C new context tokens, E hidden, n taps.
+
+
+class Drafter(nn.Module):
+    """Parameter names equal the z-lab checkpoint layout."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        body = config.body
+        self.fc = nn.Linear(len(config.target_layer_ids) * body.hidden_size, body.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(body) for _ in range(body.num_layers))
+        self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
+        self.rotary = Rotary(body.rope, body.head_dim)
+
+    def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """features [B, C, n·E] of committed tokens at `positions [B, C]` -> k, v [L, B, C, Hkv, D] for the pages."""
+        context = self.hidden_norm(self.fc(features))
+        cos_sin = self.rotary(positions, context.dtype)
+        pairs = [layer.self_attn.keys_values(context, cos_sin) for layer in self.layers]
+        return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
+
+    def forward(self, embedded: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Target embeddings of real tokens and masks [B, T, E] at `positions [B, T]` -> [B, T, E] for the target's head."""
+        x = embedded
+        cos_sin = self.rotary(positions, x.dtype)
+        for index, layer in enumerate(self.layers):
+            x, _, _ = layer(x, cos_sin, index, attend)
+        out: Tensor = self.norm(x)
+        return out

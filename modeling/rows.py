@@ -1,0 +1,60 @@
+"""What every forward pass is told about its rows, and the paged K/V they read and join."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from d2sd.modeling.layers import Attend
+from d2sd.plugins.cascade_attention import cascade_attention
+
+# Shape letters: B requests, T rows, M pages a request, Z tokens a page, P pages in the pool, L layers, Hkv heads, D size.
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """B requests, each with T new rows over its committed context."""
+
+    positions: Tensor  # [B, T] int64, absolute position of each row: in a tree, context length + depth
+    visible: Tensor  # [B, T, T] bool, row t may read row u
+    page_table: Tensor  # [B, M] int64
+    context_len: Tensor  # [B] int64, committed tokens
+
+    @staticmethod
+    def chain(length: int, page_table: Tensor, context_len: Tensor) -> Rows:
+        """Rows that follow the context one after the other, each seeing those before it: a prefill chunk."""
+        steps = torch.arange(length, device=context_len.device)
+        visible = (steps[:, None] >= steps).expand(len(context_len), length, length)
+        return Rows(context_len[:, None] + steps, visible, page_table, context_len)
+
+
+class KVPool:
+    """Paged keys and values of one model. It holds committed tokens only; page 0 takes the writes of padding."""
+
+    def __init__(
+        self, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str
+    ) -> None:
+        shape = (layers, pages, page_size, kv_heads, head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)  # [L, P, Z, Hkv, D]
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.page_size = page_size
+
+    def write(self, k: Tensor, v: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
+        """Commit rows: k, v [L, B, T, Hkv, D] go to token `positions [B, T]`; rows not in `keep [B, T]` go to page 0."""
+        block = (positions // self.page_size).clamp(max=page_table.shape[1] - 1)
+        page = torch.where(keep, page_table.gather(1, block), 0)
+        slot = positions % self.page_size
+        self.k[:, page, slot] = k
+        self.v[:, page, slot] = v
+
+    def attend(self, rows: Rows) -> Attend:
+        """The attention of `rows` over this pool, layer by layer."""
+
+        def attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return cascade_attention(
+                q, k, v, self.k[index], self.v[index], rows.page_table, rows.context_len, rows.visible
+            )
+
+        return attention
