@@ -52,9 +52,7 @@ class Work:
         output = output.resolve()
         empty = not output.exists() or (output.is_dir() and not any(output.iterdir()))
         if not empty and not (output / NAME).is_file():
-            raise BuildError(
-                "Something else than a bundle lies at the output.", where=output, fix="choose another --out"
-            )
+            raise BuildError("Something else than a bundle lies at the output.", where=output, fix="choose another")
         return cls(output, output.with_name(f".{output.name}.building"), progress, finished)
 
     @property
@@ -89,7 +87,7 @@ class Work:
                 remove(path)
 
     def stage(self, name: str, inputs: object, need: int, run: Run) -> Marker:
-        """Return the marker of the stage that writes `bundle/<name>` (`need` bytes), running it unless it is finished."""
+        """Return the marker of the stage writing `bundle/<name>` (`need` bytes), running it unless it is finished."""
         folder, path = self.bundle / name, self.folder / "stages" / f"{name}.json"
         marker = self._resume(path, name, digest(inputs))
         if marker is None:
@@ -108,7 +106,7 @@ class Work:
         return marker
 
     def publish(self) -> None:
-        """Rename the whole bundle to the output. Killed between the renames, the next run finds every stage finished."""
+        """Rename the bundle to the output. Killed between the renames, the next run finds every stage finished."""
         replaced = self.folder / "replaced"
         remove(replaced)
         if self.output.exists():

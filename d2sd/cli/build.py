@@ -1,0 +1,48 @@
+"""`d2sd build`: recipe -> bundle."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from d2sd.cli.report import Reporting, bar
+
+
+@click.command(cls=Reporting)
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--plan", is_flag=True, help="Print what would be built, with sizes and memory; read no weights.")
+@click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Override a recipe's value; repeatable.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the bundle.  [default: bundles/<name>]")
+@click.option("-v", "--verbose", is_flag=True, help="Tell of every stage and how long it took.")
+def build(recipe: Path, plan: bool, overrides: tuple[str, ...], out: Path | None, verbose: bool) -> None:
+    r"""Build the serving bundle that RECIPE describes.
+
+    A build that was interrupted goes on where it stopped.
+
+    \b
+    Example:
+        d2sd build recipes/smollm2-135m.yaml --set limits.max_batch=4
+    """
+    from d2sd.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    output = out or (loaded.path(loaded.output) if loaded.output else Path("bundles") / loaded.name)
+    if plan:
+        from d2sd.cli.tables import show_plan
+        from d2sd.convert.plan import make_plan
+
+        show_plan(make_plan(loaded), output)
+        return
+    from d2sd.cli.checks import check_bundle
+    from d2sd.convert.build import build as build_bundle
+
+    start = time.monotonic()
+
+    def finished(stage: str) -> None:
+        if verbose:
+            click.echo(f"{stage:14} done after {time.monotonic() - start:.1f} s", err=True)
+
+    build_bundle(loaded, output, check=check_bundle, progress=bar, finished=finished)
+    click.echo(output)

