@@ -17,12 +17,12 @@ from d2sd.cli.report import Reporting, bar
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the bundle.  [default: bundles/<name>]")
 @click.option("-v", "--verbose", is_flag=True, help="Tell of every stage and how long it took.")
 def build(recipe: Path, plan: bool, overrides: tuple[str, ...], out: Path | None, verbose: bool) -> None:
-    r"""Build the serving bundle that RECIPE describes.
+    """Build the serving bundle that RECIPE describes.
 
     A build that was interrupted goes on where it stopped.
 
-    \b
-    Example:
+    For example:
+
         d2sd build recipes/smollm2-135m.yaml --set limits.max_batch=4
     """
     from d2sd.recipe import load_recipe

@@ -12,7 +12,7 @@ from d2sd.cli.report import Reporting, bar
 @click.command(cls=Reporting)
 @click.argument("bundle", type=click.Path(path_type=Path))
 def inspect(bundle: Path) -> None:
-    r"""Verify BUNDLE and print its geometry, precision, sizes, row budget and the checks it passed.
+    """Verify BUNDLE and print its geometry, precision, sizes, row budget and the checks it passed.
 
     Example:
         d2sd inspect bundles/smollm2-135m

