@@ -14,7 +14,8 @@ from d2sd.cli.report import Reporting, bar
 def inspect(bundle: Path) -> None:
     """Verify BUNDLE and print its geometry, precision, sizes, row budget and the checks it passed.
 
-    Example:
+    For example:
+
         d2sd inspect bundles/smollm2-135m
     """
     from d2sd.cli.tables import show_manifest

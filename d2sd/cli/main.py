@@ -14,7 +14,8 @@ from d2sd.cli.report import ReportingGroup
 def main() -> None:
     """Compile and serve speculative decoding with two block-diffusion drafters, losslessly.
 
-    Example:
+    For example:
+
         d2sd build recipes/smollm2-135m.yaml
     """
 

@@ -1,0 +1,112 @@
+"""Tiny projects on disk: a Hugging Face target, two drafters and a recipe that builds in a fraction of a second."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+
+from d2sd.convert.drafter import write_drafter
+from d2sd.convert.hf_config import rope_fields
+from d2sd.modeling.decoder import Decoder
+from tests.tiny import tiny_decoder, tiny_drafter
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def hf_fields(decoder: Decoder) -> dict[str, Any]:
+    """The config.json that transformers would write for a tiny decoder."""
+    config, body = decoder.config, decoder.config.body
+    return {
+        "architectures": [_ARCHITECTURES[config.family]],
+        "model_type": config.family,
+        "hidden_size": body.hidden_size,
+        "intermediate_size": body.intermediate_size,
+        "num_hidden_layers": body.num_layers,
+        "num_attention_heads": body.num_heads,
+        "num_key_value_heads": body.num_kv_heads,
+        "head_dim": body.head_dim,
+        "rms_norm_eps": body.rms_norm_eps,
+        "max_position_embeddings": body.max_positions,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_bias": body.o_bias,
+        "hidden_act": "silu",
+        "eos_token_id": 2,
+        **rope_fields(body.rope),
+    }
+
+
+def hf_tensors(decoder: Decoder) -> dict[str, Tensor]:
+    """The decoder's tensors under Hugging Face's names."""
+    return {n if n.startswith("lm_head") else f"model.{n}": t for n, t in decoder.state_dict().items()}
+
+
+def write_target_dir(folder: Path, decoder: Decoder) -> Path:
+    """Write a checkpoint folder with a word-level tokenizer (`w0 w1 ...`)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(hf_fields(decoder)))
+    save_file(hf_tensors(decoder), folder / "model.safetensors", metadata={"format": "pt"})
+    words = {f"w{i}": i for i in range(decoder.config.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "eos_token": "w2"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def write_project(folder: Path, **changes: Any) -> Path:
+    """Write target, drafters and recipe below `folder`; return the recipe's path. `changes` replace top-level keys."""
+    decoder = tiny_decoder()
+    write_target_dir(folder / "target", decoder)
+    for name, role in (("first", "first"), ("second", "variable_prefix")):
+        drafter = tiny_drafter(decoder.config, role=role)  # type: ignore[arg-type]
+        write_drafter(folder / name, drafter.config, drafter.state_dict())
+    recipe = {
+        "d2sd": 1,
+        "name": "tiny",
+        "target": {"path": "target"},
+        "drafters": {"first": {"path": "first"}, "second": {"path": "second"}},
+        "tree": {"block_size": 4, "branches": 3, "row_budget": 16},
+        "sampling": {"max_new_tokens": 16},
+        "limits": {"max_batch": 2, "max_context": 64},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe | changes))
+    return path
+
+
+def edit_json(path: Path, key: str, value: Any) -> None:
+    """Set a dotted key, or delete it where the value is ...."""
+    values = json.loads(path.read_text())
+    *parents, last = key.split(".")
+    part = values
+    for name in parents:
+        part = part[name]
+    if value is ...:
+        del part[last]
+    else:
+        part[last] = value
+    path.write_text(json.dumps(values))
+
+
+def edit_tensors(file: Path, **changes: Tensor | None) -> None:
+    """Replace, add (dots spelled __) or, with None, drop tensors of a safetensors file."""
+    tensors = load_file(file)
+    for name, tensor in changes.items():
+        if tensor is None:
+            del tensors[name.replace("__", ".")]
+        else:
+            tensors[name.replace("__", ".")] = tensor
+    save_file(tensors, file)
+
+
+def tree_bytes(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder with its bytes."""
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
