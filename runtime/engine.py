@@ -1,0 +1,232 @@
+"""The step loop: requests join and leave a running batch at any step, and every step commits what the target itself would say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from d2sd.errors import RequestError
+from d2sd.runtime.accept import Accepted, accept
+from d2sd.runtime.boundaries import Draft, pick_boundaries
+from d2sd.runtime.executor import Batch, Executor, Verified
+from d2sd.runtime.policy import Policy
+from d2sd.runtime.request import Limits, Request, SamplingParams
+from d2sd.runtime.sampling import Sampling, choose
+from d2sd.runtime.scheduler import Scheduler
+from d2sd.runtime.sequence import FinishReason, Sequence
+from d2sd.runtime.stats import Clock
+from d2sd.runtime.text import Decode, TextStream
+from d2sd.runtime.tree import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step gave one request."""
+
+    sequence: Sequence
+    tokens: tuple[int, ...]
+    text: str  # what became certain; "" without a decoder
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """The tensors of the last decode step, for whoever wants to draw them."""
+
+    sequences: tuple[Sequence, ...]
+    tree: Tree
+    accepted: Accepted
+
+
+class Engine:
+    """In-flight batching over one executor and one tree policy. Not thread-safe: one thread steps and submits."""
+
+    def __init__(self, executor: Executor, policy: Policy, limits: Limits, decode: Decode | None = None) -> None:
+        """`decode` turns token ids into text; without it outputs carry ids only and stop strings are refused."""
+        self.executor, self.policy, self.limits = executor, policy, limits
+        self.clock = Clock()
+        self.trace: StepTrace | None = None
+        self._decode = decode
+        self._scheduler = Scheduler(limits, executor.block_size)
+        self._next_id = 0
+        executor.allocate(self._scheduler.page_count, limits.page_size)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> Sequence:
+        """Queue a request; it joins at the next step there is room. Raises RequestError if it can never run."""
+        self.limits.check(request, self.executor.vocab_size)
+        if request.stop and self._decode is None:
+            raise RequestError("stop strings need a tokenizer", where="stop", fix="pass token ids as stop_tokens, or give the engine `decode`")
+        if any(not s for s in request.stop):
+            raise RequestError("a stop string is empty", where="stop", expected="at least one character")
+        text = TextStream(self._decode, request.stop) if self._decode else None
+        sequence = Sequence(self._next_id, request, list(request.prompt), text)
+        self._scheduler.add(sequence)
+        self._next_id += 1
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Drop a request, waiting or running; one that has finished stays as it is."""
+        if sequence.finish is None:
+            sequence.finish = "cancelled"
+            self._scheduler.remove(sequence)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._scheduler.waiting or self._scheduler.running)
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Output]:
+        """Submit, then step until all that was submitted (by anyone) has finished."""
+        for request in requests:
+            self.submit(request)
+        while self.busy:
+            yield from self.step()
+
+    def generate(self, requests: Iterable[Request]) -> list[Sequence]:
+        """Run requests to their end; results in the order asked."""
+        sequences = [self.submit(request) for request in requests]
+        while any(s.finish is None for s in sequences):
+            self.step()
+        return sequences
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Output]:
+        """One turn of the loop: prompt chunks, then one draft-and-verify cycle over all sequences that are ready."""
+        sequences = self.admit()
+        if not sequences:
+            return []
+        batch = self._batch(sequences)
+        first = self.draft_first(batch)
+        boundaries = self.pick_boundaries(first)
+        second = self.draft_second(batch, first, boundaries)
+        tree = self.build_tree(batch, first, second)
+        verified = self.verify(batch, tree)
+        accepted = self.accept(batch, tree, verified)
+        self.commit(batch, verified, accepted)
+        return self.retire(sequences, tree, accepted)
+
+    def admit(self) -> list[Sequence]:
+        """Let requests join, compute their prompts chunk by chunk; returns those ready to decode."""
+        with self.clock.stage("prefill"):
+            schedule = self._scheduler.schedule()
+            for sequence, count in schedule.prefill:
+                self._prefill(sequence, count)
+        return schedule.decode
+
+    def draft_first(self, batch: Batch) -> Draft | None:
+        if self.policy.drafters < 1:
+            return None
+        with self.clock.stage("draft_first"):
+            return self.executor.draft_first(batch)
+
+    def pick_boundaries(self, first: Draft | None) -> torch.Tensor | None:
+        if first is None or self.policy.drafters < 2:
+            return None
+        with self.clock.stage("pick_boundaries"):
+            return pick_boundaries(first, self.policy.branches)
+
+    def draft_second(self, batch: Batch, first: Draft | None, boundaries: torch.Tensor | None) -> Draft | None:
+        if first is None or boundaries is None:
+            return None
+        with self.clock.stage("draft_second"):
+            return self.executor.draft_second(batch, first, boundaries)
+
+    def build_tree(self, batch: Batch, first: Draft | None, second: Draft | None) -> Tree:
+        with self.clock.stage("build_tree"):
+            return self.policy.build(batch.anchor, first, second)
+
+    def verify(self, batch: Batch, tree: Tree) -> Verified:
+        with self.clock.stage("verify"):
+            return self.executor.verify(batch, tree)
+
+    def accept(self, batch: Batch, tree: Tree, verified: Verified) -> Accepted:
+        with self.clock.stage("accept"), torch.inference_mode():
+            longest = self.executor.block_size
+            chosen = choose(verified.logits, tree.depth, batch.context_len, longest, batch.sampling)
+            return accept(tree, chosen, longest)
+
+    def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
+        with self.clock.stage("commit"):
+            self.executor.commit(batch, verified, accepted)
+
+    def retire(self, sequences: list[Sequence], tree: Tree, accepted: Accepted) -> list[Output]:
+        """Read the step's tokens (its only wait for the device), hand them out, and let the finished leave."""
+        with self.clock.stage("retire"):
+            self.clock.steps += 1
+            self.trace = StepTrace(tuple(sequences), tree, accepted)
+            counts, tokens, winners = accepted.count.tolist(), accepted.tokens.tolist(), accepted.winner.tolist()
+            outputs = []
+            for sequence, count, chosen, winner in zip(sequences, counts, tokens, winners, strict=False):
+                sequence.cached += count
+                sequence.stats.record(count, winner, self.policy.rows)
+                outputs.append(self._take(sequence, chosen[:count]))
+                if sequence.finish is not None:
+                    self._scheduler.remove(sequence)
+            return outputs
+
+    # -- between host and device ---------------------------------------------------------------------------------------
+
+    def _take(self, sequence: Sequence, tokens: list[int]) -> Output:
+        """Append tokens one by one until one of them ends the answer; the rest of the step's gain is dropped."""
+        request = sequence.request
+        taken, text = [], ""
+        for token in tokens:
+            taken.append(token)
+            sequence.tokens.append(token)
+            if token in request.stop_tokens:
+                sequence.finish = "stop"
+            elif sequence.text is not None:
+                text += sequence.text.feed(token)
+                if sequence.text.stopped:
+                    sequence.finish = "stop"
+            if sequence.finish is None and len(sequence.answer) >= request.max_new_tokens:
+                sequence.finish = "length"
+            if sequence.finish is not None:
+                break
+        if sequence.finish is not None and sequence.text is not None and not sequence.text.stopped:
+            text += sequence.text.flush()
+        return Output(sequence, tuple(taken), text, sequence.finish)
+
+    def _prefill(self, sequence: Sequence, count: int) -> None:
+        """One chunk, padded to its bucket."""
+        device = self.executor.device
+        chunk = sequence.tokens[sequence.cached : sequence.cached + count]
+        padded = min(_bucket(count), self.limits.prefill_chunk)
+        self.executor.prefill(
+            torch.tensor([chunk + [0] * (padded - count)], device=device),
+            torch.tensor([count], device=device),
+            self._page_table([sequence], 1),
+            torch.tensor([sequence.cached], device=device),
+        )
+        sequence.cached += count
+
+    def _batch(self, sequences: list[Sequence]) -> Batch:
+        """Host state to device tensors, padded to the batch bucket."""
+        device = self.executor.device
+        size = _bucket(len(sequences))
+        padding = [0] * (size - len(sequences))
+        params = [s.request.sampling for s in sequences] + [SamplingParams()] * len(padding)
+        return Batch(
+            anchor=torch.tensor([s.anchor for s in sequences] + padding, device=device),
+            page_table=self._page_table(sequences, size),
+            context_len=torch.tensor([s.cached for s in sequences] + padding, device=device),
+            active=torch.arange(size, device=device) < len(sequences),
+            sampling=Sampling.of(params, self.executor.vocab_size, device),
+        )
+
+    def _page_table(self, sequences: list[Sequence], size: int) -> torch.Tensor:
+        """[size, M] with M the bucket of the longest; unused entries name page 0, which holds nobody's tokens."""
+        width = _bucket(max(len(s.pages) for s in sequences))
+        table = torch.zeros(size, width, dtype=torch.long)
+        for row, sequence in enumerate(sequences):
+            table[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
+        return table.to(self.executor.device)
+
+
+def _bucket(count: int) -> int:
+    """The next power of two: few shapes to compile or capture, at most half of the work on padding."""
+    return 1 << (count - 1).bit_length()

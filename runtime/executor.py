@@ -1,0 +1,159 @@
+"""Running the models of one bundle: what the engine needs of an executor, and the PyTorch one (one code for CPU and CUDA).
+
+Every method takes and returns tensors of shapes that depend only on the batch bucket and the policy, and none reads a value back to
+the host, so a whole decode step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from d2sd.modeling.decoder import Decoder, DecoderOutput
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.rows import KVPool, Rows
+from d2sd.runtime.accept import Accepted
+from d2sd.runtime.boundaries import Draft, branch_blocks, forbid_rejected, joined
+from d2sd.runtime.sampling import Sampling
+from d2sd.runtime.tree import Tree
+
+# Shape letters: B requests (bucket), M pages a request (bucket), G block size γ, K branches, N nodes, E hidden, V vocabulary.
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The requests of one decode step; rows past the last request are padding and are never committed."""
+
+    anchor: Tensor  # [B] int64
+    page_table: Tensor  # [B, M] int64
+    context_len: Tensor  # [B] int64
+    active: Tensor  # [B] bool
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What the target says about every node; nothing of it is committed yet."""
+
+    logits: Tensor  # [B, N, V] fp32
+    rows: DecoderOutput
+
+
+class Executor(Protocol):
+    """The models of a bundle behind one small surface."""
+
+    device: str
+    vocab_size: int
+    block_size: int
+
+    def allocate(self, pages: int, page_size: int) -> None:
+        """Make the K/V pools."""
+
+    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
+        """Compute and commit a chunk: tokens [1, T], of which the first `length [1]` are real."""
+
+    def draft_first(self, batch: Batch) -> Draft:
+        """One block per request, [B, G]."""
+
+    def draft_second(self, batch: Batch, first: Draft, boundaries: Tensor) -> Draft:
+        """K branches per request, [B, K, G], restarted at `boundaries [B, K]`."""
+
+    def verify(self, batch: Batch, tree: Tree) -> Verified:
+        """The target over all nodes."""
+
+    def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
+        """Append the accepted path to every model's pages."""
+
+
+class TorchExecutor:
+    """PyTorch, on whatever device and in whatever dtype the target is."""
+
+    def __init__(self, target: Decoder, first: Drafter | None = None, second: Drafter | None = None) -> None:
+        """Without drafters only plain decoding is possible; with `first` alone, chains."""
+        assert first is not None or second is None
+        self.target, self.first, self.second = target, first, second
+        self.vocab_size = target.config.vocab_size
+        self.block_size = first.config.block_size if first else 1
+        weight = target.embed_tokens.weight
+        self.device, self._dtype = str(weight.device), weight.dtype
+        self._drafters = [d for d in (first, second) if d is not None]
+        self._taps = first.config.target_layer_ids if first else ()
+
+    def allocate(self, pages: int, page_size: int) -> None:
+        def pool(model: Decoder | Drafter) -> KVPool:
+            body = model.config.body
+            return KVPool(body.num_layers, pages, page_size, body.num_kv_heads, body.head_dim, self._dtype, self.device)
+
+        self._target_pool = pool(self.target)
+        self._pools = [pool(drafter) for drafter in self._drafters]
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
+        rows = Rows.chain(tokens.shape[1], page_table, context_len)
+        out = self.target(tokens, rows, self._target_pool, self._taps)
+        real = torch.arange(tokens.shape[1], device=tokens.device) < length[:, None]
+        self._append(out.k, out.v, out.features, page_table, rows.positions, real)
+
+    @torch.inference_mode()
+    def draft_first(self, batch: Batch) -> Draft:
+        assert self.first is not None
+        masks = batch.anchor.new_full((len(batch.anchor), self.block_size - 1), self.first.config.mask_token_id)
+        tokens = torch.cat([batch.anchor[:, None], masks], dim=1)
+        logits = self._draft(0, batch, tokens[:, None])[:, 0]
+        best, confidence = _argmax(logits)
+        ones = torch.ones_like(confidence[:, :1])
+        return Draft(torch.cat([tokens[:, :1], best], 1), torch.cat([ones, confidence], 1))
+
+    @torch.inference_mode()
+    def draft_second(self, batch: Batch, first: Draft, boundaries: Tensor) -> Draft:
+        assert self.second is not None
+        blocks, rejected = branch_blocks(first, boundaries, self.second.config.mask_token_id)
+        logits = forbid_rejected(self._draft(1, batch, blocks), boundaries, rejected)
+        best, confidence = _argmax(logits)
+        ones = torch.ones_like(confidence[..., :1])
+        return joined(first, boundaries, torch.cat([blocks[..., :1], best], -1), torch.cat([ones, confidence], -1))
+
+    @torch.inference_mode()
+    def verify(self, batch: Batch, tree: Tree) -> Verified:
+        rows = Rows(batch.context_len[:, None] + tree.depth, tree.visible, batch.page_table, batch.context_len)
+        out = self.target(tree.tokens, rows, self._target_pool, self._taps)
+        return Verified(self.target.logits(out.hidden), out)
+
+    @torch.inference_mode()
+    def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
+        path = accepted.path  # [B, G]
+        steps = torch.arange(path.shape[1], device=path.device)
+        keep = (steps < accepted.count[:, None]) & batch.active[:, None]
+        of_rows = torch.arange(len(path), device=path.device)[:, None]
+        out = verified.rows
+        self._append(
+            out.k[:, of_rows, path], out.v[:, of_rows, path], out.features[of_rows, path],
+            batch.page_table, batch.context_len[:, None] + steps, keep,
+        )  # fmt: skip
+
+    def _append(self, k: Tensor, v: Tensor, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
+        """Write rows to the target's pages, and their features' K/V to the drafters'."""
+        self._target_pool.write(k, v, page_table, positions, keep)
+        for drafter, pool in zip(self._drafters, self._pools, strict=True):
+            pool.write(*drafter.context_keys_values(features, positions), page_table, positions, keep)
+
+    def _draft(self, which: int, batch: Batch, blocks: Tensor) -> Tensor:
+        """blocks [B, K, G], invisible to each other -> logits [B, K, G-1, V] of slots 1 .. γ-1."""
+        drafter, pool = self._drafters[which], self._pools[which]
+        _, count, size = blocks.shape
+        of_block = torch.arange(count, device=blocks.device).repeat_interleave(size)
+        visible = (of_block[:, None] == of_block).expand(len(blocks), -1, -1)
+        slots = torch.arange(size, device=blocks.device).repeat(count)
+        positions = batch.context_len[:, None] + slots
+        rows = Rows(positions, visible, batch.page_table, batch.context_len)
+        hidden = drafter(self.target.embed_tokens(blocks.flatten(1)), positions, pool.attend(rows))
+        return self.target.logits(hidden.unflatten(1, (count, size))[:, :, 1:])
+
+
+def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., V] -> the likeliest token and its probability at T = 1, each [...]."""
+    top, best = logits.max(-1)
+    return best, (top - logits.logsumexp(-1)).exp()

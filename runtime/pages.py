@@ -1,0 +1,23 @@
+"""Which K/V pages are free. One table serves the target's pool and both drafters': they hold the same tokens."""
+
+from __future__ import annotations
+
+
+class PageAllocator:
+    """Hands out page numbers 1 .. count - 1; page 0 takes the writes of padding and belongs to nobody."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count - 1, 0, -1))  # low numbers first: easier to read in a debugger
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` pages, or None (and nothing taken) if there are fewer."""
+        if count > len(self._free):
+            return None
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, pages: list[int]) -> None:
+        self._free.extend(reversed(pages))

@@ -1,0 +1,69 @@
+"""What a caller asks for and what the engine may be asked: plain data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from d2sd.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the target's tokens are chosen. Temperature applies first, then top-k, then top-p (Hugging Face's order)."""
+
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0  # 1: off
+    top_k: int = 0  # 0: off
+    seed: int = 0  # the same seed gives the same text with speculation on or off, alone or in a batch
+
+    def __post_init__(self) -> None:
+        for name, fine, expected in (
+            ("temperature", 0 <= self.temperature < 100, "0 (greedy) or more, below 100"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("seed", 0 <= self.seed < 2**64, "0 .. 2^64 - 1"),
+        ):
+            if not fine:  # NaN fails every comparison, so it ends here too
+                raise RequestError(f"{name} out of range", where=name, found=getattr(self, name), expected=expected)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt, as token ids. `stop` strings need the engine to have a decoder; they are left out of the text."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int = 256
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_tokens: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engine holds memory for."""
+
+    max_batch: int  # requests that decode together
+    max_context: int  # prompt and answer of one request, in tokens
+    page_size: int  # tokens a K/V page
+    prefill_chunk: int  # prompt tokens computed between two decode steps
+    pages: int | None = None  # pages in the pools; None: enough for max_batch requests of max_context tokens
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens."""
+        return -(-tokens // self.page_size)
+
+    def check(self, request: Request, vocab_size: int) -> None:
+        """Raises RequestError where this engine can never serve the request."""
+        if not request.prompt:
+            raise RequestError("the prompt is empty", where="prompt", expected="at least one token")
+        if bad := [t for t in request.prompt if not 0 <= t < vocab_size]:
+            raise RequestError("prompt token outside the vocabulary", where="prompt", found=bad[0], expected=f"0 .. {vocab_size - 1}")
+        if request.max_new_tokens < 1:
+            raise RequestError("nothing to generate", where="max_new_tokens", found=request.max_new_tokens, expected="1 or more")
+        total = len(request.prompt) + request.max_new_tokens
+        if total > self.max_context:
+            raise RequestError(
+                "the request does not fit the context", where="prompt + max_new_tokens",
+                found=f"{len(request.prompt)} + {request.max_new_tokens} = {total}", expected=f"at most {self.max_context}",
+                fix="shorten the prompt, lower max_new_tokens, or raise limits.max_context in the recipe",
+            )  # fmt: skip

@@ -1,0 +1,99 @@
+"""Who runs in this step: first come first served, joining and leaving at any step, preempting the youngest when pages run out."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from d2sd.errors import RequestError
+from d2sd.runtime.pages import PageAllocator
+from d2sd.runtime.request import Limits
+from d2sd.runtime.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step's work: prompt chunks first, then one decode step over every sequence whose context is complete."""
+
+    prefill: list[tuple[Sequence, int]]  # (sequence, tokens of this chunk)
+    decode: list[Sequence]
+
+
+class Scheduler:
+    """Owns the queues and the pages; knows nothing of tensors."""
+
+    def __init__(self, limits: Limits, block_size: int) -> None:
+        """`block_size`: the most tokens a decode step can commit."""
+        self._limits, self._growth = limits, block_size
+        per_request = limits.pages_for(limits.max_context + block_size)
+        self.page_count = 1 + (limits.pages or limits.max_batch * per_request)
+        self.pages = PageAllocator(self.page_count)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; raises RequestError if its whole length can never be held."""
+        request = sequence.request
+        needed = self._limits.pages_for(len(request.prompt) + request.max_new_tokens + self._growth)
+        if needed > self.page_count - 1:
+            raise RequestError(
+                "the request needs more pages than there are", where="limits.pages",
+                found=f"{needed} pages needed", expected=f"at most {self.page_count - 1}", fix="raise limits.pages",
+            )  # fmt: skip
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a finished or cancelled sequence out, wherever it is."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._release(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def schedule(self) -> Schedule:
+        """Make room for the running, admit the waiting, and share the chunk of prompt tokens."""
+        for sequence in list(self.running):
+            if sequence in self.running:  # not preempted on behalf of an older one
+                self._grow(sequence)
+        while self.waiting and len(self.running) < self._limits.max_batch:
+            sequence = self.waiting[0]
+            pages = self.pages.take(self._limits.pages_for(len(sequence.tokens) - 1 + self._growth))
+            if pages is None:
+                break
+            sequence.pages = pages
+            self.running.append(self.waiting.popleft())
+        budget = self._limits.prefill_chunk
+        prefill = []
+        for sequence in self.running:
+            chunk = min(sequence.pending, budget)
+            if chunk:
+                prefill.append((sequence, chunk))
+                budget -= chunk
+        done = {id(s): n for s, n in prefill}
+        decode = [s for s in self.running if s.pending == done.get(id(s), 0)]
+        return Schedule(prefill, decode)
+
+    def _grow(self, sequence: Sequence) -> None:
+        """Pages for the tokens a step can commit; the youngest leave until there is room, in the worst case this one."""
+        wanted = self._limits.pages_for(len(sequence.tokens) - 1 + self._growth) - len(sequence.pages)
+        while wanted > 0:
+            pages = self.pages.take(wanted)
+            if pages is not None:
+                sequence.pages += pages
+                return
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is sequence:
+                return
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the head of the queue; its context is computed again when it returns, with the same tokens."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.cached = 0
+        sequence.stats.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pages.give_back(sequence.pages)
+        sequence.pages = []

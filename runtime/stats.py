@@ -1,0 +1,80 @@
+"""What speculation did: counted by request and by engine, in plain Python. All lengths include the bonus token."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+#: `origin` of the deepest accepted node: 0 the first draft, i >= 1 the i-th branch (ranked by boundary score).
+FIRST_DRAFT = 0
+
+
+@dataclass(slots=True)
+class SequenceStats:
+    """Counts over the decode steps of one request."""
+
+    accepted: Counter[int] = field(default_factory=Counter)  # tokens committed by a step, bonus included -> steps
+    winners: Counter[int] = field(default_factory=Counter)  # origin of the accepted path's end -> steps with a draft accepted
+    rows: int = 0  # target rows verified
+    preemptions: int = 0
+
+    def record(self, accepted: int, winner: int, rows: int) -> None:
+        self.accepted[accepted] += 1
+        self.rows += rows
+        if accepted > 1:
+            self.winners[winner] += 1
+
+    @property
+    def steps(self) -> int:
+        return self.accepted.total()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens committed, those past a stop token or the length limit included."""
+        return sum(length * count for length, count in self.accepted.items())
+
+    @property
+    def tau(self) -> float:
+        """Mean accepted length: tokens per step."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    def reached(self) -> list[float]:
+        """Joint acceptance: share of steps that accepted at least k drafts, for k = 1, 2, …"""
+        deepest = max(self.accepted, default=1)
+        return [sum(c for n, c in self.accepted.items() if n > k) / self.steps for k in range(1, deepest)]
+
+    @staticmethod
+    def merged(parts: Iterable[SequenceStats]) -> SequenceStats:
+        """The sums over several requests: their `tau` is weighted by steps."""
+        total = SequenceStats()
+        for part in parts:
+            total.accepted += part.accepted
+            total.winners += part.winners
+            total.rows += part.rows
+            total.preemptions += part.preemptions
+        return total
+
+
+def mean_tau(parts: Iterable[SequenceStats]) -> float:
+    """Mean over requests of each request's tau: the papers' definition (z-lab, D²SD)."""
+    values = [part.tau for part in parts if part.steps]
+    return sum(values) / len(values) if values else 0.0
+
+
+@dataclass(slots=True)
+class Clock:
+    """Host seconds by stage. On CUDA launches are asynchronous, so there the sums mean something for whole steps only."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    steps: int = 0
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -1,0 +1,49 @@
+"""Token ids to text, piece by piece, with stop strings held back until it is clear that they do not come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Decode = Callable[[list[int]], str]
+
+#: What a byte-level tokenizer prints for bytes that do not make a character yet.
+_UNFINISHED = "\ufffd"
+
+
+class TextStream:
+    """Feed tokens one at a time; take the text that is certain."""
+
+    def __init__(self, decode: Decode, stop: tuple[str, ...] = ()) -> None:
+        self._decode, self._stop = decode, stop
+        self._ids: list[int] = []
+        self._start, self._read = 0, 0  # window of ids decoded together: a token's text can depend on the one before it
+        self._held = ""  # decoded, but perhaps the beginning of a stop string
+        self.stopped = False
+
+    def feed(self, token: int) -> str:
+        """Text that became certain with this token. After a stop string `stopped` is set and nothing more comes."""
+        self._ids.append(token)
+        before = self._decode(self._ids[self._start : self._read])
+        now = self._decode(self._ids[self._start :])
+        if now.endswith(_UNFINISHED) or len(now) <= len(before):
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        return self._release(now[len(before) :])
+
+    def flush(self) -> str:
+        """What is still held back, at the end of the answer."""
+        rest = self._decode(self._ids[self._start :])[len(self._decode(self._ids[self._start : self._read])) :]
+        text = self._release(rest)
+        held, self._held = self._held, ""
+        return text + held
+
+    def _release(self, new: str) -> str:
+        text = self._held + new
+        found = [at for s in self._stop if (at := text.find(s)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        # The longest tail that could grow into a stop string stays.
+        hold = max((n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
