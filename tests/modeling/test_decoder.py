@@ -111,15 +111,15 @@ ROPES = [
         id="yarn, attention factor given",
     ),
     pytest.param(
-        RopeConfig(10000.0, "yarn", factor=4.0, original_max_positions=64, beta_fast=8.0, beta_slow=2.0),
+        RopeConfig(10000.0, "yarn", factor=2.0, original_max_positions=256, beta_fast=2.0, beta_slow=0.25),
         {
             "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 8.0,
-            "beta_slow": 2.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 256,
+            "beta_fast": 2.0,
+            "beta_slow": 0.25,
         },
-        id="yarn, other betas",
+        id="yarn, other betas: each moves its end of the ramp by a whole dimension",
     ),
     pytest.param(
         RopeConfig(10000.0, "yarn", factor=1.0, original_max_positions=32),
