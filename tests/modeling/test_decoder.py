@@ -273,7 +273,7 @@ def test_padding_rows_change_nothing() -> None:
     visible[:, :3, :3] = rows.visible
     padded = Rows(torch.cat([rows.positions, torch.tensor([[0, 99]])], 1), visible, page_table, rows.context_len)
     filled = decoder(torch.cat([real, torch.tensor([[0, 7]])], 1), padded, pool)
-    torch.testing.assert_close(filled.hidden[:, :3], decoder(real, rows, pool).hidden, rtol=0, atol=1e-5)
+    torch.testing.assert_close(filled.hidden[:, :3], decoder(real, rows, pool).hidden, rtol=0, atol=1e-4)
 
 
 def test_low_precision_keeps_logits_wide() -> None:

@@ -194,7 +194,7 @@ def test_second_draft_equals_one_pass_a_branch(role: Any) -> None:
     rows = block_rows(page_table, context_len)
     for branch in range(3):
         alone = draft(drafter, branches[:, branch], rows, pool)
-        torch.testing.assert_close(together[:, branch], alone, rtol=0, atol=1e-5)
+        torch.testing.assert_close(together[:, branch], alone, rtol=0, atol=1e-4)
         for request, length in enumerate(context_len.tolist()):
             expected = reference(
                 drafter,
@@ -237,7 +237,7 @@ def test_context_injected_in_pieces_equals_full_recomputation(pieces: list[int])
         draft(DRAFTER, tokens, block_rows(page_table, torch.tensor([done, done])), pool)  # leaves no trace in the pages
     expected = draft(DRAFTER, tokens, block_rows(whole_table, context_len), whole_pool)
     out = draft(DRAFTER, tokens, block_rows(page_table, context_len), pool)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-4)
 
 
 def test_positions_are_absolute() -> None:
@@ -267,7 +267,7 @@ def test_order_of_requests_does_not_matter() -> None:
     tokens, order = first_blocks([5, 11, 2]), [2, 0, 1]
     out = draft(DRAFTER, tokens, block_rows(page_table, context_len), pool)
     permuted = draft(DRAFTER, tokens[order], block_rows(page_table[order], context_len[order]), pool)
-    torch.testing.assert_close(permuted, out[order], rtol=0, atol=1e-5)
+    torch.testing.assert_close(permuted, out[order], rtol=0, atol=1e-4)
 
 
 def test_parameter_names_are_the_checkpoint_layouts() -> None:
