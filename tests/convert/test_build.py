@@ -291,7 +291,7 @@ def test_two_builds_of_one_output_do_not_mix(recipe: Path, out: Path) -> None:
 
 def test_no_room_is_noticed_before_a_stage(recipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(out)._replace(free=1000)
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
     with pytest.raises(BuildError, match=r"disk space for stage target(.|\n)*1,000 bytes free"):
         run(recipe, out / "tiny")
     assert leftovers(out) == []

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from d2sd.convert import fetch as module
 from d2sd.convert.fetch import cached_file, fetch
 from d2sd.errors import BuildError
 from d2sd.recipe import PyPI
@@ -67,7 +66,7 @@ def test_a_file_comes_out_of_its_wheel_once(index: Path, monkeypatch: pytest.Mon
     def no_pip(*args: object, **kwargs: object) -> None:
         raise AssertionError("the cache was not used")
 
-    monkeypatch.setattr(module.subprocess, "run", no_pip)
+    monkeypatch.setattr("subprocess.run", no_pip)
     assert fetch(wanted) == path
     path.write_bytes(CONTENT[:-1] + b"?")  # the same length, another byte
     assert cached_file(wanted) is None

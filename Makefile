@@ -1,0 +1,40 @@
+# One environment, .venv, for both commands. PYTHON may name any of 3.10 to 3.13.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3.10 || echo python3)
+BIN := .venv/bin
+BUNDLE := bundles/smollm2-135m
+
+.PHONY: demo test lint verify clean
+
+## build the SmolLM2 bundle and answer three prompts with it, on a CPU
+demo: .venv/demo
+	$(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
+	$(BIN)/d2sd generate $(BUNDLE) --stats \
+	  -p "Explain in three sentences why the sky is blue." \
+	  -p "Write a Python function that returns the n-th Fibonacci number." \
+	  -p "A train travels 60 km in 45 minutes. What is its speed in km/h?"
+
+## lint and the test suite
+test: lint
+	$(BIN)/pytest -m "not slow"
+
+lint: .venv/dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+## minutes-long proofs on real models
+verify: .venv/dev
+	$(BIN)/pytest -m slow
+
+clean:
+	rm -rf .venv bundles build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# Stamps: an install is repeated when pyproject.toml changes.
+.venv/demo: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+.venv/dev: .venv/demo
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
