@@ -82,8 +82,8 @@ class Work:
 
     def keep_only(self, stages: set[str]) -> None:
         """Drop the folders that an earlier recipe left in the unpublished bundle."""
-        for path in self.bundle.glob("*/"):
-            if path.name not in stages:
+        for path in self.bundle.glob("*"):
+            if path.is_dir() and path.name not in stages:
                 remove(path)
 
     def stage(self, name: str, inputs: object, need: int, run: Run) -> Marker:
