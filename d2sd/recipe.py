@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
+from typing_extensions import Self
 
 from d2sd.errors import RecipeError
 
@@ -18,14 +19,37 @@ Policy = Literal["off", "chain", "d2sd"]
 #: A plain name: it becomes a file or folder name, so it holds no separator and does not start with a dot.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
 Positive = Annotated[int, Field(ge=1)]
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
+    """A mapping of a recipe."""
+
     # strict: `block_size: "8"` or `seed: true` is a slip of the pen, not a number
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class PyPI(_Part):
+class RecipeFile(Part):
+    """A whole recipe. Relative paths in it start at its folder: see `path`."""
+
+    _folder: Path = PrivateAttr(default=Path())
+
+    def at(self, folder: Path) -> Self:
+        """Return this recipe as if it had been read from a file in `folder`."""
+        copy = self.model_copy()
+        copy._folder = folder
+        return copy
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    def path(self, written: str) -> Path:
+        """Return a path of this recipe as one that can be opened."""
+        return self._folder / written
+
+
+class PyPI(Part):
     """A GGUF inside a wheel on PyPI; every field is required, because together they name exact bytes."""
 
     package: Name
@@ -40,7 +64,7 @@ class PyPI(_Part):
         return self
 
 
-class Target(_Part):
+class Target(Part):
     """The model whose distribution is served: exactly one source."""
 
     #: a wheel on PyPI; absent where the target is a local folder
@@ -55,20 +79,20 @@ class Target(_Part):
         return self
 
 
-class DrafterSource(_Part):
+class DrafterSource(Part):
     """A folder in the z-lab DFlash layout."""
 
     path: str
 
 
-class Drafters(_Part):
+class Drafters(Part):
     #: absent where the policy is off: a bundle may be a plain target
     first: DrafterSource | None = None
     #: absent where no variable-prefix drafter was trained: chain and off need none
     second: DrafterSource | None = None
 
 
-class Tree(_Part):
+class Tree(Part):
     #: the paper's tree; chain is DFlash, off is plain decoding
     policy: Policy = "d2sd"
     #: γ, anchor included; what our drafters were trained with
@@ -79,7 +103,7 @@ class Tree(_Part):
     row_budget: Positive = 64
 
 
-class Sampling(_Part):
+class Sampling(Part):
     """Defaults of a request; each may be overridden when generating."""
 
     #: greedy: reproducible, and where speculation accepts most
@@ -94,7 +118,7 @@ class Sampling(_Part):
     max_new_tokens: Positive = 256
 
 
-class Limits(_Part):
+class Limits(Part):
     """What memory is laid out for."""
 
     #: requests in flight: beyond a few, plain decoding already fills a CPU
@@ -107,8 +131,8 @@ class Limits(_Part):
     prefill_chunk: Positive = 128
 
 
-class Recipe(_Part):
-    """The whole recipe. Paths in it are relative to its file: see `path`."""
+class Recipe(RecipeFile):
+    """The recipe of a bundle."""
 
     #: version of this schema; a reader of another version must refuse, not guess
     d2sd: Literal[1]
@@ -126,8 +150,6 @@ class Recipe(_Part):
     limits: Limits = Limits()
     #: folder of the bundle; bundles/<name> below the current folder where absent
     output: str | None = None
-
-    _folder: Path = PrivateAttr(default=Path())
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
@@ -160,10 +182,6 @@ class Recipe(_Part):
             )
         return self
 
-    def path(self, written: str) -> Path:
-        """Return a path of this recipe as one that can be opened: relative ones start at the recipe's folder."""
-        return self._folder / written
-
     def canonical(self) -> dict[str, Any]:
         """Return the recipe as JSON values with every default filled in, the same for the same meaning."""
         return self.model_dump(mode="json")
@@ -171,6 +189,14 @@ class Recipe(_Part):
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe; `overrides` are `a.b=c` with YAML values. Raises `RecipeError` naming file and key."""
+    values = read_yaml(path)
+    for override in overrides:
+        _override(values, override)
+    return validated(Recipe, values, path).at(path.parent)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file that holds one mapping. Raises `RecipeError` naming the file."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -178,14 +204,15 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     values = _parse(text, str(path))
     if not isinstance(values, dict):
         raise RecipeError("A recipe is a mapping of keys.", where=path, found=type(values).__name__)
-    for override in overrides:
-        _override(values, override)
+    return values
+
+
+def validated(schema: type[Schema], values: dict[str, Any], path: Path) -> Schema:
+    """Fill a schema. Raises `RecipeError` naming file and key."""
     try:
-        recipe = Recipe.model_validate(values)
+        return schema.model_validate(values)
     except ValidationError as error:
         raise _recipe_error(error.errors(), path) from None
-    recipe._folder = path.parent
-    return recipe
 
 
 class _Loader(yaml.SafeLoader):

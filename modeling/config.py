@@ -23,6 +23,9 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     attention_factor: float | None = None  # yarn; None means 0.1·ln(factor) + 1
 
+    def __post_init__(self) -> None:
+        assert self.kind in ("default", "linear") or self.original_max_positions > 0, "llama3 and yarn need it"
+
 
 @dataclass(frozen=True, slots=True)
 class BodyConfig:
@@ -41,11 +44,6 @@ class BodyConfig:
     qkv_bias: bool  # Qwen2
     o_bias: bool  # Llama with attention_bias
 
-    @property
-    def kv_bytes_per_token_fp32(self) -> int:
-        """Bytes that one token's K and V take in all layers, at 4 bytes a number."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 4
-
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
@@ -62,7 +60,7 @@ class DrafterConfig:
     """A DFlash-shaped drafter; it borrows the target's embedding and head, so `body.hidden_size` is the target's.
 
     target_layer_ids: ascending; id i means the *output of target layer i*, Hugging Face's `hidden_states[i + 1]`
-    (the z-lab convention). Slot 0 of a block holds the anchor; slot k predicts the token at its own position.
+    (the z-lab convention; of the last layer, before the final norm). Slot 0 of a block holds the anchor; slot k predicts the token at its own position.
     """
 
     body: BodyConfig

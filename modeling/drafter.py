@@ -11,6 +11,9 @@ arXiv 2606.04446, "variable prefix") is this same module; its blocks start with 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -38,7 +41,8 @@ class Drafter(nn.Module):
         """features [B, C, n·E] of committed tokens at `positions [B, C]` -> k, v [L, B, C, Hkv, D] for the pages."""
         context = self.hidden_norm(self.fc(features))
         cos_sin = self.rotary(positions, context.dtype)
-        pairs = [layer.self_attn.keys_values(context, cos_sin) for layer in self.layers]
+        layers = cast("Iterable[Layer]", self.layers)
+        pairs = [layer.self_attn.keys_values(context, cos_sin) for layer in layers]
         return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
 
     def forward(self, embedded: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.config import BodyConfig
-from d2sd.modeling.rope import rotate
+from d2sd.modeling.rope import CosSin, rotate
 
-CosSin = tuple[Tensor, Tensor]
 #: attend(layer index, q [B, T, Hq, D], k, v [B, T, Hkv, D]) -> [B, T, Hq, D]: what the rows read beside themselves is
 #: the closure's business: pages at inference (`KVPool.attend`), a whole sequence at once in training.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

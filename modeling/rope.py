@@ -13,6 +13,8 @@ from torch import Tensor
 
 from d2sd.modeling.config import RopeConfig
 
+CosSin = tuple[Tensor, Tensor]
+
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """Return `([D/2] fp32 inverse frequencies, scale of cos and sin)`."""
@@ -29,6 +31,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
         )
         smooth = smooth.clamp(0, 1)
         return (1 - smooth) * plain / rope.factor + smooth * plain, 1.0
+    assert rope.kind == "yarn", rope.kind
     return _yarn(rope, plain, head_dim)
 
 
@@ -53,24 +56,23 @@ class Rotary(torch.nn.Module):
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         super().__init__()
-        self.rope, self.head_dim = rope, head_dim
-        self._frequencies: Tensor | None = None
+        # Not a buffer: model.to(bf16) would round it. Computed on the CPU even under torch.device("meta").
+        with torch.device("cpu"):
+            self._frequencies, self._scale = inverse_frequencies(rope, head_dim)
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [...]: absolute token positions. Returns cos, sin [..., 1, D] (broadcast over heads) in `dtype`.
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
+        """Positions [...], absolute -> cos, sin [..., 1, D] (broadcast over heads) in `dtype`.
 
         Angles are computed in fp32 whatever the model's dtype: positions above 256 are not exact in bf16.
         """
-        # Kept outside the buffers: model.to(bf16) would round the frequencies.
-        if self._frequencies is None or self._frequencies.device != positions.device:
-            frequencies, self._scale = inverse_frequencies(self.rope, self.head_dim)
-            self._frequencies = frequencies.to(positions.device)
+        if self._frequencies.device != positions.device:
+            self._frequencies = self._frequencies.to(positions.device)
         angles = positions[..., None, None].float() * self._frequencies
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         return torch.cat([cos, cos], -1).to(dtype), torch.cat([sin, sin], -1).to(dtype)
 
 
-def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
     """Rotate `x [..., heads, D]` by the angles of `Rotary`."""
     cos, sin = cos_sin
     first, second = x.chunk(2, dim=-1)

@@ -42,9 +42,12 @@ class KVPool:
         self.page_size = page_size
 
     def write(self, k: Tensor, v: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
-        """Commit rows: k, v [L, B, T, Hkv, D] go to token `positions [B, T]`; rows not in `keep [B, T]` go to page 0."""
-        block = (positions // self.page_size).clamp(max=page_table.shape[1] - 1)
-        page = torch.where(keep, page_table.gather(1, block), 0)
+        """Commit rows: k, v [L, B, T, Hkv, D] go to token `positions [B, T]`, at most one kept row each.
+
+        Rows not in `keep [B, T]`, and any that the page table does not reach, go to page 0.
+        """
+        block, last = positions // self.page_size, page_table.shape[1] - 1
+        page = torch.where(keep & (block <= last), page_table.gather(1, block.clamp(max=last)), 0)
         slot = positions % self.page_size
         self.k[:, page, slot] = k
         self.v[:, page, slot] = v

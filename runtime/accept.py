@@ -30,7 +30,9 @@ def accept(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
     """chosen [B, N]: the target's choice behind each node. `longest` is γ."""
     batch, size = chosen.shape
     agrees = tree.valid & (tree.tokens == chosen.gather(1, tree.parent))
-    agrees = torch.cat([torch.ones_like(agrees[:, :1]), agrees[:, 1:]], dim=1)  # the root is the anchor: decided already
+    agrees = torch.cat(
+        [torch.ones_like(agrees[:, :1]), agrees[:, 1:]], dim=1
+    )  # the root is the anchor: decided already
     on_path = tree.valid & (agrees[:, None] | ~tree.visible).all(-1)  # the node and all its ancestors agree
     count = on_path.sum(-1)
     # On the path depths are 0, 1, 2, …: each node goes to its depth, the others to a column that is cut off.

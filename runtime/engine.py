@@ -59,7 +59,11 @@ class Engine:
         """Queue a request; it joins at the next step there is room. Raises RequestError if it can never run."""
         self.limits.check(request, self.executor.vocab_size)
         if request.stop and self._decode is None:
-            raise RequestError("stop strings need a tokenizer", where="stop", fix="pass token ids as stop_tokens, or give the engine `decode`")
+            raise RequestError(
+                "stop strings need a tokenizer",
+                where="stop",
+                fix="pass token ids as stop_tokens, or give the engine `decode`",
+            )
         if any(not s for s in request.stop):
             raise RequestError("a stop string is empty", where="stop", expected="at least one character")
         text = TextStream(self._decode, request.stop) if self._decode else None

@@ -134,7 +134,9 @@ class TorchExecutor:
             batch.page_table, batch.context_len[:, None] + steps, keep,
         )  # fmt: skip
 
-    def _append(self, k: Tensor, v: Tensor, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
+    def _append(
+        self, k: Tensor, v: Tensor, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor
+    ) -> None:
         """Write rows to the target's pages, and their features' K/V to the drafters'."""
         self._target_pool.write(k, v, page_table, positions, keep)
         for drafter, pool in zip(self._drafters, self._pools, strict=True):

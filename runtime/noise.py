@@ -15,7 +15,9 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
 
 
-def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(
+    key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ten rounds on 32-bit words held in int64; all tensors broadcast. Products wrap in int64, their halves stay right."""
     k0, k1 = key
     c0, c1, c2, c3 = counter

@@ -57,9 +57,13 @@ class Limits:
         if not request.prompt:
             raise RequestError("the prompt is empty", where="prompt", expected="at least one token")
         if bad := [t for t in request.prompt if not 0 <= t < vocab_size]:
-            raise RequestError("prompt token outside the vocabulary", where="prompt", found=bad[0], expected=f"0 .. {vocab_size - 1}")
+            raise RequestError(
+                "prompt token outside the vocabulary", where="prompt", found=bad[0], expected=f"0 .. {vocab_size - 1}"
+            )
         if request.max_new_tokens < 1:
-            raise RequestError("nothing to generate", where="max_new_tokens", found=request.max_new_tokens, expected="1 or more")
+            raise RequestError(
+                "nothing to generate", where="max_new_tokens", found=request.max_new_tokens, expected="1 or more"
+            )
         total = len(request.prompt) + request.max_new_tokens
         if total > self.max_context:
             raise RequestError(

@@ -17,7 +17,9 @@ class SequenceStats:
     """Counts over the decode steps of one request."""
 
     accepted: Counter[int] = field(default_factory=Counter)  # tokens committed by a step, bonus included -> steps
-    winners: Counter[int] = field(default_factory=Counter)  # origin of the accepted path's end -> steps with a draft accepted
+    winners: Counter[int] = field(
+        default_factory=Counter
+    )  # origin of the accepted path's end -> steps with a draft accepted
     rows: int = 0  # target rows verified
     preemptions: int = 0
 
@@ -78,3 +80,8 @@ class Clock:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean time of a decode step, prefill left out."""
+        return sum(s for name, s in self.seconds.items() if name != "prefill") / max(self.steps, 1)

@@ -43,7 +43,12 @@ def chain(tokens: Tensor) -> Tree:
     visible = (steps[:, None] >= steps).expand(batch, size, size)
     depth = steps.expand(batch, size)
     return Tree(
-        tokens, (depth - 1).clamp(min=0), depth, torch.ones_like(tokens, dtype=torch.bool), visible, torch.zeros_like(tokens)
+        tokens,
+        (depth - 1).clamp(min=0),
+        depth,
+        torch.ones_like(tokens, dtype=torch.bool),
+        visible,
+        torch.zeros_like(tokens),
     )
 
 

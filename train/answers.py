@@ -7,8 +7,10 @@ so an interrupted run resumes from what is there.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from d2sd.errors import D2SDError
 
@@ -29,7 +31,9 @@ def read_answers(path: Path, *, vocab_size: int) -> list[Answer]:
         D2SDError: no such file, nothing in it, a key missing, or an id outside the vocabulary (another tokenizer's data).
     """
     if not path.is_file():
-        raise D2SDError("no answers to train on", where=path, fix="generate them first: d2sd train RECIPE --stage answers")
+        raise D2SDError(
+            "no answers to train on", where=path, fix="generate them first: d2sd train RECIPE --stage answers"
+        )
     answers = []
     lines = path.read_text().splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
@@ -39,7 +43,9 @@ def read_answers(path: Path, *, vocab_size: int) -> list[Answer]:
             row = json.loads(line)
             answer = Answer(row["id"], row["prompt_ids"], row["answer_ids"])
         except (ValueError, KeyError, TypeError) as error:
-            raise D2SDError("not an answer", where=f"{path}:{number}", found=repr(error), expected="id, prompt_ids, answer_ids") from error
+            raise D2SDError(
+                "not an answer", where=f"{path}:{number}", found=repr(error), expected="id, prompt_ids, answer_ids"
+            ) from error
         largest = max(answer.prompt_ids + answer.answer_ids, default=0)
         if largest >= vocab_size:
             raise D2SDError(
@@ -51,3 +57,20 @@ def read_answers(path: Path, *, vocab_size: int) -> list[Answer]:
     if not answers:
         raise D2SDError("no usable answer", where=path, expected="answers of at least two tokens")
     return answers
+
+
+def finished_ids(path: Path) -> set[str]:
+    """Ids of the answers already in `path`; a line cut short by an interruption is cut off the file."""
+    if not path.is_file():
+        return set()
+    text = path.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole)
+    return {json.loads(line)["id"] for line in whole.splitlines()}
+
+
+def append_answer(out: TextIO, name: str, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> None:
+    """Write one line and make sure that it is on its way to the disk."""
+    out.write(json.dumps({"id": name, "prompt_ids": list(prompt_ids), "answer_ids": list(answer_ids)}) + "\n")
+    out.flush()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.layers import Attend
-from d2sd.train.features import Sequence_
+from d2sd.train.features import TrainingSequence
 
 # Shape letters: A blocks (anchors) of one sequence, G block size γ, S tokens, Hq/Hkv heads, D head size, E hidden.
 
@@ -31,14 +31,14 @@ class Blocks:
     inside: Tensor  # [A, G] bool, slots that lie in the sequence
 
 
-def draw_blocks(sequence: Sequence_, block_size: int, count: int, generator: torch.Generator) -> Blocks:
+def draw_blocks(sequence: TrainingSequence, block_size: int, count: int, generator: torch.Generator) -> Blocks:
     """Up to `count` random anchors without replacement, from the prompt's last token to the last token but one."""
     first, last = sequence.prompt_length - 1, len(sequence.tokens) - 2
     anchors = first + torch.randperm(last - first + 1, generator=generator)[:count].sort().values
     return blocks_at(sequence, anchors, block_size)
 
 
-def blocks_at(sequence: Sequence_, anchors: Tensor, block_size: int) -> Blocks:
+def blocks_at(sequence: TrainingSequence, anchors: Tensor, block_size: int) -> Blocks:
     """The blocks anchored at the given tokens [A]."""
     positions = anchors[:, None] + torch.arange(block_size)
     inside = positions < len(sequence.tokens)
@@ -64,7 +64,11 @@ def attend_in_sequence(drafter: Drafter, features: Tensor, positions: Tensor) ->
         inner = (own_q @ k.permute(0, 2, 3, 1)).float()
         weights = (torch.cat([outer, inner], -1) * size**-0.5).softmax(-1).to(v.dtype)
         outer, inner = weights.split([length, slots], dim=-1)
-        out = (outer.transpose(0, 1).reshape(kv_heads, -1, length) @ context_v).view(kv_heads, blocks, -1, size).transpose(0, 1)
+        out = (
+            (outer.transpose(0, 1).reshape(kv_heads, -1, length) @ context_v)
+            .view(kv_heads, blocks, -1, size)
+            .transpose(0, 1)
+        )
         out = out + inner @ v.transpose(1, 2)
         out = out.reshape(blocks, kv_heads, heads // kv_heads, slots, size).permute(0, 3, 1, 2, 4)
         return out.reshape(blocks, slots, heads, size)

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.train.blocks import attend_in_sequence, blocks_at
-from d2sd.train.features import Sequence_
+from d2sd.train.features import TrainingSequence
 from d2sd.train.objectives import first_errors
 
 
 @torch.no_grad()
-def estimate_tau(target: Decoder, drafter: Drafter, sequences: Iterable[Sequence_]) -> float:
+def estimate_tau(target: Decoder, drafter: Drafter, sequences: Iterable[TrainingSequence]) -> float:
     """Mean over sequences of tokens per step (bonus included), walking each greedy answer from the prompt's last token."""
     means = []
     for sequence in sequences:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.rows import KVPool, Rows
 from d2sd.train.answers import Answer
@@ -22,7 +24,7 @@ from d2sd.train.answers import Answer
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence_:
+class TrainingSequence:
     """One training sequence with the target's view of it."""
 
     tokens: Tensor  # [S] int64, prompt and answer
@@ -32,24 +34,37 @@ class Sequence_:
 
 
 class FeatureCache:
-    """Random access to `Sequence_`s."""
+    """Random access to `TrainingSequence`s, or to a part of them."""
 
-    def __init__(self, answers: Sequence[Answer], storage: Tensor, taps: int) -> None:
+    def __init__(self, answers: Sequence[Answer], storage: Tensor, taps: int, chosen: range | None = None) -> None:
         self._answers, self._storage, self._taps = answers, storage, taps
-        lengths = [len(a.prompt_ids) + len(a.answer_ids) for a in answers]
-        self._offsets = [0]
-        for length in lengths:
-            self._offsets.append(self._offsets[-1] + length)
+        self._chosen = range(len(answers)) if chosen is None else chosen
+        lengths = (len(a.prompt_ids) + len(a.answer_ids) for a in answers)
+        self._offsets = list(accumulate(lengths, initial=0))
 
     def __len__(self) -> int:
-        return len(self._answers)
+        return len(self._chosen)
 
-    def __getitem__(self, index: int) -> Sequence_:
-        answer = self._answers[index]
-        rows = self._storage[self._offsets[index] : self._offsets[index + 1]]
+    def __getitem__(self, index: int) -> TrainingSequence:
+        number = self._chosen[index]  # raises IndexError past the end, so iteration works
+        answer = self._answers[number]
+        rows = self._storage[self._offsets[number] : self._offsets[number + 1]]
         width = rows.shape[1] * self._taps // (self._taps + 1)
         tokens = torch.tensor(answer.prompt_ids + answer.answer_ids)
-        return Sequence_(tokens, len(answer.prompt_ids), rows[:, :width], rows[:, width:])
+        return TrainingSequence(tokens, len(answer.prompt_ids), rows[:, :width], rows[:, width:])
+
+    def split(self, count: int) -> tuple[FeatureCache, FeatureCache]:
+        """The first `count` sequences, and the others. Raises D2SDError if that leaves none."""
+        if count >= len(self):
+            raise D2SDError(
+                "too few answers to train on",
+                where="data.held_out",
+                found=f"{len(self)} answers",
+                expected=f"more than {count}",
+            )
+        parts = (self._chosen[:count], self._chosen[count:])
+        first, rest = (FeatureCache(self._answers, self._storage, self._taps, part) for part in parts)
+        return first, rest
 
 
 @torch.no_grad()
@@ -58,33 +73,43 @@ def cache_features(
 ) -> FeatureCache:
     """Fill `path` (bf16, [N, (n+1)·E]) with one pass over every sequence; resumes after the sequences already done.
 
-    `progress` is called with the number of finished sequences. The target runs in its own dtype.
+    `progress` is called with the number of newly finished sequences. The target runs in its own dtype.
     """
     lengths = [len(a.prompt_ids) + len(a.answer_ids) for a in answers]
+    weight = target.embed_tokens.weight
     width = target.config.body.hidden_size * (len(taps) + 1)
-    total = sum(lengths)
-    storage = torch.from_file(str(path), shared=True, size=total * width, dtype=torch.bfloat16).view(total, width)
+    storage = torch.from_file(str(path), shared=True, size=sum(lengths) * width, dtype=torch.bfloat16).view(-1, width)
+    identity = {"sequences": len(answers), "tokens": sum(lengths), "taps": list(taps)}
     journal = path.with_suffix(".json")
-    state = {"sequences": len(answers), "tokens": total, "taps": list(taps), "done": 0}
-    if journal.is_file():
-        previous = json.loads(journal.read_text())
-        if {k: previous.get(k) for k in ("sequences", "tokens", "taps")} == {k: state[k] for k in ("sequences", "tokens", "taps")}:
-            state = previous
-    dtype = target.embed_tokens.weight.dtype
+    done = _done(journal, identity)
+    progress(done)
+    offset = sum(lengths[:done])
+    no_pages, nothing = _no_context(weight.device)
     body = target.config.body
-    empty = KVPool(body.num_layers, 1, 1, body.num_kv_heads, body.head_dim, dtype, "cpu")
-    device = target.embed_tokens.weight.device
-    no_pages = torch.zeros(1, 0, dtype=torch.long, device=device)
-    nothing = torch.zeros(1, dtype=torch.long, device=device)
-    offset = sum(lengths[: state["done"]])
-    for index in range(state["done"], len(answers)):
-        answer = answers[index]
-        tokens = torch.tensor([answer.prompt_ids + answer.answer_ids], device=device)
-        out = target(tokens, Rows.chain(tokens.shape[1], no_pages, nothing), empty, taps)
-        storage[offset : offset + tokens.shape[1]] = torch.cat([out.features, out.hidden], -1)[0].to(torch.bfloat16).cpu()
+    pool = KVPool(body.num_layers, 1, 1, body.num_kv_heads, body.head_dim, weight.dtype, str(weight.device))
+    for number, answer in enumerate(answers[done:], done + 1):
+        tokens = torch.tensor([answer.prompt_ids + answer.answer_ids], device=weight.device)
+        out = target(tokens, Rows.chain(tokens.shape[1], no_pages, nothing), pool, taps)
+        storage[offset : offset + tokens.shape[1]] = (
+            torch.cat([out.features, out.hidden], -1)[0].to(torch.bfloat16).cpu()
+        )
         offset += tokens.shape[1]
-        if (index + 1) % 50 == 0 or index + 1 == len(answers):
-            state["done"] = index + 1
-            journal.write_text(json.dumps(state))
-            progress(index + 1)
+        progress(1)
+        if number % 50 == 0 or number == len(answers):
+            journal.write_text(json.dumps(identity | {"done": number}))
     return FeatureCache(answers, storage, len(taps))
+
+
+def _done(journal: Path, identity: dict[str, object]) -> int:
+    """Sequences finished by an earlier run over the same data; 0 where it was other data."""
+    if not journal.is_file():
+        return 0
+    found = json.loads(journal.read_text())
+    done: int = found.pop("done")
+    return done if found == identity else 0
+
+
+def _no_context(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Page table and context length of one request without context."""
+    nothing = torch.zeros(1, dtype=torch.long, device=device)
+    return nothing[:, None][:, :0], nothing

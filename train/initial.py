@@ -8,12 +8,32 @@ start small, scaled by each tap's typical norm: taps differ by a factor of ten a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from d2sd.modeling.config import DrafterConfig
+from d2sd.modeling.config import DecoderConfig, DrafterConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.train_recipe import Geometry
+
+
+def drafter_config(geometry: Geometry, target: DecoderConfig, prefix_base: float | None) -> DrafterConfig:
+    """A drafter as wide as the target, with q/k norms and no biases, as the DFlash layout has it.
+
+    With `prefix_base` (Pr(n visible tokens) ∝ base^n) a variable-prefix drafter, without a first one.
+    """
+    return DrafterConfig(
+        body=replace(target.body, num_layers=geometry.layers, qk_norm=True, qkv_bias=False, o_bias=False),
+        vocab_size=target.vocab_size,
+        block_size=geometry.block_size,
+        mask_token_id=geometry.mask_token_id,
+        target_layer_ids=tuple(geometry.target_layer_ids),
+        num_target_layers=target.body.num_layers,
+        role="first" if prefix_base is None else "variable_prefix",
+        prefix_weight_base=prefix_base,
+    )
 
 
 @torch.no_grad()
@@ -41,4 +61,3 @@ def drafter_from_target(config: DrafterConfig, target: Decoder, sample: Tensor, 
     fusion[:, -1] += torch.eye(hidden) / rms[-1]
     drafter.fc.weight.copy_(fusion.reshape(hidden, -1))
     return drafter
-

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -20,38 +19,24 @@ from torch.nn import functional as F
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.train_recipe import TrainSettings
 from d2sd.train.blocks import Blocks, attend_in_sequence, draw_blocks
-from d2sd.train.features import FeatureCache, Sequence_
+from d2sd.train.features import FeatureCache, TrainingSequence
 from d2sd.train.objectives import draw_prefixes, first_errors, slot_weights, soft_cross_entropy
 
 # Shape letters: A blocks, G block size γ, C candidate ids, E hidden.
-
-
-@dataclass(frozen=True, slots=True)
-class TrainSettings:
-    """Everything that decides the result; a resumed run must have the same."""
-
-    steps: int
-    batch: int = 8  # sequences a step
-    blocks: int = 64  # blocks a sequence
-    learning_rate: float = 1e-3
-    warmup: float = 0.04  # share of the steps
-    weight_decay: float = 0.01
-    clip: float = 1.0  # gradient norm
-    decay: float = 4.0  # of slot weights; 4 for block 8 (arXiv 2602.06036)
-    hard: float = 0.3  # share of the label on the real token, the rest is the target's distribution
-    prefix_base: float = 0.9  # variable prefix only
-    on_rejection: float = 0.5  # variable prefix only: share of blocks that start where the first drafter goes wrong
-    negatives: int = 1024  # ids outside the answers' vocabulary, drawn each step
-    seed: int = 0
-    save_every: int = 100
 
 
 class Trainer:
     """Trains `drafter`; with `first` given, as a second drafter on variable prefixes."""
 
     def __init__(
-        self, target: Decoder, drafter: Drafter, data: FeatureCache, settings: TrainSettings, first: Drafter | None = None
+        self,
+        target: Decoder,
+        drafter: Drafter,
+        data: FeatureCache,
+        settings: TrainSettings,
+        first: Drafter | None = None,
     ) -> None:
         self.target, self.drafter, self.data, self.settings, self.first = target, drafter, data, settings, first
         self.step = 0
@@ -89,13 +74,18 @@ class Trainer:
             (loss / self.settings.batch).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach()) / self.settings.batch
         if not math.isfinite(total):
-            raise D2SDError("the loss is not finite", where=f"step {self.step}", found=total, fix="lower the learning rate, or look for damaged answers")
+            raise D2SDError(
+                "the loss is not finite",
+                where=f"step {self.step}",
+                found=total,
+                fix="lower the learning rate, or look for damaged answers",
+            )
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return total
 
-    def _loss(self, sequence: Sequence_, head: Tensor, correction: Tensor, generator: torch.Generator) -> Tensor:
+    def _loss(self, sequence: TrainingSequence, head: Tensor, correction: Tensor, generator: torch.Generator) -> Tensor:
         blocks = draw_blocks(sequence, self.drafter.config.block_size, self.settings.blocks, generator)
         visible = torch.ones(len(blocks.tokens), dtype=torch.long)
         rejected = None
@@ -112,7 +102,7 @@ class Trainer:
         loss = soft_cross_entropy(logits, target_logits, self._where[blocks.tokens[used]], self.settings.hard)
         return (loss * weights[used]).sum() / weights.sum().clamp(min=1e-6)
 
-    def _hidden(self, drafter: Drafter, sequence: Sequence_, blocks: Blocks, visible: Tensor) -> Tensor:
+    def _hidden(self, drafter: Drafter, sequence: TrainingSequence, blocks: Blocks, visible: Tensor) -> Tensor:
         """[A, G, E]: the drafter over the blocks, `visible [A]` real tokens at the head of each, masks behind."""
         slots = torch.arange(drafter.config.block_size)
         tokens = torch.where(slots < visible[:, None], blocks.tokens, drafter.config.mask_token_id)
@@ -122,12 +112,14 @@ class Trainer:
 
     @torch.no_grad()
     def _prefixes(
-        self, first: Drafter, sequence: Sequence_, blocks: Blocks, generator: torch.Generator
+        self, first: Drafter, sequence: TrainingSequence, blocks: Blocks, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         """Visible tokens [A] of each block, and the drafted ids [A, G] as candidate indices, -1 where none is rejected."""
         count, size = blocks.tokens.shape
         hidden = self._hidden(first, sequence, blocks, torch.ones(count, dtype=torch.long))
-        guesses = F.linear(hidden, self.target.head[self._seen].to(hidden.dtype)).argmax(-1)  # indices into the seen ids
+        guesses = F.linear(hidden, self.target.head[self._seen].to(hidden.dtype)).argmax(
+            -1
+        )  # indices into the seen ids
         errors = first_errors(self._seen[guesses], blocks.tokens)
         drawn = draw_prefixes(count, size, self.settings.prefix_base, generator)
         take = (torch.rand(count, generator=generator) < self.settings.on_rejection) & (errors < size)
@@ -149,7 +141,9 @@ class Trainer:
         indices = []
         for number in range(self.step * self.settings.batch, (self.step + 1) * self.settings.batch):
             epoch, place = divmod(number, len(self.data))
-            order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(self.settings.seed + 7919 * epoch))
+            order = torch.randperm(
+                len(self.data), generator=torch.Generator().manual_seed(self.settings.seed + 7919 * epoch)
+            )
             indices.append(int(order[place]))
         return indices
 
@@ -168,7 +162,7 @@ class Trainer:
             moments = self.optimizer.state[parameter]
             tensors |= {f"optimizer.{kind}.{name}": moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
         partial = folder / "state.partial"
-        save_file(tensors, partial, {"step": str(self.step), "settings": json.dumps(asdict(self.settings))})
+        save_file(tensors, partial, {"step": str(self.step), "settings": json.dumps(self.settings.model_dump())})
         partial.replace(folder / "state.safetensors")
 
     def _resume(self, folder: Path) -> None:
@@ -179,9 +173,9 @@ class Trainer:
 
         with safe_open(path, "pt") as handle:
             found = handle.metadata()
-        if json.loads(found["settings"]) != asdict(self.settings):
+        if json.loads(found["settings"]) != self.settings.model_dump():
             raise D2SDError(
-                "the settings changed since this training began", where=path, found=asdict(self.settings),
+                "the settings changed since this training began", where=path, found=self.settings.model_dump(),
                 expected=found["settings"], fix="restore the settings, or train into another folder",
             )  # fmt: skip
         tensors = load_file(path)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import click
 
 from d2sd.cli.build import build
+from d2sd.cli.generate import generate
 from d2sd.cli.inspect import inspect
 from d2sd.cli.report import ReportingGroup
+from d2sd.cli.train import train
 
 
 @click.group(cls=ReportingGroup)
@@ -21,7 +23,9 @@ def main() -> None:
 
 
 main.add_command(build)
+main.add_command(generate)
 main.add_command(inspect)
+main.add_command(train)
 
 
 def build_main() -> None:

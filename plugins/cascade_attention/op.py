@@ -40,7 +40,8 @@ def cascade_attention(
         k_pages, v_pages: [P, Z, Hkv, D], the pool of one layer.
         page_table: [B, M] int64, page of each Z tokens of context; entries past the context may be anything in [0, P).
         context_len: [B] int64, committed tokens, at most M·Z.
-        visible: [B, T, T] bool, row t may read row u. Each row must see something: itself, or a context.
+        visible: [B, T, T] bool, row t may read row u. Padding rows must see themselves: a row
+            that sees nothing turns to NaN, and its NaN K/V would reach the other rows in the next layer.
 
     Returns:
         [B, T, Hq, D] in q's dtype. Scores are scaled by D^-0.5. Slots at or past `context_len` are never read into a
@@ -66,5 +67,5 @@ def cascade_attention(
     scores = q_rows @ keys_of(k_pages, k).transpose(2, 3) * size**-0.5  # [B, Hkv, G·T, S+T]
     scores = scores.view(batch, kv_heads, group, rows, -1).masked_fill(~seen[:, None, None], float("-inf"))
     weights = scores.softmax(dim=-1).view(batch, kv_heads, group * rows, -1)
-    out = (weights @ keys_of(v_pages, v)).view(batch, kv_heads, group, rows, size)
+    out: Tensor = (weights @ keys_of(v_pages, v)).view(batch, kv_heads, group, rows, size)
     return out.permute(0, 3, 1, 2, 4).reshape(batch, rows, heads, size).to(q.dtype)

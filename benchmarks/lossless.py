@@ -1,0 +1,209 @@
+"""Is speculation lossless on real prompts, and how many tokens a step does it give?
+
+Every prompt is answered by plain decoding at batch 1, then by every policy at batch 1 and in a shuffled in-flight batch with staggered
+joins; all answers must be equal token for token. A difference is excused only where the two best scores of plain decoding
+lie within `TIE`, and is listed. Each part is saved when it is done, so an interrupted run goes on where it stopped.
+
+    python benchmarks/lossless.py bundles/smollm2-135m --prompts ../shared/data/eval --out /tmp/lossless
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from d2sd.cli.report import Reporting, bar
+from d2sd.cli.serving import chat_request, make_engine, read_prompts
+from d2sd.convert.bundle import Bundle, load_bundle
+from d2sd.errors import D2SDError
+from d2sd.recipe import Policy
+from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.ties import TIE, first_difference, score_gap
+
+SETS = ("gsm8k", "humaneval", "mbpp", "mt_bench")
+#: name -> (sampling of the i-th prompt without its seed, share of the prompts used)
+REGIMES: dict[str, tuple[SamplingParams, float]] = {
+    "greedy": (SamplingParams(), 1.0),
+    "T=0.7 top-p 0.95": (SamplingParams(temperature=0.7, top_p=0.95), 0.25),
+    "T=1": (SamplingParams(temperature=1.0), 0.25),
+}
+IN_FLIGHT = 8
+
+
+@dataclass(frozen=True)
+class Part:
+    """One way of answering one set."""
+
+    prompt_set: str
+    regime: str
+    policy: Policy
+    batch: int
+
+    @property
+    def file(self) -> str:
+        return f"{self.prompt_set}-{self.regime.replace(' ', '_')}-{self.policy}-{self.batch}.json"
+
+
+def parts(prompt_set: str) -> list[Part]:
+    """Plain decoding at batch 1 comes first: the others are held against it."""
+    modes: list[tuple[Policy, int]] = [
+        ("off", 1), ("chain", 1), ("d2sd", 1), ("off", IN_FLIGHT), ("chain", IN_FLIGHT), ("d2sd", IN_FLIGHT),
+    ]  # fmt: skip
+    return [Part(prompt_set, regime, policy, batch) for regime in REGIMES for policy, batch in modes]
+
+
+def requests_of(bundle: Bundle, folder: Path, part: Part, per_set: int, tokens: int) -> list[Request]:
+    """The first prompts of a set; the seed is the prompt's number, so every policy draws the same noise."""
+    sampling, share = REGIMES[part.regime]
+    prompts = read_prompts(folder / f"{part.prompt_set}.jsonl")[: round(per_set * share)]
+    with_seed = [
+        SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, seed) for seed in range(len(prompts))
+    ]
+    return [chat_request(bundle, text, params, tokens) for (_, text), params in zip(prompts, with_seed, strict=True)]
+
+
+def run(bundle: Bundle, part: Part, requests: list[Request]) -> dict[str, Any]:
+    """Answer all requests: one after the other, or shuffled into a running batch one to three steps apart."""
+    engine = make_engine(bundle, policy=part.policy, max_batch=part.batch)
+    order = list(range(len(requests)))
+    random.Random(0).shuffle(order)
+    sequences = {}
+    joins = random.Random(1)
+    with bar(f"{part.prompt_set} {part.regime} {part.policy} x{part.batch}", len(requests)) as advance:
+        if part.batch == 1:
+            for index, request in enumerate(requests):
+                sequences[index] = engine.generate([request])[0]
+                advance(1)
+        else:
+            for index in order:
+                sequences[index] = engine.submit(requests[index])
+                for _ in range(joins.randint(1, 3)):
+                    engine.step()
+                advance(1)
+            while engine.busy:
+                engine.step()
+    done = [sequences[i] for i in range(len(requests))]
+    return {
+        "part": asdict(part),
+        "answers": [s.answer for s in done],
+        "tau": [s.stats.tau for s in done],
+        "rows_per_step": sum(s.stats.rows for s in done) / sum(s.stats.steps for s in done),
+        "step_seconds": engine.clock.step_seconds,
+    }
+
+
+def compare(
+    bundle: Bundle, requests: list[Request], result: dict[str, Any], plain: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Every answer that differs from plain decoding's, with the gap of the two best scores at the first difference."""
+    differences = []
+    for index, (request, answer, expected) in enumerate(
+        zip(requests, result["answers"], plain["answers"], strict=True)
+    ):
+        place = first_difference(answer, expected)
+        if place is not None:
+            gap = score_gap(bundle.target, [*request.prompt, *expected[:place]], request.sampling)
+            differences.append({"prompt": index, "token": place, "gap": gap, "excused": gap <= TIE})
+    return differences
+
+
+def lookup_tau(prompt: tuple[int, ...], answer: list[int], block_size: int) -> float:
+    """Tau that prompt lookup would have had: the continuation of the last occurrence of the longest suffix, up to 3 tokens."""
+    tokens, place, steps = [*prompt, *answer], len(prompt), 0
+    while place < len(tokens):
+        draft: list[int] = []
+        for size in (3, 2, 1):
+            suffix = tokens[place - size : place]
+            starts = [i for i in range(place - size) if tokens[i : i + size] == suffix]
+            if starts:
+                draft = tokens[starts[-1] + size : place][: block_size - 1]
+                break
+        gained = 1
+        while (
+            gained <= len(draft)
+            and place + gained - 1 < len(tokens)
+            and draft[gained - 1] == tokens[place + gained - 1]
+        ):
+            gained += 1
+        place += gained
+        steps += 1
+    return (place - len(prompt)) / steps
+
+
+def summary(out: Path, block_size: int, prompts: dict[str, list[tuple[int, ...]]]) -> str:
+    """Markdown: tau by set and policy at T=0 and batch 1, and the verdict of every part."""
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("*-*.json"))}
+    by_part = {
+        (r["part"]["prompt_set"], r["part"]["regime"], r["part"]["policy"], r["part"]["batch"]): r
+        for r in results.values()
+    }
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values)
+
+    lines = ["| tau, T=0 | " + " | ".join(prompts) + " | mean |", "|---|" + "---|" * (len(prompts) + 1)]
+    table: dict[str, list[float]] = {"prompt lookup": []}
+    for name, contexts in prompts.items():
+        plain = by_part[name, "greedy", "off", 1]["answers"]
+        table["prompt lookup"].append(
+            mean([lookup_tau(p, a, block_size) for p, a in zip(contexts, plain, strict=True)])
+        )
+        for policy in ("chain", "d2sd"):
+            table.setdefault(policy, []).append(mean(by_part[name, "greedy", policy, 1]["tau"]))
+    for policy, values in table.items():
+        lines.append(f"| {policy} | " + " | ".join(f"{v:.2f}" for v in values) + f" | {mean(values):.3f} |")
+    compared = [r for r in results.values() if "differences" in r]
+    different = [(key, d) for key, r in zip(results, results.values(), strict=True) for d in r.get("differences", [])]
+    lines += ["", f"{sum(len(r['answers']) for r in compared)} answers compared in {len(compared)} parts: "
+              f"{len(different)} differ, {sum(not d['excused'] for _, d in different)} of them beyond a tie of {TIE:g}."]  # fmt: skip
+    lines += [f"- {key}: prompt {d['prompt']}, token {d['token']}, gap {d['gap']:.1e}" for key, d in different]
+    return "\n".join(lines)
+
+
+@click.command(cls=Reporting)
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--prompts", type=click.Path(path_type=Path), default=Path("../shared/data/eval"), show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the results.")
+@click.option("--per-set", default=32, show_default=True)
+@click.option("--tokens", default=64, show_default=True)
+@click.option("--sets", default=",".join(SETS), show_default=True, help="Run these; the summary needs all four.")
+def main(bundle: Path, prompts: Path, out: Path, per_set: int, tokens: int, sets: str) -> None:
+    """Hold every policy against plain decoding on real prompts."""
+    loaded = load_bundle(bundle, progress=bar)
+    out.mkdir(parents=True, exist_ok=True)
+    unexcused = 0
+    for prompt_set in sets.split(","):
+        for part in parts(prompt_set):
+            path = out / part.file
+            if not path.exists():
+                requests = requests_of(loaded, prompts, part, per_set, tokens)
+                result = run(loaded, part, requests)
+                plain_path = out / Part(prompt_set, part.regime, "off", 1).file
+                if path != plain_path:
+                    result["differences"] = compare(loaded, requests, result, json.loads(plain_path.read_text()))
+                partial = path.with_suffix(".partial")
+                partial.write_text(json.dumps(result))
+                partial.replace(path)
+                click.echo(
+                    f"{part.file}: tau {sum(result['tau']) / len(requests):.3f}, differences {result.get('differences', [])}"
+                )
+            unexcused += sum(not d["excused"] for d in json.loads(path.read_text()).get("differences", []))
+    if all((out / part.file).exists() for prompt_set in SETS for part in parts(prompt_set)):
+        contexts = {
+            s: [r.prompt for r in requests_of(loaded, prompts, Part(s, "greedy", "off", 1), per_set, tokens)]
+            for s in SETS
+        }
+        text = summary(out, loaded.recipe.tree.block_size, contexts)
+        (out / "summary.md").write_text(text + "\n")
+        click.echo(text)
+    if unexcused:
+        raise D2SDError("speculation changed an answer", where=out, found=f"{unexcused} differences beyond a tie")
+
+
+if __name__ == "__main__":
+    main()

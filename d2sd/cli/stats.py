@@ -1,0 +1,48 @@
+"""The table of `generate --stats`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from d2sd.runtime.stats import Clock, SequenceStats
+
+
+def show_stats(requests: Sequence[SequenceStats], clock: Clock, plain: Clock) -> None:
+    """What speculation did, to stderr. `plain` timed plain decoding of the same requests: its step is the unit of cost."""
+    from d2sd.runtime.stats import SequenceStats, mean_tau
+
+    total = SequenceStats.merged(requests)
+    cost = clock.step_seconds / plain.step_seconds
+    table = Table("statistic", "value", "meaning", title="speculation")
+
+    def row(name: str, value: str, meaning: str) -> None:
+        table.add_row(name, value, meaning)
+
+    row("tau", f"{mean_tau(requests):.2f}", "tokens a step, bonus included: mean over requests")
+    row("tau by step", f"{total.tau:.2f}", f"the same over all {total.steps} steps")
+    accepted = total.reached()
+    row(
+        "accepted by position",
+        " ".join(f"{share:.2f}" for share in accepted) or "none",
+        "share of steps that accepted k drafts or more",
+    )
+    won = sorted(total.winners.items())
+    names = ("first draft" if origin == 0 else f"branch {origin}" for origin, _ in won)
+    row(
+        "won by",
+        ", ".join(f"{n} {c}" for n, (_, c) in zip(names, won, strict=True)) or "none",
+        "steps with a draft accepted",
+    )
+    row("rows verified", f"{total.rows / total.steps:.0f}", f"a step; {total.rows / total.tokens:.1f} for each token")
+    row("cycle cost", f"{cost:.2f}", "time of a step, in plain-decoding steps of the same batch")
+    row("speedup", f"{total.tau / cost:.2f}", "tau by step / cycle cost: above 1, speculation pays on this machine")
+    stages = {name: seconds for name, seconds in clock.seconds.items() if name != "prefill"}
+    whole = sum(stages.values())
+    row("a step's time", ", ".join(f"{n} {s / whole:.0%}" for n, s in stages.items() if s / whole >= 0.005), "by stage")
+    Console(stderr=True).print(table)
