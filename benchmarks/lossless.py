@@ -1,8 +1,9 @@
 """Is speculation lossless on real prompts, and how many tokens a step does it give?
 
-Every prompt is answered by plain decoding at batch 1, then by every policy at batch 1 and in a shuffled in-flight batch with staggered
-joins; all answers must be equal token for token. A difference is excused only where the two best scores of plain decoding
-lie within `TIE`, and is listed. Each part is saved when it is done, so an interrupted run goes on where it stopped.
+Every prompt is answered by plain decoding at batch 1, then by every policy at batch 1 and in a shuffled in-flight
+batch with staggered joins; all answers must be equal token for token. A difference is excused only where the two best
+scores of plain decoding lie within `TIE`, and is listed. Each part is saved when it is done, so an interrupted run
+goes on where it stopped.
 
     python benchmarks/lossless.py bundles/smollm2-135m --prompts ../shared/data/eval --out /tmp/lossless
 """
@@ -113,7 +114,8 @@ def compare(
 
 
 def lookup_tau(prompt: tuple[int, ...], answer: list[int], block_size: int) -> float:
-    """Tau that prompt lookup would have had: the continuation of the last occurrence of the longest suffix, up to 3 tokens."""
+    """Tau that prompt lookup would have had: the continuation of the last occurrence of the longest suffix, up to 3
+    tokens."""
     tokens, place, steps = [*prompt, *answer], len(prompt), 0
     while place < len(tokens):
         draft: list[int] = []
@@ -159,8 +161,12 @@ def summary(out: Path, block_size: int, prompts: dict[str, list[tuple[int, ...]]
         lines.append(f"| {policy} | " + " | ".join(f"{v:.2f}" for v in values) + f" | {mean(values):.3f} |")
     compared = [r for r in results.values() if "differences" in r]
     different = [(key, d) for key, r in zip(results, results.values(), strict=True) for d in r.get("differences", [])]
-    lines += ["", f"{sum(len(r['answers']) for r in compared)} answers compared in {len(compared)} parts: "
-              f"{len(different)} differ, {sum(not d['excused'] for _, d in different)} of them beyond a tie of {TIE:g}."]  # fmt: skip
+    beyond = sum(not d["excused"] for _, d in different)
+    answers = sum(len(r["answers"]) for r in compared)
+    lines += [
+        "",
+        f"{answers} answers compared in {len(compared)} parts: {len(different)} differ, {beyond} beyond {TIE:g}.",
+    ]
     lines += [f"- {key}: prompt {d['prompt']}, token {d['token']}, gap {d['gap']:.1e}" for key, d in different]
     return "\n".join(lines)
 
@@ -190,7 +196,8 @@ def main(bundle: Path, prompts: Path, out: Path, per_set: int, tokens: int, sets
                 partial.write_text(json.dumps(result))
                 partial.replace(path)
                 click.echo(
-                    f"{part.file}: tau {sum(result['tau']) / len(requests):.3f}, differences {result.get('differences', [])}"
+                    f"{part.file}: tau {sum(result['tau']) / len(requests):.3f}, "
+                    f"differences {result.get('differences', [])}"
                 )
             unexcused += sum(not d["excused"] for d in json.loads(path.read_text()).get("differences", []))
     if all((out / part.file).exists() for prompt_set in SETS for part in parts(prompt_set)):

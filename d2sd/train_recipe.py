@@ -1,4 +1,6 @@
-"""The training recipe: one YAML that says which drafters are trained, on what, and how. Unknown keys are errors everywhere."""
+"""The training recipe: one YAML that says which drafters are trained, on what, and how. Unknown keys are errors
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ class SelfWritten(Part):
     """User turns that the target writes itself behind its chat template's user header."""
 
     count: Positive
-    #: how a turn may begin, drawn at random: an opening steers towards code, questions, essays; "" leaves it to the target
-    openings: list[str] = [""]
+    #: how a turn may begin, drawn at random: an opening steers towards code, questions, essays; "" leaves it to the
+    #: target
+    openings: list[str] = Field(default=[""])
     #: diversity is what they are for
     temperature: Above0 = 1.0
     #: longer ones are dropped

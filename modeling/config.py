@@ -60,7 +60,8 @@ class DrafterConfig:
     """A DFlash-shaped drafter; it borrows the target's embedding and head, so `body.hidden_size` is the target's.
 
     target_layer_ids: ascending; id i means the *output of target layer i*, Hugging Face's `hidden_states[i + 1]`
-    (the z-lab convention; of the last layer, before the final norm). Slot 0 of a block holds the anchor; slot k predicts the token at its own position.
+    (the z-lab convention; of the last layer, before the final norm). Slot 0 of a block holds the anchor; slot k
+    predicts the token at its own position.
     """
 
     body: BodyConfig

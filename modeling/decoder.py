@@ -51,7 +51,9 @@ class Decoder(nn.Module):
         return F.linear(hidden, self.head).float()
 
     def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, taps: tuple[int, ...] = ()) -> DecoderOutput:
-        """tokens [B, T]; `taps` are layer ids whose outputs the drafters read (see `DrafterConfig.target_layer_ids`)."""
+        """tokens [B, T]; `taps` are layer ids whose outputs the drafters read (see
+        `DrafterConfig.target_layer_ids`).
+        """
         x = self.embed_tokens(tokens)
         cos_sin = self.rotary(rows.positions, x.dtype)
         attend = pool.attend(rows)

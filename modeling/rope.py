@@ -1,7 +1,7 @@
 """Rotary position embedding: inverse frequencies of the variants our families ship, and their application.
 
-Formulas are Hugging Face's (`transformers.modeling_rope_utils`); tests compare with it. The half-split layout is used: the
-first and second half of a head are the two coordinates that rotate together.
+Formulas are Hugging Face's (`transformers.modeling_rope_utils`); tests compare with it. The half-split layout is
+used: the first and second half of a head are the two coordinates that rotate together.
 """
 
 from __future__ import annotations

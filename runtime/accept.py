@@ -1,7 +1,7 @@
 """Which nodes the target agrees with. Lossless at any temperature: only the target's own choices are ever committed.
 
-A node is accepted iff its parent is and its token is the one the target chose at its parent. Siblings differ, so the accepted nodes
-form one path from the root; the choice at its end is the bonus token, the next anchor.
+A node is accepted iff its parent is and its token is the one the target chose at its parent. Siblings differ, so the
+accepted nodes form one path from the root; the choice at its end is the bonus token, the next anchor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Where the first draft is likely to be rejected, and the blocks that restart there (D²SD, arXiv 2606.04446, Eq. 3-5)."""
+"""Where the first draft is likely to be rejected, and the blocks that restart there (D²SD, arXiv 2606.04446, Eq.
+3-5).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Draft:
 
 
 def boundary_scores(confidence: Tensor) -> Tensor:
-    """r(i) = (c_1 … c_i)(1 - c_{i+1}), i = 0 .. γ-2: probability that exactly i drafts are accepted. [B, G] -> [B, G-1]."""
+    """r(i) = (c_1 … c_i)(1 - c_{i+1}), i = 0 .. γ-2: probability that exactly i drafts are accepted. [B, G] -> [B,
+    G-1].
+    """
     drafts = confidence[:, 1:]
     reached = torch.cat([torch.ones_like(drafts[:, :1]), drafts[:, :-1].log().cumsum(-1).exp()], dim=-1)
     return reached * (1 - drafts)
@@ -33,7 +37,8 @@ def pick_boundaries(first: Draft, branches: int) -> Tensor:
 def branch_blocks(first: Draft, boundaries: Tensor, mask_token_id: int) -> tuple[Tensor, Tensor]:
     """The second drafter's input: the first draft up to each boundary, masks behind.
 
-    Returns tokens [B, K, G], and the rejected token of each branch [B, K]: the draft behind its boundary, assumed wrong.
+    Returns tokens [B, K, G], and the rejected token of each branch [B, K]: the draft behind its boundary, assumed
+    wrong.
     """
     slots = torch.arange(first.tokens.shape[1], device=boundaries.device)
     kept = slots <= boundaries[..., None]
@@ -42,7 +47,9 @@ def branch_blocks(first: Draft, boundaries: Tensor, mask_token_id: int) -> tuple
 
 
 def forbid_rejected(logits: Tensor, boundaries: Tensor, rejected: Tensor) -> Tensor:
-    """logits [B, K, G-1, V] of slots 1 .. γ-1: the slot behind each boundary may not repeat its rejected token (in place)."""
+    """logits [B, K, G-1, V] of slots 1 .. γ-1: the slot behind each boundary may not repeat its rejected token (in
+    place).
+    """
     batch, branches = boundaries.shape
     b = torch.arange(batch, device=logits.device)[:, None]
     k = torch.arange(branches, device=logits.device)

@@ -1,4 +1,6 @@
-"""The step loop: requests join and leave a running batch at any step, and every step commits what the target itself would say."""
+"""The step loop: requests join and leave a running batch at any step, and every step commits what the target itself
+would say.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Running the models of one bundle: what the engine needs of an executor, and the PyTorch one (one code for CPU and CUDA).
+"""Running the models of one bundle: what the engine needs of an executor, and the PyTorch one (one code for CPU and
+CUDA).
 
-Every method takes and returns tensors of shapes that depend only on the batch bucket and the policy, and none reads a value back to
-the host, so a whole decode step can be captured in a CUDA graph.
+Every method takes and returns tensors of shapes that depend only on the batch bucket and the policy, and none reads a
+value back to the host, so a whole decode step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from d2sd.runtime.boundaries import Draft, branch_blocks, forbid_rejected, joine
 from d2sd.runtime.sampling import Sampling
 from d2sd.runtime.tree import Tree
 
-# Shape letters: B requests (bucket), M pages a request (bucket), G block size γ, K branches, N nodes, E hidden, V vocabulary.
+# Shape letters: B requests (bucket), M pages a request (bucket), G block size γ, K branches, N nodes, E hidden, V
+# vocabulary.
 
 
 @dataclass(frozen=True, slots=True)

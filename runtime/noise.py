@@ -1,8 +1,9 @@
 """Gumbel noise as a function of (seed, position, token): no generator state, so no order of calls can change a text.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), the generator of cuRAND, PyTorch on CUDA and
-`triton.language.philox`. Key = the 64-bit seed; counter = (token // 4, position, 0, 0); word token % 4 is the token's. All rows that
-stand at one position share their noise: whatever tree a token is verified in, the target chooses the same one.
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), the generator of cuRAND,
+PyTorch on CUDA and `triton.language.philox`. Key = the 64-bit seed; counter = (token // 4, position, 0, 0); word
+token % 4 is the token's. All rows that stand at one position share their noise: whatever tree a token is verified in,
+the target chooses the same one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _LOW = 0xFFFFFFFF
 def philox(
     key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten rounds on 32-bit words held in int64; all tensors broadcast. Products wrap in int64, their halves stay right."""
+    """Ten rounds on 32-bit words held in int64; all tensors broadcast. Products wrap in int64, their halves stay
+    right.
+    """
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):
@@ -34,7 +37,7 @@ def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     key = ((seed & _LOW)[:, None, None], (seed >> 32 & _LOW)[:, None, None])
     zero = torch.zeros((), dtype=torch.int64, device=seed.device)
     words = philox(key, (quads, position[..., None], zero, zero))
-    bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :vocab_size]
+    bits = torch.stack(words, dim=-1).flatten(-2)[..., :vocab_size]
     # 24 bits give every fp32 step in (0, 1), both ends left out.
     uniform = ((bits >> 8).float() + 0.5) * 2.0**-24
     return -(-uniform.log()).log()

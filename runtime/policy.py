@@ -1,4 +1,6 @@
-"""Tree policies: what is drafted and how it becomes a tree. All are lossless; they differ in rows and in tokens per step."""
+"""Tree policies: what is drafted and how it becomes a tree. All are lossless; they differ in rows and in tokens per
+step.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,17 @@ PolicyName = Literal["off", "chain", "d2sd"]
 class Policy(Protocol):
     """Static facts the step and the buffers are sized by, and the tree itself."""
 
-    drafters: int  # how many of the two it runs
-    branches: int  # K; 0 without a second draft
-    rows: int  # nodes of every tree
+    @property
+    def drafters(self) -> int:
+        """How many of the two drafters it runs."""
+
+    @property
+    def branches(self) -> int:
+        """K; 0 without a second draft."""
+
+    @property
+    def rows(self) -> int:
+        """Nodes of every tree."""
 
     def build(self, anchor: Tensor, first: Draft | None, second: Draft | None) -> Tree:
         """anchor [B], drafts [B, G] and [B, K, G] -> a tree of `rows` nodes."""
@@ -56,7 +66,8 @@ class Chain:
 class D2SD:
     """D²SD (arXiv 2606.04446): the first draft and K branches restarted at its likeliest rejection boundaries.
 
-    Candidates are kept whole, the first draft before the branches and these by boundary score, until the row budget is full.
+    Candidates are kept whole, the first draft before the branches and these by boundary score, until the row budget
+    is full.
     """
 
     rows: int
@@ -64,7 +75,8 @@ class D2SD:
     drafters = 2
 
     def build(self, anchor: Tensor, first: Draft | None, second: Draft | None) -> Tree:
-        assert first is not None and second is not None
+        assert first is not None
+        assert second is not None
         return tree.merge(torch.cat([first.tokens[:, None], second.tokens], dim=1), self.rows)
 
 

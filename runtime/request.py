@@ -68,6 +68,7 @@ class Limits:
         if total > self.max_context:
             raise RequestError(
                 "the request does not fit the context", where="prompt + max_new_tokens",
-                found=f"{len(request.prompt)} + {request.max_new_tokens} = {total}", expected=f"at most {self.max_context}",
+                found=f"{len(request.prompt)} + {request.max_new_tokens} = {total}",
+                expected=f"at most {self.max_context}",
                 fix="shorten the prompt, lower max_new_tokens, or raise limits.max_context in the recipe",
             )  # fmt: skip

@@ -1,7 +1,7 @@
 """The target's choice at every row: argmax, or Gumbel-max over the filtered distribution.
 
-argmax(logits / T + gumbel) is an exact sample of softmax(logits / T). Drafts never change what is chosen here, only how many of
-the choices one step can use.
+argmax(logits / T + gumbel) is an exact sample of softmax(logits / T). Drafts never change what is chosen here, only
+how many of the choices one step can use.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Sampling:
 def choose(logits: Tensor, depth: Tensor, context_len: Tensor, depths: int, sampling: Sampling) -> Tensor:
     """The token the target chooses after each row.
 
-    logits [B, T, V] fp32; depth [B, T] in 0 .. depths - 1, so row t stands at position context_len + depth and chooses the token
-    at the position behind it. Returns [B, T] int64.
+    logits [B, T, V] fp32; depth [B, T] in 0 .. depths - 1, so row t stands at position context_len + depth and
+    chooses the token at the position behind it. Returns [B, T] int64.
     """
     if not sampling.any_random:
         return logits.argmax(-1)
@@ -67,7 +67,9 @@ def scored(logits: Tensor, depth: Tensor, context_len: Tensor, depths: int, samp
 
 
 def _filtered(cooled: Tensor, sampling: Sampling) -> Tensor:
-    """-inf outside the top-k and outside the smallest set whose probability reaches top-p; the best token always stays."""
+    """-inf outside the top-k and outside the smallest set whose probability reaches top-p; the best token always
+    stays.
+    """
     ranked = cooled.sort(-1, descending=True).values
     rank = torch.arange(cooled.shape[-1], device=cooled.device)
     within_k = rank < sampling.top_k[:, None, None]

@@ -1,4 +1,6 @@
-"""Who runs in this step: first come first served, joining and leaving at any step, preempting the youngest when pages run out."""
+"""Who runs in this step: first come first served, joining and leaving at any step, preempting the youngest when pages
+run out.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ class Scheduler:
         return Schedule(prefill, decode)
 
     def _grow(self, sequence: Sequence) -> None:
-        """Pages for the tokens a step can commit; the youngest leave until there is room, in the worst case this one."""
+        """Pages for the tokens a step can commit; the youngest leave until there is room, in the worst case this
+        one.
+        """
         wanted = self._limits.pages_for(len(sequence.tokens) - 1 + self._growth) - len(sequence.pages)
         while wanted > 0:
             pages = self.pages.take(wanted)

@@ -1,4 +1,6 @@
-"""State of one request in the engine: plain data with derived properties; whoever changes it is named beside each field."""
+"""State of one request in the engine: plain data with derived properties; whoever changes it is named beside each
+field.
+"""
 
 from __future__ import annotations
 

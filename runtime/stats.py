@@ -68,7 +68,9 @@ def mean_tau(parts: Iterable[SequenceStats]) -> float:
 
 @dataclass(slots=True)
 class Clock:
-    """Host seconds by stage. On CUDA launches are asynchronous, so there the sums mean something for whole steps only."""
+    """Host seconds by stage. On CUDA launches are asynchronous, so there the sums mean something for whole steps
+    only.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
     steps: int = 0

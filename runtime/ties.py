@@ -9,13 +9,16 @@ from d2sd.modeling.rows import KVPool, Rows
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling import Sampling, scored
 
-#: The largest gap at which a difference counts as rounding: of fp32 logits of order 10, a hundred units in the last place.
+#: The largest gap at which a difference counts as rounding: of fp32 logits of order 10, a hundred units in the last
+#: place.
 TIE = 1e-4
 
 
 @torch.inference_mode()
 def score_gap(target: Decoder, tokens: list[int], sampling: SamplingParams | None = None) -> float:
-    """Distance of the two best scores for the token behind `tokens`: of logits when greedy, of what Gumbel-max compares else."""
+    """Distance of the two best scores for the token behind `tokens`: of logits when greedy, of what Gumbel-max
+    compares else.
+    """
     body, weight = target.config.body, target.embed_tokens.weight
     device = str(weight.device)
     no_pages = KVPool(body.num_layers, 1, 1, body.num_kv_heads, body.head_dim, weight.dtype, device)

@@ -5,8 +5,9 @@
       branch        A b x y                  4 x(1)  5 y(4)                        b is shared, so it is one node
       branch        A b x z                  6 z(4)                                x as well: identical children merge
 
-A node is identified by its path of tokens, so siblings always differ and at most one of them can be accepted. Nodes beyond the row
-budget are dropped from the end: since a node's parent always stands before it, what is left is prefix-closed.
+A node is identified by its path of tokens, so siblings always differ and at most one of them can be accepted. Nodes
+beyond the row budget are dropped from the end: since a node's parent always stands before it, what is left is
+prefix-closed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Training sequences: a prompt and the answer the target itself gave, one JSON object a line.
 
-The drafter learns to imitate the target, so answers always come from the target. The file is appended to as answers finish,
-so an interrupted run resumes from what is there.
+The drafter learns to imitate the target, so answers always come from the target. The file is appended to as answers
+finish, so an interrupted run resumes from what is there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def read_answers(path: Path, *, vocab_size: int) -> list[Answer]:
     """Read every answer of at least two tokens, in file order; a line cut short by an interruption is left out.
 
     Raises:
-        D2SDError: no such file, nothing in it, a key missing, or an id outside the vocabulary (another tokenizer's data).
+        D2SDError: no such file, nothing in it, a key missing, or an id outside the vocabulary (another tokenizer's
+        data).
     """
     if not path.is_file():
         raise D2SDError(

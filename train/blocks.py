@@ -5,7 +5,8 @@
     block a,  │ 1 1 1 … 1 (strictly before anchor a) 0 0 0 … │ 1 1 1 … 1 (no order) │   other blocks: never
     γ slots   └─────────────────────────────────────────────┴──────────────────────┘
 
-Slot k of the block anchored at token a stands at position a + k and predicts the token there; slot 0 is the anchor itself.
+Slot k of the block anchored at token a stands at position a + k and predicts the token there; slot 0 is the anchor
+itself.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def blocks_at(sequence: TrainingSequence, anchors: Tensor, block_size: int) -> B
 
 
 def attend_in_sequence(drafter: Drafter, features: Tensor, positions: Tensor) -> Attend:
-    """Attention of blocks as drawn above; `features [S, n·E]` pass through the drafter, so gradients reach its fusion."""
+    """Attention of blocks as drawn above; `features [S, n·E]` pass through the drafter, so gradients reach its
+    fusion.
+    """
     length = len(features)
     keys, values = drafter.context_keys_values(features[None], torch.arange(length, device=features.device)[None])
     before = torch.arange(length, device=features.device) < positions[:, :1]  # [A, S]: strictly before the anchor
@@ -55,7 +58,7 @@ def attend_in_sequence(drafter: Drafter, features: Tensor, positions: Tensor) ->
         blocks, slots, heads, size = q.shape
         kv_heads = k.shape[2]
         # [A, G, Hkv, g, D] -> [Hkv, A·g·G, D] for the context, [A, Hkv, g·G, D] for the block's own slots
-        grouped = q.unflatten(2, (kv_heads, heads // kv_heads)).permute(0, 2, 3, 1, 4)
+        grouped = q.view(blocks, slots, kv_heads, heads // kv_heads, size).permute(0, 2, 3, 1, 4)
         own_q = grouped.reshape(blocks, kv_heads, -1, size)
         context_q = own_q.transpose(0, 1).reshape(kv_heads, -1, size)
         context_k, context_v = keys[index, 0].transpose(0, 1), values[index, 0].transpose(0, 1)  # [Hkv, S, D]
@@ -64,12 +67,9 @@ def attend_in_sequence(drafter: Drafter, features: Tensor, positions: Tensor) ->
         inner = (own_q @ k.permute(0, 2, 3, 1)).float()
         weights = (torch.cat([outer, inner], -1) * size**-0.5).softmax(-1).to(v.dtype)
         outer, inner = weights.split([length, slots], dim=-1)
-        out = (
-            (outer.transpose(0, 1).reshape(kv_heads, -1, length) @ context_v)
-            .view(kv_heads, blocks, -1, size)
-            .transpose(0, 1)
-        )
-        out = out + inner @ v.transpose(1, 2)
+        from_context = outer.transpose(0, 1).reshape(kv_heads, -1, length) @ context_v
+        from_context = from_context.view(kv_heads, blocks, -1, size).transpose(0, 1)
+        out: Tensor = from_context + inner @ v.transpose(1, 2)
         out = out.reshape(blocks, kv_heads, heads // kv_heads, slots, size).permute(0, 3, 1, 2, 4)
         return out.reshape(blocks, slots, heads, size)
 

@@ -5,23 +5,24 @@ Quick enough for use during training; the figure that counts is measured by the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch.nn import functional as F
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.train.blocks import attend_in_sequence, blocks_at
-from d2sd.train.features import TrainingSequence
+from d2sd.train.features import FeatureCache
 from d2sd.train.objectives import first_errors
 
 
 @torch.no_grad()
-def estimate_tau(target: Decoder, drafter: Drafter, sequences: Iterable[TrainingSequence]) -> float:
-    """Mean over sequences of tokens per step (bonus included), walking each greedy answer from the prompt's last token."""
+def estimate_tau(target: Decoder, drafter: Drafter, sequences: FeatureCache) -> float:
+    """Mean over sequences of tokens per step (bonus included), walking each greedy answer from the prompt's last
+    token.
+    """
     means = []
-    for sequence in sequences:
+    for index in range(len(sequences)):
+        sequence = sequences[index]
         anchors = torch.arange(sequence.prompt_length - 1, len(sequence.tokens) - 1)
         blocks = blocks_at(sequence, anchors, drafter.config.block_size)
         slots = torch.arange(drafter.config.block_size)

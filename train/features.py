@@ -1,7 +1,7 @@
 """What the frozen target says about every training sequence, computed once and kept in one memory-mapped file.
 
-A token takes (n + 1)·E bf16 numbers: the n tapped layers' outputs and the final normed hidden state, from which the target's
-next-token distribution is recomputed where it is needed. Later epochs cost no target forward pass.
+A token takes (n + 1)·E bf16 numbers: the n tapped layers' outputs and the final normed hidden state, from which the
+target's next-token distribution is recomputed where it is needed. Later epochs cost no target forward pass.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
 """Where a drafter starts: the target's own last layers, reading a fusion that starts as one well-scaled tapped layer.
 
-A drafter's context K/V come from hidden_norm(fc(features)). With fc picking the deepest tap and hidden_norm holding a target
-layer's input_layernorm, the drafter's layer computes nearly that target layer's K/V before any training. The other taps' columns
-start small, scaled by each tap's typical norm: taps differ by a factor of ten and more, and the first token's massive activations
-(rms above 100 in SmolLM2) would hide that from a plain mean, so the median over tokens is taken.
+A drafter's context K/V come from hidden_norm(fc(features)). With fc picking the deepest tap and hidden_norm holding a
+target layer's input_layernorm, the drafter's layer computes nearly that target layer's K/V before any training. The
+other taps' columns start small, scaled by each tap's typical norm: taps differ by a factor of ten and more, and the
+first token's massive activations (rms above 100 in SmolLM2) would hide that from a plain mean, so the median over
+tokens is taken.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from torch import Tensor
 from d2sd.modeling.config import DecoderConfig, DrafterConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.layers import Layer
 from d2sd.train_recipe import Geometry
 
 
@@ -42,20 +46,21 @@ def drafter_from_target(config: DrafterConfig, target: Decoder, sample: Tensor, 
     drafter = Drafter(config)
     body = config.body
     depth = len(target.layers) - body.num_layers
-    for layer, source in zip(drafter.layers, target.layers[depth:], strict=True):
+    sources = cast("list[Layer]", list(target.layers)[depth:])
+    for layer, source in zip(cast("Iterable[Layer]", drafter.layers), sources, strict=True):
         wanted = {k: v for k, v in source.state_dict().items() if k in layer.state_dict()}
         layer.load_state_dict({k: v.float() for k, v in wanted.items()}, strict=False)
         if not target.config.body.qk_norm:
             normed = source.input_layernorm(sample[:, -body.hidden_size :].to(source.input_layernorm.weight.dtype))
             for part in ("q", "k"):
-                heads = getattr(source.self_attn, f"{part}_proj")(normed).float().unflatten(-1, (-1, body.head_dim))
+                heads = getattr(source.self_attn, f"{part}_proj")(normed).float().view(-1, body.head_dim)
                 # q_norm/k_norm start at the size the target's un-normed heads have, so attention starts as sharp.
                 getattr(layer.self_attn, f"{part}_norm").weight.fill_(float(heads.square().mean().sqrt()))
     drafter.norm.weight.copy_(target.norm.weight)
-    drafter.hidden_norm.weight.copy_(target.layers[depth].input_layernorm.weight)
+    drafter.hidden_norm.weight.copy_(sources[0].input_layernorm.weight)
 
     taps = len(config.target_layer_ids)
-    rms = sample.float().unflatten(-1, (taps, -1)).square().mean(-1).sqrt().median(0).values  # [n]
+    rms = sample.float().view(len(sample), taps, -1).square().mean(-1).sqrt().median(0).values  # [n]
     hidden = body.hidden_size
     fusion = torch.randn(hidden, taps, hidden, generator=generator) * (0.2 * hidden**-0.5) / rms[None, :, None]
     fusion[:, -1] += torch.eye(hidden) / rms[-1]

@@ -1,7 +1,8 @@
 """The training loop of one drafter: resumable, seeded, on cached features.
 
-Memory and time go to the head, so logits are taken over the ids that occur in the answers plus a fresh random draw of the others
-each step, whose logits are raised by log(others / drawn): the softmax's denominator stays unbiased (sampled softmax).
+Memory and time go to the head, so logits are taken over the ids that occur in the answers plus a fresh random draw of
+the others each step, whose logits are raised by log(others / drawn): the softmax's denominator stays unbiased
+(sampled softmax).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from torch.nn import functional as F
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.train_recipe import TrainSettings
 from d2sd.train.blocks import Blocks, attend_in_sequence, draw_blocks
 from d2sd.train.features import FeatureCache, TrainingSequence
 from d2sd.train.objectives import draw_prefixes, first_errors, slot_weights, soft_cross_entropy
+from d2sd.train_recipe import TrainSettings
 
 # Shape letters: A blocks, G block size γ, C candidate ids, E hidden.
 
@@ -114,7 +115,9 @@ class Trainer:
     def _prefixes(
         self, first: Drafter, sequence: TrainingSequence, blocks: Blocks, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Visible tokens [A] of each block, and the drafted ids [A, G] as candidate indices, -1 where none is rejected."""
+        """Visible tokens [A] of each block, and the drafted ids [A, G] as candidate indices, -1 where none is
+        rejected.
+        """
         count, size = blocks.tokens.shape
         hidden = self._hidden(first, sequence, blocks, torch.ones(count, dtype=torch.long))
         guesses = F.linear(hidden, self.target.head[self._seen].to(hidden.dtype)).argmax(

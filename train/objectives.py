@@ -1,11 +1,13 @@
 """What the drafters are trained on: soft labels from the target, weighted by slot.
 
 - DFlash (arXiv 2602.06036): w_k = exp(-(k-1)/decay) for k >= 1; slot 0 is the visible anchor.
-- Variable prefix (D²SD, arXiv 2606.04446 Eq. 6-7): n visible tokens, anchor included, Pr(n) ∝ base^n; w_k = exp(-(k-n)/decay)
+- Variable prefix (D²SD, arXiv 2606.04446 Eq. 6-7): n visible tokens, anchor included, Pr(n) ∝ base^n; w_k =
+exp(-(k-n)/decay)
   for k >= n. We draw n from {1, …, γ-1}: the published code leaves n = 1 out although inference picks boundary 0.
-- Rejection-conditioned variable prefix (ours): a second drafter only ever runs at places where the first draft's token is
-  assumed wrong, so a share of the blocks takes as n the slot where the first draft really goes wrong, and the rejected token is
-  left out of that slot's softmax, as at inference.
+- Rejection-conditioned variable prefix (ours): a second drafter only ever runs at places where the first draft's
+token is
+  assumed wrong, so a share of the blocks takes as n the slot where the first draft really goes wrong, and the
+  rejected token is left out of that slot's softmax, as at inference.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ def first_errors(drafted: Tensor, tokens: Tensor) -> Tensor:
 def soft_cross_entropy(logits: Tensor, target_logits: Tensor, labels: Tensor, hard: float) -> Tensor:
     """Cross-entropy with a mixed label: `hard` on the real token, the rest spread as the target's distribution.
 
-    logits, target_logits [..., C]; labels [...] indices into C. Returns [...] nats. With hard = 0 its gradient is that of
-    KL(target ‖ drafter).
+    logits, target_logits [..., C]; labels [...] indices into C. Returns [...] nats. With hard = 0 its gradient is
+    that of KL(target ‖ drafter).
     """
     log_q = logits.float().log_softmax(-1)
     soft = -(target_logits.float().softmax(-1) * log_q.masked_fill(log_q.isneginf(), 0)).sum(-1)

@@ -23,7 +23,7 @@ def plan_prompts(files: Iterable[tuple[Sequence[tuple[str, str]], int | None]], 
 
     `files` holds for each prompt file its (id, user turn) pairs and how many are wanted.
     """
-    draw = random.Random(seed)
+    draw = random.Random(seed)  # noqa: S311  (a shuffle, not a secret)
     jobs = []
     for prompts, count in files:
         chosen = draw.sample(list(prompts), min(count or len(prompts), len(prompts)))

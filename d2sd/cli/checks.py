@@ -17,8 +17,9 @@ _PROMPTS, _TOKENS = 6, 32
 def check_bundle(bundle: Bundle) -> dict[str, Any]:
     """Greedy smoke test: every policy the bundle can run writes what plain decoding writes, and how many tokens a step.
 
-    Returns figures as JSON values, no times among them: equal bundles must give equal figures. In fp32 any difference that
-    is no tie fails the build; in half precision rounding differs between batch shapes, so agreement is a figure there.
+    Returns figures as JSON values, no times among them: equal bundles must give equal figures. In fp32 any difference
+    that is no tie fails the build; in half precision rounding differs between batch shapes, so agreement is a figure
+    there.
     """
     from d2sd.cli.serving import OWN_PROMPTS, chat_request, make_engine, read_prompts
     from d2sd.runtime.request import SamplingParams
@@ -29,9 +30,11 @@ def check_bundle(bundle: Bundle) -> dict[str, Any]:
     requests = [chat_request(bundle, text, SamplingParams(), budget) for text in prompts]
     requests = [r for r in requests if len(r.prompt) + budget <= bundle.recipe.limits.max_context]
     plain = [s.answer for s in make_engine(bundle, policy="off").generate(requests)]
-    policies: list[Policy] = ["chain"] * (bundle.first is not None) + ["d2sd"] * (bundle.second is not None)
+    runnable: tuple[tuple[Policy, object], ...] = (("chain", bundle.first), ("d2sd", bundle.second))
     figures: dict[str, Any] = {}
-    for policy in policies:
+    for policy, needed in runnable:
+        if needed is None:
+            continue
         sequences = make_engine(bundle, policy=policy).generate(requests)
         equal = sum(s.answer == answer for s, answer in zip(sequences, plain, strict=True))
         figures[policy] = {

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def draw_tree(trace: StepTrace, row: int, show: Callable[[int], str]) -> Drawing:
     """The tree of one request of a step; `show` turns a token id into text.
 
-    Green: accepted. Dim: drafted and rejected. The bonus token, the target's own choice at the end of the accepted path, is
-    appended behind it.
+    Green: accepted. Dim: drafted and rejected. The bonus token, the target's own choice at the end of the accepted
+    path, is appended behind it.
     """
     from rich.markup import escape
     from rich.tree import Tree as Drawing

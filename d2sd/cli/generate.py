@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 @click.option("--show-tree", is_flag=True, help="Draw the tree of the step that accepted most.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 def generate(
-    bundle: Path, prompts: tuple[str, ...], policy: Policy | None, max_new_tokens: int | None, temperature: float | None,
-    top_p: float | None, top_k: int | None, seed: int | None, stop: tuple[str, ...], raw: bool, stats: bool,
-    show_tree: bool, device: str,
+    bundle: Path, prompts: tuple[str, ...], policy: Policy | None, max_new_tokens: int | None,
+    temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None, stop: tuple[str, ...],
+    raw: bool, stats: bool, show_tree: bool, device: str,
 ) -> None:  # fmt: skip
     """Generate from the bundle at BUNDLE; a single answer streams as it is written.
 
@@ -82,7 +82,7 @@ def _write(engine: Engine, prompts: dict[Sequence, str]) -> tuple[StepTrace, int
 
     A single answer streams; several are written whole, each when it is finished.
     """
-    texts = {sequence: "" for sequence in prompts}
+    texts = dict.fromkeys(prompts, "")
     best, most = None, 0
     while engine.busy:
         for output in engine.step():

@@ -12,9 +12,9 @@ from d2sd.cli.report import Reporting, bar
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle import Bundle
+    from d2sd.modeling.drafter import Drafter
     from d2sd.train.features import FeatureCache
     from d2sd.train_recipe import TrainRecipe, TrainSettings
-    from d2sd.modeling.drafter import Drafter
 
 
 @click.command(cls=Reporting)
@@ -54,11 +54,11 @@ def _target(recipe: TrainRecipe, work: Path) -> Bundle:
     from d2sd.convert.bundle import load_bundle
     from d2sd.recipe import Drafters, Limits, Recipe, Tree
 
-    length = recipe.data.max_prompt_tokens + recipe.data.max_new_tokens
+    length, batch = recipe.data.max_prompt_tokens + recipe.data.max_new_tokens, recipe.max_batch
     plain = Recipe(
         d2sd=1, name=f"{recipe.name}-target", target=recipe.target, drafters=Drafters(), precision=recipe.precision,
         tree=Tree(policy="off"),
-        limits=Limits(max_batch=recipe.max_batch, max_context=-(-length // 16) * 16, prefill_chunk=4 * recipe.max_batch),
+        limits=Limits(max_batch=batch, max_context=-(-length // 16) * 16, prefill_chunk=4 * batch),
     )  # fmt: skip
     plain = plain.at(recipe.folder)
     build(plain, work / "target", check=lambda bundle: {}, progress=bar)
@@ -167,7 +167,8 @@ def _train(
         trainer.run(folder, report)
     if first is None:
         click.echo(
-            f"teacher-forced tau on {len(held_out)} held-out answers: {estimate_tau(bundle.target, drafter, held_out):.3f}"
+            f"teacher-forced tau on {len(held_out)} held-out answers: "
+            f"{estimate_tau(bundle.target, drafter, held_out):.3f}"
         )
     return drafter
 
