@@ -26,7 +26,10 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
     """Write `config.json`, `model.safetensors`, tokenizer and `generation_config.json` of a GGUF into `directory`."""
     transformers = offline_transformers()
     import torch
+    from transformers import modeling_gguf_pytorch_utils
 
+    # Its reader draws a bar of its own, which no setting switches off: torch has imported tqdm by now.
+    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
     tokenizer = _load(gguf, transformers.AutoTokenizer)
     model = _load(gguf, transformers.AutoModelForCausalLM, dtype=torch.float32)
     end = model.config.eos_token_id

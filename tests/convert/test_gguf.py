@@ -19,11 +19,8 @@ from d2sd.convert.target import parse_target_config
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
 from d2sd.recipe import load_recipe
-from tests.convert.helpers import write_project
-from tests.convert.test_fetch import index, make_wheel
+from tests.convert.helpers import make_wheel, write_project
 from tests.tiny import tiny_decoder
-
-__all__ = ["index"]  # the fixture
 
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _LAYER = {
@@ -82,12 +79,13 @@ def write_gguf(path: Path, decoder: Decoder) -> None:
     writer.close()
 
 
-def test_a_gguf_becomes_the_checkpoint_it_was_made_from(tmp_path: Path) -> None:
+def test_a_gguf_becomes_a_checkpoint_in_silence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     decoder = tiny_decoder()
     write_gguf(tmp_path / "tiny.gguf", decoder)
     found = parse_target_config(read_gguf_config(tmp_path / "tiny.gguf"))
     assert found.body.num_layers == 3
     convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out")
+    assert capfd.readouterr().err == ""
     text = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert text["clean_up_tokenization_spaces"] is False
     assert text["eos_token"] == "<|im_end|>"
