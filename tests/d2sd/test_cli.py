@@ -24,6 +24,7 @@ FLAGS = {
         *("--stop", "--raw", "--stats", "--show-tree", "--device"),
     },
     "inspect": {"bundle"},
+    "train": {"recipe", "--work", "--out"},
 }
 
 
