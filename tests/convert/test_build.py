@@ -298,10 +298,17 @@ def test_no_room_is_noticed_before_a_stage(recipe: Path, out: Path, monkeypatch:
 
 
 def test_a_disk_that_fills_up_is_a_build_error(recipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object, **kwargs: object) -> None:
+    def full(file: Path, tensors: object) -> None:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    with monkeypatch.context() as patch:
+        patch.setattr("d2sd.convert.drafter.write_tensors", full)
+        with pytest.raises(BuildError, match="filled up during stage drafter_first"):
+            run(recipe, out / "tiny")
+    assert leftovers(out / ".tiny.building" / "bundle") == ["target"], "a finished stage stays, a half-written one goes"
     monkeypatch.setattr("d2sd.convert.target.write_tensors", full)
     with pytest.raises(BuildError, match="filled up during stage target"):
-        run(recipe, out / "tiny")
-    assert leftovers(out) == []
+        run(recipe, out / "other")
+    assert leftovers(out) == [".tiny.building"]
