@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from d2sd.convert.bundle import Bundle
 
 #: Enough to notice a drafter that is read wrongly (its tau is then 1.0x), and seconds on a CPU.
-_PROMPTS, _TOKENS = 6, 32
+_PROMPTS, _TOKENS = 4, 24
 
 
 def check_bundle(bundle: Bundle) -> dict[str, Any]:
