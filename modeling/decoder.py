@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(body) for _ in range(body.num_layers))
         self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
         self.rotary = Rotary(body.rope, body.head_dim)
+        self.packed_head: nn.Module | None = None  # see d2sd.modeling.packed
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(body.hidden_size, config.vocab_size, bias=False)
 
@@ -48,7 +50,8 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., E] -> [..., V] in fp32, so that ties are judged at one precision everywhere."""
-        return F.linear(hidden, self.head).float()
+        logits = F.linear(hidden, self.head) if self.packed_head is None else self.packed_head(hidden)
+        return cast(Tensor, logits).float()
 
     def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, taps: tuple[int, ...] = ()) -> DecoderOutput:
         """tokens [B, T]; `taps` are layer ids whose outputs the drafters read (see

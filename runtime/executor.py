@@ -15,6 +15,7 @@ from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.packed import pack
 from d2sd.modeling.rows import KVPool, Rows
 from d2sd.runtime.accept import Accepted
 from d2sd.runtime.boundaries import Draft, branch_blocks, forbid_rejected, joined
@@ -82,6 +83,10 @@ class TorchExecutor:
         weight = target.embed_tokens.weight
         self.device, self._dtype = str(weight.device), weight.dtype
         self._drafters = [d for d in (first, second) if d is not None]
+        if weight.device.type == "cpu":
+            pack(target)
+            for drafter in self._drafters:
+                pack(drafter)
         self._taps = first.config.target_layer_ids if first else ()
 
     def allocate(self, pages: int, page_size: int) -> None:

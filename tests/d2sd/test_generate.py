@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -89,7 +90,7 @@ def test_a_missing_drafter_is_named(tmp_path: Path, bundle: Bundle) -> None:
 
 
 def test_the_build_records_what_it_proved(bundle: Bundle) -> None:
-    figures = bundle.manifest.checks["greedy"]
+    figures: Any = bundle.manifest.checks["greedy"]
     for policy in ("chain", "d2sd"):
         assert figures[policy]["equal_to_plain_decoding"] == figures[policy]["prompts"] > 0
         assert figures[policy]["tau"] >= 1

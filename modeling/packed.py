@@ -1,0 +1,38 @@
+"""Linear layers in oneDNN's blocked layout, for inference on a CPU.
+
+PyTorch sends fp32 products to MKL with weights as they lie; oneDNN with weights packed once is two to three times faster for the
+few rows a decode step has (measured on an AMD EPYC with AVX-512; the same operators torch.compile uses). Half precision gains less.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+
+
+class PackedLinear(nn.Module):
+    """y = x Wᵀ + b with W [out, in] packed; holds no parameters, so it cannot be trained or saved."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
+        self._bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return out
+
+
+def pack(model: Decoder | Drafter) -> None:
+    """Replace every linear layer of a CPU model in place, and give a decoder's head a packed copy. Packing twice is fine."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and name != "lm_head":
+                setattr(parent, name, PackedLinear(child.weight, child.bias))
+    if isinstance(model, Decoder) and model.packed_head is None:
+        model.packed_head = PackedLinear(model.head)

@@ -1,0 +1,72 @@
+"""The main job on the real target with the shipped drafters: a subset of what `make verify` runs whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from d2sd.cli.serving import OWN_PROMPTS, chat_request, make_engine, read_prompts
+from d2sd.convert.bundle import Bundle, load_bundle
+from d2sd.recipe import Policy
+from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.stats import mean_tau
+from d2sd.runtime.ties import TIE, first_difference, score_gap
+
+TOKENS = 24
+#: One of each eval set where they lie beside the checkout, and prompts of our own.
+EVAL = Path(__file__).parents[2] / "shared" / "data" / "eval"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _two_threads() -> None:
+    """A real model gains from a second thread; the tiny ones of the other tests lose (see conftest)."""
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="module")
+def bundle(smollm2_bundle: Path) -> Bundle:
+    return load_bundle(smollm2_bundle)
+
+
+def requests(bundle: Bundle, sampling: list[SamplingParams]) -> list[Request]:
+    prompts = [text for _, text in read_prompts(OWN_PROMPTS)[1:5]]
+    for name in ("gsm8k", "humaneval", "mbpp", "mt_bench"):
+        if (EVAL / f"{name}.jsonl").is_file():
+            prompts.append(read_prompts(EVAL / f"{name}.jsonl")[0][1])
+    return [chat_request(bundle, text, params, TOKENS) for text, params in zip(prompts, sampling, strict=False)]
+
+
+def assert_lossless(bundle: Bundle, asked: list[Request], policy: Policy, plain: list[list[int]]) -> float:
+    """In flight, joining one by one, tokens equal plain decoding's; returns tau."""
+    engine = make_engine(bundle, policy=policy, max_batch=4)
+    sequences = []
+    for request in asked:
+        sequences.append(engine.submit(request))
+        engine.step()
+    while engine.busy:
+        engine.step()
+    for request, sequence, expected in zip(asked, sequences, plain, strict=True):
+        place = first_difference(sequence.answer, expected)
+        if place is not None:
+            assert score_gap(bundle.target, [*request.prompt, *expected[:place]], request.sampling) <= TIE
+    return mean_tau(s.stats for s in sequences)
+
+
+def test_greedy_is_lossless_and_trees_beat_chains(bundle: Bundle) -> None:
+    asked = requests(bundle, [SamplingParams()] * 8)
+    engine = make_engine(bundle, policy="off", max_batch=1)
+    plain = [engine.generate([request])[0].answer for request in asked]
+    chain = assert_lossless(bundle, asked, "chain", plain)
+    tree = assert_lossless(bundle, asked, "d2sd", plain)
+    assert 1.25 < chain < tree, "a drafter that is read wrongly accepts next to nothing"
+
+
+def test_sampling_is_lossless(bundle: Bundle) -> None:
+    params = [SamplingParams(temperature=0.7, top_p=0.95, seed=1), SamplingParams(temperature=1.0, seed=2)]
+    asked = requests(bundle, params)
+    engine = make_engine(bundle, policy="off", max_batch=1)
+    plain = [engine.generate([request])[0].answer for request in asked]
+    for policy in ("chain", "d2sd"):
+        assert_lossless(bundle, asked, policy, plain)
