@@ -68,9 +68,9 @@ def requests_of(bundle: Bundle, folder: Path, part: Part, per_set: int, tokens: 
     return [chat_request(bundle, text, params, tokens) for (_, text), params in zip(prompts, with_seed, strict=True)]
 
 
-def run(bundle: Bundle, part: Part, requests: list[Request]) -> dict[str, Any]:
+def run(bundle: Bundle, part: Part, requests: list[Request], device: str) -> dict[str, Any]:
     """Answer all requests: one after the other, or shuffled into a running batch one to three steps apart."""
-    engine = make_engine(bundle, policy=part.policy, max_batch=part.batch)
+    engine = make_engine(bundle, policy=part.policy, device=device, max_batch=part.batch)
     order = list(range(len(requests)))
     random.Random(0).shuffle(order)
     sequences = {}
@@ -177,8 +177,9 @@ def summary(out: Path, block_size: int, prompts: dict[str, list[tuple[int, ...]]
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the results.")
 @click.option("--per-set", default=32, show_default=True)
 @click.option("--tokens", default=64, show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--sets", default=",".join(SETS), show_default=True, help="Run these; the summary needs all four.")
-def main(bundle: Path, prompts: Path, out: Path, per_set: int, tokens: int, sets: str) -> None:
+def main(bundle: Path, prompts: Path, out: Path, per_set: int, tokens: int, sets: str, device: str) -> None:
     """Hold every policy against plain decoding on real prompts."""
     loaded = load_bundle(bundle, progress=bar)
     out.mkdir(parents=True, exist_ok=True)
@@ -188,7 +189,7 @@ def main(bundle: Path, prompts: Path, out: Path, per_set: int, tokens: int, sets
             path = out / part.file
             if not path.exists():
                 requests = requests_of(loaded, prompts, part, per_set, tokens)
-                result = run(loaded, part, requests)
+                result = run(loaded, part, requests, device)
                 plain_path = out / Part(prompt_set, part.regime, "off", 1).file
                 if path != plain_path:
                     result["differences"] = compare(loaded, requests, result, json.loads(plain_path.read_text()))
