@@ -1,5 +1,6 @@
-"""The training recipe: one YAML that says which drafters are trained, on what, and how. Unknown keys are errors
-everywhere.
+"""The training recipe: one YAML that says which drafters are trained, on what, and how.
+
+Unknown keys are errors everywhere.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ class SelfWritten(Part):
     """User turns that the target writes itself behind its chat template's user header."""
 
     count: Positive
-    #: how a turn may begin, drawn at random: an opening steers towards code, questions, essays; "" leaves it to the
-    #: target
-    openings: list[str] = Field(default=[""])
+    #: how a turn may begin, drawn at random, to steer towards code, questions, essays; "" leaves it to the target
+    openings: list[str] = Field(default=[""], min_length=1)
     #: diversity is what they are for
     temperature: Above0 = 1.0
     #: longer ones are dropped
@@ -69,9 +69,11 @@ class TrainSettings(Part):
     batch: Positive = 8
     #: blocks a sequence, at random anchors
     blocks: Positive = 64
+    #: small drafters, small batches: ten times what billions of parameters stand
     learning_rate: Above0 = 1e-3
     #: share of the steps that raises the learning rate, as in DFlash
     warmup: Share = 0.04
+    #: of AdamW, its own default
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     #: gradient norm
     clip: Above0 = 1.0
@@ -85,6 +87,7 @@ class TrainSettings(Part):
     on_rejection: Share = 0.5
     #: ids outside the answers' vocabulary drawn each step
     negatives: Annotated[int, Field(ge=0)] = 1024
+    #: fixed: the same recipe gives the same drafter
     seed: Annotated[int, Field(ge=0)] = 0
     #: steps between two saved states
     save_every: Positive = 100

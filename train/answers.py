@@ -7,7 +7,8 @@ finish, so an interrupted run resumes from what is there.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -17,7 +18,10 @@ from d2sd.errors import D2SDError
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Token ids of a rendered prompt and of what the target answered (its stop token included, if it came)."""
+    """Token ids of a rendered prompt and of what the target answered (its stop token included, if it came).
+
+    No answer at all marks a prompt that was dropped, so that it is not asked again.
+    """
 
     id: str
     prompt_ids: list[int]
@@ -28,30 +32,18 @@ def read_answers(path: Path, *, vocab_size: int) -> list[Answer]:
     """Read every answer of at least two tokens, in file order; a line cut short by an interruption is left out.
 
     Raises:
-        D2SDError: no such file, nothing in it, a key missing, or an id outside the vocabulary (another tokenizer's
-        data).
+        D2SDError: no such file, nothing in it, a line that is no answer, or an id outside the vocabulary (another
+            tokenizer's data).
     """
     if not path.is_file():
-        raise D2SDError(
-            "no answers to train on", where=path, fix="generate them first: d2sd train RECIPE --stage answers"
-        )
+        raise D2SDError("no answers to train on", where=path, fix="let d2sd train generate them")
     answers = []
-    lines = path.read_text().splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
-        if number == len(lines) and not line.endswith("\n"):
-            break  # the writer was stopped inside this line
-        try:
-            row = json.loads(line)
-            answer = Answer(row["id"], row["prompt_ids"], row["answer_ids"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise D2SDError(
-                "not an answer", where=f"{path}:{number}", found=repr(error), expected="id, prompt_ids, answer_ids"
-            ) from error
-        largest = max(answer.prompt_ids + answer.answer_ids, default=0)
-        if largest >= vocab_size:
+    for number, answer in enumerate(_parse(_whole_lines(path), path), 1):
+        tokens = answer.prompt_ids + answer.answer_ids
+        if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
             raise D2SDError(
                 "answers were made with another tokenizer",
-                where=f"{path}:{number}", found=f"token id {largest}", expected=f"ids below {vocab_size}",
+                where=f"{path}:{number}", found=f"token id {wrong[0]}", expected=f"ids below {vocab_size}",
             )  # fmt: skip
         if len(answer.answer_ids) >= 2:
             answers.append(answer)
@@ -64,11 +56,34 @@ def finished_ids(path: Path) -> set[str]:
     """Ids of the answers already in `path`; a line cut short by an interruption is cut off the file."""
     if not path.is_file():
         return set()
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole)
-    return {json.loads(line)["id"] for line in whole.splitlines()}
+    whole = _whole_lines(path)
+    ids = {answer.id for answer in _parse(whole, path)}
+    os.truncate(path, len(whole))
+    return ids
+
+
+def _whole_lines(path: Path) -> bytes:
+    data = path.read_bytes()
+    return data[: data.rfind(b"\n") + 1]
+
+
+def _parse(lines: bytes, path: Path) -> Iterator[Answer]:
+    """One answer a line. Raises D2SDError naming file and line."""
+    for number, line in enumerate(lines.split(b"\n")[:-1], 1):
+        try:
+            row = json.loads(line)
+            answer = Answer(row["id"], row["prompt_ids"], row["answer_ids"])
+            if not isinstance(answer.id, str):
+                raise TypeError("id is a string")
+            if not all(type(token) is int for token in answer.prompt_ids + answer.answer_ids):
+                raise TypeError("token ids are integers")
+            if answer.answer_ids and not answer.prompt_ids:
+                raise ValueError("an answer to nothing")
+        except (ValueError, KeyError, TypeError) as error:
+            raise D2SDError(
+                "not an answer", where=f"{path}:{number}", found=repr(error), expected="id, prompt_ids, answer_ids"
+            ) from None
+        yield answer
 
 
 def append_answer(out: TextIO, name: str, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> None:

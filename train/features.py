@@ -6,7 +6,9 @@ target's next-token distribution is recomputed where it is needed. Later epochs 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -78,10 +80,17 @@ def cache_features(
     lengths = [len(a.prompt_ids) + len(a.answer_ids) for a in answers]
     weight = target.embed_tokens.weight
     width = target.config.body.hidden_size * (len(taps) + 1)
-    storage = torch.from_file(str(path), shared=True, size=sum(lengths) * width, dtype=torch.bfloat16).view(-1, width)
-    identity = {"sequences": len(answers), "tokens": sum(lengths), "taps": list(taps)}
+    text = json.dumps([(a.prompt_ids, a.answer_ids) for a in answers])
+    identity = {
+        "sequences": len(answers), "tokens": sum(lengths), "taps": list(taps),
+        "data": hashlib.sha256(text.encode()).hexdigest(), "precision": str(weight.dtype),
+    }  # fmt: skip
     journal = path.with_suffix(".json")
-    done = _done(journal, identity)
+    done = _done(journal, identity) if path.is_file() else 0
+    size = sum(lengths) * width
+    with path.open("ab") as file:
+        os.posix_fallocate(file.fileno(), 0, 2 * size)  # a full disk is an error here, and would be SIGBUS later
+    storage = torch.from_file(str(path), shared=True, size=size, dtype=torch.bfloat16).view(-1, width)
     progress(done)
     offset = sum(lengths[:done])
     no_pages, nothing = _no_context(weight.device)
@@ -96,7 +105,9 @@ def cache_features(
         offset += tokens.shape[1]
         progress(1)
         if number % 50 == 0 or number == len(answers):
-            journal.write_text(json.dumps(identity | {"done": number}))
+            partial = journal.with_suffix(".partial")
+            partial.write_text(json.dumps(identity | {"done": number}))
+            partial.replace(journal)
     return FeatureCache(answers, storage, len(taps))
 
 
@@ -106,7 +117,7 @@ def _done(journal: Path, identity: dict[str, object]) -> int:
         return 0
     found = json.loads(journal.read_text())
     done: int = found.pop("done")
-    return done if found == identity else 0
+    return done if found.items() <= identity.items() else 0
 
 
 def _no_context(device: torch.device) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from d2sd.errors import D2SDError
 from d2sd.modeling.config import DecoderConfig, DrafterConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
@@ -26,8 +27,19 @@ from d2sd.train_recipe import Geometry
 def drafter_config(geometry: Geometry, target: DecoderConfig, prefix_base: float | None) -> DrafterConfig:
     """A drafter as wide as the target, with q/k norms and no biases, as the DFlash layout has it.
 
-    With `prefix_base` (Pr(n visible tokens) ∝ base^n) a variable-prefix drafter, without a first one.
+    With `prefix_base` (Pr(n visible tokens) ∝ base^n) a variable-prefix drafter, without a first one. Raises D2SDError
+    where the target is smaller than the geometry wants.
     """
+    layers = target.body.num_layers
+    for key, found, limit in (
+        ("layers", geometry.layers, layers),
+        ("target_layer_ids", geometry.target_layer_ids[-1], layers - 1),
+        ("mask_token_id", geometry.mask_token_id, target.vocab_size - 1),
+    ):
+        if found > limit:
+            raise D2SDError(
+                "the drafter does not fit the target", where=f"drafter.{key}", found=found, expected=f"at most {limit}"
+            )
     return DrafterConfig(
         body=replace(target.body, num_layers=geometry.layers, qk_norm=True, qkv_bias=False, o_bias=False),
         vocab_size=target.vocab_size,
@@ -49,7 +61,8 @@ def drafter_from_target(config: DrafterConfig, target: Decoder, sample: Tensor, 
     sources = cast("list[Layer]", list(target.layers)[depth:])
     for layer, source in zip(cast("Iterable[Layer]", drafter.layers), sources, strict=True):
         wanted = {k: v for k, v in source.state_dict().items() if k in layer.state_dict()}
-        layer.load_state_dict({k: v.float() for k, v in wanted.items()}, strict=False)
+        left = layer.load_state_dict({k: v.float() for k, v in wanted.items()}, strict=False).missing_keys
+        assert all("_norm." in name for name in left), f"the target's layer lacks {left}"
         if not target.config.body.qk_norm:
             normed = source.input_layernorm(sample[:, -body.hidden_size :].to(source.input_layernorm.weight.dtype))
             for part in ("q", "k"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -165,8 +166,13 @@ class Trainer:
             moments = self.optimizer.state[parameter]
             tensors |= {f"optimizer.{kind}.{name}": moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
         partial = folder / "state.partial"
-        save_file(tensors, partial, {"step": str(self.step), "settings": json.dumps(self.settings.model_dump())})
+        identity = {key: json.dumps(value) for key, value in self._identity().items()}
+        save_file(tensors, partial, {"step": str(self.step)} | identity)
         partial.replace(folder / "state.safetensors")
+
+    def _identity(self) -> dict[str, dict[str, object]]:
+        """What a resumed run must share with the one that began; data may have grown."""
+        return {"settings": self.settings.model_dump(), "drafter": asdict(self.drafter.config)}
 
     def _resume(self, folder: Path) -> None:
         path = folder / "state.safetensors"
@@ -176,11 +182,15 @@ class Trainer:
 
         with safe_open(path, "pt") as handle:
             found = handle.metadata()
-        if json.loads(found["settings"]) != self.settings.model_dump():
-            raise D2SDError(
-                "the settings changed since this training began", where=path, found=self.settings.model_dump(),
-                expected=found["settings"], fix="restore the settings, or train into another folder",
-            )  # fmt: skip
+        for what, mine in self._identity().items():
+            now = json.loads(json.dumps(mine))
+            then = json.loads(found[what]) if what in found else now
+            if changed := [key for key in then | now if then.get(key) != now.get(key)]:
+                raise D2SDError(
+                    f"the {what} changed since this training began", where=path,
+                    found={key: now.get(key) for key in changed}, expected={key: then.get(key) for key in changed},
+                    fix="restore the recipe, or train into another folder",
+                )  # fmt: skip
         tensors = load_file(path)
         self.step = int(found["step"])
         with torch.no_grad():

@@ -1,13 +1,12 @@
 """What the drafters are trained on: soft labels from the target, weighted by slot.
 
 - DFlash (arXiv 2602.06036): w_k = exp(-(k-1)/decay) for k >= 1; slot 0 is the visible anchor.
-- Variable prefix (D²SD, arXiv 2606.04446 Eq. 6-7): n visible tokens, anchor included, Pr(n) ∝ base^n; w_k =
-exp(-(k-n)/decay)
-  for k >= n. We draw n from {1, …, γ-1}: the published code leaves n = 1 out although inference picks boundary 0.
+- Variable prefix (D²SD, arXiv 2606.04446 Eq. 6-7): n visible tokens, anchor included, Pr(n) ∝ base^n;
+  w_k = exp(-(k-n)/decay) for k >= n. We draw n from {1, …, γ-1}: the published code leaves n = 1 out although
+  inference picks boundary 0.
 - Rejection-conditioned variable prefix (ours): a second drafter only ever runs at places where the first draft's
-token is
-  assumed wrong, so a share of the blocks takes as n the slot where the first draft really goes wrong, and the
-  rejected token is left out of that slot's softmax, as at inference.
+  token is assumed wrong, so a share of the blocks takes as n the slot where the first draft really goes wrong, and
+  the rejected token is left out of that slot's softmax, as at inference.
 """
 
 from __future__ import annotations

@@ -1,0 +1,125 @@
+"""The training recipe: what is shipped loads, and every wrong value is refused by its key."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import d2sd.train_recipe
+from d2sd.errors import RecipeError
+from d2sd.train_recipe import TrainRecipe, load_train_recipe
+
+ROOT = Path(__file__).parents[2]
+MINIMAL: dict[str, Any] = {
+    "d2sd_train": 1,
+    "name": "tiny",
+    "target": {"path": "target"},
+    "drafter": {"layers": 2, "block_size": 4, "mask_token_id": 63, "target_layer_ids": [0, 1]},
+    "data": {"prompts": [{"path": "prompts.jsonl"}]},
+    "first": {"steps": 10},
+}
+
+
+def load(folder: Path, **changes: object) -> TrainRecipe:
+    """`changes` replace keys, dots spelled __; ... deletes one."""
+    values = yaml.safe_load(yaml.safe_dump(MINIMAL))
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        part = values
+        for name in parents:
+            part = part.setdefault(name, {})
+        if value is ...:
+            del part[last]
+        else:
+            part[last] = value
+    path = folder / "train.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return load_train_recipe(path)
+
+
+SHIPPED = sorted((ROOT / "recipes" / "train").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_recipes_load_and_are_named_after_their_file(path: Path) -> None:
+    assert load_train_recipe(path).name == path.stem
+
+
+def test_something_is_shipped() -> None:
+    assert SHIPPED
+
+
+def test_defaults_and_paths(tmp_path: Path) -> None:
+    recipe = load(tmp_path)
+    assert recipe.second is None
+    assert recipe.data.self_written is None
+    assert recipe.first.batch == 8
+    assert recipe.path("prompts.jsonl") == tmp_path / "prompts.jsonl"
+
+
+def test_every_default_has_its_reason_beside_it() -> None:
+    lines = Path(d2sd.train_recipe.__file__).read_text().splitlines()
+    fields = [i for i, line in enumerate(lines) if re.match(r"    [a-z]\w*: .* = ", line)]
+    assert len(fields) > 15
+    assert [lines[i] for i in fields if not lines[i - 1].startswith("    #: ")] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("drafters", {}, "drafters"),
+        ("first__stepz", 10, "first.stepz"),
+        ("second__rejection", 0.5, "second.rejection"),
+        ("drafter__layer", 2, "drafter.layer"),
+        ("data__prompts", [{"path": "a", "number": 1}], "data.prompts.0.number"),
+        ("data__self_written", {"count": 3, "opening": "x"}, "data.self_written.opening"),
+        ("first__steps", "10", "first.steps"),
+        ("first__steps", 10.0, "first.steps"),
+        ("first__steps", 0, "first.steps"),
+        ("first__steps", ..., "first.steps"),
+        ("first__hard", 1.5, "first.hard"),
+        ("first__warmup", -0.1, "first.warmup"),
+        ("first__learning_rate", 0, "first.learning_rate"),
+        ("first__learning_rate", float("nan"), "first.learning_rate"),
+        ("first__negatives", -1, "first.negatives"),
+        ("first__seed", True, "first.seed"),
+        ("second__prefix_base", 0, "second.prefix_base"),
+        ("second__on_rejection", 2, "second.on_rejection"),
+        ("drafter__block_size", 1, "drafter.block_size"),
+        ("drafter__layers", 0, "drafter.layers"),
+        ("drafter__mask_token_id", -1, "drafter.mask_token_id"),
+        ("drafter__target_layer_ids", [], "drafter.target_layer_ids [] is not"),
+        ("drafter__target_layer_ids", [2, 1], "drafter.target_layer_ids [2, 1] is not strictly ascending"),
+        ("drafter__target_layer_ids", [1, 1], "drafter.target_layer_ids [1, 1] is not"),
+        ("drafter__target_layer_ids", [-1, 1], "drafter.target_layer_ids [-1, 1] is not"),
+        ("drafter__target_layer_ids", [0.5], "drafter.target_layer_ids.0"),
+        ("drafter__target_layer_ids", ..., "drafter.target_layer_ids"),
+        ("data__held_out", 0, "data.held_out"),
+        ("data__max_new_tokens", 0, "data.max_new_tokens"),
+        ("data__prompts", "prompts.jsonl", "data.prompts"),
+        ("data__prompts", ..., "data.prompts"),
+        ("data__prompts", [{"path": "a", "count": 0}], "data.prompts.0.count"),
+        ("data__self_written", {"count": 3, "openings": []}, "data.self_written.openings"),
+        ("data__self_written", {"count": 3, "temperature": 0}, "data.self_written.temperature"),
+        ("precision", "fp8", "precision"),
+        ("max_batch", 0, "max_batch"),
+        ("name", "../up", "name"),
+        ("target", {}, "target"),
+        ("d2sd_train", 2, "d2sd_train"),
+        ("d2sd_train", ..., "d2sd_train"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_its_key(tmp_path: Path, key: str, value: object, told: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(tmp_path, second__steps=1, **{key: value})
+    assert told in str(caught.value)
+    assert str(tmp_path / "train.yaml") in str(caught.value)
+
+
+def test_a_bundles_recipe_is_no_training_recipe() -> None:
+    with pytest.raises(RecipeError, match="d2sd_train"):
+        load_train_recipe(ROOT / "recipes" / "smollm2-135m.yaml")
