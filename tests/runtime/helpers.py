@@ -1,0 +1,168 @@
+"""Models, requests and ways of running them that the engine's tests share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as SequenceOf
+from copy import deepcopy
+from functools import cache
+
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.rows import KVPool
+from d2sd.runtime.engine import Engine, Output
+from d2sd.runtime.executor import Executor, TorchExecutor
+from d2sd.runtime.policy import PolicyName, make_policy
+from d2sd.runtime.request import Limits, Request, SamplingParams
+from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.text import Decode
+from tests.runtime.cheating import CheatingExecutor
+from tests.runtime.oracle import plain_text
+from tests.tiny import full_pass, tiny_decoder, tiny_drafter
+
+BLOCK, BRANCHES, BUDGET = 5, 3, 14
+
+#: The same examples on every machine, and no database beside the sources.
+STEADY = settings(deadline=None, derandomize=True, database=None, max_examples=100)
+
+GREEDY = SamplingParams(seed=1)
+_KINDS = (
+    GREEDY,
+    SamplingParams(temperature=0.7, top_p=0.95, seed=2),
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(temperature=1.0, top_k=5, seed=2**63 + 4),
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.8, seed=2**64 - 5),
+)
+
+
+@cache
+def models() -> tuple[Decoder, Drafter, Drafter]:
+    """As they were made, for the oracle; executors repack the layers of what they are given, so they get `copies`."""
+    target = tiny_decoder("qwen3", layers=2)
+    first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
+    second = tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
+    return target, first, second
+
+
+def copies() -> tuple[Decoder, Drafter, Drafter]:
+    return deepcopy(models())
+
+
+@cache
+def some_requests() -> tuple[Request, ...]:
+    """Ten, two of each way to sample, prompts of 1 to 17 tokens, all seeds different."""
+    dice = random.Random(7)
+    return tuple(
+        Request(
+            prompt=tuple(dice.randrange(64) for _ in range(length)),
+            max_new_tokens=dice.randrange(12, 26),
+            sampling=SamplingParams(kind.temperature, kind.top_p, kind.top_k, kind.seed ^ (0x10 * turn)),
+        )
+        for turn in (1, 2)
+        for kind, length in zip(_KINDS, (1, 2, 5, 9, 17), strict=True)
+    )
+
+
+@cache
+def plain(prompt: tuple[int, ...], sampling: SamplingParams, length: int) -> tuple[int, ...]:
+    return tuple(plain_text(models()[0], prompt, sampling, length))
+
+
+def expected(request: Request) -> list[int]:
+    """The request's answer by the oracle, stop tokens aside."""
+    return list(plain(request.prompt, request.sampling, request.max_new_tokens + BLOCK)[: request.max_new_tokens])
+
+
+def cheater(
+    requests: SequenceOf[Request], *, first_errors: float = 0.3, second_errors: float = 0.15
+) -> CheatingExecutor:
+    """Knows the plain text of all `requests`."""
+    texts = {r.sampling.seed: r.prompt + plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK) for r in requests}
+    assert len(texts) == len(requests)
+    return CheatingExecutor(*copies(), texts, first_errors=first_errors, second_errors=second_errors)
+
+
+def honest() -> TorchExecutor:
+    return TorchExecutor(*copies())
+
+
+def make_engine(
+    executor: Executor,
+    policy: PolicyName = "d2sd",
+    *,
+    max_batch: int = 4,
+    page_size: int = 4,
+    prefill_chunk: int = 16,
+    pages: int | None = None,
+    row_budget: int = BUDGET,
+    decode: Decode | None = None,
+) -> Engine:
+    made = make_policy(policy, block_size=executor.block_size, branches=BRANCHES, row_budget=row_budget)
+    limits = Limits(max_batch, max_context=64, page_size=page_size, prefill_chunk=prefill_chunk, pages=pages)
+    return Engine(executor, made, limits, decode)
+
+
+def run_staggered(
+    engine: Engine, requests: SequenceOf[Request], *, order: SequenceOf[int] | None = None, gap: int = 0
+) -> list[Sequence]:
+    """Run requests to their end, one joining every `gap` steps in the given order; results in the order of `requests`.
+
+    What was streamed must add up to the answers.
+    """
+    waiting = list(order if order is not None else range(len(requests)))
+    sequences: dict[int, Sequence] = {}
+    outputs: list[Output] = []
+    for step in range(2000):
+        while waiting and step >= gap * len(sequences):
+            index = waiting.pop(0)
+            sequences[index] = engine.submit(requests[index])
+        outputs += engine.step()
+        if not waiting and not engine.busy:
+            break
+    else:
+        raise AssertionError("no end")
+    for sequence in sequences.values():
+        own = [o for o in outputs if o.sequence is sequence]
+        assert [t for o in own for t in o.tokens] == sequence.answer
+        assert [o.finish for o in own] == [None] * (len(own) - 1) + [sequence.finish]
+    return [sequences[index] for index in range(len(requests))]
+
+
+def free_pages(engine: Engine) -> int:
+    return engine._scheduler.pages.free
+
+
+def all_pages(engine: Engine) -> int:
+    """Pages that may be handed out."""
+    return engine._scheduler.page_count - 1
+
+
+def poison(executor: TorchExecutor, pages: int | slice) -> None:
+    for pool in (executor._target_pool, *executor._pools):
+        pool.k[:, pages] = torch.nan
+        pool.v[:, pages] = torch.nan
+
+
+def committed(pool: KVPool, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """K and V [L, S, Hkv, D] of the leading tokens."""
+    places = torch.arange(length)
+    page, slot = table[places // pool.page_size], places % pool.page_size
+    return pool.k[:, page, slot], pool.v[:, page, slot]
+
+
+def check_pages(executor: TorchExecutor, table: Tensor, tokens: list[int]) -> None:
+    """All pools hold what one pass over `tokens` from nothing gives."""
+    target, *drafters = models()
+    out = full_pass(target, torch.tensor([tokens]), taps=executor._taps)
+    k, v = committed(executor._target_pool, table, len(tokens))
+    torch.testing.assert_close(k, out.k[:, 0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(v, out.v[:, 0], atol=1e-4, rtol=0)
+    for drafter, pool in zip(drafters, executor._pools, strict=True):
+        keys, values = drafter.context_keys_values(out.features, torch.arange(len(tokens))[None])
+        k, v = committed(pool, table, len(tokens))
+        torch.testing.assert_close(k, keys[:, 0], atol=1e-4, rtol=0)
+        torch.testing.assert_close(v, values[:, 0], atol=1e-4, rtol=0)

@@ -1,0 +1,168 @@
+"""What a CUDA graph asks of a decode step: nothing is read back, and the same kernels run whatever the tensors hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from d2sd.runtime.accept import Accepted
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.executor import Batch, Verified
+from d2sd.runtime.policy import PolicyName
+from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.tree import Tree
+from tests.runtime.helpers import BLOCK, honest, make_engine
+
+#: Operators whose result has the shape of its data, or is a number on the host.
+READS = {
+    "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_numpy", "masked_select", "bincount",
+    "unique_consecutive", "unique_dim", "_unique2",
+}  # fmt: skip
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operators that wait for the device; writes down all others and the shapes they take and give."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        flat = torch.utils._pytree.tree_leaves((args, kwargs or {}))
+        assert name not in READS, f"{name} waits for the device"
+        if name == "repeat_interleave":
+            assert func._overloadname != "Tensor", "repeats that lie on the device decide the shape"
+        if name.startswith(("index", "_index")) and isinstance(args[1], (list, tuple)):
+            assert all(i is None or i.dtype == torch.int64 for i in args[1]), "a mask as index is nonzero in disguise"
+        out = func(*args, **(kwargs or {}))
+        tensors = [t for t in (*flat, *torch.utils._pytree.tree_leaves(out)) if isinstance(t, Tensor)]
+        self.kernels.append((str(func), tuple(tuple(t.shape) for t in tensors)))
+        return out
+
+
+def stages(engine: Engine, batch: Batch) -> tuple[Tree, Verified, Accepted]:
+    """Everything between the host's two turns: what will be one graph."""
+    first = engine.draft_first(batch)
+    boundaries = engine.pick_boundaries(first)
+    second = engine.draft_second(batch, first, boundaries)
+    tree = engine.build_tree(batch, first, second)
+    verified = engine.verify(batch, tree)
+    accepted = engine.accept(batch, tree, verified)
+    engine.commit(batch, verified, accepted)
+    return tree, verified, accepted
+
+
+def forbid_reading(patch: pytest.MonkeyPatch) -> None:
+    """`tolist` and its like pass the dispatcher by on a CPU."""
+
+    def refuse(name: str) -> Callable[..., NoReturn]:
+        def refused(*_: object, **__: object) -> NoReturn:
+            raise AssertionError(f"Tensor.{name} waits for the device")
+
+        return refused
+
+    for name in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__iter__"):
+        patch.setattr(Tensor, name, refuse(name))
+
+
+def running(policy: PolicyName, *kinds: SamplingParams, batch: int = 3) -> Engine:
+    engine = make_engine(honest(), policy, max_batch=batch, page_size=64, pages=12)
+    for row in range(batch):
+        engine.submit(Request((row + 1, 7, 2 * row), 30, kinds[row % len(kinds)]))
+    return engine
+
+
+def record(engine: Engine, steps: int) -> list[list[tuple[str, tuple[tuple[int, ...], ...]]]]:
+    """The kernels of each step; reading is refused while they run."""
+    recorded = []
+    for _ in range(steps):
+        sequences = engine.admit()
+        batch = engine._batch(sequences)
+        recorder = Recorder()
+        with pytest.MonkeyPatch.context() as patch, recorder:
+            forbid_reading(patch)
+            tree, _, accepted = stages(engine, batch)
+        engine.retire(sequences, tree, accepted)
+        recorded.append(recorder.kernels)
+    return recorded
+
+
+GREEDY, HOT, NARROW = (
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=2),
+)
+
+
+@pytest.mark.parametrize("policy", ["off", "chain", "d2sd"])
+@pytest.mark.parametrize("kinds", [(GREEDY,), (HOT,), (GREEDY, HOT, NARROW)], ids=["greedy", "hot", "mixed"])
+def test_nothing_is_read_back_and_every_step_is_the_same(policy: PolicyName, kinds: tuple[SamplingParams, ...]) -> None:
+    """Four steps at different lengths, with different tokens, trees and accepted paths."""
+    first, *others = record(running(policy, *kinds), 4)
+    assert len(first) > 50
+    for other in others:
+        assert other == first
+
+
+def test_shapes_depend_on_the_bucket_alone() -> None:
+    three, four, five = (record(running("d2sd", HOT, batch=batch), 1)[0] for batch in (3, 4, 5))
+    assert three == four
+    assert four != five
+
+
+def test_padding_of_a_batch_owns_nothing() -> None:
+    engine = running("d2sd", HOT, GREEDY)
+    batch = engine._batch(engine.admit())
+    assert batch.active.tolist() == [True, True, True, False]
+    assert batch.page_table[3].tolist() == [0] * batch.page_table.shape[1]
+    assert int(batch.context_len[3]) == 0
+
+
+def test_prompts_are_padded_to_few_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of every length up to 11, and longer prompts in several."""
+    executor, lengths = honest(), set()
+    prefill = executor.prefill
+
+    def noted(tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
+        lengths.add(tokens.shape[1])
+        prefill(tokens, length, page_table, context_len)
+
+    monkeypatch.setattr(executor, "prefill", noted)
+    make_engine(executor, "off", prefill_chunk=11).generate(Request((1,) * n, 1) for n in range(2, 31))
+    assert lengths == {1, 2, 4, 8, 11}
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.tolist(),
+        lambda x: x.sum().item(),
+        lambda x: bool(x.any()),
+        lambda x: int(x[0]),
+        lambda x: list(x),
+        lambda x: x[x > 1],
+        lambda x: x.nonzero(),
+        lambda x: torch.where(x > 1),
+        lambda x: x.unique(),
+        lambda x: x.repeat_interleave(x),
+        lambda x: range(x[0]),
+        lambda x: x.masked_select(x > 1),
+    ],
+)
+def test_the_recorder_notices(read: Callable[[Tensor], object]) -> None:
+    def watched() -> None:
+        x = torch.arange(BLOCK)
+        with pytest.MonkeyPatch.context() as patch, Recorder():
+            forbid_reading(patch)
+            read(x)
+
+    with pytest.raises(AssertionError):
+        watched()

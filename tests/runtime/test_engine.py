@@ -1,0 +1,314 @@
+"""What a caller sees: endings, streams, cancellation, refusals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from d2sd.errors import RequestError
+from d2sd.runtime.engine import Engine, Output
+from d2sd.runtime.policy import PolicyName
+from d2sd.runtime.request import Request, SamplingParams
+from tests.runtime.helpers import (
+    BLOCK,
+    BUDGET,
+    all_pages,
+    cheater,
+    expected,
+    free_pages,
+    honest,
+    make_engine,
+    plain,
+    run_staggered,
+    some_requests,
+)
+
+POLICIES: tuple[PolicyName, ...] = ("off", "chain", "d2sd")
+
+
+def letters(ids: list[int]) -> str:
+    """Two letters a token, so that stop strings can begin and end inside one."""
+    return "".join(chr(97 + i // 8) + chr(65 + i % 8) for i in ids)
+
+
+def perfect(request: Request, policy: PolicyName = "chain") -> Engine:
+    """Every draft is right: each step commits a whole block, so that endings fall inside one."""
+    return make_engine(cheater([request], first_errors=0.0, second_errors=0.0), policy, decode=letters)
+
+
+def base(kind: int = 0, new: int = 23) -> Request:
+    return replace(some_requests()[kind], max_new_tokens=new)
+
+
+def collect(engine: Engine, request: Request) -> tuple[list[int], str, Output]:
+    outputs = list(engine.stream([request]))
+    return [t for o in outputs for t in o.tokens], "".join(o.text for o in outputs), outputs[-1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("new", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
+def test_max_new_tokens_is_exact(policy: PolicyName, new: int) -> None:
+    request = base(1, new)
+    engine = perfect(request, policy)
+    tokens, text, last = collect(engine, request)
+    assert tokens == expected(request)
+    assert len(tokens) == new
+    assert (last.finish, text) == ("length", letters(tokens))
+    assert free_pages(engine) == all_pages(engine)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("at", [0, 1, 3, BLOCK - 1, BLOCK, BLOCK + 2])
+def test_stop_token_inside_an_accepted_run(policy: PolicyName, at: int) -> None:
+    whole = expected(base(2))
+    stop = whole[at]
+    request = replace(base(2), stop_tokens=frozenset({stop, 64}))
+    engine = perfect(request, policy)
+    tokens, text, last = collect(engine, request)
+    assert tokens == whole[: whole.index(stop) + 1]  # the stop token is kept in the ids and left out of the text
+    assert (last.finish, text) == ("stop", letters(tokens[:-1]))
+    assert free_pages(engine) == all_pages(engine)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("begin", "end"), [(4, 6), (5, 8), (9, 16), (1, 2), (0, 1)])
+def test_stop_string(policy: PolicyName, begin: int, end: int) -> None:
+    text = letters(expected(base(3)))
+    stop = text[begin:end]
+    request = replace(base(3), stop=("never", stop))
+    engine = perfect(request, policy)
+    tokens, got, last = collect(engine, request)
+    at = text.index(stop)
+    assert got == text[:at]
+    assert tokens == expected(base(3))[: math.ceil((at + len(stop)) / 2)]
+    assert last.finish == "stop"
+    assert free_pages(engine) == all_pages(engine)
+
+
+def test_held_text_comes_out_at_the_end() -> None:
+    text = letters(expected(base(1, 7)))
+    request = replace(base(1, 7), stop=(text[-3:] + "!",))
+    tokens, got, last = collect(perfect(request), request)
+    assert (got, len(tokens), last.finish) == (text, 7, "length")
+
+
+def test_held_text_comes_out_before_a_stop_token() -> None:
+    whole = expected(base(2))
+    before = letters(whole[:3])
+    request = replace(base(2), stop=(before[-1] + "!",), stop_tokens=frozenset({whole[3]}))
+    tokens, got, last = collect(perfect(request), request)
+    assert tokens == whole[:4]
+    assert (got, last.finish) == (before, "stop")
+
+
+def test_a_stop_string_that_ends_with_the_last_token_is_a_stop() -> None:
+    text = letters(expected(base(1, 6)))
+    request = replace(base(1, 6), stop=(text[-2:],))
+    _, got, last = collect(perfect(request), request)
+    assert (got, last.finish) == (text[: text.index(text[-2:])], "stop")
+
+
+def test_a_stop_string_found_by_the_flush_is_a_stop() -> None:
+    """Bytes that make no character hold a text back until the end; what ended it is still the stop string."""
+    request = replace(base(1, 1), stop=("END",))
+    engine = make_engine(cheater([request]), decode=lambda ids: (b"x END\xe2" * len(ids)).decode(errors="replace"))
+    _, text, last = collect(engine, request)
+    assert text == "x "
+    assert last.finish == "stop"
+
+
+def test_text_streams_as_it_is_written() -> None:
+    requests = some_requests()
+    engine = make_engine(cheater(requests), decode=letters, max_batch=3)
+    texts: dict[int, str] = {}
+    outputs = list(engine.stream(requests))
+    for output in outputs:
+        texts[output.sequence.id] = texts.get(output.sequence.id, "") + output.text
+    assert [texts[i] for i in range(len(requests))] == [letters(expected(r)) for r in requests]
+    assert sum(o.finish is not None for o in outputs) == len(requests)
+    assert max(len(o.tokens) for o in outputs) == BLOCK
+    assert min(len(o.tokens) for o in outputs) >= 1
+
+
+def test_without_a_decoder_there_is_no_text() -> None:
+    request = base()
+    assert all(o.text == "" for o in make_engine(cheater([request])).stream([request]))
+
+
+def test_generate_answers_in_the_order_asked() -> None:
+    requests = some_requests()[::-1]
+    sequences = make_engine(cheater(requests), max_batch=3).generate(requests)
+    assert [s.answer for s in sequences] == [expected(r) for r in requests]
+    assert [s.request for s in sequences] == list(requests)
+
+
+def test_the_same_request_twice_writes_the_same_text() -> None:
+    request = base(2)
+    first, second = make_engine(honest()).generate([request, request])
+    assert first.answer == second.answer == expected(request)
+
+
+def test_cancel_while_waiting_and_while_running() -> None:
+    requests = some_requests()
+    engine = make_engine(cheater(requests), max_batch=4)
+    sequences = [engine.submit(r) for r in requests]
+    waiting, running = sequences[7], sequences[1]
+    for _ in range(2):
+        engine.step()
+    assert running in engine._scheduler.running
+    assert waiting in engine._scheduler.waiting
+    held, free = len(running.pages), free_pages(engine)
+    engine.cancel(waiting)
+    assert free_pages(engine) == free
+    engine.cancel(running)
+    assert free_pages(engine) == free + held
+    got = list(running.answer)
+    assert got == expected(requests[1])[: len(got)]
+    seen = []
+    while engine.busy:
+        seen += [o.sequence for o in engine.step()]
+    assert waiting not in seen
+    assert running not in seen
+    assert (waiting.finish, running.finish) == ("cancelled", "cancelled")
+    assert running.answer == got
+    assert waiting.answer == []
+    for request, sequence in zip(requests, sequences, strict=True):
+        if sequence not in (waiting, running):
+            assert sequence.answer == expected(request)
+    assert free_pages(engine) == all_pages(engine)
+
+
+def test_cancel_in_the_middle_of_a_prompt_and_after_a_preemption() -> None:
+    requests = some_requests()
+    engine = make_engine(cheater(requests), max_batch=8, pages=16, prefill_chunk=4)
+    sequences = [engine.submit(r) for r in requests]
+    cancelled: set[int] = set()
+    for _ in range(500):
+        if not engine.busy:
+            break
+        engine.step()
+        part = [s for s in engine._scheduler.running if s.cached > 0 and s.pending and s.id not in cancelled]
+        preempted = [s for s in engine._scheduler.waiting if s.stats.preemptions and s.id not in cancelled]
+        for kind in (part, preempted):
+            if kind and len(cancelled) < 4:
+                engine.cancel(kind[0])
+                cancelled.add(kind[0].id)
+    assert len(cancelled) == 4
+    for request, sequence in zip(requests, sequences, strict=True):
+        if sequence.id not in cancelled:
+            assert sequence.answer == expected(request)
+    assert free_pages(engine) == all_pages(engine)
+
+
+def test_cancel_what_has_finished_changes_nothing() -> None:
+    request = base(0, 3)
+    engine = make_engine(cheater([request]))
+    (sequence,) = engine.generate([request])
+    engine.cancel(sequence)
+    engine.cancel(sequence)
+    assert sequence.finish == "length"
+    assert free_pages(engine) == all_pages(engine)
+
+
+def test_cancelling_everybody_leaves_an_idle_engine() -> None:
+    requests = some_requests()
+    engine = make_engine(cheater(requests))
+    sequences = [engine.submit(r) for r in requests]
+    engine.step()
+    for sequence in sequences:
+        engine.cancel(sequence)
+    assert not engine.busy
+    assert engine.step() == []
+    assert free_pages(engine) == all_pages(engine)
+    assert engine.generate([requests[0]])[0].answer == expected(requests[0])
+
+
+def test_statistics_count_what_happened() -> None:
+    requests = some_requests()
+    engine = make_engine(cheater(requests), max_batch=4)
+    sequences = engine.generate(requests)
+    for sequence in sequences:
+        stats = sequence.stats
+        assert len(sequence.answer) <= stats.tokens < len(sequence.answer) + BLOCK
+        assert stats.rows == stats.steps * BUDGET
+    assert max(s.stats.steps for s in sequences) <= engine.clock.steps <= sum(s.stats.steps for s in sequences)
+    assert engine.clock.seconds.keys() == {
+        "prefill", "draft_first", "pick_boundaries", "draft_second", "build_tree", "verify", "accept", "commit",
+        "retire",
+    }  # fmt: skip
+
+
+def test_trace_shows_the_last_step() -> None:
+    requests = some_requests()[:3]
+    engine = make_engine(cheater(requests))
+    sequences = tuple(engine.submit(r) for r in requests)
+    for _ in range(2):
+        before = [list(s.tokens) for s in sequences]
+        engine.step()
+        trace = engine.trace
+        assert trace is not None
+        assert trace.sequences == sequences
+        for row, (sequence, old) in enumerate(zip(sequences, before, strict=True)):
+            count = int(trace.accepted.count[row])
+            assert int(trace.tree.tokens[row, 0]) == old[-1]
+            assert old + trace.accepted.tokens[row, :count].tolist() == sequence.tokens
+
+
+FINE = Request((1, 2, 3), 4)
+
+
+@pytest.mark.parametrize(
+    ("request_", "where"),
+    [
+        (replace(FINE, prompt=()), "prompt"),
+        (replace(FINE, prompt=(1, 64)), "prompt"),
+        (replace(FINE, prompt=(-1, 1)), "prompt"),
+        (replace(FINE, max_new_tokens=0), "max_new_tokens"),
+        (replace(FINE, max_new_tokens=-3), "max_new_tokens"),
+        (replace(FINE, max_new_tokens=62), "prompt + max_new_tokens"),
+        (replace(FINE, prompt=(1,) * 64), "prompt + max_new_tokens"),
+        (replace(FINE, stop=("x",)), "stop"),
+    ],
+)
+def test_refused(request_: Request, where: str) -> None:
+    engine = make_engine(honest(), "off")
+    with pytest.raises(RequestError) as caught:
+        engine.submit(request_)
+    assert caught.value.where == where
+    assert not engine.busy
+    assert free_pages(engine) == all_pages(engine)
+
+
+def test_refused_stop_strings_and_pages() -> None:
+    with pytest.raises(RequestError, match="empty"):
+        make_engine(honest(), decode=letters).submit(replace(FINE, stop=("x", "")))
+    engine = make_engine(honest(), pages=2)
+    with pytest.raises(RequestError, match="pages"):
+        engine.submit(FINE)
+    assert not engine.busy
+
+
+def test_parameters_that_are_no_numbers() -> None:
+    with pytest.raises(RequestError):
+        SamplingParams(temperature=math.nan)
+    with pytest.raises(RequestError):
+        SamplingParams(top_p=math.nan)
+
+
+def test_the_longest_request_that_fits_the_context() -> None:
+    request = Request(tuple(range(40)), 24, SamplingParams(temperature=1.0, seed=77))
+    (sequence,) = make_engine(cheater([request]), max_batch=1).generate([request])
+    assert sequence.answer == list(plain(request.prompt, request.sampling, 24 + BLOCK)[:24])
+
+
+def test_a_refusal_in_the_middle_leaves_the_others() -> None:
+    requests = some_requests()[:4]
+    engine = make_engine(cheater(requests))
+    engine.submit(requests[0])
+    with pytest.raises(RequestError):
+        engine.submit(replace(FINE, prompt=()))
+    sequences = run_staggered(engine, requests[1:], gap=1)
+    assert [s.answer for s in sequences] == [expected(r) for r in requests[1:]]
+    assert [s.id for s in sequences] == [1, 2, 3]

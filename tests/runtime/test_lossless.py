@@ -1,0 +1,233 @@
+"""Speculation changes how fast a text is written, never the text: every way to run equals plain decoding exactly."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from d2sd.modeling.config import Family
+from d2sd.runtime.accept import Accepted
+from d2sd.runtime.boundaries import Draft
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.executor import Batch, TorchExecutor, Verified
+from d2sd.runtime.policy import PolicyName
+from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.stats import SequenceStats
+from tests.runtime.cheating import CheatingExecutor
+from tests.runtime.helpers import (
+    BLOCK,
+    BRANCHES,
+    all_pages,
+    cheater,
+    check_pages,
+    copies,
+    expected,
+    free_pages,
+    honest,
+    make_engine,
+    poison,
+    run_staggered,
+    some_requests,
+)
+from tests.tiny import greedy_text, tiny_decoder, tiny_drafter
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the ten requests come in and what room they have."""
+
+    max_batch: int = 4
+    page_size: int = 4
+    prefill_chunk: int = 16
+    pages: int | None = None
+    gap: int = 0  # steps between two that join
+    shuffled: bool = False
+    row_budget: int = 14
+
+    def engine(self, executor: TorchExecutor, policy: PolicyName) -> Engine:
+        return make_engine(
+            executor,
+            policy,
+            max_batch=self.max_batch,
+            page_size=self.page_size,
+            prefill_chunk=self.prefill_chunk,
+            pages=self.pages,
+            row_budget=self.row_budget,
+        )
+
+    def run(self, engine: Engine, requests: tuple[Request, ...]) -> SequenceStats:
+        """Run and compare; returns the sums of what happened."""
+        order = list(range(len(requests)))
+        if self.shuffled:
+            random.Random(3).shuffle(order)
+        sequences = run_staggered(engine, requests, order=order, gap=self.gap)
+        for request, sequence in zip(requests, sequences, strict=True):
+            assert sequence.answer == expected(request)
+            assert sequence.finish == "length"
+        assert free_pages(engine) == all_pages(engine)
+        return SequenceStats.merged(s.stats for s in sequences)
+
+
+WAYS = {
+    "alone": Way(max_batch=1),
+    "batch": Way(max_batch=10),
+    "in flight": Way(gap=2, shuffled=True),
+    "tight pages": Way(pages=16, max_batch=8, shuffled=True),
+    "chunk 1": Way(prefill_chunk=1),
+    "chunk 3": Way(prefill_chunk=3, gap=1, page_size=3),
+    "page 1": Way(page_size=1, gap=1),
+    "page 32": Way(page_size=32, max_batch=7),
+    "few rows": Way(row_budget=7, max_batch=8),
+}
+
+
+def test_requests_are_worth_running() -> None:
+    """Greedy and sampled ones, texts that wander, prompts of one token and of several pages."""
+    requests = some_requests()
+    assert {len(r.prompt) for r in requests} >= {1, 2, 17}
+    assert len({r.sampling.temperature for r in requests}) == 4
+    assert all(len(set(expected(r))) > 4 for r in requests)
+    assert len({r.max_new_tokens % BLOCK for r in requests}) > 2
+
+
+@pytest.mark.parametrize("policy", ["off", "chain", "d2sd"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_with_drafts_that_are_often_right(policy: PolicyName, way: Way) -> None:
+    requests = some_requests()
+    executor = cheater(requests)
+    engine = way.engine(executor, policy)
+    stats = way.run(engine, requests)
+    assert (stats.preemptions > 0) == (way.pages is not None)
+    assert engine.policy.rows <= way.row_budget
+    if policy == "off":
+        assert stats.accepted.keys() == {1}
+    else:
+        assert stats.tau > 2
+        assert stats.accepted.keys() == set(range(1, BLOCK + 1))  # every length, up to the whole block
+    if policy == "d2sd":
+        assert executor.boundaries.keys() == set(range(BLOCK - 1))
+        assert sum(stats.winners[branch] for branch in range(1, BRANCHES + 1)) > 15
+        assert stats.winners[0] > 15
+
+
+@pytest.mark.parametrize("way", [WAYS["alone"], WAYS["tight pages"], Way(gap=1, max_batch=8)])
+@pytest.mark.parametrize("policy", ["chain", "d2sd"])
+def test_with_real_drafters(policy: PolicyName, way: Way) -> None:
+    """Random ones, hardly ever right: what is rejected must leave no trace."""
+    stats = way.run(way.engine(honest(), policy), some_requests())
+    assert 1 < stats.tau < 1.5
+
+
+@pytest.mark.parametrize(("policy", "drafters"), [("off", 0), ("off", 1), ("chain", 1)])
+def test_without_the_models_that_a_policy_does_not_run(policy: PolicyName, drafters: int) -> None:
+    target, first, _ = copies()
+    executor = TorchExecutor(target, first) if drafters else TorchExecutor(target)
+    WAYS["tight pages"].run(WAYS["tight pages"].engine(executor, policy), some_requests())
+
+
+@pytest.mark.parametrize("family", get_args(Family))
+def test_other_families(family: Family) -> None:
+    """Two prompts each, plain against d2sd: what differs between families must not meet the tree."""
+    target = tiny_decoder(family, layers=2, seed=3, tie=False)
+    first = tiny_drafter(target.config, block_size=4)
+    second = tiny_drafter(target.config, block_size=4, role="variable_prefix", seed=2)
+    prompts = ([4, 60, 8], [17])
+    texts = {n: prompt + greedy_text(target, prompt, 24) for n, prompt in enumerate(prompts, 1)}
+    executor = CheatingExecutor(target, first, second, texts)
+    engine = make_engine(executor, "d2sd")
+    sequences = engine.generate(Request(tuple(p), 20, SamplingParams(seed=n)) for n, p in enumerate(prompts, 1))
+    assert [s.tokens for s in sequences] == [texts[n][: len(p) + 20] for n, p in enumerate(prompts, 1)]
+    assert SequenceStats.merged(s.stats for s in sequences).tau > 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_runs(dtype: torch.dtype) -> None:
+    """Rounding may choose other tokens there, but everything fits together and pages keep the target's dtype."""
+    executor = TorchExecutor(*(model.to(dtype) for model in copies()))  # type: ignore[arg-type]
+    engine = make_engine(executor, "d2sd", max_batch=8)
+    requests = some_requests()
+    sequences = engine.generate(requests)
+    assert [len(s.answer) for s in sequences] == [r.max_new_tokens for r in requests]
+    assert executor._target_pool.k.dtype == executor._pools[1].v.dtype == dtype
+    pairs = [pair for s in sequences for pair in zip(s.answer, expected(s.request), strict=True)]
+    assert sum(a == b for a, b in pairs) > len(pairs) / 4
+
+
+def test_branches_gain_what_the_chain_misses() -> None:
+    requests = some_requests()
+    way = WAYS["batch"]
+    taus = [way.run(way.engine(cheater(requests), policy), requests).tau for policy in ("chain", "d2sd")]
+    assert taus[1] > taus[0] + 0.5
+
+
+def test_perfect_drafts_fill_every_step() -> None:
+    requests = some_requests()
+    way = WAYS["in flight"]
+    stats = way.run(way.engine(cheater(requests, first_errors=0.0), "chain"), requests)
+    assert stats.accepted.keys() == {BLOCK}
+
+
+def test_wrong_drafts_still_gain_the_bonus() -> None:
+    requests = some_requests()
+    way = WAYS["batch"]
+    stats = way.run(way.engine(cheater(requests, first_errors=1.0, second_errors=1.0), "d2sd"), requests)
+    assert stats.accepted.keys() == {1}
+    assert not stats.winners
+
+
+@pytest.mark.parametrize("policy", ["off", "chain", "d2sd"])
+def test_pages_hold_what_one_pass_over_the_tokens_gives(policy: PolicyName) -> None:
+    """After every step, for whoever runs, in the target's pages and both drafters': also behind a preemption."""
+    requests = some_requests()
+    executor = cheater(requests)
+    engine = make_engine(executor, policy, pages=16, max_batch=4)
+    sequences = [engine.submit(r) for r in requests]
+    checked: Counter[str] = Counter()
+    for step in range(1000):
+        if not engine.busy:
+            break
+        engine.step()
+        for sequence in engine._scheduler.running:
+            complete = sequence.pending == 0
+            if complete:
+                assert sequence.cached == len(sequence.tokens) - 1
+            if step % 3 == 0 and sequence.cached:
+                check_pages(executor, torch.tensor(sequence.pages), sequence.tokens[: sequence.cached])
+                checked["complete" if complete else "partial"] += 1
+                checked["preempted"] += sequence.stats.preemptions > 0
+    assert [s.answer for s in sequences] == [expected(r) for r in requests]
+    assert checked["complete"] >= 10
+    assert checked["preempted"] > 0
+
+
+class Poisoned(TorchExecutor):
+    """All pages hold NaN until they are written, and page 0, where padding writes, again after every write."""
+
+    def allocate(self, pages: int, page_size: int) -> None:
+        super().allocate(pages, page_size)
+        poison(self, slice(None))
+
+    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
+        super().prefill(tokens, length, page_table, context_len)
+        poison(self, 0)
+
+    def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
+        super().commit(batch, verified, accepted)
+        poison(self, 0)
+
+    def draft_first(self, batch: Batch) -> Draft:
+        draft = super().draft_first(batch)
+        assert draft.confidence.isfinite().all()
+        return draft
+
+
+@pytest.mark.parametrize("policy", ["off", "d2sd"])
+def test_nobody_reads_what_padding_writes(policy: PolicyName) -> None:
+    way = Way(max_batch=7, gap=1, prefill_chunk=5)  # batches of 3, 5, 6 and 7 are padded to 4 and 8
+    way.run(way.engine(Poisoned(*copies()), policy), some_requests())

@@ -1,0 +1,267 @@
+"""Queues and pages without a model: steps are played by committing random lengths."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from d2sd.errors import RequestError
+from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.scheduler import Schedule, Scheduler
+from d2sd.runtime.sequence import Sequence
+from tests.runtime.helpers import STEADY
+
+BLOCK = 4
+
+
+def limits(
+    max_batch: int = 4, page_size: int = 4, prefill_chunk: int = 8, pages: int | None = None, max_context: int = 64
+) -> Limits:
+    return Limits(max_batch, max_context, page_size, prefill_chunk, pages)
+
+
+def sequence(number: int, prompt: int = 3, new: int = 8) -> Sequence:
+    request = Request(tuple(range(prompt)), new)
+    return Sequence(number, request, list(request.prompt))
+
+
+def play(scheduler: Scheduler, schedule: Schedule, dice: random.Random) -> None:
+    """What the engine does with a schedule: compute the chunks, commit 1 .. BLOCK tokens, take out the finished."""
+    for running, count in schedule.prefill:
+        running.cached += count
+    for running in schedule.decode:
+        assert running.pending == 0
+        gain = dice.randint(1, BLOCK)
+        running.cached += gain
+        room = running.request.max_new_tokens - len(running.answer)
+        running.tokens += [0] * min(gain, room)
+        if gain >= room:
+            running.finish = "length"
+            scheduler.remove(running)
+
+
+def ids(sequences: list[Sequence]) -> list[int]:
+    return [s.id for s in sequences]
+
+
+def test_needs_no_torch() -> None:
+    code = "import sys, d2sd.runtime.scheduler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_first_come_first_served_up_to_the_batch() -> None:
+    scheduler = Scheduler(limits(max_batch=2), BLOCK)
+    for number in range(4):
+        scheduler.add(sequence(number, prompt=1))
+    assert ids(scheduler.schedule().decode) == [0, 1]
+    scheduler.remove(scheduler.running[0])
+    assert ids(scheduler.schedule().decode) == [1, 2]
+    assert ids(list(scheduler.waiting)) == [3]
+
+
+def test_a_big_request_at_the_head_is_not_overtaken() -> None:
+    scheduler = Scheduler(limits(pages=8), BLOCK)
+    for number, prompt in enumerate((12, 12, 1)):  # 4 pages, 4 pages and 1
+        scheduler.add(sequence(number, prompt, new=1))
+    scheduler.add(sequence(3, prompt=1, new=1))
+    scheduler.schedule()
+    assert ids(scheduler.running) == [0, 1]
+    scheduler.remove(scheduler.running[0])
+    scheduler.schedule()
+    assert ids(scheduler.running) == [1, 2, 3]
+
+
+def test_chunk_of_prompt_tokens_is_shared() -> None:
+    scheduler = Scheduler(limits(prefill_chunk=8), BLOCK)
+    for number, prompt in enumerate((6, 11, 1, 4)):  # one token each is the anchor and is not prefilled
+        scheduler.add(sequence(number, prompt))
+    schedule = scheduler.schedule()
+    assert [(s.id, n) for s, n in schedule.prefill] == [(0, 5), (1, 3)]
+    assert ids(schedule.decode) == [0, 2]  # complete after this chunk, and nothing to prefill
+    for running, count in schedule.prefill:
+        running.cached += count
+    schedule = scheduler.schedule()
+    assert [(s.id, n) for s, n in schedule.prefill] == [(1, 7), (3, 1)]
+    assert ids(schedule.decode) == [0, 1, 2]
+
+
+def test_pages_grow_with_the_tokens() -> None:
+    scheduler = Scheduler(limits(page_size=4), BLOCK)
+    one = sequence(0, prompt=5, new=30)
+    scheduler.add(one)
+    scheduler.schedule()
+    assert len(one.pages) == 2  # 4 context tokens, and 4 that a step can commit
+    before = list(one.pages)
+    one.tokens += [0]
+    one.cached = 5
+    scheduler.schedule()
+    assert len(one.pages) == 3
+    assert one.pages[:2] == before
+    scheduler.schedule()
+    assert len(one.pages) == 3
+
+
+def test_youngest_makes_room_and_comes_back_first() -> None:
+    scheduler = Scheduler(limits(page_size=4, pages=6), BLOCK)
+    for number in range(4):
+        scheduler.add(sequence(number, prompt=5, new=12))  # 2 pages now
+    scheduler.schedule()
+    assert ids(scheduler.running) == [0, 1, 2]
+    for running in scheduler.running:
+        running.cached = 4
+    old, _, young = scheduler.running
+    old.tokens += [0]
+    old.cached = 5
+    schedule = scheduler.schedule()
+    assert ids(schedule.decode) == [0, 1]
+    assert ids(list(scheduler.waiting)) == [2, 3]
+    assert (young.pages, young.cached, young.stats.preemptions) == ([], 0, 1)
+    assert old.stats.preemptions == 0
+    scheduler.remove(old)
+    schedule = scheduler.schedule()
+    assert ids(scheduler.running) == [1, 2, 3]
+    assert schedule.prefill[0] == (young, 4)  # its context is computed again
+
+
+def test_the_one_that_grows_may_be_the_youngest_itself() -> None:
+    scheduler = Scheduler(limits(page_size=4, pages=5), BLOCK)
+    for number in range(2):
+        scheduler.add(sequence(number, prompt=5, new=8))
+    scheduler.schedule()
+    old, young = scheduler.running
+    old.cached = 4
+    old.tokens += [0] * 4
+    old.cached = 8
+    young.tokens += [0]
+    young.cached = 5
+    schedule = scheduler.schedule()  # the old one takes the fifth page, so the young one finds none
+    assert ids(schedule.decode) == [0]
+    assert ids(list(scheduler.waiting)) == [1]
+    assert young.stats.preemptions == 1
+    assert young.pages == []
+    assert scheduler.pages.free == 2
+
+
+def test_a_request_that_can_never_fit_is_refused() -> None:
+    scheduler = Scheduler(limits(page_size=4, pages=5), BLOCK)
+    with pytest.raises(RequestError, match="pages") as caught:
+        scheduler.add(sequence(0, prompt=9, new=8))  # 21 tokens with a block behind: 6 pages
+    assert "6" in str(caught.value)
+    assert not scheduler.waiting
+    scheduler.add(sequence(1, prompt=8, new=8))  # 20 tokens: 5 pages
+    assert scheduler.waiting
+
+
+def test_pages_for_every_request_where_none_are_asked_for() -> None:
+    scheduler = Scheduler(limits(max_batch=3, page_size=4, max_context=21), BLOCK)
+    assert scheduler.page_count == 1 + 3 * 7
+    assert scheduler.pages.free == 21
+
+
+def test_removal_from_either_queue_frees_what_it_held() -> None:
+    scheduler = Scheduler(limits(max_batch=1), BLOCK)
+    everything = scheduler.pages.free
+    first, second = sequence(0), sequence(1)
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.schedule()
+    assert scheduler.pages.free < everything
+    scheduler.remove(second)
+    assert not scheduler.waiting
+    assert scheduler.running == [first]
+    scheduler.remove(first)
+    scheduler.remove(first)  # it is gone: nothing is freed twice
+    assert scheduler.running == []
+    assert scheduler.pages.free == everything
+    assert first.pages == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tight_pages_always_drain(seed: int) -> None:
+    """Room for hardly more than the largest request: everybody ends, the oldest moving at every step."""
+    dice = random.Random(seed)
+    scheduler = Scheduler(limits(max_batch=4, page_size=dice.choice([1, 3, 4]), prefill_chunk=5, pages=30), BLOCK)
+    everybody = [sequence(n, dice.randint(1, 9), dice.randint(1, 15)) for n in range(12)]
+    for one in everybody:
+        scheduler.add(one)
+    for _ in range(400):
+        if not scheduler.running and not scheduler.waiting:
+            break
+        oldest = min((*scheduler.running, *scheduler.waiting), key=lambda s: s.id)
+        before = (oldest.cached, len(oldest.tokens))
+        play(scheduler, scheduler.schedule(), dice)
+        assert (oldest.cached, len(oldest.tokens)) > before
+    assert all(s.finish == "length" for s in everybody)
+    assert scheduler.pages.free == 30
+
+
+def test_tight_pages_do_preempt() -> None:
+    """Else the test above would show nothing."""
+    scheduler = Scheduler(limits(page_size=1, pages=30), BLOCK)
+    everybody = [sequence(n, 4, 15) for n in range(6)]
+    for one in everybody:
+        scheduler.add(one)
+    while scheduler.running or scheduler.waiting:
+        play(scheduler, scheduler.schedule(), random.Random(0))
+    assert sum(s.stats.preemptions for s in everybody) > 3
+    assert everybody[0].stats.preemptions == 0
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Requests come, go and are cancelled in any order; what must hold does after every step."""
+
+    @initialize(batch=st.integers(1, 4), page_size=st.integers(1, 5), chunk=st.integers(1, 9), spare=st.integers(0, 20))
+    def start(self, batch: int, page_size: int, chunk: int, spare: int) -> None:
+        largest = -(-(10 + 12 + BLOCK) // page_size)
+        self.limits = limits(batch, page_size, chunk, largest + spare)
+        self.scheduler = Scheduler(self.limits, BLOCK)
+        self.everybody: list[Sequence] = []
+
+    @rule(prompt=st.integers(1, 10), new=st.integers(1, 12))
+    def submit(self, prompt: int, new: int) -> None:
+        one = sequence(len(self.everybody), prompt, new)
+        self.everybody.append(one)
+        self.scheduler.add(one)
+
+    @rule(seed=st.integers(0, 99))
+    def step(self, seed: int) -> None:
+        schedule = self.scheduler.schedule()
+        assert sum(n for _, n in schedule.prefill) <= self.limits.prefill_chunk
+        assert all(n > 0 for _, n in schedule.prefill)
+        if self.scheduler.running or self.scheduler.waiting:
+            assert schedule.prefill or schedule.decode
+        for one in self.scheduler.running:
+            assert len(one.pages) * self.limits.page_size >= len(one.tokens) - 1 + BLOCK
+        play(self.scheduler, schedule, random.Random(seed))
+
+    @rule(which=st.integers(0, 99))
+    def cancel(self, which: int) -> None:
+        if self.everybody:
+            one = self.everybody[which % len(self.everybody)]
+            one.finish = one.finish or "cancelled"
+            self.scheduler.remove(one)
+
+    @invariant()
+    def every_page_has_one_owner(self) -> None:
+        owned = [page for one in self.everybody for page in one.pages]
+        assert len(owned) == len(set(owned))
+        assert all(0 < page < self.scheduler.page_count for page in owned)
+        free = self.scheduler.pages._free
+        assert sorted(owned + free) == list(range(1, self.scheduler.page_count))
+
+    @invariant()
+    def queues_keep_the_order_of_arrival(self) -> None:
+        running, waiting = ids(self.scheduler.running), ids(list(self.scheduler.waiting))
+        assert running + waiting == sorted(running + waiting)
+        assert len(running) <= self.limits.max_batch
+        assert running + waiting == [s.id for s in self.everybody if s.finish is None]
+        assert all(not s.pages and s.cached == 0 for s in self.scheduler.waiting)
+
+
+AnyOrder.TestCase.settings = STEADY
+TestAnyOrder = AnyOrder.TestCase

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from d2sd.runtime.stats import Clock, SequenceStats, mean_tau
+
+
+def stats(*steps: tuple[int, int]) -> SequenceStats:
+    """From (tokens of the step, origin of its path's end)."""
+    made = SequenceStats()
+    for accepted, winner in steps:
+        made.record(accepted, winner, rows=7)
+    return made
+
+
+def test_counts_of_one_request() -> None:
+    one = stats((1, 0), (4, 2), (2, 0), (1, 3))
+    assert (one.steps, one.tokens, one.rows) == (4, 8, 28)
+    assert one.tau == 2.0
+    assert one.winners == Counter({2: 1, 0: 1})  # steps without an accepted draft have no winner
+    assert one.reached() == [2 / 4, 1 / 4, 1 / 4]
+
+
+def test_nothing_done_yet() -> None:
+    none = SequenceStats()
+    assert none.tau == 0.0
+    assert none.reached() == []
+    assert mean_tau([]) == 0.0
+    assert SequenceStats.merged([]).tau == 0.0
+
+
+def test_merged_weighs_steps_and_the_mean_weighs_requests() -> None:
+    short, long = stats((4, 1)), stats((1, 0), (1, 0), (2, 1))
+    merged = SequenceStats.merged([short, long])
+    assert merged.tau == 8 / 4
+    assert mean_tau([short, long]) == pytest.approx((4 + 4 / 3) / 2)
+    assert merged.accepted == Counter({4: 1, 1: 2, 2: 1})
+    assert merged.winners == Counter({1: 2})
+    assert merged.rows == 28
+    assert short.tokens == 4  # what was merged stays as it was
+
+
+def test_merged_preemptions_and_requests_without_a_step() -> None:
+    waited, ran = SequenceStats(preemptions=2), stats((3, 1))
+    assert SequenceStats.merged([waited, ran]).preemptions == 2
+    assert mean_tau([waited, ran]) == 3.0
+
+
+def test_clock_adds_up_and_counts_a_stage_that_fails() -> None:
+    clock = Clock()
+    for _ in range(2):
+        with clock.stage("verify"):
+            pass
+    once = clock.seconds["verify"]
+    with pytest.raises(ValueError, match="x"), clock.stage("verify"):
+        raise ValueError("x")
+    assert clock.seconds["verify"] > once > 0
