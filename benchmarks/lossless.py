@@ -177,15 +177,18 @@ def summary(out: Path, block_size: int, prompts: dict[str, list[tuple[int, ...]]
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the results.")
 @click.option("--per-set", default=32, show_default=True)
 @click.option("--tokens", default=64, show_default=True)
+@click.option("--policies", default="off,chain,d2sd", show_default=True, help="Run these; off comes first.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--sets", default=",".join(SETS), show_default=True, help="Run these; the summary needs all four.")
-def main(bundle: Path, prompts: Path, out: Path, per_set: int, tokens: int, sets: str, device: str) -> None:
+def main(
+    bundle: Path, prompts: Path, out: Path, per_set: int, tokens: int, sets: str, policies: str, device: str
+) -> None:
     """Hold every policy against plain decoding on real prompts."""
     loaded = load_bundle(bundle, progress=bar)
     out.mkdir(parents=True, exist_ok=True)
     unexcused = 0
     for prompt_set in sets.split(","):
-        for part in parts(prompt_set):
+        for part in (p for p in parts(prompt_set) if p.policy in policies.split(",")):
             path = out / part.file
             if not path.exists():
                 requests = requests_of(loaded, prompts, part, per_set, tokens)
