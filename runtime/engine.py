@@ -193,8 +193,10 @@ class Engine:
                 sequence.finish = "length"
             if sequence.finish is not None:
                 break
-        if sequence.finish is not None and sequence.text is not None and not sequence.text.stopped:
+        if sequence.finish is not None and sequence.text is not None:
             text += sequence.text.flush()
+            if sequence.text.stopped:  # perhaps only now: the last characters, held back so far, complete a stop string
+                sequence.finish = "stop"
         return Output(sequence, tuple(taken), text, sequence.finish)
 
     def _prefill(self, sequence: Sequence, count: int) -> None:

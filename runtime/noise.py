@@ -38,6 +38,6 @@ def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     zero = torch.zeros((), dtype=torch.int64, device=seed.device)
     words = philox(key, (quads, position[..., None], zero, zero))
     bits = torch.stack(words, dim=-1).flatten(-2)[..., :vocab_size]
-    # 24 bits give every fp32 step in (0, 1), both ends left out.
-    uniform = ((bits >> 8).float() + 0.5) * 2.0**-24
+    # 23 bits and a half are exact in fp32, so neither end of (0, 1) is ever reached and the noise stays finite.
+    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
     return -(-uniform.log()).log()

@@ -18,12 +18,16 @@ from d2sd.runtime.request import SamplingParams
 # Shape letters: B requests, T rows, D distinct depths, V vocabulary.
 
 
+#: Colder is greedy: logits divided by less overflow, and their noise has long stopped to matter.
+COLDEST = 1e-5
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling parameters of a batch; the two flags choose between static variants of the computation."""
 
     temperature: Tensor  # [B] fp32, 0 where greedy
-    top_p: Tensor  # [B] fp32
+    top_p: Tensor  # [B] fp32, infinite where off: cumulated probabilities may round to more than 1
     top_k: Tensor  # [B] int64, V where off
     seed: Tensor  # [B] int64
     any_random: bool
@@ -33,12 +37,14 @@ class Sampling:
     def of(params: SequenceOf[SamplingParams], vocab_size: int, device: str) -> Sampling:
         signed = [p.seed - 2**64 if p.seed >= 2**63 else p.seed for p in params]  # the same 64 bits
         return Sampling(
-            temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+            temperature=torch.tensor(
+                [p.temperature if p.temperature >= COLDEST else 0.0 for p in params], device=device
+            ),
+            top_p=torch.tensor([p.top_p if p.top_p < 1 else torch.inf for p in params], device=device),
             top_k=torch.tensor([p.top_k or vocab_size for p in params], device=device),
             seed=torch.tensor(signed, device=device),
-            any_random=any(p.temperature > 0 for p in params),
-            any_filter=any(p.temperature > 0 and (p.top_p < 1 or p.top_k) for p in params),
+            any_random=any(p.temperature >= COLDEST for p in params),
+            any_filter=any(p.temperature >= COLDEST and (p.top_p < 1 or p.top_k) for p in params),
         )
 
 

@@ -31,7 +31,9 @@ class TextStream:
         return self._release(now[len(before) :])
 
     def flush(self) -> str:
-        """What is still held back, at the end of the answer."""
+        """What is still held back, at the end of the answer; nothing where a stop string has ended it."""
+        if self.stopped:
+            return ""
         rest = self._decode(self._ids[self._start :])[len(self._decode(self._ids[self._start : self._read])) :]
         text = self._release(rest)
         held, self._held = self._held, ""
