@@ -31,8 +31,7 @@ def estimate_tau(target: Decoder, drafter: Drafter, sequences: FeatureCache) -> 
             attend = attend_in_sequence(drafter, sequence.features, blocks.positions)
             hidden = drafter(target.embed_tokens(tokens), blocks.positions, attend)
             drafted = F.linear(hidden, target.head).argmax(-1)
-        wrong_beyond = torch.where(blocks.inside, blocks.tokens, -1)
-        gains = first_errors(drafted, wrong_beyond).tolist()
+        gains = first_errors(drafted, blocks.tokens).tolist()  # past the end a gain may be anything: the walk is over
         steps, place = 0, 0
         while place < len(gains):
             place += gains[place]

@@ -28,7 +28,7 @@ from tests.convert.helpers import edit_json, tree_bytes, write_target_dir
 from tests.tiny import greedy_text, tiny_decoder
 
 PROMPTS = 9
-STOPS = [37, 63]
+STOP = 37
 TEMPLATE = "{% for m in messages %}w60 {{ m['content'] }} w61 {% endfor %}{% if add_generation_prompt %}w62 {% endif %}"
 SETTINGS = {"steps": 4, "batch": 2, "blocks": 4, "save_every": 2, "negatives": 8}
 
@@ -40,8 +40,8 @@ def project(tmp_path: Path) -> Path:
     write_target_dir(folder / "target", tiny_decoder())
     settings = folder / "target" / "tokenizer_config.json"
     edit_json(settings, "chat_template", TEMPLATE)
-    edit_json(settings, "eos_token", "w63")  # a special token is found inside longer words, as w2 is in w20
-    (folder / "target" / "generation_config.json").write_text(json.dumps({"eos_token_id": STOPS}))
+    edit_json(settings, "eos_token", f"w{STOP}")  # a special token is found inside longer words, as w2 is in w20
+    (folder / "target" / "generation_config.json").write_text(json.dumps({"eos_token_id": STOP}))
     lines = [{"id": f"p{i}", "turns": [f"w{i} w{i + 20} w{i + 40}", "ignored"]} for i in range(PROMPTS)]
     lines.append({"id": "long", "turns": ["w1 " * 20]})
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -128,7 +128,7 @@ def test_answers_are_the_targets_and_every_prompt_leaves_one_line(project: Path)
         line = found[f"p{i}"]
         assert line["prompt_ids"] == [60, i, i + 20, i + 40, 61, 62]
         said = greedy_text(decoder, line["prompt_ids"], 8)
-        stops = [place for place, token in enumerate(said, 1) if token in STOPS]
+        stops = [place for place, token in enumerate(said, 1) if token == STOP]
         assert line["answer_ids"] == said[: stops[0] if stops else 8]
     written = [line for name, line in found.items() if name.startswith("self/")]
     kept = [line for line in written if line["answer_ids"]]
@@ -137,7 +137,7 @@ def test_answers_are_the_targets_and_every_prompt_leaves_one_line(project: Path)
         ids = line["prompt_ids"]
         assert ids[:2] == [60, 7] or ids[:3] == [60, 8, 9]
         assert ids[-2:] == [61, 62]
-        assert 63 not in ids, "a special token that ended the turn is not part of its text"
+        assert STOP not in ids, "what ended the turn is not part of its text"
         assert line["answer_ids"][:4] == greedy_text(decoder, ids, 4)[: len(line["answer_ids"])]
 
 
@@ -247,6 +247,16 @@ def test_a_cut_answer_is_asked_again(project: Path, expected: dict[str, bytes]) 
     (project / "work" / "first").rename(project / "gone")
     assert trained(project) == expected
     assert path.read_bytes() == whole
+
+
+def test_the_order_of_the_answers_is_the_recipes_not_the_files(project: Path, expected: dict[str, bytes]) -> None:
+    """Short answers finish early, and the first ones are held out; an interruption changes what finishes when."""
+    trained(project)
+    path = project / "work" / "answers.jsonl"
+    path.write_text("".join(line + "\n" for line in reversed(path.read_text().splitlines())))
+    for name in ("first", "second"):
+        (project / "work" / name / "state.safetensors").unlink()
+    assert trained(project) == expected
 
 
 # --- What it tells ---------------------------------------------------------------------------------------------------

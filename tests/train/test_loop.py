@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -261,6 +262,47 @@ def test_learning_rate_warms_up_then_falls_to_a_twentieth() -> None:
     assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
+def test_every_step_draws_anew_and_learns_at_its_own_rate(tmp_path: Path) -> None:
+    def seeds(seed: int) -> list[int]:
+        trainer, found = no_sampling(seed=seed), []
+        real = trainer._update
+
+        def update(generator: torch.Generator) -> float:
+            found.append(generator.initial_seed())
+            loss = real(generator)
+            assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(5e-3 * trainer._schedule())
+            return loss
+
+        trainer._update = update  # type: ignore[method-assign]
+        trainer.run(tmp_path / str(seed), quiet)
+        return found
+
+    assert len({*seeds(0), *seeds(1)}) == 12
+
+
+def test_a_step_averages_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = no_sampling(batch=2)
+    found: list[Tensor] = []
+
+    def look(parameters: object, norm: float) -> None:
+        assert norm == trainer.settings.clip
+        found.append(torch.cat([p.grad.flatten() for p in trainer.drafter.parameters() if p.grad is not None]))
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", look)
+    monkeypatch.setattr(torch, "autocast", lambda *args: nullcontext())
+    monkeypatch.setattr(torch, "bfloat16", torch.float32)  # the head's precision
+    monkeypatch.setattr(trainer.optimizer, "step", lambda: None)
+    told = trainer._update(torch.Generator().manual_seed(5))
+    generator = torch.Generator().manual_seed(5)
+    candidates, correction = trainer._candidates(generator)
+    losses = [trainer._loss(trainer.data[i], target().head[candidates], correction, generator)
+              for i in trainer._sequences()]  # fmt: skip
+    mean = torch.stack(losses).mean()
+    assert told == pytest.approx(float(mean.detach()))
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(mean, list(trainer.drafter.parameters()))])
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-5)
+
+
 # --- Interruptions ---------------------------------------------------------------------------------------------------
 
 
@@ -306,11 +348,11 @@ def test_an_interrupted_training_ends_in_the_same_bits(kind: str, tmp_path: Path
 
 
 def test_a_finished_training_is_not_repeated(tmp_path: Path) -> None:
-    done = fresh("first")
+    done = fresh("first", steps=5)  # no multiple of save_every
     done.run(tmp_path, quiet)
-    again = fresh("first")
-    again.run(tmp_path, killed_at(again.step))
-    assert again.step == 6
+    again = fresh("first", steps=5)
+    again.run(tmp_path, lambda step, loss: pytest.fail("a step was taken"))
+    assert again.step == 5
     assert torch.equal(parameters(again), parameters(done))
 
 
@@ -356,12 +398,14 @@ def test_another_drafters_state_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_stops_before_it_does_damage(tmp_path: Path, broken: float) -> None:
+def test_a_loss_that_is_not_finite_stops_before_it_does_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: float
+) -> None:
     trainer = fresh("first")
     with pytest.raises(Killed):
         trainer.run(tmp_path, killed_at(3))
     trainer = fresh("first")
-    trainer.data._storage[:, 3] = broken
+    monkeypatch.setattr("d2sd.train.loop.soft_cross_entropy", lambda logits, *args: logits.sum(-1) * 0 + broken)
     with pytest.raises(D2SDError, match=r"not finite(.|\n)*step \d"):
         trainer.run(tmp_path, quiet)
     assert parameters(trainer).isfinite().all()
