@@ -59,20 +59,24 @@ class Engine:
 
     def submit(self, request: Request) -> Sequence:
         """Queue a request; it joins at the next step there is room. Raises RequestError if it can never run."""
-        self.limits.check(request, self.executor.vocab_size)
-        if request.stop and self._decode is None:
-            raise RequestError(
-                "stop strings need a tokenizer",
-                where="stop",
-                fix="pass token ids as stop_tokens, or give the engine `decode`",
-            )
-        if any(not s for s in request.stop):
-            raise RequestError("a stop string is empty", where="stop", expected="at least one character")
+        self.check(request)
         text = TextStream(self._decode, request.stop) if self._decode else None
         sequence = Sequence(self._next_id, request, list(request.prompt), text)
         self._scheduler.add(sequence)
         self._next_id += 1
         return sequence
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError where this engine can never serve the request."""
+        self.limits.check(request, self.executor.vocab_size)
+        self._scheduler.check(request)
+        if request.stop and self._decode is None:
+            raise RequestError(
+                "stop strings need a tokenizer", where="stop",
+                fix="pass token ids as stop_tokens, or give the engine `decode`",
+            )  # fmt: skip
+        if any(not s for s in request.stop):
+            raise RequestError("a stop string is empty", where="stop", expected="at least one character")
 
     def cancel(self, sequence: Sequence) -> None:
         """Drop a request, waiting or running; one that has finished stays as it is."""
@@ -85,18 +89,23 @@ class Engine:
         return bool(self._scheduler.waiting or self._scheduler.running)
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Output]:
-        """Submit, then step until all that was submitted (by anyone) has finished."""
-        for request in requests:
-            self.submit(request)
+        """Submit all or, if one is refused, none; then step until all that was submitted (by anyone) has finished."""
+        self._submit_all(requests)
         while self.busy:
             yield from self.step()
 
     def generate(self, requests: Iterable[Request]) -> list[Sequence]:
-        """Run requests to their end; results in the order asked."""
-        sequences = [self.submit(request) for request in requests]
+        """Run requests to their end; results in the order asked. One that is refused refuses all."""
+        sequences = self._submit_all(requests)
         while any(s.finish is None for s in sequences):
             self.step()
         return sequences
+
+    def _submit_all(self, requests: Iterable[Request]) -> list[Sequence]:
+        asked = list(requests)
+        for request in asked:
+            self.check(request)
+        return [self.submit(request) for request in asked]
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -152,7 +161,8 @@ class Engine:
     def accept(self, batch: Batch, tree: Tree, verified: Verified) -> Accepted:
         with self.clock.stage("accept"), torch.inference_mode():
             longest = self.executor.block_size
-            chosen = choose(verified.logits, tree.depth, batch.context_len, longest, batch.sampling)
+            depths = min(longest, self.policy.rows)
+            chosen = choose(verified.logits, tree.depth, batch.context_len, depths, batch.sampling)
             return accept(tree, chosen, longest)
 
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
@@ -189,7 +199,7 @@ class Engine:
                 text += sequence.text.feed(token)
                 if sequence.text.stopped:
                     sequence.finish = "stop"
-            if sequence.finish is None and len(sequence.answer) >= request.max_new_tokens:
+            if sequence.finish is None and len(sequence.tokens) >= len(request.prompt) + request.max_new_tokens:
                 sequence.finish = "length"
             if sequence.finish is not None:
                 break

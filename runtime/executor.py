@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.packed import pack
@@ -75,8 +76,22 @@ class TorchExecutor:
     """PyTorch, on whatever device and in whatever dtype the target is."""
 
     def __init__(self, target: Decoder, first: Drafter | None = None, second: Drafter | None = None) -> None:
-        """Without drafters only plain decoding is possible; with `first` alone, chains."""
+        """Without drafters only plain decoding is possible; with `first` alone, chains.
+
+        On a CPU fp32 models are packed in place (`d2sd.modeling.packed`): they can serve, but not be saved or trained.
+        Raises CheckpointError if the drafters do not read the same features or draft the same blocks.
+        """
         assert first is not None or second is None
+        if first is not None and second is not None:
+            for name in ("block_size", "target_layer_ids"):
+                one, other = getattr(first.config, name), getattr(second.config, name)
+                if one != other:
+                    raise CheckpointError(
+                        f"the two drafters differ in {name}",
+                        where="the second drafter's config",
+                        found=other,
+                        expected=one,
+                    )
         self.target, self.first, self.second = target, first, second
         self.vocab_size = target.config.vocab_size
         self.block_size = first.config.block_size if first else 1

@@ -66,8 +66,8 @@ class Chain:
 class D2SD:
     """D²SD (arXiv 2606.04446): the first draft and K branches restarted at its likeliest rejection boundaries.
 
-    Candidates are kept whole, the first draft before the branches and these by boundary score, until the row budget
-    is full.
+    Candidates go in one after the other, the first draft before the branches and these by boundary score, until the
+    row budget is full.
     """
 
     rows: int

@@ -48,6 +48,12 @@ class Limits:
     prefill_chunk: int  # prompt tokens computed between two decode steps
     pages: int | None = None  # pages in the pools; None: enough for max_batch requests of max_context tokens
 
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_context", "page_size", "prefill_chunk", "pages"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RequestError("a limit is too small", where=f"limits.{name}", found=value, expected="1 or more")
+
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)

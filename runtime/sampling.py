@@ -38,9 +38,13 @@ class Sampling:
         signed = [p.seed - 2**64 if p.seed >= 2**63 else p.seed for p in params]  # the same 64 bits
         return Sampling(
             temperature=torch.tensor(
-                [p.temperature if p.temperature >= COLDEST else 0.0 for p in params], device=device
+                [p.temperature if p.temperature >= COLDEST else 0.0 for p in params],
+                dtype=torch.float32,
+                device=device,
             ),
-            top_p=torch.tensor([p.top_p if p.top_p < 1 else torch.inf for p in params], device=device),
+            top_p=torch.tensor(
+                [p.top_p if p.top_p < 1 else torch.inf for p in params], dtype=torch.float32, device=device
+            ),
             top_k=torch.tensor([p.top_k or vocab_size for p in params], device=device),
             seed=torch.tensor(signed, device=device),
             any_random=any(p.temperature >= COLDEST for p in params),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from d2sd.errors import RequestError
 from d2sd.runtime.pages import PageAllocator
-from d2sd.runtime.request import Limits
+from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sequence import Sequence
 
 
@@ -33,15 +33,18 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; raises RequestError if its whole length can never be held."""
-        request = sequence.request
+    def check(self, request: Request) -> None:
+        """Raise RequestError if the request's whole length can never be held."""
         needed = self._limits.pages_for(len(request.prompt) + request.max_new_tokens + self._growth)
         if needed > self.page_count - 1:
             raise RequestError(
                 "the request needs more pages than there are", where="limits.pages",
                 found=f"{needed} pages needed", expected=f"at most {self.page_count - 1}", fix="raise limits.pages",
             )  # fmt: skip
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; raises RequestError if it can never be held."""
+        self.check(sequence.request)
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
