@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -177,33 +178,29 @@ def summary(out: Path, block_size: int, prompts: dict[str, list[tuple[int, ...]]
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the results.")
 @click.option("--per-set", default=32, show_default=True)
 @click.option("--tokens", default=64, show_default=True)
-@click.option("--policies", default="off,chain,d2sd", show_default=True, help="Run these; off comes first.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
-@click.option("--sets", default=",".join(SETS), show_default=True, help="Run these; the summary needs all four.")
-def main(
-    bundle: Path, prompts: Path, out: Path, per_set: int, tokens: int, sets: str, policies: str, device: str
-) -> None:
+@click.option("--only", default="*", help="Run the parts whose names match, such as *-off-*; plain decoding first.")
+def main(bundle: Path, prompts: Path, out: Path, per_set: int, tokens: int, only: str, device: str) -> None:
     """Hold every policy against plain decoding on real prompts."""
     loaded = load_bundle(bundle, progress=bar)
     out.mkdir(parents=True, exist_ok=True)
     unexcused = 0
-    for prompt_set in sets.split(","):
-        for part in (p for p in parts(prompt_set) if p.policy in policies.split(",")):
-            path = out / part.file
-            if not path.exists():
-                requests = requests_of(loaded, prompts, part, per_set, tokens)
-                result = run(loaded, part, requests, device)
-                plain_path = out / Part(prompt_set, part.regime, "off", 1).file
-                if path != plain_path:
-                    result["differences"] = compare(loaded, requests, result, json.loads(plain_path.read_text()))
-                partial = path.with_suffix(".partial")
-                partial.write_text(json.dumps(result))
-                partial.replace(path)
-                click.echo(
-                    f"{part.file}: tau {sum(result['tau']) / len(requests):.3f}, "
-                    f"differences {result.get('differences', [])}"
-                )
-            unexcused += sum(not d["excused"] for d in json.loads(path.read_text()).get("differences", []))
+    for part in (p for prompt_set in SETS for p in parts(prompt_set) if fnmatch(p.file, only)):
+        path = out / part.file
+        if not path.exists():
+            requests = requests_of(loaded, prompts, part, per_set, tokens)
+            result = run(loaded, part, requests, device)
+            plain_path = out / Part(part.prompt_set, part.regime, "off", 1).file
+            if path != plain_path:
+                result["differences"] = compare(loaded, requests, result, json.loads(plain_path.read_text()))
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(result))
+            partial.replace(path)
+            click.echo(
+                f"{part.file}: tau {sum(result['tau']) / len(requests):.3f}, "
+                f"differences {result.get('differences', [])}"
+            )
+        unexcused += sum(not d["excused"] for d in json.loads(path.read_text()).get("differences", []))
     if all((out / part.file).exists() for prompt_set in SETS for part in parts(prompt_set)):
         contexts = {
             s: [r.prompt for r in requests_of(loaded, prompts, Part(s, "greedy", "off", 1), per_set, tokens)]
