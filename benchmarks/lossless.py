@@ -115,8 +115,7 @@ def compare(
 
 
 def lookup_tau(prompt: tuple[int, ...], answer: list[int], block_size: int) -> float:
-    """Tau that prompt lookup would have had: the continuation of the last occurrence of the longest suffix, up to 3
-    tokens."""
+    """Tau of prompt lookup: it drafts what followed the last occurrence of the longest suffix of up to 3 tokens."""
     tokens, place, steps = [*prompt, *answer], len(prompt), 0
     while place < len(tokens):
         draft: list[int] = []

@@ -21,8 +21,7 @@ from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.layers import Attend, Layer, RMSNorm
 from d2sd.modeling.rope import Rotary
 
-# Shape letters: B requests, T rows (first draft: the block γ; second draft: K·γ), C new context tokens, E hidden, n
-# taps.
+# Shape letters: B requests, T rows (first draft γ, second draft K·γ), C new context tokens, E hidden, n tapped layers.
 
 
 class Drafter(nn.Module):
@@ -47,9 +46,7 @@ class Drafter(nn.Module):
         return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
 
     def forward(self, embedded: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Target embeddings of real tokens and masks [B, T, E] at `positions [B, T]` -> [B, T, E] for the target's
-        head.
-        """
+        """Embedded tokens and masks [B, T, E] at `positions [B, T]` -> [B, T, E] for the target's head."""
         x = embedded
         cos_sin = self.rotary(positions, x.dtype)
         for index, layer in enumerate(self.layers):

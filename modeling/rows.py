@@ -10,8 +10,7 @@ from torch import Tensor
 from d2sd.modeling.layers import Attend
 from d2sd.plugins.cascade_attention import cascade_attention
 
-# Shape letters: B requests, T rows, M pages a request, Z tokens a page, P pages in the pool, L layers, Hkv heads, D
-# size.
+# Shape letters: B requests, T rows, M pages a request, Z tokens a page, P pages, L layers, Hkv heads, D head size.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,4 @@
-"""Where the first draft is likely to be rejected, and the blocks that restart there (D²SD, arXiv 2606.04446, Eq.
-3-5).
-"""
+"""Where the first draft is likely to be rejected, and the blocks that restart there (arXiv 2606.04446, Eq. 3-5)."""
 
 from __future__ import annotations
 

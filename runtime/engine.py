@@ -1,6 +1,4 @@
-"""The step loop: requests join and leave a running batch at any step, and every step commits what the target itself
-would say.
-"""
+"""The step loop: requests join and leave at any step, and every step commits what the target itself would say."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ from d2sd.runtime.boundaries import Draft, branch_blocks, forbid_rejected, joine
 from d2sd.runtime.sampling import Sampling
 from d2sd.runtime.tree import Tree
 
-# Shape letters: B requests (bucket), M pages a request (bucket), G block size γ, K branches, N nodes, E hidden, V
-# vocabulary.
+# Shape letters: B requests, M pages a request (both buckets), G block size γ, K branches, N nodes, E hidden, V tokens.
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,7 @@ _LOW = 0xFFFFFFFF
 def philox(
     key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten rounds on 32-bit words held in int64; all tensors broadcast. Products wrap in int64, their halves stay
-    right.
-    """
+    """Ten rounds on 32-bit words held in int64; tensors broadcast. Products wrap, but their halves stay right."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):

@@ -1,6 +1,4 @@
-"""Tree policies: what is drafted and how it becomes a tree. All are lossless; they differ in rows and in tokens per
-step.
-"""
+"""Tree policies: what is drafted and how it becomes a tree. All are lossless; rows and tokens a step differ."""
 
 from __future__ import annotations
 

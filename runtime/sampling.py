@@ -77,9 +77,7 @@ def scored(logits: Tensor, depth: Tensor, context_len: Tensor, depths: int, samp
 
 
 def _filtered(cooled: Tensor, sampling: Sampling) -> Tensor:
-    """-inf outside the top-k and outside the smallest set whose probability reaches top-p; the best token always
-    stays.
-    """
+    """-inf outside the top-k and the smallest set whose probability reaches top-p; the best token always stays."""
     ranked = cooled.sort(-1, descending=True).values
     rank = torch.arange(cooled.shape[-1], device=cooled.device)
     within_k = rank < sampling.top_k[:, None, None]

@@ -1,6 +1,4 @@
-"""Who runs in this step: first come first served, joining and leaving at any step, preempting the youngest when pages
-run out.
-"""
+"""Who runs in this step: first come, first served; when pages run out the youngest leaves and comes back later."""
 
 from __future__ import annotations
 
@@ -79,9 +77,7 @@ class Scheduler:
         return Schedule(prefill, decode)
 
     def _grow(self, sequence: Sequence) -> None:
-        """Pages for the tokens a step can commit; the youngest leave until there is room, in the worst case this
-        one.
-        """
+        """Pages for the tokens a step can commit; the youngest leave until there is room, at worst this one."""
         wanted = self._limits.pages_for(len(sequence.tokens) - 1 + self._growth) - len(sequence.pages)
         while wanted > 0:
             pages = self.pages.take(wanted)

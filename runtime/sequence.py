@@ -1,6 +1,4 @@
-"""State of one request in the engine: plain data with derived properties; whoever changes it is named beside each
-field.
-"""
+"""State of one request in the engine: plain data; whoever changes a field is named beside it."""
 
 from __future__ import annotations
 

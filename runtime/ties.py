@@ -16,9 +16,7 @@ TIE = 1e-4
 
 @torch.inference_mode()
 def score_gap(target: Decoder, tokens: list[int], sampling: SamplingParams | None = None) -> float:
-    """Distance of the two best scores for the token behind `tokens`: of logits when greedy, of what Gumbel-max
-    compares else.
-    """
+    """Distance of the two best scores behind `tokens`: of logits if greedy, else of what Gumbel-max compares."""
     body, weight = target.config.body, target.embed_tokens.weight
     device = str(weight.device)
     no_pages = KVPool(body.num_layers, 1, 1, body.num_kv_heads, body.head_dim, weight.dtype, device)

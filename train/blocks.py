@@ -47,9 +47,7 @@ def blocks_at(sequence: TrainingSequence, anchors: Tensor, block_size: int) -> B
 
 
 def attend_in_sequence(drafter: Drafter, features: Tensor, positions: Tensor) -> Attend:
-    """Attention of blocks as drawn above; `features [S, n·E]` pass through the drafter, so gradients reach its
-    fusion.
-    """
+    """Attention of blocks as drawn above; `features [S, n·E]` pass through the fusion, so gradients reach it."""
     length = len(features)
     keys, values = drafter.context_keys_values(features[None], torch.arange(length, device=features.device)[None])
     before = torch.arange(length, device=features.device) < positions[:, :1]  # [A, S]: strictly before the anchor

@@ -17,9 +17,7 @@ from d2sd.train.objectives import first_errors
 
 @torch.no_grad()
 def estimate_tau(target: Decoder, drafter: Drafter, sequences: FeatureCache) -> float:
-    """Mean over sequences of tokens per step (bonus included), walking each greedy answer from the prompt's last
-    token.
-    """
+    """Mean over sequences of tokens a step (bonus included), walking each greedy answer from its first anchor."""
     means = []
     for index in range(len(sequences)):
         sequence = sequences[index]

@@ -116,9 +116,7 @@ class Trainer:
     def _prefixes(
         self, first: Drafter, sequence: TrainingSequence, blocks: Blocks, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Visible tokens [A] of each block, and the drafted ids [A, G] as candidate indices, -1 where none is
-        rejected.
-        """
+        """Visible tokens [A] of each block, and its rejected token [A, G] as a candidate index, -1 elsewhere."""
         count, size = blocks.tokens.shape
         hidden = self._hidden(first, sequence, blocks, torch.ones(count, dtype=torch.long))
         guesses = F.linear(hidden, self.target.head[self._seen].to(hidden.dtype)).argmax(

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 
 def show_stats(requests: Sequence[SequenceStats], clock: Clock, plain: Clock) -> None:
-    """What speculation did, to stderr. `plain` timed plain decoding of the same requests: its step is the unit of
-    cost.
-    """
+    """What speculation did, to stderr. `plain` timed plain decoding: its step is the unit of cost."""
     from d2sd.runtime.stats import SequenceStats, mean_tau
 
     total = SequenceStats.merged(requests)

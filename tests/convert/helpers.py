@@ -86,17 +86,21 @@ def write_project(folder: Path, **changes: Any) -> Path:
 
 
 def edit_json(path: Path, key: str, value: Any) -> None:
-    """Set a dotted key, or delete it where the value is ...."""
+    """Set a dotted key of a file, or delete it where the value is ...."""
     values = json.loads(path.read_text())
-    *parents, last = key.split(".")
-    part = values
-    for name in parents:
-        part = part[name]
-    if value is ...:
-        del part[last]
-    else:
-        part[last] = value
+    set_key(values, key, value)
     path.write_text(json.dumps(values))
+
+
+def set_key(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key, or delete it where the value is ...."""
+    *parents, last = key.split(".")
+    for name in parents:
+        values = values[name]
+    if value is ...:
+        del values[last]
+    else:
+        values[last] = value
 
 
 def edit_tensors(file: Path, **changes: Tensor | None) -> None:

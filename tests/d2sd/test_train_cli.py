@@ -24,7 +24,7 @@ from d2sd.convert.drafter import check_drafter_tensors, check_fit, load_drafter,
 from d2sd.modeling.config import Role
 from d2sd.train.answers import Answer, read_answers
 from d2sd.train.loop import Trainer
-from tests.convert.helpers import edit_json, tree_bytes, write_target_dir
+from tests.convert.helpers import edit_json, set_key, tree_bytes, write_target_dir
 from tests.tiny import greedy_text, tiny_decoder
 
 PROMPTS = 9
@@ -70,14 +70,7 @@ def edit(project: Path, key: str, value: object) -> None:
     """Set a dotted key of the recipe; ... deletes it."""
     path = project / "train.yaml"
     values = yaml.safe_load(path.read_text())
-    *parents, last = key.split(".")
-    part = values
-    for name in parents:
-        part = part[name]
-    if value is ...:
-        del part[last]
-    else:
-        part[last] = value
+    set_key(values, key, value)
     path.write_text(yaml.safe_dump(values))
 
 
