@@ -7,6 +7,7 @@ the others each step, whose logits are raised by log(others / drawn): the softma
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -170,7 +171,11 @@ class Trainer:
 
     def _identity(self) -> dict[str, dict[str, object]]:
         """What a resumed run must share with the one that began; data may have grown."""
-        return {"settings": self.settings.model_dump(), "drafter": asdict(self.drafter.config)}
+        return {
+            "settings": self.settings.model_dump(),
+            "drafter": asdict(self.drafter.config),
+            "first drafter": {"sha256": None if self.first is None else _digest(self.first)},
+        }
 
     def _resume(self, folder: Path) -> None:
         path = folder / "state.safetensors"
@@ -199,3 +204,11 @@ class Trainer:
                     "exp_avg": tensors[f"optimizer.exp_avg.{name}"],
                     "exp_avg_sq": tensors[f"optimizer.exp_avg_sq.{name}"],
                 }
+
+
+def _digest(drafter: Drafter) -> str:
+    """SHA-256 of a drafter's weights: a second drafter learns where this very first one goes wrong."""
+    digest = hashlib.sha256()
+    for parameter in drafter.parameters():
+        digest.update(parameter.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()

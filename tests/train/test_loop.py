@@ -397,6 +397,16 @@ def test_another_drafters_state_is_refused(tmp_path: Path) -> None:
     assert caught.value.found == {"role": "variable_prefix", "prefix_weight_base": 0.9}
 
 
+def test_a_second_drafter_goes_on_with_the_first_it_began_with(tmp_path: Path) -> None:
+    fresh("second").run(tmp_path, quiet)
+    retrained = fresh("second")
+    assert retrained.first is not None
+    with torch.no_grad():
+        retrained.first.fc.weight.mul_(1.01)
+    with pytest.raises(D2SDError, match="the first drafter changed"):
+        retrained.run(tmp_path, quiet)
+
+
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_stops_before_it_does_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: float
