@@ -7,6 +7,7 @@ model's config does (the config's is what the model emits), and it asks for spac
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,16 @@ def _stop_tokens(tokenizer: Any, end: int) -> list[int]:
     return ids
 
 
+def _name_version() -> None:
+    """Give the gguf module its version: transformers asks the module where Python 3.10 maps no distribution to it."""
+    import gguf
+
+    if not hasattr(gguf, "__version__"):
+        gguf.__version__ = version("gguf")
+
+
 def _load(gguf: Path, loader: Any, **options: Any) -> Any:
+    _name_version()
     try:
         return loader.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True, **options)
     except Exception as error:  # a parser of foreign files: struct, numpy, KeyError, ValueError...
