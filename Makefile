@@ -22,7 +22,7 @@ lint: .venv/dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-## the lossless proof on 128 real prompts: about an hour on two cores, resumable; PROMPTS is a folder of four JSONL sets
+## the lossless proof on 128 real prompts: long, resumable; PROMPTS is a folder of four JSONL sets
 PROMPTS ?= ../shared/data/eval
 verify: .venv/demo
 	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v

@@ -99,7 +99,7 @@ class Tree(Part):
     block_size: Annotated[int, Field(ge=2)] = 8
     #: K boundaries re-drafted a step: all of a block of 8, and the row budget decides what is kept
     branches: Positive = 7
-    #: rows verified a request and step: what one attention tile takes without padding
+    #: rows verified a request and step: room for all branches of a block of 8, 36 nodes, and for wider trees
     row_budget: Positive = 64
 
 
@@ -140,7 +140,7 @@ class Recipe(RecipeFile):
     target: Target
     #: none: a plain target, with tree.policy off
     drafters: Drafters = Drafters()
-    #: the reference precision: exact everywhere, and what small models on a CPU run fastest in
+    #: the precision in which losslessness is proven
     precision: Precision = "fp32"
     #: the paper's tree with our drafters' geometry
     tree: Tree = Tree()

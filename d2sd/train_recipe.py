@@ -69,7 +69,7 @@ class TrainSettings(Part):
     batch: Positive = 8
     #: blocks a sequence, at random anchors
     blocks: Positive = 64
-    #: small drafters, small batches: ten times what billions of parameters stand
+    #: what the shipped drafters were trained with
     learning_rate: Above0 = 1e-3
     #: share of the steps that raises the learning rate, as in DFlash
     warmup: Share = 0.04

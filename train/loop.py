@@ -46,11 +46,11 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             drafter.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
         )
-        counts = torch.zeros(target.config.vocab_size, dtype=torch.bool)
+        occurs = torch.zeros(target.config.vocab_size, dtype=torch.bool)
         for index in range(len(data)):
-            counts[data[index].tokens] = True
-        self._seen, self._unseen = counts.nonzero()[:, 0], (~counts).nonzero()[:, 0]
-        self._where = torch.full_like(counts, 0, dtype=torch.long)
+            occurs[data[index].tokens] = True
+        self._seen, self._unseen = occurs.nonzero()[:, 0], (~occurs).nonzero()[:, 0]
+        self._where = torch.zeros_like(occurs, dtype=torch.long)  # id -> candidate index, for the seen ids
         self._where[self._seen] = torch.arange(len(self._seen))
         self._embedding = target.embed_tokens.weight.detach()
 
@@ -120,9 +120,8 @@ class Trainer:
         """Visible tokens [A] of each block, and its rejected token [A, G] as a candidate index, -1 elsewhere."""
         count, size = blocks.tokens.shape
         hidden = self._hidden(first, sequence, blocks, torch.ones(count, dtype=torch.long))
-        guesses = F.linear(hidden, self.target.head[self._seen].to(hidden.dtype)).argmax(
-            -1
-        )  # indices into the seen ids
+        head = self.target.head[self._seen].to(hidden.dtype)
+        guesses = F.linear(hidden, head).argmax(-1)  # indices into the seen ids
         errors = first_errors(self._seen[guesses], blocks.tokens)
         drawn = draw_prefixes(count, size, self.settings.prefix_base, generator)
         take = (torch.rand(count, generator=generator) < self.settings.on_rejection) & (errors < size)
