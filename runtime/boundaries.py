@@ -1,64 +1,65 @@
-"""Where the first draft is likely to be rejected, and the blocks that restart there (arXiv 2606.04446, Eq. 3-5)."""
+"""Where the first draft is likely to be rejected, and the branches that restart there (arXiv 2606.04446, Eq. 3-5)."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-# Shape letters: B requests, G block size γ (slot 0 the anchor), K branches.
+from d2sd.runtime.draft import Branches, Draft
+from d2sd.runtime.growth import grow
+from d2sd.runtime.tree import Tree
 
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A drafted block: slot 0 is the anchor with confidence 1, slot k the token proposed at anchor + k."""
-
-    tokens: Tensor  # [..., G] int64
-    confidence: Tensor  # [..., G] fp32: the drafter's largest probability, softmax at T = 1
+# Shape letters: B requests, K branches, S = γ - 1 slots, M candidates a slot, N nodes.
 
 
 def boundary_scores(confidence: Tensor) -> Tensor:
-    """r(i) = (c_1 … c_i)(1 - c_{i+1}), i = 0 .. γ-2: probability that exactly i drafts are accepted. [B, G] -> [B,
-    G-1].
+    """Probability that exactly i of the S drafts are accepted, i = 0 .. S; log confidences [B, S] -> [B, S + 1].
+
+    r(i) = (c_1 … c_i)(1 - c_{i+1}). The paper has no r(S), "everything accepted"; with it the scores sum to 1.
     """
-    drafts = confidence[:, 1:]
-    reached = torch.cat([torch.ones_like(drafts[:, :1]), drafts[:, :-1].log().cumsum(-1).exp()], dim=-1)
-    return reached * (1 - drafts)
+    reached = torch.cat([torch.zeros_like(confidence[:, :1]), confidence.cumsum(-1)], dim=-1).exp()
+    rejected = torch.cat([-torch.expm1(confidence), torch.ones_like(confidence[:, :1])], dim=-1)
+    return reached * rejected
 
 
-def pick_boundaries(first: Draft, branches: int) -> Tensor:
-    """The K likeliest boundaries [B, K], best first; boundary i keeps the anchor and drafts 1 .. i."""
-    return boundary_scores(first.confidence).topk(branches, dim=-1).indices
+def chain_branches(first: Draft, count: int) -> Branches:
+    """D²SD: restart at the `count` likeliest boundaries, best first, the draft behind each presumed wrong.
 
-
-def branch_blocks(first: Draft, boundaries: Tensor, mask_token_id: int) -> tuple[Tensor, Tensor]:
-    """The second drafter's input: the first draft up to each boundary, masks behind.
-
-    Returns tokens [B, K, G], and the rejected token of each branch [B, K]: the draft behind its boundary, assumed
-    wrong.
+    Where "everything accepted" is among them its branch keeps the whole draft, so it adds no node.
     """
-    slots = torch.arange(first.tokens.shape[1], device=boundaries.device)
-    kept = slots <= boundaries[..., None]
-    blocks = torch.where(kept, first.tokens[:, None], mask_token_id)
-    return blocks, first.tokens.gather(1, boundaries + 1)
+    length = boundary_scores(first.confidence).topk(count, dim=-1).indices
+    slots = first.best.shape[1]
+    behind = first.best.gather(1, length.clamp(max=slots - 1))
+    rejected = torch.where(length < slots, behind, -1)
+    return Branches(first.best[:, None].expand(-1, count, -1), length, rejected)
 
 
-def forbid_rejected(logits: Tensor, boundaries: Tensor, rejected: Tensor) -> Tensor:
-    """logits [B, K, G-1, V] of slots 1 .. γ-1: the slot behind each boundary may not repeat its rejected token (in
-    place).
+def tree_branches(anchor: Tensor, first: Draft, count: int) -> Branches:
+    """Restart at nodes of the first pass's own tree, not only along its best chain.
+
+    The first pass knows each slot's marginal only; behind a node the second pass conditions on the whole path to it. A
+    node u of the best chain is worth its boundary score P(u)(1 - c), the probability that the chain ends there; any
+    other node P(u), since nothing behind it was drafted with it in view. The root is left out: from there the second
+    pass would see what the first one saw.
     """
-    batch, branches = boundaries.shape
-    b = torch.arange(batch, device=logits.device)[:, None]
-    k = torch.arange(branches, device=logits.device)
-    logits[b, k, boundaries, rejected] = float("-inf")  # slot i+1 lies at index i
-    return logits
+    slots = first.best.shape[1]
+    # Of 1 + K + S nodes at most S are on the chain, so the K best others are among them whatever the chain's scores.
+    inner = Draft(first.tokens[:, :-1], first.logprob[:, :-1])  # behind slot S there is nothing to draft
+    tree = grow(anchor, inner, count + slots)
+    path = _paths(tree, slots)
+    step = torch.arange(slots, device=anchor.device)
+    on_chain = ((path == first.best[:, None]) | (step >= tree.depth[..., None])).all(-1)
+    behind = first.confidence.gather(1, tree.depth.clamp(max=slots - 1))
+    worth = tree.score + torch.where(on_chain, torch.log(-torch.expm1(behind)), 0.0)
+    usable = tree.valid & (tree.depth > 0)
+    worth, node = worth.masked_fill(~usable, float("-inf")).topk(count, dim=-1)
+    length = tree.depth.gather(1, node)
+    length = torch.where(usable.gather(1, node), length, slots)  # fewer nodes than branches
+    return Branches(path.gather(1, node[..., None].expand(-1, -1, slots)), length, torch.full_like(length, -1))
 
 
-def joined(first: Draft, boundaries: Tensor, tokens: Tensor, confidence: Tensor) -> Draft:
-    """Whole branches [B, K, G]: the first draft up to each boundary, the second drafter's slots behind it."""
-    slots = torch.arange(first.tokens.shape[1], device=boundaries.device)
-    kept = slots <= boundaries[..., None]
-    return Draft(
-        torch.where(kept, first.tokens[:, None], tokens), torch.where(kept, first.confidence[:, None], confidence)
-    )
+def _paths(tree: Tree, slots: int) -> Tensor:
+    """Tokens behind the root on the way to every node [B, N, S]; 0 past its depth."""
+    step = torch.arange(slots, device=tree.tokens.device)
+    here = tree.visible[:, :, None] & (tree.depth[:, None] == step[:, None] + 1)[:, None]  # [B, N, S, N]
+    return (here * tree.tokens[:, None, None]).sum(-1)

@@ -9,8 +9,11 @@ import torch
 
 from d2sd.errors import RequestError
 from d2sd.runtime.accept import Accepted, accept
-from d2sd.runtime.boundaries import Draft, pick_boundaries
-from d2sd.runtime.executor import Batch, Executor, Verified
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.calibration import Calibration
+from d2sd.runtime.draft import Branches, Draft
+from d2sd.runtime.executor import Executor, Verified
+from d2sd.runtime.lookup import lookup
 from d2sd.runtime.policy import Policy
 from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.sampling import Sampling, choose
@@ -33,9 +36,11 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """The tensors of the last decode step, for whoever wants to draw them."""
+    """The tensors of the last decode step, for whoever wants to draw or count them."""
 
     sequences: tuple[Sequence, ...]
+    first: Draft | None
+    branches: Branches | None
     tree: Tree
     accepted: Accepted
 
@@ -43,9 +48,20 @@ class StepTrace:
 class Engine:
     """In-flight batching over one executor and one tree policy. Not thread-safe: one thread steps and submits."""
 
-    def __init__(self, executor: Executor, policy: Policy, limits: Limits, decode: Decode | None = None) -> None:
-        """`decode` turns token ids into text; without it outputs carry ids only and stop strings are refused."""
+    def __init__(
+        self,
+        executor: Executor,
+        policy: Policy,
+        limits: Limits,
+        decode: Decode | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        """`decode` turns token ids into text; without it outputs carry ids only and stop strings are refused.
+
+        `calibration` straightens what the drafters say of themselves; without it they are taken at their word.
+        """
         self.executor, self.policy, self.limits = executor, policy, limits
+        self._calibration = None if calibration is None else calibration.to(executor.device)
         self.clock = Clock()
         self.trace: StepTrace | None = None
         self._decode = decode
@@ -113,14 +129,14 @@ class Engine:
         if not sequences:
             return []
         batch = self._batch(sequences)
-        first = self.draft_first(batch)
-        boundaries = self.pick_boundaries(first)
-        second = self.draft_second(batch, first, boundaries)
-        tree = self.build_tree(batch, first, second)
+        first = self.draft_first(batch, sequences)
+        branches = self.pick_boundaries(batch, first)
+        second = self.draft_second(batch, branches)
+        tree = self.build_tree(batch, first, branches, second)
         verified = self.verify(batch, tree)
         accepted = self.accept(batch, tree, verified)
         self.commit(batch, verified, accepted)
-        return self.retire(sequences, tree, accepted)
+        return self.retire(StepTrace(tuple(sequences), first, branches, tree, accepted))
 
     def admit(self) -> list[Sequence]:
         """Let requests join, compute their prompts chunk by chunk; returns those ready to decode."""
@@ -130,27 +146,32 @@ class Engine:
                 self._prefill(sequence, count)
         return schedule.decode
 
-    def draft_first(self, batch: Batch) -> Draft | None:
-        if self.policy.drafters < 1:
+    def draft_first(self, batch: Batch, sequences: list[Sequence]) -> Draft | None:
+        if self.policy.first == "nothing":
             return None
         with self.clock.stage("draft_first"):
-            return self.executor.draft_first(batch)
+            if self.policy.first == "lookup":
+                return self._look_up(batch, sequences)
+            draft = self.executor.draft_first(batch, self.policy.width)
+            return draft if self._calibration is None else self._calibration.apply(draft, batch, 0)
 
-    def pick_boundaries(self, first: Draft | None) -> torch.Tensor | None:
-        if first is None or self.policy.drafters < 2:
+    def pick_boundaries(self, batch: Batch, first: Draft | None) -> Branches | None:
+        if first is None or self.policy.second is None:
             return None
         with self.clock.stage("pick_boundaries"):
-            return pick_boundaries(first, self.policy.branches)
+            return self.policy.branches(batch, first)
 
-    def draft_second(self, batch: Batch, first: Draft | None, boundaries: torch.Tensor | None) -> Draft | None:
-        if first is None or boundaries is None:
+    def draft_second(self, batch: Batch, branches: Branches | None) -> Draft | None:
+        drafter = self.policy.second
+        if branches is None or drafter is None:
             return None
         with self.clock.stage("draft_second"):
-            return self.executor.draft_second(batch, first, boundaries)
+            draft = self.executor.draft_second(batch, branches, drafter, self.policy.width)
+            return draft if self._calibration is None else self._calibration.apply(draft, batch, drafter, branches)
 
-    def build_tree(self, batch: Batch, first: Draft | None, second: Draft | None) -> Tree:
+    def build_tree(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         with self.clock.stage("build_tree"):
-            return self.policy.build(batch.anchor, first, second)
+            return self.policy.build(batch, first, branches, second)
 
     def verify(self, batch: Batch, tree: Tree) -> Verified:
         with self.clock.stage("verify"):
@@ -167,14 +188,15 @@ class Engine:
         with self.clock.stage("commit"):
             self.executor.commit(batch, verified, accepted)
 
-    def retire(self, sequences: list[Sequence], tree: Tree, accepted: Accepted) -> list[Output]:
+    def retire(self, trace: StepTrace) -> list[Output]:
         """Read the step's tokens (its only wait for the device), hand them out, and let the finished leave."""
         with self.clock.stage("retire"):
             self.clock.steps += 1
-            self.trace = StepTrace(tuple(sequences), tree, accepted)
+            self.trace = trace
+            accepted = trace.accepted
             counts, tokens, winners = accepted.count.tolist(), accepted.tokens.tolist(), accepted.winner.tolist()
             outputs = []
-            for sequence, count, chosen, winner in zip(sequences, counts, tokens, winners, strict=False):
+            for sequence, count, chosen, winner in zip(trace.sequences, counts, tokens, winners, strict=False):
                 sequence.cached += count
                 sequence.stats.record(count, winner, self.policy.rows)
                 outputs.append(self._take(sequence, chosen[:count]))
@@ -206,6 +228,16 @@ class Engine:
             if sequence.text.stopped:  # perhaps only now: the last characters, held back so far, complete a stop string
                 sequence.finish = "stop"
         return Output(sequence, tuple(taken), text, sequence.finish)
+
+    def _look_up(self, batch: Batch, sequences: list[Sequence]) -> Draft:
+        """What followed the last time; host work, so this policy is no part of a captured graph."""
+        slots = self.executor.block_size - 1
+        found = [lookup(sequence.tokens, slots) for sequence in sequences]
+        found += [[]] * (len(batch.anchor) - len(found))
+        tokens = torch.tensor([ids + [0] * (slots - len(ids)) for ids in found], device=self.executor.device)
+        length = torch.tensor([len(ids) for ids in found], device=self.executor.device)
+        known = torch.arange(slots, device=self.executor.device) < length[:, None]
+        return Draft(tokens[..., None], torch.where(known, 0.0, float("-inf"))[..., None])
 
     def _prefill(self, sequence: Sequence, count: int) -> None:
         """One chunk, padded to its bucket."""

@@ -19,22 +19,12 @@ from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.packed import pack
 from d2sd.modeling.rows import KVPool, Rows
 from d2sd.runtime.accept import Accepted
-from d2sd.runtime.boundaries import Draft, branch_blocks, forbid_rejected, joined
-from d2sd.runtime.sampling import Sampling
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.draft import Branches, Draft, candidates
 from d2sd.runtime.tree import Tree
 
-# Shape letters: B requests, M pages a request (both buckets), G block size γ, K branches, N nodes, E hidden, V tokens.
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The requests of one decode step; rows past the last request are padding and are never committed."""
-
-    anchor: Tensor  # [B] int64
-    page_table: Tensor  # [B, M] int64
-    context_len: Tensor  # [B] int64
-    active: Tensor  # [B] bool
-    sampling: Sampling
+# Shape letters: B requests, M pages a request (both buckets), G block size γ, S = γ - 1
+# slots, K branches, N nodes, E hidden, V tokens.
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +48,11 @@ class Executor(Protocol):
     def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
         """Compute and commit a chunk: tokens [1, T], of which the first `length [1]` are real."""
 
-    def draft_first(self, batch: Batch) -> Draft:
-        """One block per request, [B, G]."""
+    def draft_first(self, batch: Batch, width: int) -> Draft:
+        """One block per request: [B, S, M] with M = `width`."""
 
-    def draft_second(self, batch: Batch, first: Draft, boundaries: Tensor) -> Draft:
-        """K branches per request, [B, K, G], restarted at `boundaries [B, K]`."""
+    def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
+        """K branches per request, [B, K, S, M], by the first drafter (0) or the second (1)."""
 
     def verify(self, batch: Batch, tree: Tree) -> Verified:
         """The target over all nodes."""
@@ -74,8 +64,10 @@ class Executor(Protocol):
 class TorchExecutor:
     """PyTorch, on whatever device and in whatever dtype the target is."""
 
-    def __init__(self, target: Decoder, first: Drafter | None = None, second: Drafter | None = None) -> None:
-        """Without drafters only plain decoding is possible; with `first` alone, chains.
+    def __init__(
+        self, target: Decoder, first: Drafter | None = None, second: Drafter | None = None, *, block_size: int = 1
+    ) -> None:
+        """Without drafters there is plain decoding and prompt lookup, in blocks of `block_size`; drafters have theirs.
 
         On a CPU fp32 models are packed in place (`d2sd.modeling.packed`): they can serve, but not be saved or trained.
         Raises CheckpointError if the drafters do not read the same features or draft the same blocks.
@@ -93,7 +85,7 @@ class TorchExecutor:
                     )
         self.target, self.first, self.second = target, first, second
         self.vocab_size = target.config.vocab_size
-        self.block_size = first.config.block_size if first else 1
+        self.block_size = first.config.block_size if first else block_size
         weight = target.embed_tokens.weight
         self.device, self._dtype = str(weight.device), weight.dtype
         self._drafters = [d for d in (first, second) if d is not None]
@@ -119,23 +111,18 @@ class TorchExecutor:
         self._append(out.k, out.v, out.features, page_table, rows.positions, real)
 
     @torch.inference_mode()
-    def draft_first(self, batch: Batch) -> Draft:
-        assert self.first is not None
-        masks = batch.anchor.new_full((len(batch.anchor), self.block_size - 1), self.first.config.mask_token_id)
-        tokens = torch.cat([batch.anchor[:, None], masks], dim=1)
-        logits = self._draft(0, batch, tokens[:, None])[:, 0]
-        best, confidence = _argmax(logits)
-        ones = torch.ones_like(confidence[:, :1])
-        return Draft(torch.cat([tokens[:, :1], best], 1), torch.cat([ones, confidence], 1))
+    def draft_first(self, batch: Batch, width: int) -> Draft:
+        anchor = batch.anchor[:, None, None]
+        masks = torch.full_like(anchor, self._drafters[0].config.mask_token_id).expand(-1, -1, self.block_size - 1)
+        logits = self._draft(0, batch, torch.cat([anchor, masks], dim=-1))
+        draft = candidates(logits, batch.context_len, batch.sampling, width)
+        return Draft(draft.tokens[:, 0], draft.logprob[:, 0])
 
     @torch.inference_mode()
-    def draft_second(self, batch: Batch, first: Draft, boundaries: Tensor) -> Draft:
-        assert self.second is not None
-        blocks, rejected = branch_blocks(first, boundaries, self.second.config.mask_token_id)
-        logits = forbid_rejected(self._draft(1, batch, blocks), boundaries, rejected)
-        best, confidence = _argmax(logits)
-        ones = torch.ones_like(confidence[..., :1])
-        return joined(first, boundaries, torch.cat([blocks[..., :1], best], -1), torch.cat([ones, confidence], -1))
+    def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
+        blocks = branches.blocks(batch.anchor, self._drafters[drafter].config.mask_token_id)
+        logits = branches.forbid(self._draft(drafter, batch, blocks))
+        return candidates(logits, batch.context_len, batch.sampling, width)
 
     @torch.inference_mode()
     def verify(self, batch: Batch, tree: Tree) -> Verified:
@@ -175,8 +162,3 @@ class TorchExecutor:
         hidden = drafter(self.target.embed_tokens(blocks.flatten(1)), positions, pool.attend(rows))
         return self.target.logits(hidden.unflatten(1, (count, size))[:, :, 1:])
 
-
-def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., V] -> the likeliest token and its probability at T = 1, each [...]."""
-    top, best = logits.max(-1)
-    return best, (top - logits.logsumexp(-1)).exp()

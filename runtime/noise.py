@@ -35,7 +35,18 @@ def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     key = ((seed & _LOW)[:, None, None], (seed >> 32 & _LOW)[:, None, None])
     zero = torch.zeros((), dtype=torch.int64, device=seed.device)
     words = philox(key, (quads, position[..., None], zero, zero))
-    bits = torch.stack(words, dim=-1).flatten(-2)[..., :vocab_size]
+    return _gumbel(torch.stack(words, dim=-1).flatten(-2)[..., :vocab_size])
+
+
+def gumbel_at(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
+    """The same noise for single tokens: seed [B], position and token [B, ...] of one shape -> fp32 of that shape."""
+    seed = seed.view(-1, *[1] * (token.dim() - 1))
+    zero = torch.zeros((), dtype=torch.int64, device=seed.device)
+    words = philox((seed & _LOW, seed >> 32 & _LOW), (token // 4, position, zero, zero))
+    return _gumbel(torch.stack(words, dim=-1).gather(-1, (token % 4)[..., None])[..., 0])
+
+
+def _gumbel(bits: Tensor) -> Tensor:
     # 23 bits and a half are exact in fp32, so neither end of (0, 1) is ever reached and the noise stays finite.
     uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
     return -(-uniform.log()).log()

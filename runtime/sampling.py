@@ -69,15 +69,17 @@ def scored(logits: Tensor, depth: Tensor, context_len: Tensor, depths: int, samp
     random = sampling.temperature > 0
     cooled = logits / torch.where(random, sampling.temperature, 1.0)[:, None, None]
     if sampling.any_filter:
-        cooled = _filtered(cooled, sampling)
+        cooled = filtered(cooled, sampling)
     positions = context_len[:, None] + 1 + torch.arange(depths, device=logits.device)
     noise = gumbel(sampling.seed, positions, logits.shape[-1])  # [B, D, V]: siblings share it
     noise = noise.gather(1, depth[..., None].expand(-1, -1, logits.shape[-1]))
     return torch.where(random[:, None, None], cooled + noise, logits)
 
 
-def _filtered(cooled: Tensor, sampling: Sampling) -> Tensor:
-    """-inf outside the top-k and the smallest set whose probability reaches top-p; the best token always stays."""
+def filtered(cooled: Tensor, sampling: Sampling) -> Tensor:
+    """[B, T, V] -> -inf outside the top-k and the smallest set whose probability reaches top-p; the best token
+    always stays.
+    """
     ranked = cooled.sort(-1, descending=True).values
     rank = torch.arange(cooled.shape[-1], device=cooled.device)
     within_k = rank < sampling.top_k[:, None, None]

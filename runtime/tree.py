@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-# Shape letters: B requests, C candidates, G block size γ, N nodes (the row budget), F = C·G slots of all candidates.
+# Shape letters: B requests, C candidates, G block size γ, N nodes (the row budget), F nodes before the budget.
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,9 @@ class Tree:
     depth: Tensor  # [B, N] int64, 0 at the root
     valid: Tensor  # [B, N] bool
     visible: Tensor  # [B, N, N] bool: ancestors and self
-    origin: Tensor  # [B, N] int64, candidate that brought the node first
+    origin: Tensor  # [B, N] int64: 0 the first pass or first candidate, k >= 1 the k-th branch or candidate
+    score: Tensor  # [B, N] fp32, log-probability of the node's path by the drafters; -inf in padding
+    merged: Tensor  # [B] int64, candidates' tokens that had a node already
 
 
 def max_nodes(block_size: int, branches: int) -> int:
@@ -37,31 +40,25 @@ def max_nodes(block_size: int, branches: int) -> int:
     return block_size + sum(block_size - 1 - i for i in range(branches))
 
 
-def chain(tokens: Tensor) -> Tree:
-    """One candidate [B, G], or the bare anchor [B, 1]: every row a node, each the child of the one before."""
+def chain(tokens: Tensor, score: Tensor) -> Tree:
+    """One candidate [B, N] with the scores of its paths; at the first that is -inf it ends. Every row has a parent."""
     batch, size = tokens.shape
     steps = torch.arange(size, device=tokens.device)
-    visible = (steps[:, None] >= steps).expand(batch, size, size)
     depth = steps.expand(batch, size)
-    return Tree(
-        tokens,
-        (depth - 1).clamp(min=0),
-        depth,
-        torch.ones_like(tokens, dtype=torch.bool),
-        visible,
-        torch.zeros_like(tokens),
-    )
+    valid = score > float("-inf")
+    tokens, score = tokens.where(valid, 0), score.where(valid, float("-inf"))
+    return _tree(tokens, (depth - 1).clamp(min=0), depth, valid, torch.zeros_like(tokens), score, size - 1)
 
 
-def merge(candidates: Tensor, budget: int) -> Tree:
-    """candidates [B, C, G], all with the same slot 0 -> one tree of at most `budget` nodes."""
+def merge(candidates: Tensor, score: Tensor, budget: int) -> Tree:
+    """candidates [B, C, G], all with the same slot 0, and their paths' scores [B, C, G] -> at most `budget` nodes."""
     batch, count, size = candidates.shape
     device = candidates.device
     # same[b, c, e, g]: candidates c and e agree on slots 0 .. g. The first candidate that does owns the node.
     same = (candidates[:, :, None] == candidates[:, None]).int().cumprod(-1)
     owner = same.argmax(dim=2)  # [B, C, G]: argmax takes the first of equals
     own = owner == torch.arange(count, device=device)[:, None]
-    index = own.flatten(1).int().cumsum(1).sub(1)  # [B, F]: node number, where `own`
+    index = own.flatten(1).int().cumsum(1).sub(1)  # [B, C·G]: node number, where `own`
     index = index.view(batch, count, size).gather(1, owner)  # every slot's node, shared ones included
     parent = torch.cat([torch.zeros_like(index[..., :1]), index[..., :-1]], dim=-1)
 
@@ -69,15 +66,49 @@ def merge(candidates: Tensor, budget: int) -> Tree:
     place = torch.where(own & (index < budget), index, budget).flatten(1).long()
 
     def nodes(values: Tensor) -> Tensor:
-        out = torch.zeros(batch, budget + 1, dtype=torch.long, device=device)
-        return out.scatter_(1, place, values.expand(batch, count, size).reshape(batch, -1).long())[:, :budget]
+        out = torch.zeros(batch, budget + 1, dtype=values.dtype, device=device)
+        return out.scatter_(1, place, values.expand(batch, count, size).reshape(batch, -1))[:, :budget]
 
-    depth = nodes(torch.arange(size, device=device))
-    parents = nodes(parent)
-    valid = torch.arange(budget, device=device) < own.flatten(1).sum(1, keepdim=True)
-    visible = torch.eye(budget, dtype=torch.bool, device=device).expand(batch, budget, budget)
-    for _ in range(size - 1):  # a node sees what its parent sees: one level deeper each time
-        visible = visible | visible.gather(1, parents[..., None].expand(-1, -1, budget))
-    visible = torch.where(valid[..., None], visible, torch.eye(budget, dtype=torch.bool, device=device))
-    origin = nodes(torch.arange(count, device=device)[:, None])
-    return Tree(nodes(candidates), parents, depth, valid, visible, origin)
+    steps, numbers = torch.arange(size, device=device), torch.arange(count, device=device)[:, None]
+    total = own.flatten(1).sum(1)
+    valid = torch.arange(budget, device=device) < total[:, None]
+    return _tree(
+        nodes(candidates), nodes(parent.long()), nodes(steps), valid, nodes(numbers), nodes(score), size - 1,
+        merged=count * size - total,
+    )  # fmt: skip
+
+
+def ordered(
+    tokens: Tensor, parent: Tensor, depth: Tensor, origin: Tensor, score: Tensor, *, deepest: int, budget: int
+) -> Tree:
+    """The `budget` best of nodes given as columns [B, F], each behind its parent and scored no higher than it.
+
+    A score of -inf says that there is no such node; no depth exceeds `deepest`.
+    """
+    padding = budget - tokens.shape[1]
+    if padding > 0:
+        tokens, parent, depth, origin = (pad(column, (0, padding)) for column in (tokens, parent, depth, origin))
+        score = pad(score, (0, padding), value=float("-inf"))
+    score, order = score.sort(dim=-1, descending=True, stable=True)  # stable: among equals a parent stays in front
+    rank = order.argsort(-1)
+    parent = rank.gather(1, parent).gather(1, order)
+    columns = (tokens.gather(1, order), parent, depth.gather(1, order), origin.gather(1, order))
+    valid = score[:, :budget] > float("-inf")
+    tokens, parent, depth, origin = (column[:, :budget].where(valid, 0) for column in columns)
+    return _tree(tokens, parent, depth, valid, origin, score[:, :budget], deepest)
+
+
+def _tree(
+    tokens: Tensor, parent: Tensor, depth: Tensor, valid: Tensor, origin: Tensor, score: Tensor, deepest: int,
+    merged: Tensor | None = None,
+) -> Tree:  # fmt: skip
+    """Fill in who sees whom: a node sees what its parent sees, one level deeper each time."""
+    size = tokens.shape[1]
+    self_only = torch.eye(size, dtype=torch.bool, device=tokens.device).expand(len(tokens), size, size)
+    visible = self_only
+    for _ in range(min(deepest, size - 1)):
+        visible = visible | visible.gather(1, parent[..., None].expand(-1, -1, size))
+    visible = torch.where(valid[..., None], visible, self_only)
+    if merged is None:
+        merged = torch.zeros_like(tokens[:, 0])
+    return Tree(tokens, parent, depth, valid, visible, origin, score.masked_fill(~valid, float("-inf")), merged)

@@ -38,7 +38,8 @@ def make_engine(
             f"the policy needs {chosen.drafters} drafters", where=bundle.path,
             found=f"{sum(d is not None for d in (bundle.first, bundle.second))}", fix="choose another with --policy",
         )  # fmt: skip
-    executor = TorchExecutor(bundle.target.to(device), *(d.to(device) for d in drafters if d is not None))
+    models = [drafter.to(device) for drafter in drafters if drafter is not None]
+    executor = TorchExecutor(bundle.target.to(device), *models, block_size=recipe.tree.block_size)
     limits = recipe.limits
     return Engine(
         executor,
