@@ -1,4 +1,5 @@
-"""Recipe -> bundle, in the stages fetch, target, drafter_first, drafter_second, check, manifest.
+"""Recipe -> bundle, in the stages fetch, target, drafter_first, drafter_second, calibration, check,
+manifest.
 
 `Work` makes them survive a kill; a bundle's bytes depend on its recipe, its sources and the tools' versions alone.
 """
@@ -10,8 +11,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from d2sd.calibration import NAME as CALIBRATION_NAME
+from d2sd.calibration import CalibrationFile, write_calibration
 from d2sd.convert.bundle import Bundle, assemble
-from d2sd.convert.drafter import load_drafter, write_drafter
+from d2sd.convert.drafter import fingerprint, load_drafter, write_drafter
 from d2sd.convert.fetch import fetch
 from d2sd.convert.files import hash_files, write_json
 from d2sd.convert.gguf import convert_gguf
@@ -20,6 +23,7 @@ from d2sd.convert.progress import Progress, silent
 from d2sd.convert.target import source_files, write_target
 from d2sd.convert.weights import DTYPES
 from d2sd.convert.work import Run, Work
+from d2sd.errors import BuildError
 from d2sd.manifest import NAME, DrafterGeometry, Manifest, TargetGeometry
 from d2sd.modeling.config import DecoderConfig, DrafterConfig
 from d2sd.recipe import Recipe
@@ -59,13 +63,17 @@ def build(
 
 def _stages(plan: Plan, work: Work, check: Check) -> Manifest:
     assert plan.target is not None, "the fetch stage has run"
-    work.keep_only({part.name for part in plan.parts})
+    work.keep_only({part.name for part in plan.parts} | ({"calibration"} if plan.calibration else set()))
     versions = {tool: version(tool) for tool in _TOOLS}
     common: dict[str, object] = {"versions": versions, "precision": plan.recipe.precision}
     files: dict[str, str] = {}
     for part in plan.parts:
         source, need, write = _target(plan, part, work) if part is plan.target else _drafter(plan, part, work)
         files |= work.stage(part.name, common | {"source": source}, need, write).files
+    if plan.calibration is not None:
+        need, write = _calibration(plan, plan.calibration, work)
+        inputs = common | {"source": plan.calibration.model_dump(mode="json"), "drafters": list(files.items())}
+        files |= work.stage("calibration", inputs, need, write).files
     unproven = Manifest(
         recipe=plan.recipe,
         target=_target_geometry(plan.target),
@@ -107,6 +115,26 @@ def _drafter(plan: Plan, part: Part, work: Work) -> tuple[object, int, Run]:
         write_drafter(folder, drafter.config, drafter.state_dict())
 
     return hash_files(source, source_files(source), work.progress), part.weight_bytes + _SMALL_FILES, write
+
+
+def _calibration(plan: Plan, calibration: CalibrationFile, work: Work) -> tuple[int, Run]:
+    """Bytes needed and writer of the calibration, which must be of these very drafters."""
+
+    def write(folder: Path) -> None:
+        found: list[str | None] = [None, None]
+        for place, part in enumerate(plan.drafters):
+            found[place] = fingerprint(load_drafter(work.bundle / part.name, DTYPES[plan.recipe.precision]))
+        for name, mark, expected in zip(("first", "second"), found, calibration.drafters, strict=True):
+            if mark is not None and mark != expected:
+                raise BuildError(
+                    f"The calibration was fitted to another {name} drafter.",
+                    where=plan.recipe.path(plan.recipe.drafters.calibration or ""),
+                    found=expected, expected=mark, fix="run d2sd calibrate on a bundle with these drafters",
+                )  # fmt: skip
+        folder.mkdir(parents=True)
+        write_calibration(folder / CALIBRATION_NAME, calibration)
+
+    return 1 << 20, write
 
 
 def _target_geometry(part: Part) -> TargetGeometry:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from d2sd.calibration import NAME as CALIBRATION_NAME
+from d2sd.calibration import CalibrationFile, load_calibration
 from d2sd.convert.drafter import load_drafter
 from d2sd.convert.files import hash_files, list_files
 from d2sd.convert.offline import load_tokenizer
@@ -17,6 +19,8 @@ from d2sd.manifest import NAME, Manifest, load_manifest
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.recipe import Recipe
+
+CALIBRATION = f"calibration/{CALIBRATION_NAME}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class Bundle:
     second: Drafter | None
     tokenizer: Any  # a transformers tokenizer with its chat template
     stop_token_ids: tuple[int, ...]
+    calibration: CalibrationFile | None
 
     @property
     def recipe(self) -> Recipe:
@@ -75,4 +80,5 @@ def assemble(path: Path, manifest: Manifest) -> Bundle:
         second=load_drafter(path / "drafter_second", dtype) if manifest.second else None,
         tokenizer=load_tokenizer(path / "target"),
         stop_token_ids=stop_tokens(path / "target"),
+        calibration=load_calibration(path / CALIBRATION) if manifest.recipe.drafters.calibration else None,
     )

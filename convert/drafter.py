@@ -7,6 +7,7 @@ readers fill gaps with defaults of their own. A second drafter says so with `dfl
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from itertools import pairwise
@@ -234,3 +235,12 @@ def _fields(config: DrafterConfig) -> dict[str, object]:
         "use_sliding_window": False,
         "vocab_size": config.vocab_size,
     }
+
+
+def fingerprint(drafter: Drafter) -> str:
+    """SHA-256 of a drafter's weights in bf16, by name: the same in every precision that bf16 survives."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(drafter.state_dict().items()):
+        digest.update(f"{name} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()

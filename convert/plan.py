@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from d2sd.calibration import CalibrationFile, load_calibration
 from d2sd.convert.drafter import check_drafter_tensors, check_fit, drafter_shapes, read_drafter_config
 from d2sd.convert.fetch import cached_file
 from d2sd.convert.gguf import read_gguf_config
@@ -41,6 +42,7 @@ class Plan:
     target_file: Path | None  # a GGUF in the cache, or a checkpoint folder
     target: Part | None
     drafters: tuple[Part, ...]
+    calibration: CalibrationFile | None = None
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -69,7 +71,20 @@ def make_plan(recipe: Recipe) -> Plan:
         ("drafter_second", "variable_prefix", recipe.drafters.second),
     ]
     drafters = tuple(_drafter(recipe, name, role, drafter, config) for name, role, drafter in roles if drafter)
-    return Plan(recipe, target_file, target, drafters)
+    return Plan(recipe, target_file, target, drafters, _calibration(recipe))
+
+
+def _calibration(recipe: Recipe) -> CalibrationFile | None:
+    if recipe.drafters.calibration is None:
+        return None
+    path = recipe.path(recipe.drafters.calibration)
+    calibration = load_calibration(path)
+    if calibration.block_size != recipe.tree.block_size:
+        raise RecipeError(
+            "The calibration is of another block size.", where=f"{path}: block_size",
+            found=calibration.block_size, expected=recipe.tree.block_size, fix="run d2sd calibrate",
+        )  # fmt: skip
+    return calibration
 
 
 def _target_config(file: Path, *, is_gguf: bool) -> DecoderConfig:

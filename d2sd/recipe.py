@@ -15,7 +15,7 @@ from typing_extensions import Self
 from d2sd.errors import RecipeError
 
 Precision = Literal["fp32", "bf16", "fp16"]
-Policy = Literal["off", "chain", "d2sd"]
+Policy = Literal["auto", "off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid"]
 #: A plain name: it becomes a file or folder name, so it holds no separator and does not start with a dot.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
 Positive = Annotated[int, Field(ge=1)]
@@ -90,17 +90,19 @@ class Drafters(Part):
     first: DrafterSource | None = None
     #: absent where no variable-prefix drafter was trained: chain and off need none
     second: DrafterSource | None = None
+    #: a file by `d2sd calibrate`; absent, drafters are taken at their word and `auto` serves the largest tree
+    calibration: str | None = None
 
 
 class Tree(Part):
-    #: the paper's tree; chain is DFlash, off is plain decoding
-    policy: Policy = "d2sd"
+    #: auto serves the tree whose measured cost pays at each batch size, or none; the others are pinned
+    policy: Policy = "auto"
     #: γ, anchor included; what our drafters were trained with
     block_size: Annotated[int, Field(ge=2)] = 8
     #: K boundaries re-drafted a step: all of a block of 8, and the row budget decides what is kept
     branches: Positive = 7
-    #: rows verified a request and step: room for all branches of a block of 8, 36 nodes, and for wider trees
-    row_budget: Positive = 64
+    #: most rows verified a request and step; 64 is what a GPU verifies at little more than the cost of one
+    row_budget: Annotated[int, Field(ge=2)] = 64
 
 
 class Sampling(Part):
@@ -154,20 +156,17 @@ class Recipe(RecipeFile):
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
         tree, limits, sampling = self.tree, self.limits, self.sampling
-        if tree.row_budget < tree.block_size:
-            raise ValueError(
-                f"tree.row_budget {tree.row_budget} is smaller than a chain of tree.block_size {tree.block_size}; "
-                f"raise it to at least {tree.block_size}"
-            )
         if tree.branches > tree.block_size - 1:
             raise ValueError(
                 f"tree.branches {tree.branches} exceeds the {tree.block_size - 1} boundaries of tree.block_size "
                 f"{tree.block_size}; lower it to at most {tree.block_size - 1}"
             )
-        if tree.policy != "off" and self.drafters.first is None:
+        if tree.policy not in ("auto", "off", "lookup") and self.drafters.first is None:
             raise ValueError(f"tree.policy {tree.policy} needs drafters.first; add it or set tree.policy to off")
-        if tree.policy == "d2sd" and self.drafters.second is None:
-            raise ValueError("tree.policy d2sd needs drafters.second; add it or set tree.policy to chain")
+        if tree.policy in ("d2sd", "hybrid") and self.drafters.second is None:
+            raise ValueError(f"tree.policy {tree.policy} needs drafters.second; add it or set tree.policy to ddtree")
+        if self.drafters.calibration is not None and self.drafters.first is None:
+            raise ValueError("drafters.calibration is of drafters, and there are none; remove it")
         if self.drafters.second is not None and self.drafters.first is None:
             raise ValueError("drafters.second extends drafters.first, which is absent; add it")
         if limits.max_context % limits.page_size:

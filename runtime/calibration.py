@@ -33,6 +33,10 @@ class Calibration:
     def to(self, device: str) -> Calibration:
         return Calibration(self.slope.to(device), self.offset.to(device))
 
+    @staticmethod
+    def of(slope: list[list[list[list[float]]]], offset: list[list[list[list[float]]]]) -> Calibration:
+        return Calibration(torch.tensor(slope), torch.tensor(offset))
+
     def apply(self, draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:
         """What drafter 0 or 1 said, straightened: a first pass [B, S, M], or one [B, K, S, M] behind `branches`."""
         slots, width = draft.tokens.shape[-2:]
@@ -43,7 +47,7 @@ class Calibration:
         warm = batch.sampling.temperature.clamp(0, 1).view(-1, *[1] * (draft.tokens.dim() - 1))
 
         def chosen(values: Tensor) -> Tensor:
-            cold, hot = values[:, drafter][:, distance[..., None], kind]
+            cold, hot = values[:, drafter][:, distance[..., None], kind].unbind(0)
             return torch.lerp(cold, hot, warm)
 
         odds = chosen(self.slope) * log_odds(draft.logprob) + chosen(self.offset)

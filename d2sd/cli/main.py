@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import click
 
+from d2sd.cli.bench import bench
 from d2sd.cli.build import build
+from d2sd.cli.calibrate import calibrate
 from d2sd.cli.generate import generate
 from d2sd.cli.inspect import inspect
 from d2sd.cli.report import ReportingGroup
@@ -22,7 +24,9 @@ def main() -> None:
     """
 
 
+main.add_command(bench)
 main.add_command(build)
+main.add_command(calibrate)
 main.add_command(generate)
 main.add_command(inspect)
 main.add_command(train)

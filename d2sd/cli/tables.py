@@ -27,7 +27,8 @@ def show_plan(plan: Plan, output: Path) -> None:
         _line("", "so the target's geometry is unknown and the drafters are not held against it")
     elif pypi:
         _line("fetch", f"nothing: {pypi.package}=={pypi.version} is in the cache")
-    stages = ["fetch", "target", *(part.name for part in plan.drafters), "check", "manifest"]
+    calibration = ["calibration"] if plan.calibration else []
+    stages = ["fetch", "target", *(part.name for part in plan.drafters), *calibration, "check", "manifest"]
     _line("stages", " -> ".join(stages))
     _settings(plan.recipe)
     for part in plan.parts:

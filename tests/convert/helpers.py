@@ -8,12 +8,14 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
-from d2sd.convert.drafter import write_drafter
+from d2sd.calibration import CalibrationFile, write_calibration
+from d2sd.convert.drafter import fingerprint, load_drafter, write_drafter
 from d2sd.convert.hf_config import rope_fields
 from d2sd.modeling.decoder import Decoder
 from tests.tiny import tiny_decoder, tiny_drafter
@@ -82,6 +84,32 @@ def write_project(folder: Path, **changes: Any) -> Path:
     }
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe | changes))
+    return path
+
+
+def calibration_of(*drafters: Path, slots: int = 3) -> CalibrationFile:
+    """A calibration of drafters on disk, no two numbers of its tables alike; it promises more tokens than they give."""
+    first, second = (*(fingerprint(load_drafter(path, torch.float32)) for path in drafters), None)[:2]
+    assert first is not None
+    shape = 2, 2, slots, 2
+    numbers = torch.arange(8.0 * slots, dtype=torch.float64).view(shape)
+    curves = {name: [1 + rows / 8 for rows in range(8)] for name in ("chain", "ddtree", "hybrid")[: 1 + len(drafters)]}
+    return CalibrationFile(
+        drafters=(first, second), block_size=slots + 1, slope=(0.5 + numbers / 32).tolist(),
+        offset=(numbers / 8 - 1).tolist(), tau={"0": curves, "1": curves}, report={"prompts": 2},
+    )  # fmt: skip
+
+
+def add_calibration(recipe: Path) -> Path:
+    """Write `calibration.json` beside a project's recipe, of its drafters, and name it there; return its path."""
+    values = yaml.safe_load(recipe.read_text())
+    drafters = [
+        recipe.parent / values["drafters"][name]["path"] for name in ("first", "second") if name in values["drafters"]
+    ]
+    path = recipe.with_name("calibration.json")
+    write_calibration(path, calibration_of(*drafters, slots=values["tree"]["block_size"] - 1))
+    values["drafters"]["calibration"] = path.name
+    recipe.write_text(yaml.safe_dump(values))
     return path
 
 

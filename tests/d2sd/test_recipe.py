@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 import d2sd.recipe
 from d2sd.errors import RecipeError
-from d2sd.recipe import Recipe, load_recipe
+from d2sd.recipe import Policy, Recipe, load_recipe
+from d2sd.runtime.policy import NAMES
 
 ROOT = Path(__file__).parents[2]
 MINIMAL: dict[str, Any] = {
@@ -31,7 +32,7 @@ def load(folder: Path, values: object, *overrides: str) -> Recipe:
 
 def test_defaults_are_filled_in_and_canonical(tmp_path: Path) -> None:
     recipe = load(tmp_path, MINIMAL)
-    assert recipe.tree.row_budget == 64
+    assert (recipe.tree.policy, recipe.tree.row_budget) == ("auto", 64)
     assert recipe.limits.max_context == 2048
     assert recipe.path("target") == tmp_path / "target"
     spelled_out = load(tmp_path, recipe.canonical())
@@ -63,6 +64,8 @@ def test_every_default_has_its_reason_beside_it() -> None:
         ("sampling.top_p=0", "sampling.top_p"),
         ("precision=fp8", "precision"),
         ("tree.policy=eagle", "tree.policy"),
+        ("tree.row_budget=1", "tree.row_budget"),
+        ("drafters.calibration=3", "drafters.calibration"),
         ("d2sd=2", "d2sd"),
         ("name=../up", "name"),
         ("name=..", "name"),
@@ -83,11 +86,11 @@ def test_a_wrong_value_is_refused_by_its_key(tmp_path: Path, override: str, name
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["tree.row_budget=7"], ["7", "smaller than a chain", "8"]),
         (["tree.branches=8"], ["tree.branches 8", "7"]),
         (["tree.block_size=4"], ["tree.branches 7", "3"]),
-        (["drafters.second=null"], ["d2sd needs drafters.second", "chain"]),
+        (["drafters.second=null", "tree.policy=d2sd"], ["d2sd needs drafters.second", "ddtree"]),
         (["drafters={}", "tree.policy=chain"], ["chain needs drafters.first", "off"]),
+        (["drafters={calibration: c.json}"], ["drafters.calibration", "remove"]),
         (["drafters.first=null", "tree.policy=off"], ["drafters.second", "drafters.first"]),
         (["limits.max_context=100"], ["100", "16", "112"]),
         (["limits.max_context=256"], ["max_new_tokens 256", "256"]),
@@ -100,6 +103,26 @@ def test_fields_that_contradict_each_other(tmp_path: Path, overrides: list[str],
         load(tmp_path, MINIMAL, *overrides)
     for part in told:
         assert part in str(caught.value)
+
+
+def test_policies_are_the_runtimes_and_auto() -> None:
+    assert get_args(Policy) == ("auto", *NAMES)
+
+
+@pytest.mark.parametrize("policy", get_args(Policy))
+def test_a_policy_needs_the_drafters_it_runs(tmp_path: Path, policy: str) -> None:
+    needed = {"auto": 0, "off": 0, "lookup": 0, "d2sd": 2, "hybrid": 2}.get(policy, 1)
+    for count, drafters in enumerate(["{}", "{first: {path: a}}", "{first: {path: a}, second: {path: b}}"]):
+        overrides = f"tree.policy={policy}", f"drafters={drafters}"
+        if count >= needed:
+            assert load(tmp_path, MINIMAL, *overrides).tree.policy == policy
+        else:
+            with pytest.raises(RecipeError, match=f"{policy} needs drafters"):
+                load(tmp_path, MINIMAL, *overrides)
+
+
+def test_a_tree_may_be_smaller_than_a_chain(tmp_path: Path) -> None:
+    assert load(tmp_path, MINIMAL, "tree.row_budget=2").tree.row_budget == 2
 
 
 @pytest.mark.parametrize("file", ["../a.gguf", "/a.gguf", "a/../../b.gguf", "a\\b.gguf"])

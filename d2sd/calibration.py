@@ -1,0 +1,65 @@
+"""`calibration.json`: how far a pair of drafters may be believed, and how many tokens a step their trees gained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import Self
+
+from d2sd.errors import CheckpointError
+
+NAME = "calibration.json"
+
+#: By temperature (0, 1), drafter (first, second), distance and kind (best, sibling).
+Table = list[list[list[list[float]]]]
+
+
+class CalibrationFile(BaseModel):
+    """Written by `d2sd calibrate`; read by the build, which holds the fingerprints against its drafters."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    d2sd_calibration: Literal[1] = 1
+    drafters: tuple[str, str | None]  # fingerprints of first and second
+    block_size: Annotated[int, Field(ge=2)]
+    slope: Table
+    offset: Table
+    #: tokens a step by temperature ("0", "1") and policy; entry n is with n + 1 rows
+    tau: dict[Literal["0", "1"], dict[str, list[float]]]
+    #: what it was fitted on, and the expected calibration error before and after
+    report: dict[str, float]
+
+    @model_validator(mode="after")
+    def _shape(self) -> Self:
+        shape = [2, 2, self.block_size - 1, 2]
+        for table in (self.slope, self.offset):
+            pairs = [pair for drafters in table for distances in drafters for pair in distances]
+            sizes = [len(table), *{len(part) for part in table}, *{len(d) for part in table for d in part}]
+            if [*sizes, *{len(pair) for pair in pairs}] != shape:
+                raise ValueError(f"slope and offset have the shape {shape}")
+        return self
+
+
+def load_calibration(path: Path) -> CalibrationFile:
+    """Read and validate; raises `CheckpointError` naming file and key."""
+    try:
+        return CalibrationFile.model_validate_json(path.read_text("utf-8"))
+    except OSError as error:
+        raise CheckpointError("The calibration cannot be read.", where=path, found=error.strerror) from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError("The calibration is damaged.", where=path, found=error) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "file"
+        raise CheckpointError(
+            "The calibration is damaged.", where=f"{path}: {key}", found=first["msg"], fix="run d2sd calibrate"
+        ) from None
+
+
+def write_calibration(path: Path, calibration: CalibrationFile) -> None:
+    """One line a key: the tables are for programs."""
+    lines = (f'"{key}": {json.dumps(value)}' for key, value in calibration.model_dump(mode="json").items())
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")

@@ -1,0 +1,90 @@
+"""What one step says about drafters and tree, request by request, as plain facts: for calibration and benchmarks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from d2sd.runtime.engine import StepTrace
+from d2sd.runtime.sequence import Sequence
+
+
+class Judged(NamedTuple):
+    """A node whose parent was accepted: the target has said whether it is right."""
+
+    drafter: int  # 0 the first, 1 the second
+    distance: int  # slots behind the last token the drafter was shown; 0 the next one
+    sibling: bool  # not the slot's best candidate
+    logprob: float  # what the drafter said of it, given its parent
+    right: bool
+    row: int  # its place in the tree: one of fewer rows would not have it
+
+    @property
+    def said(self) -> float:
+        """The drafter's probability."""
+        return math.exp(self.logprob)
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One request in one step."""
+
+    sequence: Sequence
+    accepted: int  # tokens committed, bonus included
+    chain: int  # leading tokens of the first draft's best candidates that were right
+    nodes: int
+    merged: int
+    rank: int | None  # of the branch that restarts exactly where that chain ends; None: no branch does
+    rescued: bool  # the second pass's nodes carried acceptance beyond that chain
+    judged: list[Judged]
+
+
+def observe(trace: StepTrace) -> list[Observation]:
+    """The facts of every request of a step."""
+    return [_request(trace, row) for row in range(len(trace.sequences))]
+
+
+def _request(trace: StepTrace, row: int) -> Observation:
+    tree, accepted = trace.tree, trace.accepted
+    count = int(accepted.count[row])
+    path = accepted.path[row, :count].tolist()
+    truth = accepted.tokens[row, :count].tolist()
+    nodes = int(tree.valid[row].sum())
+    best = [] if trace.first is None else trace.first.best[row].tolist()
+    chain = next((i for i, (a, b) in enumerate(zip(best, truth, strict=False)) if a != b), min(len(best), count))
+    rank = None
+    lengths: list[int] = []
+    if trace.branches is not None:
+        lengths = trace.branches.length[row].tolist()
+        kept = trace.branches.tokens[row].tolist()
+        starts = [tokens[:length] for tokens, length in zip(kept, lengths, strict=True)]
+        rank = next((i for i, start in enumerate(starts) if start == best[:chain]), None)
+    return Observation(
+        trace.sequences[row],
+        count,
+        chain,
+        nodes,
+        int(tree.merged[row]),
+        rank,
+        trace.policy.second is not None and int(accepted.winner[row]) > 0 and count - 1 > chain,
+        _judged(trace, row, nodes, path, lengths),
+    )
+
+
+def _judged(trace: StepTrace, row: int, nodes: int, path: list[int], lengths: list[int]) -> list[Judged]:
+    tree, second = trace.tree, trace.policy.second
+    parent, depth = tree.parent[row, :nodes].tolist(), tree.depth[row, :nodes].tolist()
+    origin = tree.origin[row, :nodes].tolist()
+    logprob = (tree.score[row] - tree.score[row].gather(0, tree.parent[row])).tolist()
+    right, elder = set(path), set()
+    found = []
+    for node in range(1, nodes):
+        above = parent[node]
+        if above in right:
+            branch = origin[node] if second is not None else 0  # a sample is of the first pass
+            distance = depth[node] - 1 - (lengths[branch - 1] if branch else 0)
+            drafter = second if branch and second is not None else 0
+            found.append(Judged(drafter, distance, above in elder, logprob[node], node in right, node))
+        elder.add(above)
+    return found

@@ -1,0 +1,226 @@
+"""What is read off a step, against a loop over paths of tokens."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from d2sd.runtime.accept import accept
+from d2sd.runtime.draft import Branches, Draft
+from d2sd.runtime.engine import StepTrace
+from d2sd.runtime.observe import Judged, Observation, observe
+from d2sd.runtime.policy import NAMES, WIDTH, Chain, DDTree, Hybrid, Lookup, Off, Policy, PolicyName, make_policy
+from d2sd.runtime.request import Request
+from d2sd.runtime.sequence import Sequence
+from tests.runtime.drafts import NONSENSE, Passes, batch_of, draft_of, nodes_of, passes
+from tests.runtime.helpers import STEADY
+from tests.runtime.oracle import Path
+
+
+def sequences(count: int) -> tuple[Sequence, ...]:
+    return tuple(Sequence(n, Request((0,)), [0]) for n in range(count))
+
+
+def finite(draft: Draft) -> Draft:
+    """Everything is proposed: -inf is what a drafter never says of a slot's best."""
+    return Draft(draft.tokens, draft.logprob.clamp(min=-9.0))
+
+
+def trace_of(made: Passes, policy: Policy, agree: float, seed: int, active: int) -> StepTrace:
+    """A step whose target agrees with each node's likeliest child, or some other, as the dice say."""
+    dice = random.Random(seed)
+    first = None if isinstance(policy, Off) else made.first
+    branches = made.branches if policy.second is not None else None
+    second = made.second if policy.second is not None else None
+    tree = policy.build(made.batch, first, branches, second)
+    chosen = torch.full_like(tree.tokens, 99)
+    for row in range(len(made)):
+        for node in range(1, int(tree.valid[row].sum())):
+            if chosen[row, tree.parent[row, node]] == 99 and dice.random() < agree:
+                chosen[row, tree.parent[row, node]] = tree.tokens[row, node]
+    longest = made.first.tokens.shape[1] + 1
+    return StepTrace(sequences(active), policy, first, branches, tree, accept(tree, chosen, longest))
+
+
+def slowly(trace: StepTrace, row: int) -> Observation:
+    """The definitions, word by word."""
+    nodes = nodes_of(trace.tree, row)
+    by_path = {node.path: node for node in nodes}
+    count = int(trace.accepted.count[row])
+    deepest = nodes[int(trace.accepted.path[row, count - 1])].path
+    path = [deepest[:n] for n in range(1, len(deepest) + 1)]
+    truth = [*deepest[1:], int(trace.accepted.tokens[row, count - 1])]
+    best = [] if trace.first is None else trace.first.tokens[row, :, 0].tolist()
+    chain = 0
+    while chain < min(len(best), count) and best[chain] == truth[chain]:
+        chain += 1
+    starts: list[list[int]] = []
+    if trace.branches is not None:
+        rows = zip(trace.branches.tokens[row].tolist(), trace.branches.length[row].tolist(), strict=True)
+        starts = [tokens[:length] for tokens, length in rows]
+    rank = next((n for n, start in enumerate(starts) if start == best[:chain]), None)
+    judged, parents = [], list[Path]()
+    for number, node in enumerate(nodes[1:], 1):
+        above = node.path[:-1]
+        slot = len(node.path) - 2
+        redrafted = trace.policy.second is not None and node.origin > 0
+        if above in path:
+            judged.append(
+                Judged(
+                    drafter=(trace.policy.second or 0) if redrafted else 0,
+                    distance=slot - len(starts[node.origin - 1]) if redrafted else slot,
+                    sibling=above in parents,
+                    logprob=node.score - by_path[above].score,
+                    right=node.path in path,
+                    row=number,
+                )
+            )
+        parents.append(above)
+    merged = int(trace.tree.merged[row])
+    rescued = trace.policy.second is not None and by_path[deepest].origin > 0 and len(path) - 1 > chain
+    return Observation(trace.sequences[row], len(path), chain, len(nodes), merged, rank, rescued, judged)
+
+
+def check(trace: StepTrace) -> list[Observation]:
+    found = observe(trace)
+    assert len(found) == len(trace.sequences)
+    for row, one in enumerate(found):
+        wanted = slowly(trace, row)
+        assert [n._replace(logprob=0.0) for n in one.judged] == [n._replace(logprob=0.0) for n in wanted.judged]
+        assert [n.logprob for n in one.judged] == pytest.approx([n.logprob for n in wanted.judged], abs=1e-4)
+        assert replace(one, judged=[]) == replace(wanted, judged=[])
+        assert sum(node.right for node in one.judged) == one.accepted - 1
+    return found
+
+
+@STEADY
+@given(passes(ties=False), st.sampled_from(NAMES), st.integers(2, 40), st.sampled_from([0.2, 0.6, 1.0]), st.integers())
+def test_equals_a_loop_over_paths(made: Passes, name: PolicyName, rows: int, agree: float, seed: int) -> None:
+    made = replace(made, first=finite(made.first), second=finite(made.second))
+    slots = made.first.tokens.shape[1]
+    policy = make_policy(name, block_size=max(slots, made.count) + 1, branches=made.count, row_budget=rows)
+    check(trace_of(made, policy, agree, seed, active=len(made)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_everything_occurs(name: PolicyName) -> None:
+    """The loop above is no use if no step has a branch that wins: seven slots, sixteen candidates, four branches."""
+    dice = random.Random(3)
+    policy = make_policy(name, block_size=8, branches=4, row_budget=64)
+    found: list[Observation] = []
+    for seed in range(8):
+
+        def slot() -> list[tuple[int, float]]:
+            return [(t, -dice.random() - n) for n, t in enumerate(dice.sample(range(64), WIDTH))]
+
+        first = draft_of([[slot() for _ in range(7)] for _ in range(3)])
+        length = torch.tensor([dice.sample(range(1, 6), 4) for _ in range(3)])
+        second = [[[[NONSENSE] * WIDTH] * n + [slot() for _ in range(7 - n)] for n in own] for own in length.tolist()]
+        branches = Branches(first.best[:, None].expand(-1, 4, -1), length, torch.full_like(length, -1))
+        made = Passes(batch_of([1] * 3, [0] * 3, [0] * 3), (0, 0, 0), first, branches, draft_of(second))
+        found += check(trace_of(made, policy, 0.6, seed, active=2))  # the third row is padding
+    assert len(found) == 16
+    judged = [node for one in found for node in one.judged]
+    assert any(one.rank is not None for one in found) == (policy.second is not None)
+    assert {node.drafter for node in judged} == (set() if name == "off" else {0, policy.second or 0})
+    assert any(one.rescued for one in found) == (policy.second is not None)
+    assert any(one.accepted - 1 > one.chain for one in found) == (name not in ("off", "lookup", "chain"))
+    if name in ("ddtree", "hybrid"):
+        assert {node.sibling for node in judged if node.right} == {True, False}
+
+
+A, B = math.log(0.5), math.log(0.25)
+
+
+def by_hand(policy: Policy, chosen: list[int]) -> Observation:
+    """Two slots, two candidates; a branch behind the token 1.
+
+    0 ─ 1 ─ 5 (behind the branch; its sibling is 6)
+      └ 2 ─ 3, 4
+    """
+    first = draft_of([[[(1, A), (2, B)], [(3, A), (4, B)]]])
+    branches = Branches(torch.tensor([[[1, 9]]]), torch.tensor([[1]]), torch.tensor([[-1]]))
+    second = draft_of([[[[NONSENSE] * 2, [(5, A), (6, B)]]]])
+    batch = batch_of([0], [0], [0])
+    with_second = policy.second is not None
+    tree = policy.build(batch, first, branches if with_second else None, second if with_second else None)
+    target: Tensor = torch.tensor([[*chosen, *[99] * (tree.tokens.shape[1] - len(chosen))]])
+    return observe(
+        StepTrace(
+            sequences(1), policy, first, branches if with_second else None, tree, accept(tree, target, 3),
+        )
+    )[0]  # fmt: skip
+
+
+def test_a_branch_that_rescues_by_hand() -> None:
+    """Nodes by score: 0, 1 (1/2), 5 (1/4), 2 (1/4), 6 (1/8), 3 (1/8), 4 (1/16); the target says 1, then 5, then 7."""
+    one = by_hand(Hybrid(7, 1), [1, 5, 7])
+    assert (one.accepted, one.chain, one.nodes, one.rank, one.rescued) == (3, 1, 7, 0, True)
+    told = {(n.drafter, n.distance, n.sibling, round(n.said, 3), n.right) for n in one.judged}
+    assert told == {
+        (0, 0, False, 0.5, True), (0, 0, True, 0.25, False),
+        (1, 0, False, 0.5, True), (1, 0, True, 0.25, False),
+    }  # fmt: skip
+    assert next(n.row for n in one.judged if (n.drafter, n.sibling) == (0, False)) == 1
+
+
+def test_no_branch_where_the_chain_ends_by_hand() -> None:
+    one = by_hand(Hybrid(7, 1), [8])
+    assert (one.accepted, one.chain, one.rank, one.rescued) == (1, 0, None, False)
+    assert [(n.distance, n.right) for n in one.judged] == [(0, False), (0, False)]
+
+
+def test_a_sibling_of_the_first_pass_is_no_rescue_by_hand() -> None:
+    one = by_hand(DDTree(7), [2, 99, 3])
+    assert (one.accepted, one.chain, one.rank, one.rescued) == (3, 0, None, False)
+
+
+def test_a_bonus_that_the_draft_had_too_counts_for_its_chain() -> None:
+    """A tree of two rows has no room for the second draft, which the target then says itself."""
+    one = by_hand(DDTree(2), [1, 3])
+    assert (one.accepted, one.chain, one.nodes, one.rescued) == (2, 2, 2, False)
+
+
+def test_plain_decoding_has_nothing_to_judge() -> None:
+    batch = batch_of([4], [0], [0])
+    policy = Off(1)
+    tree = policy.build(batch, None, None, None)
+    (one,) = observe(StepTrace(sequences(1), policy, None, None, tree, accept(tree, torch.tensor([[3]]), 4)))
+    assert (one.accepted, one.chain, one.nodes, one.rank, one.rescued, one.judged) == (1, 0, 1, None, False, [])
+
+
+def test_what_lookup_did_not_find_is_not_judged() -> None:
+    first = draft_of([[[(1, 0.0)], [(0, -math.inf)]]])
+    policy, batch = Lookup(3), batch_of([0], [0], [0])
+    tree = policy.build(batch, first, None, None)
+    (one,) = observe(StepTrace(sequences(1), policy, first, None, tree, accept(tree, torch.tensor([[1, 0, 9]]), 3)))
+    assert (one.accepted, one.nodes, [node.said for node in one.judged]) == (2, 2, [1.0])
+
+
+@pytest.mark.parametrize("said", [0.0, -1e-9])
+def test_a_certain_draft_that_was_wrong_is_a_number(said: float) -> None:
+    """fp32 rounds a confident drafter's word to exactly 1; then the branch behind it had no chance, and won."""
+    first = draft_of([[[(1, said)], [(2, A)], [(3, A)]]])
+    branches = Branches(torch.tensor([[[1, 2, 3]]]), torch.tensor([[0]]), torch.tensor([[1]]))
+    second = draft_of([[[[(5, A)], [(6, A)], [(7, A)]]]])
+    policy, batch = make_policy("d2sd", block_size=4, branches=1, row_budget=8), batch_of([0], [0], [0])
+    tree = policy.build(batch, first, branches, second)
+    chosen = torch.full_like(tree.tokens, 99)
+    for node in range(1, 7):
+        if int(tree.tokens[0, node]) in (5, 6, 7):
+            chosen[0, tree.parent[0, node]] = tree.tokens[0, node]
+    (one,) = observe(StepTrace(sequences(1), policy, first, branches, tree, accept(tree, chosen, 4)))
+    assert one.accepted == 4
+    assert [0 <= node.said <= 1 for node in one.judged] == [True] * 4, [node.said for node in one.judged]
+
+
+def test_a_chain_of_fewer_rows_than_slots() -> None:
+    one = by_hand(Chain(2), [1, 3])
+    assert (one.accepted, one.chain, one.rescued) == (2, 2, False)
