@@ -1,4 +1,4 @@
-"""Is speculation lossless on real prompts, and how many tokens a step does it give?
+"""Is speculation lossless on real prompts?
 
 Every prompt is answered by plain decoding at batch 1, then by every policy at batch 1 and in a shuffled in-flight
 batch with staggered joins; all answers must be equal token for token. A difference is excused only where the two best
@@ -23,7 +23,7 @@ from d2sd.cli.report import Reporting, bar
 from d2sd.cli.serving import chat_request, make_engine, read_prompts
 from d2sd.convert.bundle import Bundle, load_bundle
 from d2sd.errors import D2SDError
-from d2sd.recipe import Policy
+from d2sd.runtime.policy import NAMES, PolicyName
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.ties import TIE, first_difference, score_gap
 
@@ -43,7 +43,7 @@ class Part:
 
     prompt_set: str
     regime: str
-    policy: Policy
+    policy: PolicyName
     batch: int
 
     @property
@@ -53,9 +53,7 @@ class Part:
 
 def parts(prompt_set: str) -> list[Part]:
     """Plain decoding at batch 1 comes first: the others are held against it."""
-    modes: list[tuple[Policy, int]] = [
-        ("off", 1), ("chain", 1), ("d2sd", 1), ("off", IN_FLIGHT), ("chain", IN_FLIGHT), ("d2sd", IN_FLIGHT),
-    ]  # fmt: skip
+    modes = [(policy, batch) for batch in (1, IN_FLIGHT) for policy in NAMES]
     return [Part(prompt_set, regime, policy, batch) for regime in REGIMES for policy, batch in modes]
 
 
@@ -94,8 +92,6 @@ def run(bundle: Bundle, part: Part, requests: list[Request], device: str) -> dic
         "part": asdict(part),
         "answers": [s.answer for s in done],
         "tau": [s.stats.tau for s in done],
-        "rows_per_step": sum(s.stats.rows for s in done) / sum(s.stats.steps for s in done),
-        "step_seconds": engine.clock.step_seconds,
     }
 
 
@@ -114,59 +110,14 @@ def compare(
     return differences
 
 
-def lookup_tau(prompt: tuple[int, ...], answer: list[int], block_size: int) -> float:
-    """Tau of prompt lookup: it drafts what followed the last occurrence of the longest suffix of up to 3 tokens."""
-    tokens, place, steps = [*prompt, *answer], len(prompt), 0
-    while place < len(tokens):
-        draft: list[int] = []
-        for size in (3, 2, 1):
-            suffix = tokens[place - size : place]
-            starts = [i for i in range(place - size) if tokens[i : i + size] == suffix]
-            if starts:
-                draft = tokens[starts[-1] + size : place][: block_size - 1]
-                break
-        gained = 1
-        while (
-            gained <= len(draft)
-            and place + gained - 1 < len(tokens)
-            and draft[gained - 1] == tokens[place + gained - 1]
-        ):
-            gained += 1
-        place += gained
-        steps += 1
-    return (place - len(prompt)) / steps
-
-
-def summary(out: Path, block_size: int, prompts: dict[str, list[tuple[int, ...]]]) -> str:
-    """Markdown: tau by set and policy at T=0 and batch 1, and the verdict of every part."""
+def summary(out: Path) -> str:
+    """Markdown: the verdict, and every answer that differs."""
     results = {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("*-*.json"))}
-    by_part = {
-        (r["part"]["prompt_set"], r["part"]["regime"], r["part"]["policy"], r["part"]["batch"]): r
-        for r in results.values()
-    }
-
-    def mean(values: list[float]) -> float:
-        return sum(values) / len(values)
-
-    lines = ["| tau, T=0 | " + " | ".join(prompts) + " | mean |", "|---|" + "---|" * (len(prompts) + 1)]
-    table: dict[str, list[float]] = {"prompt lookup": []}
-    for name, contexts in prompts.items():
-        plain = by_part[name, "greedy", "off", 1]["answers"]
-        table["prompt lookup"].append(
-            mean([lookup_tau(p, a, block_size) for p, a in zip(contexts, plain, strict=True)])
-        )
-        for policy in ("chain", "d2sd"):
-            table.setdefault(policy, []).append(mean(by_part[name, "greedy", policy, 1]["tau"]))
-    for policy, values in table.items():
-        lines.append(f"| {policy} | " + " | ".join(f"{v:.2f}" for v in values) + f" | {mean(values):.3f} |")
     compared = [r for r in results.values() if "differences" in r]
-    different = [(key, d) for key, r in zip(results, results.values(), strict=True) for d in r.get("differences", [])]
+    different = [(key, d) for key, r in results.items() for d in r.get("differences", [])]
     beyond = sum(not d["excused"] for _, d in different)
     answers = sum(len(r["answers"]) for r in compared)
-    lines += [
-        "",
-        f"{answers} answers compared in {len(compared)} parts: {len(different)} differ, {beyond} beyond {TIE:g}.",
-    ]
+    lines = [f"{answers} answers compared in {len(compared)} parts: {len(different)} differ, {beyond} beyond {TIE:g}."]
     lines += [f"- {key}: prompt {d['prompt']}, token {d['token']}, gap {d['gap']:.1e}" for key, d in different]
     return "\n".join(lines)
 
@@ -201,11 +152,7 @@ def main(bundle: Path, prompts: Path, out: Path, per_set: int, tokens: int, only
             )
         unexcused += sum(not d["excused"] for d in json.loads(path.read_text()).get("differences", []))
     if all((out / part.file).exists() for prompt_set in SETS for part in parts(prompt_set)):
-        contexts = {
-            s: [r.prompt for r in requests_of(loaded, prompts, Part(s, "greedy", "off", 1), per_set, tokens)]
-            for s in SETS
-        }
-        text = summary(out, loaded.recipe.tree.block_size, contexts)
+        text = summary(out)
         (out / "summary.md").write_text(text + "\n")
         click.echo(text)
     if unexcused:

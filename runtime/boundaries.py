@@ -43,7 +43,7 @@ def tree_branches(anchor: Tensor, first: Draft, count: int) -> Branches:
     pass would see what the first one saw.
     """
     slots = first.best.shape[1]
-    # Of 1 + K + S nodes at most S are on the chain, so the K best others are among them whatever the chain's scores.
+    # Of K + S nodes the root and at most S - 1 others are on the chain: the K best of the rest are among them.
     inner = Draft(first.tokens[:, :-1], first.logprob[:, :-1])  # behind slot S there is nothing to draft
     tree = grow(anchor, inner, count + slots)
     path = _paths(tree, slots)

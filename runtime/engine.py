@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import torch
 
 from d2sd.errors import RequestError
 from d2sd.runtime.accept import Accepted, accept
+from d2sd.runtime.adaptive import Adaptive, Forecast, measure
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.calibration import Calibration
 from d2sd.runtime.draft import Branches, Draft
@@ -39,6 +41,7 @@ class StepTrace:
     """The tensors of the last decode step, for whoever wants to draw or count them."""
 
     sequences: tuple[Sequence, ...]
+    policy: Policy
     first: Draft | None
     branches: Branches | None
     tree: Tree
@@ -61,6 +64,7 @@ class Engine:
         `calibration` straightens what the drafters say of themselves; without it they are taken at their word.
         """
         self.executor, self.policy, self.limits = executor, policy, limits
+        self._adaptive: Adaptive | None = None
         self._calibration = None if calibration is None else calibration.to(executor.device)
         self.clock = Clock()
         self.trace: StepTrace | None = None
@@ -68,6 +72,16 @@ class Engine:
         self._scheduler = Scheduler(limits, executor.block_size)
         self._next_id = 0
         executor.allocate(self._scheduler.page_count, limits.page_size)
+
+    def adapt(
+        self, policies: SequenceOf[Policy], forecast: Forecast, advance: Callable[[int], None] = lambda buckets: None
+    ) -> None:
+        """Measure what a step of each policy costs at each batch size and serve what pays from now on.
+
+        `policies` hold plain decoding and stand in the order of their rows.
+        """
+        seconds = measure(self.executor, policies, forecast, self.limits, advance)
+        self._adaptive = Adaptive(policies, seconds, forecast)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -128,6 +142,7 @@ class Engine:
         sequences = self.admit()
         if not sequences:
             return []
+        self._prepare(sequences)
         batch = self._batch(sequences)
         first = self.draft_first(batch, sequences)
         branches = self.pick_boundaries(batch, first)
@@ -136,7 +151,7 @@ class Engine:
         verified = self.verify(batch, tree)
         accepted = self.accept(batch, tree, verified)
         self.commit(batch, verified, accepted)
-        return self.retire(StepTrace(tuple(sequences), first, branches, tree, accepted))
+        return self.retire(StepTrace(tuple(sequences), self.policy, first, branches, tree, accepted))
 
     def admit(self) -> list[Sequence]:
         """Let requests join, compute their prompts chunk by chunk; returns those ready to decode."""
@@ -153,7 +168,7 @@ class Engine:
             if self.policy.first == "lookup":
                 return self._look_up(batch, sequences)
             draft = self.executor.draft_first(batch, self.policy.width)
-            return draft if self._calibration is None else self._calibration.apply(draft, batch, 0)
+            return self._calibrated(draft, batch, 0)
 
     def pick_boundaries(self, batch: Batch, first: Draft | None) -> Branches | None:
         if first is None or self.policy.second is None:
@@ -167,7 +182,7 @@ class Engine:
             return None
         with self.clock.stage("draft_second"):
             draft = self.executor.draft_second(batch, branches, drafter, self.policy.width)
-            return draft if self._calibration is None else self._calibration.apply(draft, batch, drafter, branches)
+            return self._calibrated(draft, batch, drafter, branches)
 
     def build_tree(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         with self.clock.stage("build_tree"):
@@ -179,10 +194,8 @@ class Engine:
 
     def accept(self, batch: Batch, tree: Tree, verified: Verified) -> Accepted:
         with self.clock.stage("accept"), torch.inference_mode():
-            longest = self.executor.block_size
-            depths = min(longest, self.policy.rows)
-            chosen = choose(verified.logits, tree.depth, batch.context_len, depths, batch.sampling)
-            return accept(tree, chosen, longest)
+            depths = min(self.executor.block_size, self.policy.rows)
+            return accept(tree, choose(verified.logits, tree.depth, batch.context_len, depths, batch.sampling), depths)
 
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         with self.clock.stage("commit"):
@@ -195,10 +208,13 @@ class Engine:
             self.trace = trace
             accepted = trace.accepted
             counts, tokens, winners = accepted.count.tolist(), accepted.tokens.tolist(), accepted.winner.tolist()
+            if self._adaptive is not None:
+                active = len(trace.sequences)
+                self._adaptive.learn(trace.policy, _temperature(trace.sequences), counts[:active])
             outputs = []
             for sequence, count, chosen, winner in zip(trace.sequences, counts, tokens, winners, strict=False):
                 sequence.cached += count
-                sequence.stats.record(count, winner, self.policy.rows)
+                sequence.stats.record(count, winner, trace.policy.rows, str(trace.policy))
                 outputs.append(self._take(sequence, chosen[:count]))
                 if sequence.finish is not None:
                     self._scheduler.remove(sequence)
@@ -229,15 +245,27 @@ class Engine:
                 sequence.finish = "stop"
         return Output(sequence, tuple(taken), text, sequence.finish)
 
+    def _calibrated(self, draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:
+        if self._calibration is None or not self.policy.ranks:
+            return draft
+        return self._calibration.apply(draft, batch, drafter, branches)
+
     def _look_up(self, batch: Batch, sequences: list[Sequence]) -> Draft:
         """What followed the last time; host work, so this policy is no part of a captured graph."""
         slots = self.executor.block_size - 1
         found = [lookup(sequence.tokens, slots) for sequence in sequences]
         found += [[]] * (len(batch.anchor) - len(found))
-        tokens = torch.tensor([ids + [0] * (slots - len(ids)) for ids in found], device=self.executor.device)
-        length = torch.tensor([len(ids) for ids in found], device=self.executor.device)
-        known = torch.arange(slots, device=self.executor.device) < length[:, None]
-        return Draft(tokens[..., None], torch.where(known, 0.0, float("-inf"))[..., None])
+        tokens = torch.tensor([ids or [0] * slots for ids in found], device=self.executor.device)
+        known = torch.tensor([bool(ids) for ids in found], device=self.executor.device)
+        logprob = torch.where(known[:, None], 0.0, float("-inf")).expand(-1, slots)
+        return Draft(tokens.view(-1, slots, 1).long(), logprob[..., None])
+
+    def _prepare(self, sequences: list[Sequence]) -> None:
+        """Choose the tree, and bring the drafters it runs up to date: what is owed differs from step to step."""
+        if self._adaptive is not None:
+            self.policy = self._adaptive.choose(_bucket(len(sequences)), _temperature(sequences))
+        with self.clock.stage("commit"):
+            self.executor.settle(self.policy.runs)
 
     def _prefill(self, sequence: Sequence, count: int) -> None:
         """One chunk, padded to its bucket."""
@@ -273,6 +301,11 @@ class Engine:
         for row, sequence in enumerate(sequences):
             table[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
         return table.to(self.executor.device)
+
+
+def _temperature(sequences: SequenceOf[Sequence]) -> float:
+    """Mean over a batch."""
+    return sum(s.request.sampling.temperature for s in sequences) / len(sequences)
 
 
 def _bucket(count: int) -> int:

@@ -2,13 +2,14 @@
 CUDA).
 
 Every method takes and returns tensors of shapes that depend only on the batch bucket and the policy, and none reads a
-value back to the host, so a whole decode step can be captured in a CUDA graph.
+value back to the host, so a decode step from `draft_first` to `commit` can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +36,19 @@ class Verified:
     rows: DecoderOutput
 
 
+class _Owed(NamedTuple):
+    """Committed rows whose K/V a drafter's pages lack yet."""
+
+    features: Tensor  # [B, T, n·E]
+    page_table: Tensor  # [B, M]
+    positions: Tensor  # [B, T]
+    keep: Tensor  # [B, T]
+
+
+#: Rows after which they are paid anyway: enough to share the reading of a drafter's weights.
+_MOST_OWED = 64
+
+
 class Executor(Protocol):
     """The models of a bundle behind one small surface."""
 
@@ -47,6 +61,12 @@ class Executor(Protocol):
 
     def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
         """Compute and commit a chunk: tokens [1, T], of which the first `length [1]` are real."""
+
+    def settle(self, drafters: Collection[int]) -> None:
+        """Bring these drafters' pages up to date with what was committed; they are about to run.
+
+        The others may be left behind for a while: read once, a drafter's weights serve many steps. No part of a graph.
+        """
 
     def draft_first(self, batch: Batch, width: int) -> Draft:
         """One block per request: [B, S, M] with M = `width`."""
@@ -102,6 +122,7 @@ class TorchExecutor:
 
         self._target_pool = pool(self.target)
         self._pools = [pool(drafter) for drafter in self._drafters]
+        self._owed: list[list[_Owed]] = [[] for _ in self._drafters]
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
@@ -145,13 +166,32 @@ class TorchExecutor:
     def _append(
         self, k: Tensor, v: Tensor, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor
     ) -> None:
-        """Write rows to the target's pages, and their features' K/V to the drafters'."""
+        """Write rows to the target's pages, and owe their features' K/V to the drafters'."""
         self._target_pool.write(k, v, page_table, positions, keep)
-        for drafter, pool in zip(self._drafters, self._pools, strict=True):
-            pool.write(*drafter.context_keys_values(features, positions), page_table, positions, keep)
+        for owed in self._owed:
+            owed.append(_Owed(features, page_table, positions, keep))
+
+    @torch.inference_mode()
+    def settle(self, drafters: Collection[int]) -> None:
+        for drafter, owed in enumerate(self._owed):
+            if owed and (drafter in drafters or sum(one.positions.numel() for one in owed) >= _MOST_OWED):
+                self._pay(drafter)
+
+    def _pay(self, drafter: int) -> None:
+        """One product over all rows owed, written in the order they came."""
+        owed, pool = self._owed[drafter], self._pools[drafter]
+        features = torch.cat([one.features.flatten(0, 1) for one in owed])[None]
+        positions = torch.cat([one.positions.flatten() for one in owed])[None]
+        k, v = self._drafters[drafter].context_keys_values(features, positions)
+        sizes = [one.positions.numel() for one in owed]
+        for one, keys, values in zip(owed, torch.split(k[:, 0], sizes, 1), torch.split(v[:, 0], sizes, 1), strict=True):
+            shape = (len(k), *one.positions.shape, *k.shape[-2:])
+            pool.write(keys.reshape(shape), values.reshape(shape), one.page_table, one.positions, one.keep)
+        owed.clear()
 
     def _draft(self, which: int, batch: Batch, blocks: Tensor) -> Tensor:
         """blocks [B, K, G], invisible to each other -> logits [B, K, G-1, V] of slots 1 .. γ-1."""
+        assert not self._owed[which], "settle comes first"
         drafter, pool = self._drafters[which], self._pools[which]
         _, count, size = blocks.shape
         of_block = torch.arange(count, device=blocks.device).repeat_interleave(size)
@@ -161,4 +201,3 @@ class TorchExecutor:
         rows = Rows(positions, visible, batch.page_table, batch.context_len)
         hidden = drafter(self.target.embed_tokens(blocks.flatten(1)), positions, pool.attend(rows))
         return self.target.logits(hidden.unflatten(1, (count, size))[:, :, 1:])
-

@@ -7,10 +7,13 @@ SUFFIXES = (3, 2, 1)
 
 
 def lookup(tokens: list[int], count: int) -> list[int]:
-    """Up to `count` tokens that followed the last earlier occurrence of the longest suffix of at most 3 tokens."""
+    """`count` tokens that followed the last earlier occurrence of the longest suffix of at most 3 tokens, or none."""
     for size in SUFFIXES:
         suffix = tokens[-size:]
         for start in range(len(tokens) - size - 1, -1, -1):
             if tokens[start : start + size] == suffix:
-                return tokens[start + size : start + size + count]
+                copied = list(tokens)
+                for place in range(start + size, start + size + count):
+                    copied.append(copied[place])  # past the end it copies itself: what repeats goes on repeating
+                return copied[len(tokens) :]
     return []

@@ -1,14 +1,14 @@
 """Tree policies: what is drafted and how it becomes a tree. All are lossless; rows and tokens a step differ.
 
-    policy     first pass      second pass                          tree
-    off        -               -                                    the anchor: plain decoding
-    lookup     prompt lookup   -                                    a chain: what every drafter must beat
-    chain      first drafter   -                                    a chain: DFlash (arXiv 2602.06036)
-    samples    first drafter   -                                    the chain and K samples of the same pass
-    reanchor   first drafter   first drafter at K boundaries        the chain and K branches
-    d2sd       first drafter   second drafter at K boundaries       the same: D²SD (arXiv 2606.04446)
-    ddtree     first drafter   -                                    likeliest paths of one pass: DDTree
-    hybrid     first drafter   second drafter at K tree nodes       likeliest paths of both passes
+policy     first pass      second pass                          tree
+off        -               -                                    the anchor: plain decoding
+lookup     prompt lookup   -                                    a chain: what every drafter must beat
+chain      first drafter   -                                    a chain: DFlash (arXiv 2602.06036)
+samples    first drafter   -                                    the chain and K samples of the same pass
+reanchor   first drafter   first drafter at K boundaries        the chain and K branches
+d2sd       first drafter   second drafter at K boundaries       the same: D²SD (arXiv 2606.04446)
+ddtree     first drafter   -                                    likeliest paths of one pass: DDTree
+hybrid     first drafter   second drafter at K tree nodes       likeliest paths of both passes
 """
 
 from __future__ import annotations
@@ -45,11 +45,15 @@ class Policy:
     first: ClassVar[Literal["nothing", "lookup", "drafter"]] = "drafter"  # who fills the first draft
     second: ClassVar[int | None] = None  # drafter of the second pass: 1 the second, 0 the first once more
     width: ClassVar[int] = 1  # M, candidates of every slot
+    ranks: ClassVar[bool] = True  # by probability, so that a calibration concerns it
+
+    def __str__(self) -> str:
+        return self.name if self.rows == 1 else f"{self.name} of {self.rows} rows"
 
     @property
-    def drafters(self) -> int:
-        """How many of the two drafters it runs."""
-        return 0 if self.first != "drafter" else 2 if self.second == 1 else 1
+    def runs(self) -> tuple[int, ...]:
+        """Which of the two drafters it runs: 0 the first, 1 the second."""
+        return () if self.first != "drafter" else (0, 1) if self.second == 1 else (0,)
 
     def branches(self, batch: Batch, first: Draft) -> Branches | None:
         """Where the second pass restarts."""
@@ -73,14 +77,15 @@ class Chain(Policy):
     name = "chain"
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
-        assert first is not None
-        tokens, score = _behind(batch.anchor, first.best, first.confidence)
-        return tree.chain(tokens[:, : self.rows], score[:, : self.rows])
+        return _chain(batch, first, self.rows)
 
 
-class Lookup(Chain):
+class Lookup(Policy):
     name = "lookup"
     first = "lookup"
+
+    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
+        return _chain(batch, first, self.rows)
 
 
 class Samples(Policy):
@@ -88,6 +93,7 @@ class Samples(Policy):
 
     name = "samples"
     width = WIDTH
+    ranks = False
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         assert first is not None
@@ -102,13 +108,10 @@ class Samples(Policy):
         return tree.merge(*_behind(batch.anchor, torch.stack(tokens, 1), torch.stack(logprob, 1)), self.rows)
 
 
-class D2SD(Policy):
+class _Branched(Policy):
     """Candidates go in one after the other, the first draft before the branches and these by boundary score, until
     the row budget is full.
     """
-
-    name = "d2sd"
-    second = 1
 
     def branches(self, batch: Batch, first: Draft) -> Branches | None:
         return chain_branches(first, self.count)
@@ -127,9 +130,14 @@ class D2SD(Policy):
         return tree.merge(*_behind(batch.anchor, tokens, torch.cat([said, redrafted], dim=1)), self.rows)
 
 
-class Reanchor(D2SD):
+class Reanchor(_Branched):
     name = "reanchor"
     second = 0
+
+
+class D2SD(_Branched):
+    name = "d2sd"
+    second = 1
 
 
 class DDTree(Policy):
@@ -152,6 +160,12 @@ class Hybrid(Policy):
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         assert first is not None
         return grow(batch.anchor, first, self.rows, branches, second)
+
+
+def _chain(batch: Batch, first: Draft | None, rows: int) -> Tree:
+    assert first is not None
+    tokens, score = _behind(batch.anchor, first.best, first.confidence)
+    return tree.chain(tokens[:, :rows], score[:, :rows])
 
 
 def _behind(anchor: Tensor, tokens: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:

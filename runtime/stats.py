@@ -21,10 +21,12 @@ class SequenceStats:
         default_factory=Counter
     )  # origin of the accepted path's end -> steps with a draft accepted
     rows: int = 0  # target rows verified
+    policies: Counter[str] = field(default_factory=Counter)  # trees that served it -> steps
     preemptions: int = 0
 
-    def record(self, accepted: int, winner: int, rows: int) -> None:
+    def record(self, accepted: int, winner: int, rows: int, policy: str) -> None:
         self.accepted[accepted] += 1
+        self.policies[policy] += 1
         self.rows += rows
         if accepted > 1:
             self.winners[winner] += 1
@@ -56,6 +58,7 @@ class SequenceStats:
             total.accepted += part.accepted
             total.winners += part.winners
             total.rows += part.rows
+            total.policies += part.policies
             total.preemptions += part.preemptions
         return total
 
@@ -82,6 +85,11 @@ class Clock:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def clear(self) -> None:
+        """Forget everything: what was a warm-up is no measurement."""
+        self.seconds.clear()
+        self.steps = 0
 
     @property
     def step_seconds(self) -> float:

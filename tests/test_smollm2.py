@@ -15,6 +15,7 @@ from d2sd.runtime.stats import mean_tau
 from d2sd.runtime.ties import TIE, first_difference, score_gap
 
 TOKENS = 24
+POLICIES: tuple[Policy, ...] = ("lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid", "auto")
 #: One of each eval set where they lie beside the checkout, and prompts of our own.
 EVAL = Path(__file__).parents[2] / "shared" / "data" / "eval"
 
@@ -58,9 +59,9 @@ def test_greedy_is_lossless_and_trees_beat_chains(bundle: Bundle) -> None:
     asked = requests(bundle, [SamplingParams()] * 8)
     engine = make_engine(bundle, policy="off", max_batch=1)
     plain = [engine.generate([request])[0].answer for request in asked]
-    chain = assert_lossless(bundle, asked, "chain", plain)
-    tree = assert_lossless(bundle, asked, "d2sd", plain)
-    assert 1.25 < chain < tree, "a drafter that is read wrongly accepts next to nothing"
+    tau = {policy: assert_lossless(bundle, asked, policy, plain) for policy in ("chain", "d2sd", "ddtree", "hybrid")}
+    assert 1.25 < tau["chain"] < min(tau["d2sd"], tau["ddtree"]), "a drafter read wrongly accepts next to nothing"
+    assert max(tau["d2sd"], tau["ddtree"]) < tau["hybrid"]
 
 
 def test_sampling_is_lossless(bundle: Bundle) -> None:
@@ -68,5 +69,5 @@ def test_sampling_is_lossless(bundle: Bundle) -> None:
     asked = requests(bundle, params)
     engine = make_engine(bundle, policy="off", max_batch=1)
     plain = [engine.generate([request])[0].answer for request in asked]
-    for policy in ("chain", "d2sd"):
+    for policy in POLICIES:
         assert_lossless(bundle, asked, policy, plain)

@@ -15,7 +15,7 @@ _PROMPTS, _TOKENS = 4, 24
 
 
 def check_bundle(bundle: Bundle) -> dict[str, Any]:
-    """Greedy smoke test: every policy the bundle can run writes what plain decoding writes, and how many tokens a step.
+    """Greedy smoke test: chains and trees of all drafters write what plain decoding writes, and how many tokens a step.
 
     Returns figures as JSON values, no times among them: equal bundles must give equal figures. In fp32 any difference
     that is no tie fails the build; in half precision rounding differs between batch shapes, so agreement is a figure
@@ -30,7 +30,9 @@ def check_bundle(bundle: Bundle) -> dict[str, Any]:
     requests = [chat_request(bundle, text, SamplingParams(), budget) for text in prompts]
     requests = [r for r in requests if len(r.prompt) + budget <= bundle.recipe.limits.max_context]
     plain = [s.answer for s in make_engine(bundle, policy="off").generate(requests)]
-    runnable: tuple[tuple[Policy, object], ...] = (("chain", bundle.first), ("d2sd", bundle.second))
+    runnable: tuple[tuple[Policy, object], ...] = (
+        ("chain", bundle.first), ("d2sd", bundle.second), ("hybrid", bundle.second),
+    )  # fmt: skip
     figures: dict[str, Any] = {}
     for policy, needed in runnable:
         if needed is None:

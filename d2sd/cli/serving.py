@@ -6,47 +6,86 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from d2sd.cli.report import bar
 from d2sd.errors import BundleError, D2SDError
 from d2sd.recipe import Policy
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle import Bundle
     from d2sd.runtime.engine import Engine
+    from d2sd.runtime.policy import Policy as TreePolicy
+    from d2sd.runtime.policy import PolicyName
     from d2sd.runtime.request import Request, SamplingParams
 
 #: Prompts of our own writing, for smoke tests and calibration.
 OWN_PROMPTS = Path(__file__).parent.parent / "prompts.jsonl"
+#: Trees that `auto` weighs, each about twice the last: between them the best is flat.
+_ROWS = (4, 8, 16, 32, 64)
 
 
 def make_engine(
-    bundle: Bundle, *, policy: Policy | None = None, device: str = "cpu", max_batch: int | None = None
+    bundle: Bundle,
+    *,
+    policy: Policy | None = None,
+    row_budget: int | None = None,
+    device: str = "cpu",
+    max_batch: int | None = None,
+    calibrated: bool = True,
 ) -> Engine:
-    """An engine over the bundle's models; raises BundleError if the policy needs a drafter it has not."""
+    """An engine over the bundle's models; what is not given is the recipe's.
+
+    Raises BundleError if the policy needs a drafter the bundle has not. `calibrated=False` takes the drafters at their
+    word.
+    """
+    from d2sd.runtime.adaptive import buckets
+    from d2sd.runtime.calibration import Calibration
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.executor import TorchExecutor
-    from d2sd.runtime.policy import make_policy
     from d2sd.runtime.request import Limits
 
     recipe = bundle.recipe
-    chosen = make_policy(
-        policy or recipe.tree.policy,
-        block_size=recipe.tree.block_size, branches=recipe.tree.branches, row_budget=recipe.tree.row_budget,
-    )  # fmt: skip
-    drafters = [bundle.first, bundle.second][: chosen.drafters]
+    name, rows = policy or recipe.tree.policy, row_budget or recipe.tree.row_budget
+    candidates = _policies(bundle, name, rows)
+    drafters = [bundle.first, bundle.second][: max(len(candidate.runs) for candidate in candidates)]
     if None in drafters:
         raise BundleError(
-            f"the policy needs {chosen.drafters} drafters", where=bundle.path,
+            f"the policy needs {len(drafters)} drafters", where=bundle.path,
             found=f"{sum(d is not None for d in (bundle.first, bundle.second))}", fix="choose another with --policy",
         )  # fmt: skip
     models = [drafter.to(device) for drafter in drafters if drafter is not None]
     executor = TorchExecutor(bundle.target.to(device), *models, block_size=recipe.tree.block_size)
-    limits = recipe.limits
-    return Engine(
+    limits, file = recipe.limits, bundle.calibration
+    engine = Engine(
         executor,
-        chosen,
+        candidates[-1],
         Limits(max_batch or limits.max_batch, limits.max_context, limits.page_size, limits.prefill_chunk),
         decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),
+        calibration=Calibration.of(file.slope, file.offset) if file and calibrated else None,
     )
+    if len(candidates) > 1 and file is not None:
+        curves = {name: (file.tau["0"][name], file.tau["1"][name]) for name in file.tau["0"]}
+        with bar("measuring step costs", len(buckets(engine.limits.max_batch))) as advance:
+            engine.adapt(candidates, curves, advance)
+    return engine
+
+
+def _policies(bundle: Bundle, name: Policy, rows: int) -> list[TreePolicy]:
+    """The one asked for; for `auto` all that the bundle can run, by rows, the last one for when nothing is known."""
+    from d2sd.runtime.policy import make_policy
+
+    tree = bundle.recipe.tree
+
+    def made(name: PolicyName, rows: int) -> TreePolicy:
+        return make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=rows)
+
+    if name != "auto":
+        return [made(name, rows)]
+    found = [made("off", 1)]
+    if bundle.first is not None:
+        trees: list[PolicyName] = ["ddtree"] if bundle.second is None else ["ddtree", "hybrid"]
+        found.append(made("chain", rows))
+        found += [made(tree, size) for size in _ROWS if size <= rows for tree in trees]
+    return found
 
 
 def chat_request(
@@ -73,11 +112,13 @@ def chat_request(
 def read_prompts(path: Path) -> list[tuple[str, str]]:
     """(id, first user turn) of every line of a JSONL file of {id, turns}; raises D2SDError naming file and line."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").split("\n")  # not splitlines: a string may hold other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise D2SDError("the prompts cannot be read", where=path, found=error) from None
     prompts = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             prompts.append((str(row["id"]), str(row["turns"][0])))

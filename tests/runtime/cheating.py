@@ -1,26 +1,35 @@
 """A drafter that knows the answers and errs on purpose, so that long paths, winning branches and every boundary occur.
 
-Random tiny drafters guess right once in a vocabulary: with them alone acceptance, commits of several rows and branches
-would hardly be exercised. The models still run (their pages are filled and read); only what they propose is replaced.
+Random tiny drafters guess right once in a vocabulary: with them alone acceptance, commits of several rows, siblings and
+branches would hardly be exercised. The models still run (their pages are filled and read); only what they propose is
+replaced.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.runtime.boundaries import Draft
-from d2sd.runtime.executor import Batch, TorchExecutor
+from d2sd.runtime.accept import Accepted
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.draft import Branches, Draft
+from d2sd.runtime.executor import TorchExecutor, Verified
+from d2sd.runtime.tree import Tree
+
+Slot = list[tuple[int, float]]
 
 
 class CheatingExecutor(TorchExecutor):
-    """`texts` is prompt and plain continuation by request seed, a block longer than what will be asked for."""
+    """`texts` is prompt and plain continuation by request seed, a block longer than what will be asked for.
+
+    The right token is the best candidate of its slot, or one of the next three, or is not proposed at all.
+    """
 
     def __init__(
         self,
@@ -30,36 +39,59 @@ class CheatingExecutor(TorchExecutor):
         texts: Mapping[int, Sequence[int]],
         *,
         first_errors: float = 0.3,
-        second_errors: float = 0.15,
+        second_errors: float = 0.3,
     ) -> None:
         super().__init__(target, first, second)
         self._texts = {seed - 2**64 if seed >= 2**63 else seed: list(text) for seed, text in texts.items()}
         self._errors = first_errors, second_errors
         self.boundaries: Counter[int] = Counter()
+        self.siblings: Counter[int] = Counter()  # accepted tokens that were not the best of their slot, by origin
+        self._first: Draft | None = None
+        self._second: Draft | None = None
 
-    def draft_first(self, batch: Batch) -> Draft:
-        honest = super().draft_first(batch)
-        tokens, confidence = honest.tokens.tolist(), honest.confidence.tolist()
+    def draft_first(self, batch: Batch, width: int) -> Draft:
+        honest = super().draft_first(batch, width)
+        tokens, logprob = honest.tokens.tolist(), honest.logprob.tolist()
         for row, text, start, dice in self._known(batch, "first"):
-            assert text[start] == tokens[row][0], "the anchor is not what plain decoding says"
-            for slot in range(1, self.block_size):
-                tokens[row][slot], right = self._guess(text[start + slot], self._errors[0], dice)
-                # Mostly lower where the guess is wrong: all boundaries get picked, the right one often.
-                confidence[row][slot] = dice.uniform(0.5, 0.99) if right else dice.uniform(0.02, 0.7)
-        return Draft(torch.tensor(tokens), torch.tensor(confidence))
+            assert text[start] == int(batch.anchor[row]), "the anchor is not what plain decoding says"
+            for slot, right in enumerate(text[start + 1 : start + self.block_size]):
+                told = self._guess(right, self._errors[0], len(tokens[row][slot]), dice)
+                tokens[row][slot], logprob[row][slot] = map(list, zip(*told, strict=True))
+        self._first, self._second = Draft(torch.tensor(tokens), torch.tensor(logprob)), None
+        return self._first
 
-    def draft_second(self, batch: Batch, first: Draft, boundaries: Tensor) -> Draft:
-        honest = super().draft_second(batch, first, boundaries)
-        tokens = honest.tokens.tolist()
+    def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
+        honest = super().draft_second(batch, branches, drafter, width)
+        tokens, logprob = honest.tokens.tolist(), honest.logprob.tolist()
+        lengths, rejected = branches.length.tolist(), branches.rejected.tolist()
         for row, text, start, dice in self._known(batch, "second"):
-            for branch, boundary in enumerate(boundaries[row].tolist()):
-                self.boundaries[boundary] += 1
-                for slot in range(boundary + 1, self.block_size):
-                    guess, _ = self._guess(text[start + slot], self._errors[1], dice)
-                    if slot == boundary + 1 and guess == int(first.tokens[row, slot]):
-                        guess = (guess + 1) % self.vocab_size  # forbidden
-                    tokens[row][branch][slot] = guess
-        return Draft(torch.tensor(tokens), honest.confidence)
+            for branch, length in enumerate(lengths[row]):
+                self.boundaries[length] += 1
+                for slot, right in enumerate(text[start + 1 : start + self.block_size]):
+                    size = len(tokens[row][branch][slot])
+                    told = [(-1, 0.0)] * size  # no token, and a certain one: what a branch keeps is never read here
+                    if slot >= length:
+                        forbidden = rejected[row][branch] if slot == length else -1
+                        told = self._guess(right, self._errors[1], size, dice, forbidden)
+                    tokens[row][branch][slot], logprob[row][branch][slot] = map(list, zip(*told, strict=True))
+        self._second = Draft(torch.tensor(tokens), torch.tensor(logprob))
+        return self._second
+
+    def verify(self, batch: Batch, tree: Tree) -> Verified:
+        self._tree = tree
+        return super().verify(batch, tree)
+
+    def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
+        """Also count who was accepted without having been the best of a slot."""
+        super().commit(batch, verified, accepted)
+        if self._first is None:
+            return
+        for row in range(int(batch.active.sum())):
+            for node in accepted.path[row, 1 : accepted.count[row]].tolist():
+                origin, slot = int(self._tree.origin[row, node]), int(self._tree.depth[row, node]) - 1
+                second = self._second if origin else None  # there is none where it is a sample of the first pass
+                best = self._first.best[row] if second is None else second.best[row, origin - 1]
+                self.siblings[origin] += int(self._tree.tokens[row, node]) != int(best[slot])
 
     def _known(self, batch: Batch, salt: str) -> list[tuple[int, list[int], int, random.Random]]:
         """Row, text, anchor's position and dice of every row that is not padding; the dice depend on nothing else."""
@@ -71,7 +103,16 @@ class CheatingExecutor(TorchExecutor):
             if seed in self._texts
         ]
 
-    def _guess(self, right: int, errors: float, dice: random.Random) -> tuple[int, bool]:
-        if dice.random() < errors:
-            return (right + dice.randrange(1, self.vocab_size)) % self.vocab_size, False
-        return right, True
+    def _guess(self, right: int, errors: float, width: int, dice: random.Random, forbidden: int = -1) -> Slot:
+        """`width` candidates of one slot with falling probabilities, some of the last ones not proposed."""
+        tokens = dice.sample([t for t in range(self.vocab_size) if t not in (right, forbidden)], width)
+        rank = 0 if dice.random() >= errors else dice.randrange(1, 6)
+        if rank < min(width, 4) and right != forbidden and errors < 1:
+            tokens[rank] = right
+        # Mostly lower where the best guess is wrong: all boundaries get picked, the right one often.
+        best = dice.uniform(0.5, 0.99) if tokens[0] == right else dice.uniform(0.02, 0.7)
+        rest = [(1 - best) * 0.6**n / 2.5 for n in range(1, width)]
+        chances = [best, *(min(p, best) for p in rest)]
+        end = dice.randint(4, max(4, width))
+        logprobs = [math.log(p) if n < end else -math.inf for n, p in enumerate(chances)]
+        return list(zip(tokens, logprobs, strict=True))

@@ -14,6 +14,7 @@ from torch import Tensor
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.rows import KVPool
+from d2sd.runtime.calibration import Calibration
 from d2sd.runtime.engine import Engine, Output
 from d2sd.runtime.executor import Executor, TorchExecutor
 from d2sd.runtime.policy import PolicyName, make_policy
@@ -78,7 +79,7 @@ def expected(request: Request) -> list[int]:
 
 
 def cheater(
-    requests: SequenceOf[Request], *, first_errors: float = 0.3, second_errors: float = 0.15
+    requests: SequenceOf[Request], *, first_errors: float = 0.3, second_errors: float = 0.3
 ) -> CheatingExecutor:
     """Knows the plain text of all `requests`."""
     texts = {r.sampling.seed: r.prompt + plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK) for r in requests}
@@ -100,10 +101,11 @@ def make_engine(
     pages: int | None = None,
     row_budget: int = BUDGET,
     decode: Decode | None = None,
+    calibration: Calibration | None = None,
 ) -> Engine:
     made = make_policy(policy, block_size=executor.block_size, branches=BRANCHES, row_budget=row_budget)
     limits = Limits(max_batch, max_context=64, page_size=page_size, prefill_chunk=prefill_chunk, pages=pages)
-    return Engine(executor, made, limits, decode)
+    return Engine(executor, made, limits, decode, calibration)
 
 
 def run_staggered(
@@ -154,8 +156,14 @@ def committed(pool: KVPool, table: Tensor, length: int) -> tuple[Tensor, Tensor]
     return pool.k[:, page, slot], pool.v[:, page, slot]
 
 
+def settle(executor: TorchExecutor) -> None:
+    """Bring all drafters' pages up to date, which otherwise waits until they draft."""
+    executor.settle(range(len(executor._pools)))
+
+
 def check_pages(executor: TorchExecutor, table: Tensor, tokens: list[int]) -> None:
     """All pools hold what one pass over `tokens` from nothing gives."""
+    settle(executor)
     target, *drafters = models()
     out = full_pass(target, torch.tensor([tokens]), taps=executor._taps)
     k, v = committed(executor._target_pool, table, len(tokens))

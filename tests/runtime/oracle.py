@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import product
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +34,11 @@ def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[in
 def noise_word(seed: int, position: int, token: int) -> int:
     """The 32 random bits of one token at one position."""
     return philox((seed % _WORD, seed // _WORD), (token // 4, position, 0, 0))[token % 4]
+
+
+def gumbel_of(word: int) -> float:
+    """The 23 highest bits as a number in (0, 1), and that one's Gumbel quantile."""
+    return -math.log(-math.log((word // 2**9 + 0.5) / 2**23))
 
 
 def allowed(logits: Sequence[float], params: SamplingParams) -> dict[int, float]:
@@ -61,52 +68,123 @@ def plain_text(decoder: Decoder, prompt: Sequence[int], params: SamplingParams, 
     return text[len(prompt) :]
 
 
-@dataclass(frozen=True)
-class SlowTree:
-    """Columns of a draft tree, one entry a node."""
+Path = tuple[int, ...]
 
-    tokens: list[int]
-    parent: list[int]
-    depth: list[int]
-    origin: list[int]
-    visible: list[list[bool]]
-    nodes: int  # the rest is padding
+#: Candidates (token, log-probability) slot by slot.
+Slots = Sequence[Sequence[tuple[int, float]]]
 
 
-def slow_tree(candidates: Sequence[Sequence[int]], budget: int) -> SlowTree:
-    """A dictionary of paths, filled candidate by candidate; what comes after the budget is forgotten."""
-    number: dict[tuple[int, ...], int] = {}
-    found: list[tuple[int, int, int, int]] = []  # token, parent, depth, origin
-    for origin, candidate in enumerate(candidates):
-        for depth, token in enumerate(candidate):
+class Node(NamedTuple):
+    """One node of a draft tree. Its path begins with the anchor and says who its parent and its ancestors are."""
+
+    path: Path
+    origin: int
+    score: float
+
+
+def merge(candidates: Sequence[Sequence[int]], scores: Sequence[Sequence[float]], rows: int) -> tuple[list[Node], int]:
+    """A dictionary of paths, filled candidate by candidate; also how many tokens found their path there already."""
+    found: dict[Path, Node] = {}
+    merged = 0
+    for origin, (candidate, score) in enumerate(zip(candidates, scores, strict=True)):
+        for depth in range(len(candidate)):
             path = tuple(candidate[: depth + 1])
-            if path not in number:
-                number[path] = len(found)
-                found.append((token, number.get(path[:-1], 0), depth, origin))
-    found = found[:budget]
-    padding = budget - len(found)
-    visible = [[False] * budget for _ in range(budget)]
-    for node in range(budget):
-        visible[node][node] = True
-        if node < len(found):
-            ancestor = node
-            while ancestor:
-                ancestor = found[ancestor][1]
-                visible[node][ancestor] = True
-    tokens, parent, depth_, origin_ = ([row[i] for row in found] + [0] * padding for i in range(4))
-    return SlowTree(tokens, parent, depth_, origin_, visible, len(found))
+            merged += path in found
+            found.setdefault(path, Node(path, origin, score[depth]))
+    return list(found.values())[:rows], merged
 
 
-def walk(tree: SlowTree, chosen: Sequence[int]) -> list[int]:
+def best_first(anchor: int, first: Slots, rows: int, behind: Sequence[tuple[Path, Slots]] = ()) -> list[Node]:
+    """The heap of DDTree: take out the likeliest path, put in all its children.
+
+    `behind` are the second pass's branches, (kept tokens, candidates). A path's children come from the deepest branch
+    whose kept tokens it begins with, the first of equals; where there is none, from the first pass.
+    """
+    heap: list[tuple[float, Path, int]] = [(0.0, (anchor,), 0)]
+    found: list[Node] = []
+    while heap and len(found) < rows:
+        cost, path, origin = heappop(heap)
+        found.append(Node(path, origin, -cost))
+        drafted = path[1:]
+        if len(drafted) == len(first):
+            continue
+        source, deepest, slots = 0, 0, first
+        for number, (kept, redrafted) in enumerate(behind, 1):
+            if len(kept) > deepest and drafted[: len(kept)] == kept:
+                source, deepest, slots = number, len(kept), redrafted
+        for token, logprob in slots[len(drafted)]:
+            if logprob > -math.inf:
+                heappush(heap, (cost - logprob, (*path, token), source))
+    return found
+
+
+def chain_worth(first: Slots) -> list[float]:
+    """Probability that exactly i of the best candidates are accepted, i = 0 .. S."""
+    worth, reached = [], 1.0
+    for slot in first:
+        accepted = math.exp(slot[0][1])
+        worth.append(reached * (1 - accepted))
+        reached *= accepted
+    return [*worth, reached]
+
+
+def tree_worth(first: Slots) -> dict[Path, float]:
+    """What a second pass behind each path of the first pass's tree is worth, paths given without the anchor.
+
+    Along the best chain the probability that it ends there, elsewhere the probability of getting there. There is no
+    restart at the anchor, and none where nothing is left to draft.
+    """
+    best = tuple(slot[0][0] for slot in first)
+    worth: dict[Path, float] = {}
+    for size in range(1, len(first)):
+        for picked in product(*first[:size]):
+            path = tuple(token for token, _ in picked)
+            reached = math.exp(sum(logprob for _, logprob in picked))
+            if reached > 0:
+                worth[path] = reached * (1 - math.exp(first[size][0][1])) if path == best[:size] else reached
+    return worth
+
+
+def samples(first: Slots, count: int, seed: int, context: int) -> list[list[tuple[int, float]]]:
+    """The best candidates, then `count` samples: in each slot the Gumbel maximum, with the noise of another seed."""
+    drawn = [[slot[0] for slot in first]]
+    for sample in range(1, count + 1):
+        other = seed ^ (sample * _WORD)
+        drawn.append([
+            max(slot, key=lambda c: c[1] + gumbel_of(noise_word(other, context + 1 + place, c[0])))
+            for place, slot in enumerate(first)
+        ])  # fmt: skip
+    return drawn
+
+
+def lookup(tokens: Sequence[int], count: int) -> list[int]:
+    """For every earlier place, how many of the last three tokens stand before it; the last of the best places wins."""
+    best, at = 0, len(tokens)
+    for place in range(1, len(tokens)):
+        shared = 0
+        while shared < min(3, place) and tokens[place - 1 - shared] == tokens[-1 - shared]:
+            shared += 1
+        if shared and shared >= best:
+            best, at = shared, place
+    return list(tokens[at : at + count])
+
+
+def calibrated(logprob: float, slope: float, offset: float) -> float:
+    """Log-probability whose log-odds are slope · log-odds + offset; closer to certainty than 1e-6 nothing goes in."""
+    if logprob == -math.inf:
+        return logprob
+    logprob = min(logprob, -1e-6)
+    odds = slope * (logprob - math.log(-math.expm1(logprob))) + offset
+    return min(odds, 0.0) - math.log1p(math.exp(-abs(odds)))
+
+
+def walk(nodes: Sequence[Node], chosen: Sequence[int]) -> list[int]:
     """The accepted path: from the root to the child that holds the target's choice, as long as there is one."""
+    number = {node.path: n for n, node in enumerate(nodes)}
     path = [0]
-    while True:
-        here = path[-1]
-        step = [n for n in range(1, tree.nodes) if tree.parent[n] == here and tree.tokens[n] == chosen[here]]
-        if not step:
-            return path
-        (child,) = step
+    while (child := number.get((*nodes[path[-1]].path, chosen[path[-1]]))) is not None:
         path.append(child)
+    return path
 
 
 def chi_square_p(observed: dict[tuple[int, ...], int], probability: dict[tuple[int, ...], float]) -> float:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d2sd.runtime.accept import Accepted
-from d2sd.runtime.engine import Engine
-from d2sd.runtime.executor import Batch, Verified
-from d2sd.runtime.policy import PolicyName
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.calibration import Calibration
+from d2sd.runtime.engine import Engine, StepTrace
+from d2sd.runtime.policy import NAMES, PolicyName
 from d2sd.runtime.request import Request, SamplingParams
-from d2sd.runtime.tree import Tree
+from d2sd.runtime.sequence import Sequence
 from tests.runtime.helpers import BLOCK, honest, make_engine
 
 #: Operators whose result has the shape of its data, or is a number on the host.
@@ -25,12 +25,15 @@ READS = {
 }  # fmt: skip
 
 
+Kernels = list[tuple[str, tuple[tuple[int, ...], ...]]]  # operators, and the shapes they take and give
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operators that wait for the device; writes down all others and the shapes they take and give."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kernels: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
+        self.kernels: Kernels = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -48,16 +51,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def stages(engine: Engine, batch: Batch) -> tuple[Tree, Verified, Accepted]:
+def stages(engine: Engine, batch: Batch, sequences: list[Sequence]) -> StepTrace:
     """Everything between the host's two turns: what will be one graph."""
-    first = engine.draft_first(batch)
-    boundaries = engine.pick_boundaries(first)
-    second = engine.draft_second(batch, first, boundaries)
-    tree = engine.build_tree(batch, first, second)
+    first = engine.draft_first(batch, sequences)
+    branches = engine.pick_boundaries(batch, first)
+    second = engine.draft_second(batch, branches)
+    tree = engine.build_tree(batch, first, branches, second)
     verified = engine.verify(batch, tree)
     accepted = engine.accept(batch, tree, verified)
     engine.commit(batch, verified, accepted)
-    return tree, verified, accepted
+    return StepTrace(tuple(sequences), engine.policy, first, branches, tree, accepted)
+
+
+def check_same(steps: list[Kernels]) -> None:
+    """Without the pages of difference that two lists of kernels would print."""
+    different = [n for n, step in enumerate(steps) if step != steps[0]]
+    assert not different, f"of {len(steps)} steps these run other kernels than the first: {different}"
 
 
 def forbid_reading(patch: pytest.MonkeyPatch) -> None:
@@ -73,24 +82,27 @@ def forbid_reading(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(Tensor, name, refuse(name))
 
 
-def running(policy: PolicyName, *kinds: SamplingParams, batch: int = 3) -> Engine:
-    engine = make_engine(honest(), policy, max_batch=batch, page_size=64, pages=12)
+def running(
+    policy: PolicyName, *kinds: SamplingParams, batch: int = 3, calibration: Calibration | None = None
+) -> Engine:
+    engine = make_engine(honest(), policy, max_batch=batch, page_size=64, pages=12, calibration=calibration)
     for row in range(batch):
         engine.submit(Request((row + 1, 7, 2 * row), 30, kinds[row % len(kinds)]))
     return engine
 
 
-def record(engine: Engine, steps: int) -> list[list[tuple[str, tuple[tuple[int, ...], ...]]]]:
-    """The kernels of each step; reading is refused while they run."""
+def record(engine: Engine, steps: int) -> list[Kernels]:
+    """The kernels of each step between the host's two turns; reading is refused while they run."""
     recorded = []
     for _ in range(steps):
         sequences = engine.admit()
+        engine._prepare(sequences)
         batch = engine._batch(sequences)
         recorder = Recorder()
         with pytest.MonkeyPatch.context() as patch, recorder:
             forbid_reading(patch)
-            tree, _, accepted = stages(engine, batch)
-        engine.retire(sequences, tree, accepted)
+            trace = stages(engine, batch, sequences)
+        engine.retire(trace)
         recorded.append(recorder.kernels)
     return recorded
 
@@ -102,20 +114,39 @@ GREEDY, HOT, NARROW = (
 )
 
 
-@pytest.mark.parametrize("policy", ["off", "chain", "d2sd"])
+#: Prompt lookup reads the text on the host.
+CAPTURED = tuple(name for name in NAMES if name != "lookup")
+
+
+@pytest.mark.parametrize("policy", CAPTURED)
 @pytest.mark.parametrize("kinds", [(GREEDY,), (HOT,), (GREEDY, HOT, NARROW)], ids=["greedy", "hot", "mixed"])
 def test_nothing_is_read_back_and_every_step_is_the_same(policy: PolicyName, kinds: tuple[SamplingParams, ...]) -> None:
     """Four steps at different lengths, with different tokens, trees and accepted paths."""
-    first, *others = record(running(policy, *kinds), 4)
-    assert len(first) > 50
-    for other in others:
-        assert other == first
+    steps = record(running(policy, *kinds), 4)
+    assert len(steps[0]) > 50
+    check_same(steps)
 
 
-def test_shapes_depend_on_the_bucket_alone() -> None:
-    three, four, five = (record(running("d2sd", HOT, batch=batch), 1)[0] for batch in (3, 4, 5))
+@pytest.mark.parametrize("policy", ["off", "chain", "d2sd"])
+def test_a_step_is_the_same_whatever_came_before(policy: PolicyName) -> None:
+    """A prefill, many steps without a drafter, or few."""
+    check_same(record(running(policy, GREEDY), 20))
+
+
+@pytest.mark.parametrize("policy", ["d2sd", "hybrid"])
+def test_shapes_depend_on_the_bucket_alone(policy: PolicyName) -> None:
+    three, four, five = (record(running(policy, HOT, batch=batch), 1)[0] for batch in (3, 4, 5))
     assert three == four
     assert four != five
+
+
+@pytest.mark.parametrize("policy", ["chain", "hybrid"])
+def test_calibrated_steps_are_the_same_too(policy: PolicyName) -> None:
+    neutral = Calibration(torch.ones(2, 2, BLOCK - 1, 2), torch.zeros(2, 2, BLOCK - 1, 2))
+    plain, *_ = record(running(policy, GREEDY, HOT), 1)
+    steps = record(running(policy, GREEDY, HOT, calibration=neutral), 3)
+    assert len(steps[0]) > len(plain)
+    check_same(steps)
 
 
 def test_padding_of_a_batch_owns_nothing() -> None:

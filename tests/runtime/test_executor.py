@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.runtime.accept import Accepted
-from d2sd.runtime.boundaries import Draft
-from d2sd.runtime.executor import Batch, TorchExecutor
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.draft import Branches, Draft
+from d2sd.runtime.executor import TorchExecutor
+from d2sd.runtime.policy import make_policy
 from d2sd.runtime.request import SamplingParams
-from d2sd.runtime.sampling import Sampling
-from d2sd.runtime.tree import merge
-from tests.runtime.helpers import BLOCK, check_pages, copies, honest, models, poison
-from tests.tiny import full_logits, full_pass
+from d2sd.runtime.sampling import Sampling, choose
+from d2sd.runtime.tree import Tree, merge
+from tests.runtime.helpers import BLOCK, check_pages, copies, honest, models, poison, settle
+from tests.tiny import full_logits, full_pass, tiny_drafter
 
 PAGE = 4
 TEXTS = [[5, 9, 1, 33, 20, 7, 41, 8, 2], [60, 3], [11, 12, 13, 14, 15, 16]]  # the last token is the anchor
 TABLE = torch.tensor([[9, 2, 7, 4], [5, 1, 0, 0], [3, 8, 6, 0]])
 
 
-def prefilled(texts: list[list[int]], table: Tensor) -> tuple[TorchExecutor, Batch]:
+def prefilled(texts: list[list[int]], table: Tensor, *, paid: bool = True) -> tuple[TorchExecutor, Batch]:
     """Each text in one chunk, padded to 8 tokens; all slots hold NaN before, and page 0 afterwards too."""
     executor = honest()
     executor.allocate(10, PAGE)
@@ -33,6 +37,8 @@ def prefilled(texts: list[list[int]], table: Tensor) -> tuple[TorchExecutor, Bat
         chunk = torch.zeros(1, 8, dtype=torch.long)
         chunk[0, : len(text) - 1] = torch.tensor(text[:-1])
         executor.prefill(chunk, torch.tensor([len(text) - 1]), table[row : row + 1], torch.tensor([0]))
+    if paid:
+        settle(executor)
     poison(executor, 0)
     batch = Batch(
         anchor=torch.tensor([t[-1] for t in texts]),
@@ -73,66 +79,98 @@ def fresh_draft(drafter: Drafter, text: list[int], blocks: list[list[int]]) -> T
     return torch.stack(logits)
 
 
+WIDTH = 3
+
+
+def check_slot(draft: Draft, place: tuple[int, ...], logits: Tensor) -> None:
+    """The candidates of one slot are the likeliest tokens of these logits."""
+    logprob, tokens = logits.log_softmax(-1).topk(WIDTH)
+    assert draft.tokens[place].tolist() == tokens.tolist()
+    torch.testing.assert_close(draft.logprob[place], logprob, atol=1e-4, rtol=1e-4)
+
+
 def test_first_draft_equals_drafting_from_nothing(ready: tuple[TorchExecutor, Batch]) -> None:
     executor, batch = ready
-    draft = executor.draft_first(batch)
+    draft = executor.draft_first(batch, WIDTH)
+    assert draft.tokens.shape == (3, BLOCK - 1, WIDTH)
     _, first, _ = models()
     for row, text in enumerate(TEXTS):
         logits = fresh_draft(first, text, [[text[-1], *[first.config.mask_token_id] * (BLOCK - 1)]])[0]
-        assert draft.tokens[row].tolist() == [text[-1], *logits.argmax(-1).tolist()]
-        assert float(draft.confidence[row, 0]) == 1.0
-        torch.testing.assert_close(draft.confidence[row, 1:], logits.softmax(-1).amax(-1), atol=1e-5, rtol=1e-4)
+        for slot in range(BLOCK - 1):
+            check_slot(draft, (row, slot), logits[slot])
 
 
-BOUNDARIES = torch.tensor([[0, 2, 3], [3, 1, 0], [1, 2, 0]])
+def branches_behind(first: Draft, length: Tensor) -> Branches:
+    """As D²SD restarts: behind drafts of the best chain, the next one rejected."""
+    slots = first.best.shape[1]
+    rejected = first.best.gather(1, length.clamp(max=slots - 1)).where(length < slots, -1)
+    return Branches(first.best[:, None].expand(-1, length.shape[1], -1), length, rejected)
 
 
-def test_second_draft_equals_drafting_each_branch_from_nothing(ready: tuple[TorchExecutor, Batch]) -> None:
-    """So branches do not see each other, and nothing but the rejected token is kept from them."""
+LENGTHS = torch.tensor([[0, 2, 3], [3, 1, 4], [1, 2, 0]])  # 4: nothing left to draft
+
+
+@pytest.mark.parametrize("drafter", [0, 1])
+def test_second_draft_equals_drafting_each_branch_from_nothing(
+    ready: tuple[TorchExecutor, Batch], drafter: int
+) -> None:
+    """By either drafter. So branches do not see each other, and nothing but the rejected token is kept from them."""
     executor, batch = ready
-    first = executor.draft_first(batch)
-    branches = executor.draft_second(batch, first, BOUNDARIES)
-    _, _, second = models()
+    first = executor.draft_first(batch, 1)
+    branches = branches_behind(first, LENGTHS)
+    second = executor.draft_second(batch, branches, drafter, WIDTH)
+    assert second.tokens.shape == (3, 3, BLOCK - 1, WIDTH)
+    _, *drafters = models()
+    model = drafters[drafter]
     for row, text in enumerate(TEXTS):
-        for branch, boundary in enumerate(BOUNDARIES[row].tolist()):
-            kept = first.tokens[row, : boundary + 1].tolist()
-            logits = fresh_draft(second, text, [kept + [second.config.mask_token_id] * (BLOCK - len(kept))])[0]
-            logits[boundary, first.tokens[row, boundary + 1]] = -torch.inf
-            assert branches.tokens[row, branch].tolist() == kept + logits.argmax(-1).tolist()[boundary:]
-            confidence = torch.cat([first.confidence[row, : boundary + 1], logits.softmax(-1).amax(-1)[boundary:]])
-            torch.testing.assert_close(branches.confidence[row, branch], confidence, atol=1e-5, rtol=1e-4)
+        for branch, length in enumerate(LENGTHS[row].tolist()):
+            kept = [text[-1], *first.best[row, :length].tolist()]
+            logits = fresh_draft(model, text, [kept + [model.config.mask_token_id] * (BLOCK - len(kept))])[0]
+            if length < BLOCK - 1:
+                logits[length, first.best[row, length]] = -torch.inf
+            for slot in range(length, BLOCK - 1):
+                check_slot(second, (row, branch, slot), logits[slot])
+
+
+def test_branches_need_not_follow_the_best_chain(ready: tuple[TorchExecutor, Batch]) -> None:
+    """Any tokens may be kept, and nothing may be rejected."""
+    executor, batch = ready
+    kept = torch.tensor([[[11, 22, 33, 44]]]).expand(3, -1, -1)
+    branches = Branches(kept, torch.full((3, 1), 2), torch.full((3, 1), -1))
+    second = executor.draft_second(batch, branches, 1, WIDTH)
+    model = models()[2]
+    for row, text in enumerate(TEXTS):
+        logits = fresh_draft(model, text, [[text[-1], 11, 22] + [model.config.mask_token_id] * 2])[0]
+        for slot in (2, 3):
+            check_slot(second, (row, 0, slot), logits[slot])
 
 
 def test_second_draft_never_repeats_the_rejected_token(ready: tuple[TorchExecutor, Batch]) -> None:
-    """Even where it is what the second drafter likes best."""
+    """Even where it is what the second drafter likes best, and all other tokens are asked for."""
     executor, batch = ready
-    first = executor.draft_first(batch)
-    liked = 0
-    for turn in range(4):
-        boundaries = (BOUNDARIES + turn) % (BLOCK - 1)
-        wish = executor.draft_second(batch, first, boundaries).tokens.gather(2, boundaries[..., None] + 1)
-        tokens = first.tokens.clone()
-        for branch in range(boundaries.shape[1]):
-            # Pretend that the first drafter had proposed just what this branch wants.
-            tokens = first.tokens.scatter(1, boundaries[:, branch : branch + 1] + 1, wish[:, branch])
-            asked = Draft(tokens, first.confidence)
-            again = executor.draft_second(batch, asked, boundaries[:, branch : branch + 1])
-            got = again.tokens[:, 0].gather(1, boundaries[:, branch : branch + 1] + 1)
-            assert (got != wish[:, branch]).all()
-            liked += len(got)
-    assert liked == 36
+    first = executor.draft_first(batch, 1)
+    for length in range(BLOCK - 1):
+        branches = branches_behind(first, torch.full((3, 1), length))
+        free = Branches(branches.tokens, branches.length, torch.full_like(branches.rejected, -1))
+        wish = executor.draft_second(batch, free, 1, 1).best[:, 0, length]
+        asked = Branches(branches.tokens, branches.length, wish[:, None])
+        got = executor.draft_second(batch, asked, 1, executor.vocab_size)
+        proposed = got.tokens[:, 0, length].where(got.logprob[:, 0, length].isfinite(), -1)
+        assert ((proposed >= 0).sum(-1) == executor.vocab_size - 1).all()
+        assert (proposed != wish[:, None]).all()
 
 
-def tree_of(batch: Batch) -> Tensor:
+def tree_of(batch: Batch) -> Tree:
+    """Twelve rows, a few of them padding."""
     dice = torch.Generator().manual_seed(1)
     candidates = torch.randint(0, 3, (len(batch.anchor), 4, BLOCK), generator=dice)
     candidates[:, :, 0] = batch.anchor[:, None]
-    return candidates
+    return merge(candidates, torch.zeros(candidates.shape), 12)
 
 
 def test_verification_says_what_each_path_alone_would(ready: tuple[TorchExecutor, Batch]) -> None:
     executor, batch = ready
-    tree = merge(tree_of(batch), 12)
+    tree = tree_of(batch)
     verified = executor.verify(batch, tree)
     assert verified.logits.shape == (3, 12, 64)
     for row, text in enumerate(TEXTS):
@@ -151,10 +189,33 @@ def test_prefill_commits_the_context(ready: tuple[TorchExecutor, Batch]) -> None
         assert int(pool.k[0, :, :, 0, 0].isfinite().sum()) == sum(len(text) - 1 for text in TEXTS)
 
 
+def test_drafters_pages_are_paid_before_they_draft() -> None:
+    """Prefill owes them their K/V; a drafter that is not run stays in debt until the debt is long."""
+    executor, batch = prefilled(TEXTS[:2], TABLE[:2], paid=False)
+    settled, _ = prefilled(TEXTS[:2], TABLE[:2])
+    with pytest.raises(AssertionError, match="settle"):
+        executor.draft_first(batch, WIDTH)
+    executor.settle((0,))
+    one, other = (e.draft_first(batch, WIDTH) for e in (executor, settled))
+    assert torch.equal(one.tokens, other.tokens)
+    torch.testing.assert_close(one.logprob, other.logprob, atol=1e-5, rtol=1e-5)
+    assert executor._pools[0].k[:, 5, 0].isfinite().all()
+    assert executor._pools[1].k[:, 5, 0].isnan().all()
+    branches = branches_behind(one, LENGTHS[:2])
+    executor.settle((1,))
+    second, other_second = (e.draft_second(batch, branches, 1, WIDTH) for e in (executor, settled))
+    assert torch.equal(second.tokens, other_second.tokens)
+    for _ in range(9):  # 8 tokens each
+        executor.prefill(torch.zeros(1, 8, dtype=torch.long), torch.tensor([1]), TABLE[2:], torch.tensor([0]))
+        executor.settle(())
+    assert executor._pools[1].k[:, 3, 0].isfinite().all()
+
+
 def test_commit_appends_the_path_and_nothing_else(ready: tuple[TorchExecutor, Batch]) -> None:
     executor, batch = ready
-    tree = merge(tree_of(batch), 12)
+    tree = tree_of(batch)
     verified = executor.verify(batch, tree)
+    settle(executor)
     before = [(p.k.clone(), p.v.clone()) for p in (executor._target_pool, *executor._pools)]
     deepest = tree.depth.argmax(1)
     paths = [tree.visible[b, n].nonzero().flatten().tolist() for b, n in enumerate(deepest.tolist())]
@@ -197,16 +258,46 @@ def test_requests_of_a_batch_do_not_touch_each_other() -> None:
     order = [2, 0, 1]
     executor, batch = prefilled(TEXTS, TABLE)
     moved, shuffled = prefilled([TEXTS[i] for i in order], torch.tensor([[1, 2, 0, 0], [8, 7, 3, 6], [4, 0, 0, 0]]))
-    first, first_moved = executor.draft_first(batch), moved.draft_first(shuffled)
-    assert torch.equal(first.tokens[order], first_moved.tokens)
-    second = executor.draft_second(batch, first, BOUNDARIES)
-    second_moved = moved.draft_second(shuffled, first_moved, BOUNDARIES[order])
-    assert torch.equal(second.tokens[order], second_moved.tokens)
-    tree = merge(torch.cat([first.tokens[:, None], second.tokens], 1), 14)
-    tree_moved = merge(torch.cat([first_moved.tokens[:, None], second_moved.tokens], 1), 14)
-    torch.testing.assert_close(
-        executor.verify(batch, tree).logits[order], moved.verify(shuffled, tree_moved).logits, atol=1e-5, rtol=1e-5
-    )
+    policy = make_policy("hybrid", block_size=BLOCK, branches=3, row_budget=14)
+    drafts, trees, logits = [], [], []
+    for one, own in ((executor, batch), (moved, shuffled)):
+        first = one.draft_first(own, policy.width)
+        branches = policy.branches(own, first)
+        assert branches is not None
+        second = one.draft_second(own, branches, 1, policy.width)
+        tree = policy.build(own, first, branches, second)
+        drafts.append((first.tokens, second.tokens))
+        trees.append((tree.tokens, tree.parent, tree.origin))
+        logits.append(one.verify(own, tree).logits)
+    for a, b in zip(drafts[0] + trees[0], drafts[1] + trees[1], strict=True):
+        assert torch.equal(a[order], b)
+    torch.testing.assert_close(logits[0][order], logits[1], atol=1e-5, rtol=1e-5)
+
+
+def test_sampled_drafts_follow_the_noise_of_their_positions(ready: tuple[TorchExecutor, Batch]) -> None:
+    """The best candidate of every slot and branch is the one the target would choose, had it these logits."""
+    executor, batch = ready
+    params = [SamplingParams(temperature=0.8, top_k=9, seed=seed) for seed in (1, 2**63 + 2, 3)]
+    sampling = Sampling.of(params, executor.vocab_size, "cpu")
+    batch = replace(batch, sampling=sampling)
+    first = executor.draft_first(batch, 1)
+    branches = branches_behind(first, LENGTHS)
+    second = executor.draft_second(batch, branches, 1, 1)
+    models_ = models()
+    depth = torch.arange(BLOCK - 1)[None]
+    for row, text in enumerate(TEXTS):
+        own = Sampling.of(params[row : row + 1], executor.vocab_size, "cpu")
+        place = batch.context_len[row : row + 1]
+        block = [text[-1], *[models_[1].config.mask_token_id] * (BLOCK - 1)]
+        logits = fresh_draft(models_[1], text, [block])
+        assert first.best[row].tolist() == choose(logits, depth, place, BLOCK - 1, own)[0].tolist()
+        for branch, length in enumerate(LENGTHS[row].tolist()):
+            kept = [text[-1], *first.best[row, :length].tolist()]
+            logits = fresh_draft(models_[2], text, [kept + [models_[2].config.mask_token_id] * (BLOCK - len(kept))])
+            if length < BLOCK - 1:
+                logits[0, length, first.best[row, length]] = -torch.inf
+            wanted = choose(logits, depth, place, BLOCK - 1, own)[0]
+            assert second.best[row, branch, length:].tolist() == wanted[length:].tolist()
 
 
 def test_drafters_go_in_order() -> None:
@@ -214,3 +305,14 @@ def test_drafters_go_in_order() -> None:
     with pytest.raises(AssertionError):
         TorchExecutor(target, None, second)
     assert TorchExecutor(target).block_size == 1
+    assert TorchExecutor(target, block_size=6).block_size == 6
+
+
+@pytest.mark.parametrize("field", ["block_size", "target_layer_ids"])
+def test_drafters_that_do_not_fit_each_other(field: str) -> None:
+    target, first, _ = copies()
+    other = {"block_size": 7, "target_layer_ids": (1,)}[field]
+    second = tiny_drafter(target.config, role="variable_prefix", **{"block_size": BLOCK, field: other})  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=field) as caught:
+        TorchExecutor(target, first, second)
+    assert caught.value.found == other

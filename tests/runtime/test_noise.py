@@ -7,13 +7,16 @@ import random
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from d2sd.runtime import noise
-from d2sd.runtime.noise import gumbel, philox
+from d2sd.runtime.noise import gumbel, gumbel_at, philox
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling import Sampling
 from tests.runtime import oracle
+from tests.runtime.helpers import STEADY
 
 # philox4x32-10 in Random123's tests/kat_vectors: counter, key, expected.
 KNOWN_ANSWERS = [
@@ -79,6 +82,29 @@ def test_depends_on_nothing_else() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@STEADY
+@given(st.data(), st.integers(1, 3))
+def test_single_tokens_have_the_same_noise(data: st.DataObject, batch: int) -> None:
+    """Whatever the shape behind the batch; seeds of 64 bits, tokens at the end of the vocabulary."""
+    shape = (batch, *data.draw(st.lists(st.integers(1, 3), max_size=3)))
+    dice = random.Random(data.draw(st.integers(0, 10_000)))
+    seeds = [dice.getrandbits(64) - 2**63 for _ in range(batch)]
+    count = math.prod(shape)
+    position = torch.tensor([dice.randrange(100_000) for _ in range(count)]).view(shape)
+    token = torch.tensor([dice.randrange(37) for _ in range(count)]).view(shape)
+    made = gumbel_at(torch.tensor(seeds), position, token)
+    assert (made.shape, made.dtype) == (shape, torch.float32)
+    whole = gumbel(torch.tensor(seeds), position.view(batch, -1), 37).gather(2, token.view(batch, -1, 1))
+    assert torch.equal(made, whole.view(shape))
+
+
+def test_the_oracle_computes_the_same_noise() -> None:
+    made = gumbel(torch.tensor([-5]), torch.tensor([[3, 1000]]), 50)[0]
+    words_ = [[oracle.noise_word(2**64 - 5, position, token) for token in range(50)] for position in (3, 1000)]
+    slow = torch.tensor([[oracle.gumbel_of(word) for word in row] for row in words_])
+    torch.testing.assert_close(made, slow, atol=1e-5, rtol=1e-5)
+
+
 def test_seeds_positions_and_tokens_differ() -> None:
     made = gumbel(torch.arange(20), torch.arange(10).expand(20, 10), 50)
     assert len(set(made.flatten().tolist())) > 9900  # of 10000: nothing repeats but by rounding
@@ -107,6 +133,7 @@ def test_every_word_gives_a_finite_number(word: int, monkeypatch: pytest.MonkeyP
     """At +inf a token would be chosen whatever its logit is, and filtered tokens (-inf) would become NaN."""
     monkeypatch.setattr(noise, "philox", lambda key, counter: (torch.full_like(counter[0], word),) * 4)
     assert gumbel(torch.tensor([1]), torch.tensor([[1]]), 4).isfinite().all()
+    assert gumbel_at(torch.tensor([1]), torch.tensor([[1]]), torch.tensor([[3]])).isfinite().all()
 
 
 @pytest.mark.parametrize(("seed", "token"), [(290433, 53), (813824, 36), (970661, 51)])

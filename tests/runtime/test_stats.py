@@ -11,7 +11,7 @@ def stats(*steps: tuple[int, int]) -> SequenceStats:
     """From (tokens of the step, origin of its path's end)."""
     made = SequenceStats()
     for accepted, winner in steps:
-        made.record(accepted, winner, rows=7)
+        made.record(accepted, winner, rows=7, policy="d2sd")
     return made
 
 

@@ -1,0 +1,167 @@
+"""What one step hands from verb to verb: who is asked to draft, how it is straightened, what is left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.calibration import Calibration
+from d2sd.runtime.draft import Branches, Draft
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.executor import TorchExecutor
+from d2sd.runtime.policy import NAMES, WIDTH, PolicyName
+from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.sequence import Sequence
+from tests.runtime.helpers import (
+    BLOCK,
+    BRANCHES,
+    cheater,
+    copies,
+    expected,
+    honest,
+    make_engine,
+    run_staggered,
+    some_requests,
+)
+
+SLOTS = BLOCK - 1
+
+
+class Spy(TorchExecutor):
+    """Notes what it is asked for and what it says."""
+
+    def __init__(self) -> None:
+        super().__init__(*copies())
+        self.asked: list[tuple[str, int, int]] = []
+        self.said: list[Draft] = []
+
+    def draft_first(self, batch: Batch, width: int) -> Draft:
+        self.asked.append(("first", 0, width))
+        self.said.append(super().draft_first(batch, width))
+        return self.said[-1]
+
+    def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
+        self.asked.append(("second", drafter, width))
+        self.said.append(super().draft_second(batch, branches, drafter, width))
+        return self.said[-1]
+
+
+def ready(engine: Engine) -> tuple[Batch, list[Sequence]]:
+    """Three requests, two ways to sample, padded to four."""
+    for row in range(3):
+        engine.submit(Request((row + 1, 7, row + 1, 7), 20, SamplingParams(0.5 * row, seed=row)))
+    sequences = engine.admit()
+    return engine._batch(sequences), sequences
+
+
+ASKED: dict[PolicyName, list[tuple[str, int, int]]] = {
+    "off": [],
+    "lookup": [],
+    "chain": [("first", 0, 1)],
+    "samples": [("first", 0, WIDTH)],
+    "reanchor": [("first", 0, 1), ("second", 0, 1)],
+    "d2sd": [("first", 0, 1), ("second", 1, 1)],
+    "ddtree": [("first", 0, WIDTH)],
+    "hybrid": [("first", 0, WIDTH), ("second", 1, WIDTH)],
+}
+
+
+@pytest.mark.parametrize("policy", NAMES)
+def test_who_is_asked_for_what(policy: PolicyName) -> None:
+    executor = Spy()
+    engine = make_engine(executor, policy)
+    batch, sequences = ready(engine)
+    first = engine.draft_first(batch, sequences)
+    branches = engine.pick_boundaries(batch, first)
+    second = engine.draft_second(batch, branches)
+    assert executor.asked == ASKED[policy]
+    assert (first is None) == (policy == "off")
+    assert (branches is None) == (second is None) == (policy not in ("reanchor", "d2sd", "hybrid"))
+    if first is not None:
+        assert first.tokens.shape == first.logprob.shape == (4, SLOTS, engine.policy.width)
+    if branches is not None and second is not None:
+        assert branches.length.shape == branches.rejected.shape == (4, BRANCHES)
+        assert second.tokens.shape == second.logprob.shape == (4, BRANCHES, SLOTS, engine.policy.width)
+    assert engine.build_tree(batch, first, branches, second).tokens.shape == (4, engine.policy.rows)
+
+
+@pytest.mark.parametrize("policy", NAMES)
+def test_clock_and_trace_know_what_was_done(policy: PolicyName) -> None:
+    engine = make_engine(honest(), policy)
+    engine.generate([Request((1, 2), 3)])
+    stages = {"prefill", "build_tree", "verify", "accept", "commit", "retire"}
+    if policy != "off":
+        stages.add("draft_first")
+    if policy in ("reanchor", "d2sd", "hybrid"):
+        stages |= {"pick_boundaries", "draft_second"}
+    assert engine.clock.seconds.keys() == stages
+    trace = engine.trace
+    assert trace is not None
+    assert trace.policy is engine.policy
+    assert (trace.first is not None) == ("draft_first" in stages)
+    assert (trace.branches is not None) == ("draft_second" in stages)
+
+
+def test_lookup_drafts_from_each_text_alone() -> None:
+    """Three requests of different lengths, one without a match, and padding, which drafts nothing."""
+    engine = make_engine(honest(), "lookup")
+    prompts = (1, 2, 3, 4, 5, 6, 1, 2), (7, 8, 7), (9, 10, 11)
+    for prompt in prompts:
+        engine.submit(Request(prompt, 5))
+    sequences = engine.admit()
+    batch = engine._batch(sequences)
+    draft = engine.draft_first(batch, sequences)
+    assert draft is not None
+    assert draft.best.tolist() == [[3, 4, 5, 6], [8, 7, 0, 0], [0] * 4, [0] * 4]
+    assert draft.confidence.exp().tolist() == [[1] * 4, [1, 1, 0, 0], [0] * 4, [0] * 4]
+    tree = engine.build_tree(batch, draft, None, None)
+    assert tree.tokens.tolist() == [[2, 3, 4, 5, 6], [7, 8, 7, 0, 0], [11, 0, 0, 0, 0], [0] * 5]
+    assert tree.valid.sum(1).tolist() == [5, 3, 1, 1]
+
+
+def made_up(seed: int = 0) -> Calibration:
+    dice = torch.Generator().manual_seed(seed)
+    shape = 2, 2, SLOTS, 2
+    return Calibration(0.5 + torch.rand(shape, generator=dice), torch.randn(shape, generator=dice))
+
+
+@pytest.mark.parametrize("policy", ["chain", "reanchor", "d2sd", "ddtree", "hybrid"])
+def test_drafts_are_straightened_as_those_of_their_drafter(policy: PolicyName) -> None:
+    """Both passes, before anything is decided by them; in reanchor the first drafter speaks twice."""
+    executor, calibration = Spy(), made_up()
+    engine = make_engine(executor, policy, calibration=calibration)
+    batch, sequences = ready(engine)
+    first = engine.draft_first(batch, sequences)
+    branches = engine.pick_boundaries(batch, first)
+    second = engine.draft_second(batch, branches)
+    assert first is not None
+    straight = calibration.apply(executor.said[0], batch, 0)
+    assert torch.equal(first.logprob, straight.logprob)
+    assert not torch.allclose(first.logprob, executor.said[0].logprob)
+    if branches is not None and second is not None:
+        wanted = engine.policy.branches(batch, straight)
+        assert wanted is not None
+        assert torch.equal(branches.length, wanted.length)
+        drafter = {"reanchor": 0}.get(policy, 1)
+        assert torch.equal(second.logprob, calibration.apply(executor.said[1], batch, drafter, branches).logprob)
+
+
+def test_samples_are_drawn_from_what_the_drafter_said() -> None:
+    """Straightened as acceptance of single tokens, its probabilities would be no distribution to draw from."""
+    executor = Spy()
+    engine = make_engine(executor, "samples", calibration=made_up())
+    first = engine.draft_first(*ready(engine))
+    assert first is executor.said[0]
+
+
+@pytest.mark.parametrize("policy", ["reanchor", "d2sd", "ddtree", "hybrid"])
+def test_calibration_changes_trees_and_no_text(policy: PolicyName) -> None:
+    requests = some_requests()
+    steps = []
+    for calibration in (None, made_up(3)):
+        engine = make_engine(cheater(requests), policy, calibration=calibration, row_budget=9)
+        sequences = run_staggered(engine, requests, gap=1)
+        assert [s.answer for s in sequences] == [expected(r) for r in requests]
+        steps.append([s.stats.accepted for s in sequences])
+    assert steps[0] != steps[1]
