@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -12,7 +13,8 @@ from d2sd.cli.report import Reporting, bar
 from d2sd.recipe import Policy
 
 if TYPE_CHECKING:
-    from d2sd.runtime.engine import Engine, StepTrace
+    from d2sd.cli.pictures.record import Recording
+    from d2sd.runtime.engine import Engine
     from d2sd.runtime.sequence import Sequence
 
 
@@ -33,11 +35,13 @@ if TYPE_CHECKING:
 @click.option("--raw", is_flag=True, help="Use the prompt as it is, without the chat template.")
 @click.option("--stats", is_flag=True, help="Show tokens per step, acceptance, winning branches and the cycle cost.")
 @click.option("--show-tree", is_flag=True, help="Draw the tree of the step that accepted most.")
+@click.option("--tree-svg", type=click.Path(path_type=Path), help="Write that tree as an SVG picture to this file.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write a page that shows every step to this file.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 def generate(
     bundle: Path, prompts: tuple[str, ...], policy: Policy | None, max_new_tokens: int | None,
     temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None, stop: tuple[str, ...],
-    raw: bool, stats: bool, show_tree: bool, device: str,
+    raw: bool, stats: bool, show_tree: bool, tree_svg: Path | None, html: Path | None, device: str,
 ) -> None:  # fmt: skip
     """Generate from the bundle at BUNDLE; a single answer streams as it is written.
 
@@ -45,10 +49,15 @@ def generate(
 
         d2sd generate bundles/smollm2-135m -p "Why is the sky blue?" --stats
     """
+    from d2sd.cli.pictures.files import check_writable
+    from d2sd.cli.pictures.record import Recording
     from d2sd.cli.serving import chat_request, make_engine
     from d2sd.convert.bundle import load_bundle
     from d2sd.runtime.request import SamplingParams
 
+    for path in (tree_svg, html):
+        if path is not None:
+            check_writable(path)
     loaded = load_bundle(bundle, progress=bar)
     defaults = loaded.recipe.sampling
     sampling = SamplingParams(
@@ -59,31 +68,29 @@ def generate(
     )
     length = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
     requests = [chat_request(loaded, text, sampling, length, raw=raw, stop=stop) for text in prompts]
-    engine = make_engine(loaded, policy=policy, device=device)
+    batch = min(len(prompts), loaded.recipe.limits.max_batch)
+    engine = make_engine(loaded, policy=policy, device=device, max_batch=batch)
     sequences = [engine.submit(request) for request in requests]
-    best = _write(engine, dict(zip(sequences, prompts, strict=True)))
-    if show_tree and best is not None:
-        from rich.console import Console
-
-        from d2sd.cli.draw import draw_tree
-
-        Console().print(draw_tree(*best, lambda token: loaded.tokenizer.decode([token])))
+    recordings: dict[Sequence, Recording] = {}
+    if show_tree or tree_svg is not None or html is not None:
+        decode = loaded.tokenizer.decode
+        text = partial(decode, skip_special_tokens=True)
+        recordings = {s: Recording(p, decode, text) for s, p in zip(sequences, prompts, strict=True)}
+    _write(engine, dict(zip(sequences, prompts, strict=True)), recordings)
+    if recordings:
+        _picture(list(recordings.values()), show_tree, tree_svg, html)
     if stats:
         from d2sd.cli.stats import show_stats
 
-        baseline = make_engine(loaded, policy="off", device=device)
+        baseline = make_engine(loaded, policy="off", device=device, max_batch=batch)
         with bar("timing plain decoding"):
             baseline.generate([replace(request, max_new_tokens=min(8, length)) for request in requests])
         show_stats([s.stats for s in sequences], engine.clock, baseline.clock)
 
 
-def _write(engine: Engine, prompts: dict[Sequence, str]) -> tuple[StepTrace, int] | None:
-    """Run to the end, writing answers; returns the step that accepted most, and its row in the batch.
-
-    A single answer streams; several are written whole, each when it is finished.
-    """
+def _write(engine: Engine, prompts: dict[Sequence, str], recordings: dict[Sequence, Recording]) -> None:
+    """Run to the end, writing answers: a single one streams, several are written whole, each when it is finished."""
     texts = dict.fromkeys(prompts, "")
-    best, most = None, 0
     while engine.busy:
         for output in engine.step():
             if len(prompts) == 1:
@@ -92,8 +99,30 @@ def _write(engine: Engine, prompts: dict[Sequence, str]) -> tuple[StepTrace, int
             if output.finish is not None and len(prompts) > 1:
                 click.secho(f"> {prompts[output.sequence]}", dim=True)
                 click.echo(texts[output.sequence] + "\n")
-            if len(output.tokens) > most and engine.trace is not None:
-                best, most = (engine.trace, engine.trace.sequences.index(output.sequence)), len(output.tokens)
+            if output.sequence in recordings and engine.trace is not None:
+                recordings[output.sequence].add(engine.trace, output)
     if len(prompts) == 1:
         click.echo()
-    return best
+
+
+def _picture(recordings: list[Recording], show_tree: bool, tree_svg: Path | None, html: Path | None) -> None:
+    """The tree of the step that accepted most, and the page of all steps."""
+    from d2sd.cli.pictures.files import write_whole
+
+    best = max(recordings, key=lambda recording: len(recording.turns[recording.best].pieces))
+    step = best.turns[best.best].step
+    if show_tree:
+        from rich.console import Console
+
+        from d2sd.cli.draw import draw_tree
+
+        Console().print(draw_tree(step))
+    if tree_svg is not None:
+        from d2sd.cli.pictures.svg import standalone
+        from d2sd.cli.pictures.words import caption
+
+        write_whole(tree_svg, standalone(step, caption(step, best.best + 1, len(best.turns))))
+    if html is not None:
+        from d2sd.cli.pictures.page import page
+
+        write_whole(html, page(recordings))

@@ -1,0 +1,114 @@
+"""One request's part of one step as plain data: tensors are read once, and the pictures need nothing but this."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from d2sd.runtime.engine import StepTrace
+
+Source = Literal["anchor", "first", "second", "bonus"]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A token of the tree, and what became of it."""
+
+    text: str
+    parent: int  # place of its parent, always before its own; -1: the anchor has none
+    depth: int  # tokens behind the anchor
+    source: Source  # who proposed it
+    branch: int  # 0 the first draft, k >= 1 the k-th branch or sample
+    probability: float  # of being the target's choice behind its parent, by the drafters; 1 for anchor and bonus
+    accepted: bool  # the answer holds it
+    chain: bool  # on the path of the first draft's best tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A tree, and what the target said of it."""
+
+    nodes: tuple[Node, ...]  # the anchor, the drafts, and last the bonus token
+    draft: tuple[str, ...]  # the first draft: its best token of every slot
+    right: int  # how many of them, from the front, the target chose too
+    rows: int  # tree rows the target computed, padding included
+
+    @property
+    def gained(self) -> tuple[Node, ...]:
+        """The tokens of the step in their order: accepted drafts, then the bonus token."""
+        return tuple(node for node in self.nodes[1:] if node.accepted)
+
+    @property
+    def saved(self) -> int:
+        """Tokens more than the first draft's best chain alone would have given: the step was rescued if any."""
+        return max(0, len(self.gained) - 1 - self.right)
+
+    @property
+    def miss(self) -> int | None:
+        """Place of the first draft's first wrong token, where the tree holds it and something else was found there."""
+        depth = self.right + 1
+        return next((i for i, n in enumerate(self.nodes) if n.chain and n.depth == depth and not n.accepted), None)
+
+    @property
+    def by_second(self) -> bool:
+        """The second pass wrote the end of the accepted path."""
+        return any(node.source == "second" for node in self.gained)
+
+
+def read_step(trace: StepTrace, row: int, show: Callable[[int], str]) -> Step:
+    """The step of the request at `row` of the batch; `show` turns a token id into text."""
+    tree, count = trace.tree, int(trace.accepted.count[row])
+    chosen: list[int] = trace.accepted.tokens[row, :count].tolist()
+    path: list[int] = trace.accepted.path[row, :count].tolist()
+    draft = _first_draft(trace, row)
+    right = 0
+    while right < min(len(draft), count - 1) and draft[right] == chosen[right]:
+        right += 1
+
+    tokens, parents, depths = tree.tokens[row].tolist(), tree.parent[row].tolist(), tree.depth[row].tolist()
+    origins, scores, valid = tree.origin[row].tolist(), tree.score[row].tolist(), tree.valid[row].tolist()
+    place: dict[int, int] = {}  # row of the tree -> place among the nodes: padding is left out
+    nodes: list[Node] = []
+    for number in (i for i, there in enumerate(valid) if there):
+        place[number] = len(nodes)
+        if not nodes:
+            nodes.append(Node(show(tokens[number]), -1, 0, "anchor", 0, 1.0, True, True))
+            continue
+        above, depth = place[parents[number]], depths[number]
+        # Branches that redraft the same token share its node, and its score is the first one's: a child of another may
+        # then have the higher score.
+        probability = math.exp(min(0.0, scores[number] - scores[parents[number]]))
+        source: Source = "second" if origins[number] and trace.branches is not None else "first"
+        chain = nodes[above].chain and depth <= len(draft) and tokens[number] == draft[depth - 1]
+        nodes.append(
+            Node(show(tokens[number]), above, depth, source, origins[number], probability, number in path, chain)
+        )
+    nodes.append(Node(show(chosen[-1]), place[path[-1]], count, "bonus", 0, 1.0, True, False))
+    return Step(tuple(nodes), tuple(map(show, draft)), right, len(tokens))
+
+
+def _first_draft(trace: StepTrace, row: int) -> list[int]:
+    """Best tokens of the first pass up to the first slot without a proposal."""
+    if trace.first is None:
+        return []
+    best: list[int] = trace.first.best[row].tolist()
+    said: list[float] = trace.first.confidence[row].tolist()
+    return best[: next((slot for slot, score in enumerate(said) if score == -math.inf), len(best))]
+
+
+def token_text(decode: Callable[[list[int]], str]) -> Callable[[int], str]:
+    """What one token writes in the middle of a text.
+
+    Tokenizers like Llama 2's drop the blank in front of the first token, so the token is read behind itself.
+    """
+
+    @cache
+    def show(token: int) -> str:
+        alone = decode([token])
+        return decode([token, token])[len(alone) :] or alone
+
+    return show

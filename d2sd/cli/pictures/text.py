@@ -1,0 +1,52 @@
+"""Text of models and of prompts, made safe to show: whatever they wrote, XML stays well-formed and nothing hides."""
+
+from __future__ import annotations
+
+import unicodedata
+from html import escape
+
+_SIGNS = {" ": "·", "\n": "⏎", "\t": "⇥", "\x7f": "␡"} | {
+    chr(c): chr(0x2400 + c) for c in range(32) if c not in (9, 10)
+}
+#: Controls, formats (bidirectional overrides among them), lone surrogates, private use, separators.
+_HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp", "Zs"}
+#: Formats that letters and emoji are joined by: a token shows them, running text needs them.
+_JOINERS = "\u200c\u200d"
+
+
+def token_markup(text: str, most: int | None = None) -> str:
+    """A token on one line, escaped: blanks and invisible characters as signs, cut to `most` cells."""
+    return escape(cut(visible(text), most) if most else visible(text))
+
+
+def text_markup(text: str) -> str:
+    """Running text, escaped: line breaks and tabs stay, other invisible characters become signs."""
+    return escape("".join(c if c in " \n\t" + _JOINERS else _sign(c) for c in text))
+
+
+def visible(text: str) -> str:
+    """Every character as something that is seen."""
+    shown = "".join(_SIGNS.get(c) or _sign(c) for c in text)
+    return "◌" + shown if shown and unicodedata.category(shown[0]).startswith("M") else shown or "∅"
+
+
+def cut(text: str, most: int) -> str:
+    """At most `most` cells of a text, with an ellipsis for the rest."""
+    if cells(text) <= most:
+        return text
+    while text and cells(text) > most - 1:
+        text = text[:-1]
+    return text + "…"
+
+
+def cells(text: str) -> int:
+    """Columns in a fixed-width font."""
+    marks = sum(unicodedata.category(c) in ("Mn", "Me") for c in text)
+    return len(text) - marks + sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+
+
+def _sign(character: str) -> str:
+    if character in _SIGNS:
+        return character if character == " " else _SIGNS[character]
+    hidden = unicodedata.category(character) in _HIDDEN or ord(character) & 0xFFFE == 0xFFFE
+    return f"‹{ord(character):X}›" if hidden or 0xFDD0 <= ord(character) <= 0xFDEF else character
