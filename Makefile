@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 BUNDLE := bundles/smollm2-135m
 
-.PHONY: demo test lint verify clean
+.PHONY: demo test lint verify bench clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -27,6 +27,14 @@ PROMPTS ?= ../shared/data/eval
 verify: .venv/demo
 	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
 	$(BIN)/python benchmarks/lossless.py $(BUNDLE) --prompts $(PROMPTS) --out build/lossless
+
+## the results of the README: hours on two cores, resumable; tables, JSON and plots in build/bench
+bench: .venv/demo
+	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
+	$(BIN)/d2sd bench $(BUNDLE) --prompts $(PROMPTS) --out build/bench/trees \
+	  --methods lookup,chain,samples:64,reanchor:64,d2sd,ddtree,hybrid --rows 16,32,64
+	$(BIN)/d2sd bench $(BUNDLE) --prompts $(PROMPTS) --out build/bench/serving \
+	  --methods chain,auto --concurrency 1,2,4,8,16 --per-set 4 --repeat 3
 
 clean:
 	rm -rf .venv bundles build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -50,7 +50,8 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_module_and_data_file_and_nothing_else(wheel: Path) -> None:
     names = [n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n]
     expected = {p.relative_to(ROOT).as_posix() for p in (ROOT / "d2sd").iterdir() if p.is_file()}
-    expected |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "d2sd" / "cli").rglob("*.py")}
+    for inside in ("cli", "bench"):
+        expected |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "d2sd" / inside).rglob("*.py")}
     for folder in FOLDERS:
         expected |= {f"d2sd/{p.relative_to(ROOT).as_posix()}" for p in (ROOT / folder).rglob("*.py")}
     assert set(names) == expected, "packages in pyproject.toml are listed by hand"

@@ -14,15 +14,20 @@ from click.testing import CliRunner, Result
 from d2sd.cli.build import build
 from d2sd.cli.inspect import inspect
 from d2sd.cli.main import build_main, main
-from tests.convert.helpers import write_project
+from tests.convert.helpers import add_calibration, write_project
 
 #: A new knob belongs into the recipe. Change this only with a reason that a reviewer accepts.
 FLAGS = {
+    "bench": {
+        *("bundle", "--methods", "--rows", "--prompts", "--temperatures", "--concurrency", "--per-set"),
+        *("--max-new-tokens", "--repeat", "--seed", "--device", "--out", "--plan", "--compare"),
+    },
     "build": {"recipe", "--plan", "--set", "--out", "-v", "--verbose"},
     "generate": {
         *("bundle", "-p", "--prompt", "--policy", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed"),
-        *("--stop", "--raw", "--stats", "--show-tree", "--device"),
+        *("--stop", "--raw", "--stats", "--show-tree", "--tree-svg", "--html", "--device"),
     },
+    "calibrate": {"bundle", "--prompts", "--exclude", "--count", "--max-new-tokens", "--out"},
     "inspect": {"bundle"},
     "train": {"recipe", "--work", "--out"},
 }
@@ -54,7 +59,9 @@ def test_every_help_has_an_example() -> None:
 
 def test_help_is_instant() -> None:
     """Not timed, for that depends on the machine: what takes the time is not imported."""
-    program = "import sys, d2sd.cli.main; sys.exit(bool({'torch', 'transformers', 'rich'} & set(sys.modules)))"
+    program = (
+        "import sys, d2sd.cli.main; sys.exit(bool({'torch', 'transformers', 'rich', 'matplotlib'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
@@ -99,6 +106,14 @@ def test_plan_reads_no_weights_and_writes_nothing(
     assert "0.1 MB" in told
 
 
+def test_plan_and_build_name_the_calibration_stage(recipe: Path, tmp_path: Path) -> None:
+    add_calibration(recipe)
+    stages = ["fetch", "target", "drafter_first", "drafter_second", "calibration", "check", "manifest"]
+    assert " -> ".join(stages) in invoke(main, "build", recipe, "--plan").stdout
+    built = invoke(main, "build", recipe, "--out", tmp_path / "out", "-v")
+    assert [line.split()[0] for line in built.stderr.splitlines()] == stages
+
+
 def test_plan_of_a_target_that_is_not_fetched_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("D2SD_CACHE", str(tmp_path / "cache"))
     pypi = {"package": "p", "version": "1.0", "file": "a.gguf", "sha256": "0" * 64}
@@ -115,6 +130,8 @@ def test_plan_of_a_target_that_is_not_fetched_says_so(tmp_path: Path, monkeypatc
         ("build", ["none.yaml"], "none.yaml"),
         ("build", ["RECIPE", "--set", "tree.x=1"], "tree.x"),
         ("inspect", ["nowhere"], "nowhere"),
+        ("calibrate", ["nowhere", "--out", "c.json"], "nowhere"),
+        ("bench", ["nowhere"], "nowhere"),
     ],
 )
 def test_user_errors_are_a_message_and_exit_code_2(recipe: Path, command: str, arguments: list[str], told: str) -> None:

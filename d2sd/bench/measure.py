@@ -1,0 +1,115 @@
+"""Run one cell: answer the prompts in flight, watch every step, compare with plain decoding."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from d2sd.bench.result import Bin, Cell, Difference, Drafter, Key, Response
+from d2sd.runtime.engine import Engine, StepTrace
+from d2sd.runtime.observe import Observation, observe
+from d2sd.runtime.request import Request
+from d2sd.runtime.sequence import Sequence as Running
+from d2sd.runtime.ties import TIE, first_difference
+
+#: Tokens of the warm-up: all shapes of a step are met, and what it counted is thrown away.
+_WARM_UP = 8
+_DRAFTERS: tuple[Drafter, Drafter] = ("first", "second")
+
+#: A request whose prompt goes on to the first token that differs -> distance of the two best scores there.
+Gap = Callable[[Request], float]
+
+
+@dataclass(slots=True)
+class Counts:
+    """Sums over the request-steps of a cell."""
+
+    accepted: dict[int, list[int]] = field(default_factory=dict)  # by sequence id
+    policies: Counter[str] = field(default_factory=Counter)
+    verified_rows: int = 0
+    nodes: int = 0
+    merged: int = 0
+    rescued: int = 0
+    ranks: Counter[str] = field(default_factory=Counter)
+    bins: dict[Drafter, list[list[float]]] = field(default_factory=dict)
+
+    def add(self, trace: StepTrace) -> None:
+        """Count one step."""
+        for one in observe(trace):
+            self.accepted.setdefault(one.sequence.id, []).append(one.accepted)
+            self.policies[str(trace.policy)] += 1
+            self.verified_rows += trace.policy.rows
+            self.nodes += one.nodes
+            self.merged += one.merged
+            self.rescued += one.rescued
+            if trace.branches is not None:
+                self.ranks["none" if one.rank is None else str(one.rank)] += 1
+            self._judge(one)
+
+    def _judge(self, one: Observation) -> None:
+        for node in one.judged:
+            bins = self.bins.setdefault(_DRAFTERS[node.drafter], [[0, 0.0, 0] for _ in range(10)])
+            cell = bins[min(int(node.said * 10), 9)]
+            cell[0], cell[1], cell[2] = cell[0] + 1, cell[1] + node.said, cell[2] + node.right
+
+
+def measure_cell(
+    engine: Engine,
+    key: Key,
+    requests: Sequence[tuple[str, Request]],
+    plain: Sequence[list[int]] | None,
+    gap: Gap,
+    advance: Callable[[int], None] = lambda finished: None,
+) -> tuple[Cell, list[list[int]]]:
+    """Answer `requests` (id and request) with `engine`, warm-up aside; also returns the answers.
+
+    `plain` are plain decoding's; None where this cell is to be what the others are compared with.
+
+    Time is that of the engine's steps; watching them is not counted.
+    """
+    _, sample = requests[0]
+    engine.generate([replace(sample, max_new_tokens=min(_WARM_UP, sample.max_new_tokens))] * min(2, key.concurrency))
+    engine.clock.clear()
+    sequences = [engine.submit(request) for _, request in requests]
+    counts, wall = Counts(), 0.0
+    while engine.busy:
+        start = time.perf_counter()
+        outputs = engine.step()
+        wall += time.perf_counter() - start
+        if outputs and engine.trace is not None:
+            counts.add(engine.trace)
+        advance(sum(output.finish is not None for output in outputs))
+    answers = [sequence.answer for sequence in sequences]
+    cell = Cell(
+        method=key.method, rows=key.rows, set=key.set, temperature=key.temperature, concurrency=key.concurrency,
+        requests=[_response(name, sequence, counts) for (name, _), sequence in zip(requests, sequences, strict=True)],
+        policies=dict(counts.policies),
+        verified_rows=counts.verified_rows, nodes=counts.nodes, merged=counts.merged,
+        boundary_rank=dict(counts.ranks), rescued=counts.rescued,
+        calibration={name: [_bin(values) for values in bins] for name, bins in counts.bins.items()},
+        stage_seconds=dict(engine.clock.seconds), steps=engine.clock.steps, wall_seconds=wall,
+        differences=[] if plain is None else _differences([request for _, request in requests], answers, plain, gap),
+    )  # fmt: skip
+    return cell, answers
+
+
+def _response(name: str, sequence: Running, counts: Counts) -> Response:
+    return Response(id=name, accepted=counts.accepted[sequence.id], tokens=len(sequence.answer))
+
+
+def _bin(values: Sequence[float]) -> Bin:
+    return int(values[0]), values[1], int(values[2])
+
+
+def _differences(
+    requests: Sequence[Request], answers: Sequence[list[int]], plain: Sequence[list[int]], gap: Gap
+) -> list[Difference]:
+    found = []
+    for number, (request, answer, expected) in enumerate(zip(requests, answers, plain, strict=True)):
+        place = first_difference(answer, expected)
+        if place is not None:
+            distance = gap(replace(request, prompt=(*request.prompt, *expected[:place])))
+            found.append(Difference(request=number, token=place, gap=distance, excused=distance <= TIE))
+    return found

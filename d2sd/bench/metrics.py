@@ -1,0 +1,129 @@
+"""Every figure of the report as a pure function of cells. The docstrings are printed under the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from d2sd.bench.result import Bin, Cell, Response
+
+
+def tau(cell: Cell) -> float:
+    """Mean over responses of each response's tokens per step, bonus included (the papers' definition)."""
+    return sum(map(response_tau, cell.requests)) / len(cell.requests)
+
+
+def response_tau(response: Response) -> float:
+    """Tokens per step of one response, bonus included."""
+    return sum(response.accepted) / len(response.accepted)
+
+
+def mean_tau(cells: Sequence[Cell]) -> float:
+    """Mean over sets of each set's τ: every set weighs the same."""
+    return sum(map(tau, cells)) / len(cells)
+
+
+def tau_by_token(cell: Cell) -> float:
+    """All committed tokens over all request-steps: long responses weigh more than in τ."""
+    return committed(cell) / request_steps(cell)
+
+
+def request_steps(cell: Cell) -> int:
+    """Decode steps summed over requests: a step that serves three requests counts three times."""
+    return sum(len(response.accepted) for response in cell.requests)
+
+
+def committed(cell: Cell) -> int:
+    """Tokens that the steps committed, those past a stop token or the length limit included."""
+    return sum(sum(response.accepted) for response in cell.requests)
+
+
+def joint_acceptance(cell: Cell) -> list[float]:
+    """Share of request-steps that accepted at least k drafts, for k = 1, 2, … up to the most that any accepted."""
+    drafts = [accepted - 1 for response in cell.requests for accepted in response.accepted]
+    return [sum(n >= k for n in drafts) / len(drafts) for k in range(1, max(drafts) + 1)]
+
+
+def conditional_acceptance(cell: Cell) -> list[float]:
+    """Of the request-steps that accepted at least k - 1 drafts, the share that accepted at least k."""
+    joint = joint_acceptance(cell)
+    return [now / before for before, now in zip([1.0, *joint], joint, strict=False)]
+
+
+def rows_per_step(cell: Cell) -> float:
+    """Rows the target verified, padding included, a request-step."""
+    return cell.verified_rows / request_steps(cell)
+
+
+def rows_per_token(cell: Cell) -> float:
+    """Rows the target verified for each committed token: the work that a token costs."""
+    return cell.verified_rows / committed(cell)
+
+
+def mean_nodes(cell: Cell) -> float:
+    """Valid tree nodes a request-step, the anchor included."""
+    return cell.nodes / request_steps(cell)
+
+
+def merged_per_step(cell: Cell) -> float:
+    """Drafted tokens a request-step that were a node already, so they cost no row of their own."""
+    return cell.merged / request_steps(cell)
+
+
+def rescued_share(cell: Cell) -> float:
+    """Share of request-steps in which nodes of the second pass carried acceptance beyond the first draft's chain."""
+    return cell.rescued / request_steps(cell)
+
+
+def served(cell: Cell) -> dict[str, float]:
+    """Share of request-steps by the policy that `auto` chose for them."""
+    counted = sum(cell.policies.values())
+    return {policy: count / counted for policy, count in sorted(cell.policies.items()) if counted}
+
+
+def boundary_ranks(cell: Cell) -> dict[str, float]:
+    """Share of request-steps by the rank, among the K branches, of the place where the target did reject the first
+    draft; "none" where no branch restarts there. Rank 0 was thought likeliest.
+    """
+    counted = sum(cell.boundary_rank.values())
+    ranks = sorted(cell.boundary_rank, key=lambda rank: (rank == "none", len(rank), rank))
+    return {rank: cell.boundary_rank[rank] / counted for rank in ranks if counted}
+
+
+def step_seconds(cell: Cell) -> float:
+    """Mean time of an engine step, prefill left out."""
+    return sum(spent for stage, spent in cell.stage_seconds.items() if stage != "prefill") / cell.steps
+
+
+def cycle_cost(cell: Cell, plain: Cell) -> float | None:
+    """Mean time of an engine step, prefill left out, over that of plain decoding on the same sets, at the same
+    temperature and with as many requests in flight.
+    """
+    _same_work(cell, plain)
+    unit = step_seconds(plain)
+    return step_seconds(cell) / unit if unit else None
+
+
+def tokens_per_second(cell: Cell) -> float:
+    """Answer tokens of all requests over the wall time of the whole cell, prefill included."""
+    return sum(response.tokens for response in cell.requests) / cell.wall_seconds
+
+
+def speedup(cell: Cell, plain: Cell) -> float | None:
+    """Tokens per second over those of plain decoding on the same sets, at the same temperature and with as many
+    requests in flight.
+    """
+    _same_work(cell, plain)
+    unit = tokens_per_second(plain)
+    return tokens_per_second(cell) / unit if unit else None
+
+
+def calibration_error(bins: Sequence[Bin]) -> float | None:
+    """Expected calibration error: mean over drafted tokens of |mean predicted acceptance - share accepted| of the
+    token's bin (ten equal bins). 0 is a drafter that knows how often it is right.
+    """
+    count = sum(bin_[0] for bin_ in bins)
+    return sum(abs(predicted - hits) for _, predicted, hits in bins) / count if count else None
+
+
+def _same_work(cell: Cell, plain: Cell) -> None:
+    assert (cell.set, cell.temperature, cell.concurrency) == (plain.set, plain.temperature, plain.concurrency)

@@ -1,0 +1,61 @@
+"""Where and with what a result was measured, so that two results can be told apart."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from d2sd.bench.result import Provenance
+
+_TOOLS = ("d2sd", "torch", "transformers")
+
+
+def provenance(bundle: Mapping[str, str], device: str) -> Provenance:
+    """`bundle` is what identifies it; the rest is found out."""
+    machine: dict[str, str | int] = {
+        "processor": _processor(), "cores": os.cpu_count() or 1, "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }  # fmt: skip
+    if device.startswith("cuda"):
+        machine["gpu"] = torch.cuda.get_device_name(device)
+    return Provenance(
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        commit=_commit(),
+        versions={"python": platform.python_version()} | {tool: version(tool) for tool in _TOOLS},
+        machine=machine,
+        bundle=dict(bundle),
+        device=device,
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or "unknown")
+
+
+def _commit() -> str | None:
+    """Of the checkout this file lies in, with a mark if it was changed since; None where there is none."""
+    told = []
+    for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
+        try:
+            done = subprocess.run(
+                ["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        told.append(done.stdout.strip())
+    return told[0] + (" and changes" if told[1] else "")

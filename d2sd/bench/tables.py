@@ -1,0 +1,187 @@
+"""A result as markdown: tokens a step, what a step did, what the drafters knew, speed; then what each figure means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from inspect import cleandoc
+
+from d2sd.bench import metrics, views
+from d2sd.bench.bootstrap import Interval, tau_interval
+from d2sd.bench.markdown import NONE, Column, largest_bold, number, percent, rate, table
+from d2sd.bench.result import Cell, Result
+from d2sd.bench.views import ADAPTIVE, PLAIN, Line
+
+#: What a column holds, in the words of the function that computes it.
+DEFINITIONS: dict[str, Callable[..., object]] = {
+    "τ": metrics.tau,
+    "mean": metrics.mean_tau,
+    "95 % interval": tau_interval,
+    "τ by token": metrics.tau_by_token,
+    "request-step": metrics.request_steps,
+    "rows/step": metrics.rows_per_step,
+    "rows/token": metrics.rows_per_token,
+    "nodes": metrics.mean_nodes,
+    "merged": metrics.merged_per_step,
+    "rescued": metrics.rescued_share,
+    "accepted by position": metrics.joint_acceptance,
+    "served": metrics.served,
+    "cycle cost": metrics.cycle_cost,
+    "speedup": metrics.speedup,
+    "ECE": metrics.calibration_error,
+    "boundary rank": metrics.boundary_ranks,
+    "tokens/s": metrics.tokens_per_second,
+}
+
+
+def tables(result: Result) -> str:
+    """The whole report, without the last line's end."""
+    parts = []
+    for temperature in views.temperatures(result):
+        concurrency = views.concurrencies(result, temperature)[0]
+        at = f"T = {temperature:g}, {concurrency} in flight"
+        parts += [f"## Tokens a step (τ), {at}", tau_table(result, temperature, concurrency)]
+        parts += [f"### What a step did, all sets, {at}", detail_table(result, temperature, concurrency)]
+        if knowledge := knowledge_table(result, temperature, concurrency):
+            parts += [f"### What the drafters knew, all sets, {at}", knowledge]
+        parts += [f"### Speed, all sets, T = {temperature:g}: tokens/s (speedup)", speed_table(result, temperature)]
+        if chosen := chosen_table(result, temperature):
+            parts += [f"### What `auto` served, all sets, T = {temperature:g}", chosen]
+    parts += ["## Definitions", definitions(), "## Losslessness", lossless(result), "## Provenance", provenance(result)]
+    return "\n\n".join(parts)
+
+
+def tau_table(result: Result, temperature: float, concurrency: int) -> str:
+    """τ by line and set; no mean where a set is missing, for it would not compare with the others."""
+    lines = views.lines(result, temperature, concurrency)
+    cells = [views.cells_of(result, line, temperature, concurrency) for line in lines]
+    names = [name for name in views.sets(result) if any(name in found for found in cells)]
+    columns = _names(lines)
+    for name in names:
+        columns.append((name, largest_bold([metrics.tau(found[name]) if name in found else None for found in cells])))
+    complete = [list(found.values()) if len(found) == len(names) else None for found in cells]
+    means = [metrics.mean_tau(found) if found else None for found in complete]
+    intervals = [tau_interval(found) if found else None for found in complete]
+    return table([*columns, ("mean", largest_bold(means)), ("95 % interval", list(map(span, intervals)))])
+
+
+def detail_table(result: Result, temperature: float, concurrency: int) -> str:
+    lines = views.lines(result, temperature, concurrency)
+    pairs = [views.pooled(result, line, temperature, concurrency) for line in lines]
+    cells = [cell for cell, _ in pairs]
+
+    def column(metric: Callable[[Cell], float], form: Callable[[float | None], str]) -> list[str]:
+        return [form(metric(cell)) for cell in cells]
+
+    one_digit = partial(number, digits=1)
+    accepted = [" ".join(map(number, metrics.joint_acceptance(cell))) or NONE for cell in cells]
+    costs = [metrics.cycle_cost(cell, plain) if plain else None for cell, plain in pairs]
+    speedups = [metrics.speedup(cell, plain) if plain else None for cell, plain in pairs]
+    columns = [
+        *_names(lines),
+        ("τ by token", largest_bold([metrics.tau_by_token(cell) for cell in cells])),
+        ("rows/step", column(metrics.rows_per_step, one_digit)),
+        ("rows/token", column(metrics.rows_per_token, one_digit)),
+        ("nodes", column(metrics.mean_nodes, one_digit)),
+        ("merged", column(metrics.merged_per_step, one_digit)),
+        ("rescued", column(metrics.rescued_share, percent)),
+        ("accepted by position", accepted),
+        ("cycle cost", list(map(number, costs))),
+        ("speedup", largest_bold(speedups)),
+    ]
+    return table(columns)
+
+
+def knowledge_table(result: Result, temperature: float, concurrency: int) -> str | None:
+    """Calibration and boundary ranks of the lines that have either; None where none has."""
+    pooled = {
+        line: views.pooled(result, line, temperature, concurrency)[0]
+        for line in views.lines(result, temperature, concurrency)
+    }
+    telling = {line: cell for line, cell in pooled.items() if cell.calibration or cell.boundary_rank}
+    if not telling:
+        return None
+    errors = [
+        [metrics.calibration_error(cell.calibration.get(drafter, [])) for cell in telling.values()]
+        for drafter in ("first", "second")
+    ]
+    return table(
+        [
+            *_names(list(telling)),
+            ("ECE first", [number(error, 3) for error in errors[0]]),
+            ("ECE second", [number(error, 3) for error in errors[1]]),
+            ("boundary rank", [_shares(metrics.boundary_ranks(cell)) for cell in telling.values()]),
+        ]
+    )
+
+
+def speed_table(result: Result, temperature: float) -> str:
+    concurrencies = views.concurrencies(result, temperature)
+    measured = {c: set(views.lines(result, temperature, c)) for c in concurrencies}
+    # A line may be there at some concurrencies only; the order is that of `views.lines`.
+    lines = sorted(set().union(*measured.values()), key=views.place)
+    columns = _names(lines)
+    for concurrency in concurrencies:
+        pairs = [
+            views.pooled(result, line, temperature, concurrency) if line in measured[concurrency] else None
+            for line in lines
+        ]
+        rates = largest_bold([metrics.tokens_per_second(pair[0]) if pair else None for pair in pairs], rate)
+        speedups = [metrics.speedup(pair[0], pair[1]) if pair and pair[1] else None for pair in pairs]
+        told = [f"{r} ({s:.2f})" if s is not None else r for r, s in zip(rates, speedups, strict=True)]
+        columns.append((f"{concurrency} in flight", told))
+    return table(columns)
+
+
+def chosen_table(result: Result, temperature: float) -> str | None:
+    """The trees of the adaptive method, by concurrency; None where it was not measured."""
+    found = [
+        (concurrency, views.pooled(result, line, temperature, concurrency)[0])
+        for concurrency in views.concurrencies(result, temperature)
+        for line in views.lines(result, temperature, concurrency)
+        if line.method == ADAPTIVE
+    ]
+    told = [(f"{concurrency} in flight", [_shares(metrics.served(cell))]) for concurrency, cell in found]
+    return table(told) if told else None
+
+
+def definitions() -> str:
+    told = [f"- **{name}**: {' '.join(cleandoc(of.__doc__ or '').split())}" for name, of in DEFINITIONS.items()]
+    told.append("- **all sets**: the requests of all sets as if they were one set; bold is the largest of its column.")
+    return "\n".join(told)
+
+
+def lossless(result: Result) -> str:
+    """Plain decoding at the lowest concurrency is what the others are held against; what is beyond a tie is listed."""
+    lowest = {t: views.concurrencies(result, t)[0] for t in views.temperatures(result)}
+    compared = [c for c in result.cells if (c.method, c.concurrency) != (PLAIN, lowest[c.temperature])]
+    answers = sum(len(cell.requests) for cell in compared)
+    different = [(cell, one) for cell in result.cells for one in cell.differences]
+    beyond = [(cell, one) for cell, one in different if not one.excused]
+    lines = [f"{answers} answers compared with plain decoding's: {len(different)} differ, {len(beyond)} beyond a tie."]
+    for cell, one in beyond:
+        lines.append(f"- {cell.key}: {cell.requests[one.request].id}, token {one.token}, gap {one.gap:.1e}")
+    return "\n".join(lines)
+
+
+def provenance(result: Result) -> str:
+    of, settings = result.provenance, result.settings.model_dump()
+    pairs: dict[str, dict[str, str | int]] = {
+        "machine": of.machine, "bundle": {**of.bundle}, "versions": {**of.versions}, "settings": settings,
+    }  # fmt: skip
+    lines = [f"- date: {of.date}", f"- command: `{of.command}`", f"- commit: {of.commit or 'unknown'}"]
+    lines += [f"- device: {of.device}"]
+    lines += [f"- {name}: {', '.join(f'{k} {v}' for k, v in values.items())}" for name, values in pairs.items()]
+    return "\n".join(lines)
+
+
+def _shares(shares: dict[str, float]) -> str:
+    return ", ".join(f"{name}: {percent(share)}" for name, share in shares.items()) or NONE
+
+
+def span(interval: Interval | None) -> str:
+    return NONE if interval is None else f"{interval.low:.2f} – {interval.high:.2f}"
+
+
+def _names(lines: Sequence[Line]) -> list[Column]:
+    return [("method", [line.method for line in lines]), ("rows", [str(line.rows) for line in lines])]

@@ -1,0 +1,104 @@
+"""Which cells stand in which line, column and panel, and in which order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from d2sd.bench.result import Bin, Cell, Difference, Drafter, Response, Result
+
+#: From no drafter to both, as in the table of policies. A method that is not listed comes last.
+METHODS = ("off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid", "auto")
+PLAIN = "off"
+ADAPTIVE = "auto"
+
+
+class Line(NamedTuple):
+    """A line of a table, a bar or a curve of a plot."""
+
+    method: str
+    rows: int
+
+
+def temperatures(result: Result) -> list[float]:
+    return sorted({cell.temperature for cell in result.cells})
+
+
+def concurrencies(result: Result, temperature: float) -> list[int]:
+    return sorted({cell.concurrency for cell in result.cells if cell.temperature == temperature})
+
+
+def sets(result: Result) -> list[str]:
+    """In the order in which they were measured."""
+    return list(dict.fromkeys(cell.set for cell in result.cells))
+
+
+def place(line: Line) -> tuple[int, str, int]:
+    """What lines are sorted by."""
+    return (METHODS.index(line.method) if line.method in METHODS else len(METHODS), *line)
+
+
+def lines(result: Result, temperature: float, concurrency: int) -> list[Line]:
+    at = (temperature, concurrency)
+    found = {Line(c.method, c.rows) for c in result.cells if (c.temperature, c.concurrency) == at}
+    return sorted(found, key=place)
+
+
+def widest(result: Result, temperature: float, concurrency: int) -> list[Line]:
+    """Every method once, at its largest row budget."""
+    return list({line.method: line for line in lines(result, temperature, concurrency)}.values())
+
+
+def cells_of(result: Result, line: Line, temperature: float, concurrency: int) -> dict[str, Cell]:
+    """By set, in the order of `sets`."""
+    found = {cell.key: cell for cell in result.cells}
+    keys = {name: (*line, name, temperature, concurrency) for name in sets(result)}
+    return {name: found[key] for name, key in keys.items() if key in found}
+
+
+def pooled(result: Result, line: Line, temperature: float, concurrency: int) -> tuple[Cell, Cell | None]:
+    """All sets of a line as one cell, and plain decoding's of the same sets; None where it was not measured."""
+    ours = cells_of(result, line, temperature, concurrency)
+    plain = cells_of(result, Line(PLAIN, 1), temperature, concurrency)
+    both = ours.keys() <= plain.keys()
+    return pool(list(ours.values())), pool([plain[name] for name in ours]) if both else None
+
+
+def pool(cells: Sequence[Cell]) -> Cell:
+    """One cell with the requests and the sums of all; the cells differ in their sets only."""
+    head, requests, differences = cells[0], list[Response](), list[Difference]()
+    policies, ranks, seconds = Counter[str](), Counter[str](), dict[str, float]()
+    bins: dict[Drafter, list[Bin]] = {}
+    for cell in cells:
+        assert (cell.method, cell.rows, cell.temperature, cell.concurrency) == (
+            head.method, head.rows, head.temperature, head.concurrency,
+        )  # fmt: skip
+        differences += [d.model_copy(update={"request": d.request + len(requests)}) for d in cell.differences]
+        requests += [r.model_copy(update={"id": f"{cell.set}/{r.id}"}) for r in cell.requests]
+        policies.update(cell.policies)
+        ranks.update(cell.boundary_rank)
+        for stage, spent in cell.stage_seconds.items():
+            seconds[stage] = seconds.get(stage, 0.0) + spent
+        for drafter, new in cell.calibration.items():
+            old = bins.get(drafter, [(0, 0.0, 0)] * len(new))
+            bins[drafter] = [(a + x, b + y, c + z) for (a, b, c), (x, y, z) in zip(old, new, strict=True)]
+    return Cell(
+        method=head.method,
+        rows=head.rows,
+        set="all",
+        temperature=head.temperature,
+        concurrency=head.concurrency,
+        requests=requests,
+        policies=dict(policies),
+        verified_rows=sum(cell.verified_rows for cell in cells),
+        nodes=sum(cell.nodes for cell in cells),
+        merged=sum(cell.merged for cell in cells),
+        boundary_rank=dict(ranks),
+        rescued=sum(cell.rescued for cell in cells),
+        calibration=bins,
+        stage_seconds=seconds,
+        steps=sum(cell.steps for cell in cells),
+        wall_seconds=sum(cell.wall_seconds for cell in cells),
+        differences=differences,
+    )

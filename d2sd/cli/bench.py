@@ -1,0 +1,141 @@
+"""`d2sd bench`: every method on one runtime, in one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from d2sd.cli.report import Reporting, bar
+from d2sd.errors import D2SDError
+from d2sd.recipe import Policy
+
+if TYPE_CHECKING:
+    from d2sd.bench.matrix import Matrix
+    from d2sd.convert.bundle import Bundle
+
+
+class Listed(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of Click only
+    """Values separated by commas, each of one type."""
+
+    name = "list"
+
+    def __init__(self, one: Any) -> None:
+        self.one = click.types.convert_type(one)
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
+        """Convert every value."""
+        if isinstance(value, list):
+            return value
+        return [self.one.convert(part.strip(), param, ctx) for part in str(value).split(",")]
+
+
+class Method(click.ParamType):  # type: ignore[type-arg]
+    """A policy, or policy:rows."""
+
+    name = "policy[:rows]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Refuse what is neither."""
+        policy, colon, rows = str(value).partition(":")
+        click.Choice(get_args(Policy)).convert(policy, param, ctx)
+        if colon:
+            click.IntRange(2, 4096).convert(int(rows) if rows.isdigit() else 0, param, ctx)
+        return str(value)
+
+
+@click.command(cls=Reporting)
+@click.argument("bundle", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--methods", type=Listed(Method()), help="Policies; name:rows for one budget.  [default: all the bundle can run]"
+)
+@click.option(
+    "--rows", type=Listed(click.IntRange(2, 4096)), default="16,32,64", show_default=True, help="Row budgets."
+)
+@click.option(
+    "--prompts", type=click.Path(path_type=Path), multiple=True,
+    help="A set: JSONL of {id, turns}; repeatable. A folder is all sets in it.  [default: our own two dozen]",
+)  # fmt: skip
+@click.option("--temperatures", type=Listed(click.FloatRange(0, 99)), default="0,1", show_default=True)
+@click.option("--concurrency", type=Listed(click.IntRange(1, 1024)), default="1", show_default=True)
+@click.option("--per-set", type=click.IntRange(1), default=16, show_default=True, help="Prompts of each set.")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="Runs a cell; the median counts.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: build/bench/<name>]")
+@click.option("--plan", is_flag=True, help="Print what would be measured.")
+@click.option(
+    "--compare",
+    nargs=2,
+    type=click.Path(path_type=Path),
+    metavar="A.json B.json",
+    help="Ratios of two results, B to A.",
+)
+def bench(
+    bundle: Path | None, methods: list[str] | None, rows: list[int], prompts: tuple[Path, ...],
+    temperatures: list[float], concurrency: list[int], per_set: int, max_new_tokens: int, repeat: int, seed: int,
+    device: str, out: Path | None, plan: bool, compare: tuple[Path, Path] | None,
+) -> None:  # fmt: skip
+    """Measure BUNDLE: tokens a step, acceptance, cost and speed of every method, as JSON, tables and plots.
+
+    Every answer is compared with plain decoding's. Interrupted, it goes on where it stopped.
+
+    For example:
+
+        d2sd bench bundles/smollm2-135m --methods chain,ddtree,hybrid --rows 16,64
+    """
+    if compare is not None:
+        from d2sd.bench.compare import compare as compared
+        from d2sd.bench.result import load_result
+
+        click.echo(compared(load_result(compare[0]), load_result(compare[1])))
+        return
+    if bundle is None:
+        raise click.UsageError("name a bundle, or two results with --compare")
+    from d2sd.bench.matrix import Matrix
+    from d2sd.bench.result import Settings
+    from d2sd.cli.bench_run import Run
+    from d2sd.convert.bundle import load_bundle
+
+    loaded = load_bundle(bundle, progress=bar)
+    tree = loaded.recipe.tree
+    sets = _sets(prompts, per_set)
+    wanted = methods or [name for name in get_args(Policy) if _runs(loaded, name)]
+    matrix = Matrix(wanted, rows, list(sets), temperatures, concurrency, tree.block_size)
+    if plan:
+        _show_plan(matrix, sets, repeat)
+        return
+    settings = Settings(
+        per_set=per_set, max_new_tokens=max_new_tokens, block_size=tree.block_size, branches=tree.branches, seed=seed,
+    )  # fmt: skip
+    Run(loaded, matrix, sets, settings, repeat, device, out or Path("build/bench") / loaded.recipe.name).all()
+
+
+def _runs(bundle: Bundle, name: Policy) -> bool:
+    needed = {"off": 0, "lookup": 0, "d2sd": 2, "hybrid": 2}.get(name, 1)
+    return sum(drafter is not None for drafter in (bundle.first, bundle.second)) >= needed
+
+
+def _sets(prompts: tuple[Path, ...], per_set: int) -> dict[str, list[tuple[str, str]]]:
+    """(id, text) of the first prompts of every set, by name."""
+    from d2sd.cli.serving import OWN_PROMPTS, read_prompts
+
+    files: list[Path] = []
+    for path in prompts or (OWN_PROMPTS,):
+        files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    sets = {path.stem: read_prompts(path)[:per_set] for path in files}
+    if not sets or len(sets) < len(files) or not all(sets.values()):
+        raise D2SDError(
+            "sets of prompts need names and prompts of their own", where=", ".join(map(str, prompts)),
+            found=", ".join(f"{path.name}: {len(sets[path.stem])} prompts" for path in files) or "no *.jsonl",
+        )  # fmt: skip
+    return sets
+
+
+def _show_plan(matrix: Matrix, sets: dict[str, list[tuple[str, str]]], repeat: int) -> None:
+    keys = list(dict.fromkeys(matrix.keys()))
+    for key in keys:
+        click.echo(f"{key}: {len(sets[key.set])} prompts")
+    click.echo(f"{len(keys)} cells, {sum(len(sets[key.set]) for key in keys) * repeat} answers")
