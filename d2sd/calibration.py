@@ -33,7 +33,13 @@ class CalibrationFile(BaseModel):
     report: dict[str, float]
 
     @model_validator(mode="after")
-    def _shape(self) -> Self:
+    def _usable(self) -> Self:
+        if self.tau.keys() != {"0", "1"} or self.tau["0"].keys() != self.tau["1"].keys():
+            raise ValueError("tau has the same policies at temperatures 0 and 1")
+        if not all(curve for curves in self.tau.values() for curve in curves.values()):
+            raise ValueError("a curve of tau is empty")
+        if not all(a > 0 for warm in self.slope for drafter in warm for pair in drafter for a in pair):
+            raise ValueError("a slope turns the order of the candidates around; slopes are above 0")
         shape = [2, 2, self.block_size - 1, 2]
         for table in (self.slope, self.offset):
             pairs = [pair for drafters in table for distances in drafters for pair in distances]

@@ -22,6 +22,11 @@ def boundary_scores(confidence: Tensor) -> Tensor:
     return reached * rejected
 
 
+def log_rejected(confidence: Tensor) -> Tensor:
+    """log(1 - c) of log confidences; a drafter that is certain is so up to fp32's rounding only."""
+    return torch.log(-torch.expm1(confidence.clamp(max=-1e-7)))
+
+
 def chain_branches(first: Draft, count: int) -> Branches:
     """D²SD: restart at the `count` likeliest boundaries, best first, the draft behind each presumed wrong.
 
@@ -50,7 +55,7 @@ def tree_branches(anchor: Tensor, first: Draft, count: int) -> Branches:
     step = torch.arange(slots, device=anchor.device)
     on_chain = ((path == first.best[:, None]) | (step >= tree.depth[..., None])).all(-1)
     behind = first.confidence.gather(1, tree.depth.clamp(max=slots - 1))
-    worth = tree.score + torch.where(on_chain, torch.log(-torch.expm1(behind)), 0.0)
+    worth = tree.score + torch.where(on_chain, log_rejected(behind), 0.0)
     usable = tree.valid & (tree.depth > 0)
     worth, node = worth.masked_fill(~usable, float("-inf")).topk(count, dim=-1)
     length = tree.depth.gather(1, node)

@@ -57,7 +57,8 @@ def _fitted(x: Tensor, y: Tensor, prior: Tensor, slope: float | None) -> tuple[f
         return total
 
     search.step(loss)  # type: ignore[no-untyped-call]
-    return float(weights[0]) if slope is None else slope, float(weights[-1])
+    found = weights.tolist()
+    return found[0] if slope is None else slope, found[-1]
 
 
 def corrected(judged: Iterable[Judged], calibration: Calibration, warm: int) -> list[Judged]:

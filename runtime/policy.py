@@ -22,7 +22,7 @@ from torch import Tensor
 from d2sd.errors import RecipeError
 from d2sd.runtime import tree
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.boundaries import chain_branches, tree_branches
+from d2sd.runtime.boundaries import chain_branches, log_rejected, tree_branches
 from d2sd.runtime.draft import Branches, Draft
 from d2sd.runtime.growth import grow
 from d2sd.runtime.noise import gumbel_at
@@ -124,7 +124,7 @@ class _Branched(Policy):
         length = branches.length[..., None]
         said = first.confidence[:, None]
         # In a branch the draft behind the boundary was rejected, and what the second pass says holds given that.
-        rejected = torch.where(slots == length, torch.log(-torch.expm1(said)), 0.0)
+        rejected = torch.where(slots == length, log_rejected(said), 0.0)
         redrafted = torch.where(slots < length, said, second.confidence + rejected)
         tokens = torch.cat([first.best[:, None], branches.joined(second)], dim=1)
         return tree.merge(*_behind(batch.anchor, tokens, torch.cat([said, redrafted], dim=1)), self.rows)

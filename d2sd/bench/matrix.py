@@ -25,21 +25,24 @@ class Matrix:
     concurrencies: Sequence[int]
     block_size: int
 
-    def keys(self) -> Iterator[Key]:
-        """Every cell once, plain decoding first in each set, temperature and concurrency."""
-        for temperature in self.temperatures:
-            for concurrency in self.concurrencies:
-                for name in self.sets:
-                    yield Key("off", 1, name, temperature, concurrency)
-                    for method, rows in self._trees():
-                        yield Key(method, rows, name, temperature, concurrency)
+    def keys(self) -> list[Key]:
+        """Every cell once; plain decoding first in each set, the lowest concurrency first."""
+        cells = (
+            Key(method, rows, name, temperature, concurrency)
+            for temperature in self.temperatures
+            for concurrency in sorted(self.concurrencies)
+            for name in self.sets
+            for method, rows in (("off", 1), *self._trees())
+        )
+        return list(dict.fromkeys(cells))
 
     def _trees(self) -> Iterator[tuple[str, int]]:
         for written in self.methods:
             method, _, pinned = written.partition(":")
-            if pinned:
-                yield method, int(pinned)
-            elif method in GROWING:
-                yield from ((method, rows) for rows in self.rows)
+            rows = (int(pinned),) if pinned else self.rows
+            if method in GROWING:
+                yield from ((method, one) for one in rows)
+            elif method == "auto":
+                yield method, max(rows)
             elif method != "off":
-                yield method, max(self.rows) if method == "auto" else self.block_size
+                yield method, min(self.block_size, max(rows))

@@ -41,7 +41,7 @@ class Method(click.ParamType):  # type: ignore[type-arg]
         policy, colon, rows = str(value).partition(":")
         click.Choice(get_args(Policy)).convert(policy, param, ctx)
         if colon:
-            click.IntRange(2, 4096).convert(int(rows) if rows.isdigit() else 0, param, ctx)
+            click.IntRange(2, 4096).convert(int(rows) if rows.isdecimal() else 0, param, ctx)
         return str(value)
 
 
@@ -131,11 +131,15 @@ def _sets(prompts: tuple[Path, ...], per_set: int) -> dict[str, list[tuple[str, 
             "sets of prompts need names and prompts of their own", where=", ".join(map(str, prompts)),
             found=", ".join(f"{path.name}: {len(sets[path.stem])} prompts" for path in files) or "no *.jsonl",
         )  # fmt: skip
+    for path in files:
+        names = [name for name, _ in sets[path.stem]]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise D2SDError("two prompts have one id", where=path, found=", ".join(sorted(twice)))
     return sets
 
 
 def _show_plan(matrix: Matrix, sets: dict[str, list[tuple[str, str]]], repeat: int) -> None:
-    keys = list(dict.fromkeys(matrix.keys()))
+    keys = matrix.keys()
     for key in keys:
         click.echo(f"{key}: {len(sets[key.set])} prompts")
     click.echo(f"{len(keys)} cells, {sum(len(sets[key.set]) for key in keys) * repeat} answers")

@@ -43,7 +43,7 @@ class Run:
 
     def all(self) -> None:
         """Measure what is missing, then write result.json, tables.md and the plots."""
-        keys = list(dict.fromkeys(self.matrix.keys()))
+        keys = self.matrix.keys()
         self._parts.mkdir(parents=True, exist_ok=True)
         with bar("cells", len(keys) * self.repeat) as advance:
             for turn in range(self.repeat):  # outermost: what slows the machine for a while slows every method
@@ -71,12 +71,14 @@ class Run:
 
     @property
     def _parts(self) -> Path:
-        """Where finished cells wait: another bundle or setting has another folder, so nothing stale is mixed in."""
+        """Where finished cells wait: another bundle or setting has another folder, other prompts have another name."""
         inputs = f"{self._mark} {self.settings.model_dump_json()} {self.device}"
         return self.out / "parts" / hashlib.sha256(inputs.encode()).hexdigest()[:12]
 
     def _path(self, key: Key, turn: int) -> Path:
-        return self._parts / f"{key.method}-{key.rows}-{key.set}-{key.temperature:g}-{key.concurrency}-{turn}.json"
+        prompts = hashlib.sha256(json.dumps(self.sets[key.set]).encode()).hexdigest()[:8]
+        place = f"{key.set}@{prompts}-{key.temperature:g}-{key.concurrency}"
+        return self._parts / f"{key.method}-{key.rows}-{place}-{turn}.json"
 
     def _saved(self, key: Key, turn: int = 0) -> tuple[Cell, list[list[int]]]:
         saved = json.loads(self._path(key, turn).read_text("utf-8"))

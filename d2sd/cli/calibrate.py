@@ -28,8 +28,10 @@ _ROWS = 64
     help="JSONL of {id, turns}; repeatable. Held out: neither trained on nor evaluated.  [default: our own two dozen]",
 )  # fmt: skip
 @click.option("--exclude", type=click.Path(path_type=Path), help="JSONL of {id}: prompts the drafters were trained on.")
-@click.option("--count", default=24, show_default=True, help="Prompts of each file, the last ones.")
-@click.option("--max-new-tokens", default=64, show_default=True)
+@click.option(
+    "--count", type=click.IntRange(1), default=24, show_default=True, help="Prompts of each file, the last ones."
+)
+@click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The calibration, for the recipe to name.")
 def calibrate(
     bundle: Path, prompts: tuple[Path, ...], exclude: Path | None, count: int, max_new_tokens: int, out: Path
@@ -41,11 +43,13 @@ def calibrate(
         d2sd calibrate bundles/smollm2-135m --prompts held_out.jsonl --out calibration.json
     """
     from d2sd.calibration import CalibrationFile, write_calibration
+    from d2sd.cli.pictures.files import check_writable
     from d2sd.cli.serving import OWN_PROMPTS
     from d2sd.convert.bundle import load_bundle
     from d2sd.convert.drafter import fingerprint
     from d2sd.runtime.fitting import calibration_error, corrected, fit
 
+    check_writable(out)
     loaded = load_bundle(bundle, progress=bar)
     if loaded.first is None:
         raise D2SDError("the bundle has no drafter to calibrate", where=bundle)

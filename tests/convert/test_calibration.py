@@ -239,6 +239,20 @@ def test_killed_while_it_is_written(recipe: Path, out: Path, monkeypatch: pytest
     assert run(recipe, out / "tiny") == run(recipe, out / "whole")
 
 
+def test_drafters_that_changed_on_the_way_are_held_against_it_again(recipe: Path, out: Path) -> None:
+    """The stage was finished, for other drafters."""
+
+    def stop(stage: str) -> None:
+        if stage == "calibration":
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(recipe, out / "tiny", finished=stop)
+    edit_tensors(recipe.parent / "second/model.safetensors", norm__weight=torch.ones(32))
+    with pytest.raises(BuildError, match="another second drafter"):
+        run(recipe, out / "tiny")
+
+
 def test_one_that_changed_or_went_on_the_way(recipe: Path, out: Path) -> None:
     def stop(stage: str) -> None:
         if stage == "check":
