@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from d2sd.calibration import NAME as CALIBRATION_NAME
 from d2sd.calibration import CalibrationFile, write_calibration
 from d2sd.convert.bundle import Bundle, assemble
@@ -71,7 +73,7 @@ def _stages(plan: Plan, work: Work, check: Check) -> Manifest:
         source, need, write = _target(plan, part, work) if part is plan.target else _drafter(plan, part, work)
         files |= work.stage(part.name, common | {"source": source}, need, write).files
     if plan.calibration is not None:
-        need, write = _calibration(plan, plan.calibration, work)
+        need, write = _calibration(plan, plan.calibration)
         inputs = common | {"source": plan.calibration.model_dump(mode="json"), "drafters": list(files.items())}
         files |= work.stage("calibration", inputs, need, write).files
     unproven = Manifest(
@@ -117,19 +119,18 @@ def _drafter(plan: Plan, part: Part, work: Work) -> tuple[object, int, Run]:
     return hash_files(source, source_files(source), work.progress), part.weight_bytes + _SMALL_FILES, write
 
 
-def _calibration(plan: Plan, calibration: CalibrationFile, work: Work) -> tuple[int, Run]:
+def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:
     """Bytes needed and writer of the calibration, which must be of these very drafters."""
 
     def write(folder: Path) -> None:
-        found: list[str | None] = [None, None]
         for place, part in enumerate(plan.drafters):
-            found[place] = fingerprint(load_drafter(work.bundle / part.name, DTYPES[plan.recipe.precision]))
-        for name, mark, expected in zip(("first", "second"), found, calibration.drafters, strict=True):
-            if mark is not None and mark != expected:
+            mark = fingerprint(load_drafter(Path(part.source), torch.float32))
+            if mark != calibration.drafters[place]:
                 raise BuildError(
-                    f"The calibration was fitted to another {name} drafter.",
-                    where=plan.recipe.path(plan.recipe.drafters.calibration or ""),
-                    found=expected, expected=mark, fix="run d2sd calibrate on a bundle with these drafters",
+                    f"The calibration was fitted to another {('first', 'second')[place]} drafter.",
+                    where=f"{plan.recipe.path(plan.recipe.drafters.calibration or '')}: drafters.{place}",
+                    found=calibration.drafters[place], expected=mark,
+                    fix="run d2sd calibrate on a bundle with these drafters",
                 )  # fmt: skip
         folder.mkdir(parents=True)
         write_calibration(folder / CALIBRATION_NAME, calibration)

@@ -238,7 +238,7 @@ def _fields(config: DrafterConfig) -> dict[str, object]:
 
 
 def fingerprint(drafter: Drafter) -> str:
-    """SHA-256 of a drafter's weights in bf16, by name: the same in every precision that bf16 survives."""
+    """SHA-256 of a drafter's weights in bf16, by name: the same in fp32 and bf16, of which drafters come."""
     digest = hashlib.sha256()
     for name, tensor in sorted(drafter.state_dict().items()):
         digest.update(f"{name} {list(tensor.shape)}".encode())

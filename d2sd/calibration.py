@@ -34,12 +34,13 @@ class CalibrationFile(BaseModel):
 
     @model_validator(mode="after")
     def _usable(self) -> Self:
-        if self.tau.keys() != {"0", "1"} or self.tau["0"].keys() != self.tau["1"].keys():
-            raise ValueError("tau has the same policies at temperatures 0 and 1")
-        if not all(curve for curves in self.tau.values() for curve in curves.values()):
-            raise ValueError("a curve of tau is empty")
+        if self.tau.keys() != {"0", "1"}:
+            raise ValueError(f"tau is at the temperatures 0 and 1, not {', '.join(sorted(self.tau))}")
+        for policy in sorted(self.tau["0"].keys() | self.tau["1"].keys()):
+            if not all(curves.get(policy) for curves in self.tau.values()):
+                raise ValueError(f"tau of {policy} is missing or empty at a temperature")
         if not all(a > 0 for warm in self.slope for drafter in warm for pair in drafter for a in pair):
-            raise ValueError("a slope turns the order of the candidates around; slopes are above 0")
+            raise ValueError("a slope is not above 0: it would turn the order of the candidates around")
         shape = [2, 2, self.block_size - 1, 2]
         for table in (self.slope, self.offset):
             pairs = [pair for drafters in table for distances in drafters for pair in distances]

@@ -25,9 +25,11 @@ from d2sd.runtime.sampling import Sampling, choose
 Forecast = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 #: Speculation must promise this much more than plain decoding: forecasts and clocks err.
-MARGIN = 1.03
-#: Request-steps after which what was observed outweighs the forecast, and plain steps after which it is forgotten.
-_MEMORY = 128
+MARGIN = 1.05
+#: Request-steps after which what was observed outweighs what was believed: a few answers.
+_LEARNS = 32
+#: Plain steps after which it is forgotten: long, for to try again costs as much as it could gain.
+_FORGETS = 2048
 _REPEATS = 5
 #: Tokens of the requests that costs are measured with: a chat turn. Longer contexts make all steps dearer alike.
 _CONTEXT = 256
@@ -61,9 +63,9 @@ class Adaptive:
         promised = forecast_tau(self.forecast, policy, temperature) - 1
         if promised > 0:
             observed = (sum(accepted) / len(accepted) - 1) / promised
-            self.trust += (observed - self.trust) * len(accepted) / (_MEMORY + len(accepted))
+            self.trust += (observed - self.trust) * len(accepted) / (_LEARNS + len(accepted))
         else:  # nothing was drafted: the texts may have changed, so speculation gets another chance in time
-            self.trust += (1 - self.trust) / _MEMORY
+            self.trust += (1 - self.trust) / _FORGETS
 
 
 def forecast_tau(forecast: Forecast, policy: Policy, temperature: float) -> float:

@@ -110,7 +110,7 @@ class Engine:
         """Drop a request, waiting or running; one that has finished stays as it is."""
         if sequence.finish is None:
             sequence.finish = "cancelled"
-            self._scheduler.remove(sequence)
+            self._leave(sequence)
 
     @property
     def busy(self) -> bool:
@@ -217,8 +217,13 @@ class Engine:
                 sequence.stats.record(count, winner, trace.policy.rows, str(trace.policy))
                 outputs.append(self._take(sequence, chosen[:count]))
                 if sequence.finish is not None:
-                    self._scheduler.remove(sequence)
+                    self._leave(sequence)
             return outputs
+
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence.pages:
+            self.executor.forget(sequence.pages[0])
+        self._scheduler.remove(sequence)
 
     # -- between host and device ---------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from d2sd.modeling.packed import pack
 from d2sd.modeling.rows import KVPool, Rows
 from d2sd.runtime.accept import Accepted
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.debts import MOST_OWED, Debts
 from d2sd.runtime.draft import Branches, Draft, candidates
 from d2sd.runtime.tree import Tree
 
@@ -34,19 +35,6 @@ class Verified:
 
     logits: Tensor  # [B, N, V] fp32
     rows: DecoderOutput
-
-
-class _Owed(NamedTuple):
-    """Committed rows whose K/V a drafter's pages lack yet."""
-
-    features: Tensor  # [B, T, n·E]
-    page_table: Tensor  # [B, M]
-    positions: Tensor  # [B, T]
-    keep: Tensor  # [B, T]
-
-
-#: Rows after which they are paid anyway: enough to share the reading of a drafter's weights.
-_MOST_OWED = 64
 
 
 class Executor(Protocol):
@@ -67,6 +55,9 @@ class Executor(Protocol):
 
         The others may be left behind for a while: read once, a drafter's weights serve many steps. No part of a graph.
         """
+
+    def forget(self, first_page: int) -> None:
+        """The request whose first page this is has left its pages: nothing is owed for it any more."""
 
     def draft_first(self, batch: Batch, width: int) -> Draft:
         """One block per request: [B, S, M] with M = `width`."""
@@ -122,7 +113,7 @@ class TorchExecutor:
 
         self._target_pool = pool(self.target)
         self._pools = [pool(drafter) for drafter in self._drafters]
-        self._owed: list[list[_Owed]] = [[] for _ in self._drafters]
+        self._debts = [Debts() for _ in self._drafters]
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
@@ -168,30 +159,22 @@ class TorchExecutor:
     ) -> None:
         """Write rows to the target's pages, and owe their features' K/V to the drafters'."""
         self._target_pool.write(k, v, page_table, positions, keep)
-        for owed in self._owed:
-            owed.append(_Owed(features, page_table, positions, keep))
+        for debts in self._debts:
+            debts.add(features, page_table, positions, keep)
 
     @torch.inference_mode()
     def settle(self, drafters: Collection[int]) -> None:
-        for drafter, owed in enumerate(self._owed):
-            if owed and (drafter in drafters or sum(one.positions.numel() for one in owed) >= _MOST_OWED):
-                self._pay(drafter)
+        for which, (drafter, pool, debts) in enumerate(zip(self._drafters, self._pools, self._debts, strict=True)):
+            if which in drafters or debts.rows >= MOST_OWED:
+                debts.pay(drafter, pool)
 
-    def _pay(self, drafter: int) -> None:
-        """One product over all rows owed, written in the order they came."""
-        owed, pool = self._owed[drafter], self._pools[drafter]
-        features = torch.cat([one.features.flatten(0, 1) for one in owed])[None]
-        positions = torch.cat([one.positions.flatten() for one in owed])[None]
-        k, v = self._drafters[drafter].context_keys_values(features, positions)
-        sizes = [one.positions.numel() for one in owed]
-        for one, keys, values in zip(owed, torch.split(k[:, 0], sizes, 1), torch.split(v[:, 0], sizes, 1), strict=True):
-            shape = (len(k), *one.positions.shape, *k.shape[-2:])
-            pool.write(keys.reshape(shape), values.reshape(shape), one.page_table, one.positions, one.keep)
-        owed.clear()
+    def forget(self, first_page: int) -> None:
+        for debts in self._debts:
+            debts.forget(first_page)
 
     def _draft(self, which: int, batch: Batch, blocks: Tensor) -> Tensor:
         """blocks [B, K, G], invisible to each other -> logits [B, K, G-1, V] of slots 1 .. γ-1."""
-        assert not self._owed[which], "settle comes first"
+        assert not self._debts[which].rows, "settle comes first"
         drafter, pool = self._drafters[which], self._pools[which]
         _, count, size = blocks.shape
         of_block = torch.arange(count, device=blocks.device).repeat_interleave(size)

@@ -53,6 +53,11 @@ def calibrate(
     loaded = load_bundle(bundle, progress=bar)
     if loaded.first is None:
         raise D2SDError("the bundle has no drafter to calibrate", where=bundle)
+    if loaded.recipe.precision == "fp16":
+        raise D2SDError(
+            "fp16 rounds small weights, so these drafters could not be recognised again", where=f"{bundle}: precision",
+            found="fp16", expected="fp32 or bf16", fix="build with --set precision=bf16 to calibrate",
+        )  # fmt: skip
     marks = fingerprint(loaded.first), fingerprint(loaded.second) if loaded.second else None  # before they are packed
     texts = [text for path in prompts or (OWN_PROMPTS,) for text in _prompts(path, exclude, count)]
     judged: list[list[Judged]] = []

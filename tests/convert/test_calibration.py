@@ -148,7 +148,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a slope that turns the order round": (on_table("slope", not_positive), ("slope",)),
     "no gain at T = 1": (on("tau.1", ...), ("tau",)),
     "a policy's gain at T = 0 alone": (on("tau.1.chain", ...), ("tau", "chain")),
-    "no rows": (on("tau.0.ddtree", []), ("tau.0.ddtree",)),
+    "no rows": (on("tau.0.ddtree", []), ("tau of ddtree",)),
 }
 
 

@@ -158,7 +158,10 @@ def samples(first: Slots, count: int, seed: int, context: int) -> list[list[tupl
 
 
 def lookup(tokens: Sequence[int], count: int) -> list[int]:
-    """For every earlier place, how many of the last three tokens stand before it; the last of the best places wins."""
+    """For every earlier place, how many of the last three tokens stand before it; the last of the best places wins.
+
+    What reaches the end of the text goes on with itself: the distance to the place is a period.
+    """
     best, at = 0, len(tokens)
     for place in range(1, len(tokens)):
         shared = 0
@@ -166,7 +169,8 @@ def lookup(tokens: Sequence[int], count: int) -> list[int]:
             shared += 1
         if shared and shared >= best:
             best, at = shared, place
-    return list(tokens[at : at + count])
+    period = len(tokens) - at
+    return [tokens[at + n % period] for n in range(count)] if period else []
 
 
 def calibrated(logprob: float, slope: float, offset: float) -> float:

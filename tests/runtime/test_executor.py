@@ -12,6 +12,7 @@ from torch import Tensor
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.runtime import executor as module
 from d2sd.runtime.accept import Accepted
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.draft import Branches, Draft
@@ -189,7 +190,7 @@ def test_prefill_commits_the_context(ready: tuple[TorchExecutor, Batch]) -> None
         assert int(pool.k[0, :, :, 0, 0].isfinite().sum()) == sum(len(text) - 1 for text in TEXTS)
 
 
-def test_drafters_pages_are_paid_before_they_draft() -> None:
+def test_drafters_pages_are_paid_before_they_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill owes them their K/V; a drafter that is not run stays in debt until the debt is long."""
     executor, batch = prefilled(TEXTS[:2], TABLE[:2], paid=False)
     settled, _ = prefilled(TEXTS[:2], TABLE[:2])
@@ -205,7 +206,8 @@ def test_drafters_pages_are_paid_before_they_draft() -> None:
     executor.settle((1,))
     second, other_second = (e.draft_second(batch, branches, 1, WIDTH) for e in (executor, settled))
     assert torch.equal(second.tokens, other_second.tokens)
-    for _ in range(9):  # 8 tokens each
+    monkeypatch.setattr(module, "MOST_OWED", 64)
+    for _ in range(9):  # 8 rows each
         executor.prefill(torch.zeros(1, 8, dtype=torch.long), torch.tensor([1]), TABLE[2:], torch.tensor([0]))
         executor.settle(())
     assert executor._pools[1].k[:, 3, 0].isfinite().all()

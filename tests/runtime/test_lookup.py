@@ -22,13 +22,14 @@ def test_equals_a_count_of_matching_tokens(tokens: list[int], count: int) -> Non
     [
         ([1], []),
         ([1, 2, 3], []),
-        ([1, 2, 3, 1, 2], [3, 1, 2]),
+        ([1, 2, 3, 1, 2], [3, 1, 2, 3]),
         ([9, 1, 2, 3, 4, 5, 6, 7, 2, 3], [4, 5, 6, 7]),  # no more than asked for
         ([1, 2, 3, 7, 8, 2, 3, 9, 1, 2, 3], [7, 8, 2, 3]),  # three tokens before two, though these are nearer
-        ([2, 3, 7, 2, 3, 8, 2, 3], [8, 2, 3]),  # the last of equals
+        ([2, 3, 7, 2, 3, 8, 2, 3], [8, 2, 3, 8]),  # the last of equals
         ([0, 1, 2, 3, 5, 4, 1, 2, 3, 6, 0, 1, 2, 3], [6, 0, 1, 2]),  # a fourth token does not count
-        ([5, 5], [5]),
-        ([5, 5, 5, 5], [5]),  # what follows the last occurrence, though it overlaps the end
+        ([5, 5], [5, 5, 5, 5]),  # what repeats goes on repeating
+        ([5, 5, 5, 5], [5, 5, 5, 5]),
+        ([1, 2, 1, 2, 1], [2, 1, 2, 1]),
     ],
 )
 def test_by_hand(tokens: list[int], expected: list[int]) -> None:

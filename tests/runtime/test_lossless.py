@@ -154,10 +154,10 @@ def test_without_the_models_that_a_policy_does_not_run(policy: PolicyName, draft
 
 
 @pytest.mark.parametrize("way", [WAYS["alone"], WAYS["in flight"]])
-@pytest.mark.parametrize(("seed", "longest"), [(1, BLOCK), (5, 3)])
-def test_lookup_where_the_text_repeats(way: Way, seed: int, longest: int) -> None:
+@pytest.mark.parametrize("seed", [1, 5])
+def test_lookup_where_the_text_repeats(way: Way, seed: int) -> None:
     """A target that reads its last token alone soon walks in circles (of four and of two); what followed once follows
-    again, up to where the text ends.
+    again, past the end of the text.
     """
     target = tiny_decoder(layers=2, seed=seed, tie=False)
     for name, parameter in target.named_parameters():
@@ -169,8 +169,8 @@ def test_lookup_where_the_text_repeats(way: Way, seed: int, longest: int) -> Non
     sequences = run_staggered(engine, requests, gap=way.gap)
     assert [s.answer for s in sequences] == texts
     stats = SequenceStats.merged(s.stats for s in sequences)
-    assert stats.accepted.keys() >= {1, longest}
-    assert max(stats.accepted) == longest
+    assert stats.accepted.keys() >= {1, BLOCK}
+    assert max(stats.accepted) == BLOCK
     assert stats.tau > 2
 
 

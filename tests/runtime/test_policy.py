@@ -46,17 +46,14 @@ def slow(policy: Policy, made: Passes, row: int) -> list[Node]:
             for place in range(len(kept), len(slots)):
                 token, logprob = slots[place][0]
                 if place == len(kept):  # said given that the draft here is wrong
-                    logprob += log(1 - math.exp(candidates[0][place][1]))
+                    said = min(candidates[0][place][1], -1e-7)  # nobody is surer than that
+                    logprob += math.log(-math.expm1(said))
                 own.append((token, logprob))
             candidates.append(own)
     tokens = [[anchor, *(token for token, _ in own)] for own in candidates]
     scores = [[sum(logprob for _, logprob in own[:n]) for n in range(len(own) + 1)] for own in candidates]
     nodes, _ = oracle.merge(tokens, scores, 10**6)
     return [n for n in nodes if n.score > -math.inf] if policy.name in ("chain", "lookup") else nodes
-
-
-def log(p: float) -> float:
-    return math.log(p) if p else -math.inf
 
 
 @pytest.mark.parametrize("name", NAMES)

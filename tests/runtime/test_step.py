@@ -52,6 +52,7 @@ def ready(engine: Engine) -> tuple[Batch, list[Sequence]]:
     for row in range(3):
         engine.submit(Request((row + 1, 7, row + 1, 7), 20, SamplingParams(0.5 * row, seed=row)))
     sequences = engine.admit()
+    engine._prepare(sequences)
     return engine._batch(sequences), sequences
 
 
@@ -113,11 +114,11 @@ def test_lookup_drafts_from_each_text_alone() -> None:
     batch = engine._batch(sequences)
     draft = engine.draft_first(batch, sequences)
     assert draft is not None
-    assert draft.best.tolist() == [[3, 4, 5, 6], [8, 7, 0, 0], [0] * 4, [0] * 4]
-    assert draft.confidence.exp().tolist() == [[1] * 4, [1, 1, 0, 0], [0] * 4, [0] * 4]
+    assert draft.best.tolist() == [[3, 4, 5, 6], [8, 7, 8, 7], [0] * 4, [0] * 4]
+    assert draft.confidence.exp().tolist() == [[1] * 4, [1] * 4, [0] * 4, [0] * 4]
     tree = engine.build_tree(batch, draft, None, None)
-    assert tree.tokens.tolist() == [[2, 3, 4, 5, 6], [7, 8, 7, 0, 0], [11, 0, 0, 0, 0], [0] * 5]
-    assert tree.valid.sum(1).tolist() == [5, 3, 1, 1]
+    assert tree.tokens.tolist() == [[2, 3, 4, 5, 6], [7, 8, 7, 8, 7], [11, 0, 0, 0, 0], [0] * 5]
+    assert tree.valid.sum(1).tolist() == [5, 5, 1, 1]
 
 
 def made_up(seed: int = 0) -> Calibration:
