@@ -17,8 +17,8 @@ from d2sd.modeling.rows import KVPool
 
 # Shape letters: B requests, T rows, M pages a request, E hidden, n tapped layers, R rows of all requests.
 
-#: Rows that are paid in any case: what waits takes n·E numbers a row.
-MOST_OWED = 2048
+#: Rows that are paid in any case, padding counted: what waits takes n·E numbers a row, 12 kB for SmolLM2.
+MOST_OWED = 4096
 
 
 @dataclass(slots=True)

@@ -64,7 +64,7 @@ class Engine:
         `calibration` straightens what the drafters say of themselves; without it they are taken at their word.
         """
         self.executor, self.policy, self.limits = executor, policy, limits
-        self._adaptive: Adaptive | None = None
+        self.adaptive: Adaptive | None = None
         self._calibration = None if calibration is None else calibration.to(executor.device)
         self.clock = Clock()
         self.trace: StepTrace | None = None
@@ -81,7 +81,7 @@ class Engine:
         `policies` hold plain decoding and stand in the order of their rows.
         """
         seconds = measure(self.executor, policies, forecast, self.limits, advance)
-        self._adaptive = Adaptive(policies, seconds, forecast)
+        self.adaptive = Adaptive(policies, seconds, forecast)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -208,9 +208,9 @@ class Engine:
             self.trace = trace
             accepted = trace.accepted
             counts, tokens, winners = accepted.count.tolist(), accepted.tokens.tolist(), accepted.winner.tolist()
-            if self._adaptive is not None:
+            if self.adaptive is not None:
                 active = len(trace.sequences)
-                self._adaptive.learn(trace.policy, _temperature(trace.sequences), counts[:active])
+                self.adaptive.learn(trace.policy, _temperature(trace.sequences), counts[:active])
             outputs = []
             for sequence, count, chosen, winner in zip(trace.sequences, counts, tokens, winners, strict=False):
                 sequence.cached += count
@@ -267,8 +267,8 @@ class Engine:
 
     def _prepare(self, sequences: list[Sequence]) -> None:
         """Choose the tree, and bring the drafters it runs up to date: what is owed differs from step to step."""
-        if self._adaptive is not None:
-            self.policy = self._adaptive.choose(_bucket(len(sequences)), _temperature(sequences))
+        if self.adaptive is not None:
+            self.policy = self.adaptive.choose(_bucket(len(sequences)), _temperature(sequences))
         with self.clock.stage("commit"):
             self.executor.settle(self.policy.runs)
 

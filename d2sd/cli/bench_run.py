@@ -25,6 +25,7 @@ from d2sd.runtime.ties import score_gap
 if TYPE_CHECKING:
     from d2sd.bench.matrix import Matrix
     from d2sd.convert.bundle import Bundle
+    from d2sd.runtime.adaptive import Adaptive
     from d2sd.runtime.engine import Engine
 
 
@@ -39,7 +40,7 @@ class Run:
     repeat: int
     device: str
     out: Path
-    _adaptive: dict[tuple[int, int], Engine] = field(default_factory=dict)  # by rows and concurrency
+    _adaptive: dict[tuple[int, int], Adaptive] = field(default_factory=dict)  # by rows and concurrency
 
     def all(self) -> None:
         """Measure what is missing, then write result.json, tables.md and the plots."""
@@ -104,16 +105,15 @@ class Run:
         partial.replace(path)
 
     def _engine(self, key: Key) -> Engine:
-        """Made anew, but where it has measured step costs: that is done once."""
+        """Made anew for every cell, so that all start from the same memory; step costs are measured once."""
         place = key.rows, key.concurrency
-        if key.method == "auto" and place in self._adaptive:
-            return self._adaptive[place]
         engine = make_engine(
             self.bundle, policy=cast("Policy", key.method), row_budget=key.rows if key.rows > 1 else None,
             device=self.device, max_batch=key.concurrency,
+            adaptive=self._adaptive.get(place) if key.method == "auto" else None,
         )  # fmt: skip
-        if key.method == "auto":
-            self._adaptive[place] = engine
+        if engine.adaptive is not None:
+            self._adaptive[place] = engine.adaptive
         return engine
 
     def _requests(self, key: Key) -> list[tuple[str, Request]]:

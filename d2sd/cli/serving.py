@@ -12,6 +12,7 @@ from d2sd.recipe import Policy
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle import Bundle
+    from d2sd.runtime.adaptive import Adaptive
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.policy import Policy as TreePolicy
     from d2sd.runtime.policy import PolicyName
@@ -31,11 +32,12 @@ def make_engine(
     device: str = "cpu",
     max_batch: int | None = None,
     calibrated: bool = True,
+    adaptive: Adaptive | None = None,
 ) -> Engine:
     """An engine over the bundle's models; what is not given is the recipe's.
 
     Raises BundleError if the policy needs a drafter the bundle has not. `calibrated=False` takes the drafters at their
-    word.
+    word. `adaptive` is what another engine of the same bundle, device and batch has measured and learnt.
     """
     from d2sd.runtime.adaptive import buckets
     from d2sd.runtime.calibration import Calibration
@@ -62,7 +64,9 @@ def make_engine(
         decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),
         calibration=Calibration.of(file.slope, file.offset) if file and calibrated else None,
     )
-    if len(candidates) > 1 and file is not None:
+    if adaptive is not None:
+        engine.adaptive = adaptive
+    elif len(candidates) > 1 and file is not None:
         curves = {name: (file.tau["0"][name], file.tau["1"][name]) for name in file.tau["0"]}
         with bar("measuring step costs", len(buckets(engine.limits.max_batch))) as advance:
             engine.adapt(candidates, curves, advance)

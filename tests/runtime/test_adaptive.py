@@ -311,8 +311,8 @@ def test_the_policy_follows_the_mean_temperature(monkeypatch: pytest.MonkeyPatch
         )
         engine.adapt((OFF, CHAIN), {"chain": ([1.9], [1.0])})
     for temperatures, wanted in {(0.0,): CHAIN, (1.0,): OFF, (1.0, 0.0): CHAIN, (1.2, 0.4): OFF}.items():
-        assert engine._adaptive is not None
-        engine._adaptive.trust = 1.0
+        assert engine.adaptive is not None
+        engine.adaptive.trust = 1.0
         for t in temperatures:
             engine.submit(Request((5,), 1, SamplingParams(t, seed=1)))
         engine.step()
