@@ -33,8 +33,8 @@ bench: .venv/demo
 	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
 	$(BIN)/d2sd bench $(BUNDLE) --prompts $(PROMPTS) --out build/bench/trees \
 	  --methods lookup,chain,samples:64,reanchor:64,d2sd,ddtree,hybrid --rows 16,32,64
-	$(BIN)/d2sd bench $(BUNDLE) --prompts $(PROMPTS) --out build/bench/serving \
-	  --methods chain,auto --concurrency 1,2,4,8,16 --per-set 4 --repeat 3
+	$(BIN)/d2sd bench $(BUNDLE) --prompts $(PROMPTS)/gsm8k.jsonl --prompts $(PROMPTS)/mt_bench.jsonl \
+	  --out build/bench/serving --methods auto --concurrency 1,2,4,8,16 --max-new-tokens 48 --repeat 3
 
 clean:
 	rm -rf .venv bundles build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -67,6 +67,8 @@ def load_calibration(path: Path) -> CalibrationFile:
 
 
 def write_calibration(path: Path, calibration: CalibrationFile) -> None:
-    """One line a key: the tables are for programs."""
+    """One line a key, for the tables are for programs; whole or not at all."""
     lines = (f'"{key}": {json.dumps(value)}' for key, value in calibration.model_dump(mode="json").items())
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+    partial.replace(path)

@@ -101,7 +101,7 @@ def _prompts(path: Path, exclude: Path | None, count: int) -> list[str]:
         raise D2SDError("the ids to leave out cannot be read", where=exclude, found=repr(error)) from None
     fresh = [text for name, text in read_prompts(path) if name not in seen][-count:]
     if not fresh:
-        raise D2SDError("no prompt is left", where=path, fix=f"ask for more than {count}, or exclude fewer")
+        raise D2SDError("no prompt is left", where=path, fix="name other prompts, or exclude fewer")
     return fresh
 
 

@@ -97,37 +97,35 @@ def test_a_drafter_finds_everything_when_its_turn_comes() -> None:
     torch.testing.assert_close(drafts[0].logprob[:3], drafts[1].logprob[:3], atol=1e-4, rtol=0)
 
 
-def test_debts_stay_small_and_weights_are_read_once_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every product that pays."""
+    rows: list[int] = []
+    compute = Drafter.context_keys_values
+
+    def counted(self: Drafter, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        rows.append(positions.numel())
+        return compute(self, features, positions)
+
+    monkeypatch.setattr(Drafter, "context_keys_values", counted)
+    return rows
+
+
+def test_debts_stay_small_and_weights_are_read_once_for_many(monkeypatch: pytest.MonkeyPatch, seen: list[int]) -> None:
     """A long answer pays every 16th row, a short one never: a drafter's weights are read that seldom."""
     monkeypatch.setattr(module, "MOST_OWED", 16)
     executor = TorchExecutor(*copies())
     engine = make_engine(executor, "off", max_batch=1)
-    seen: list[int] = []
-    compute = Drafter.context_keys_values
-
-    def counted(self: Drafter, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        seen.append(positions.numel())
-        return compute(self, features, positions)
-
-    monkeypatch.setattr(Drafter, "context_keys_values", counted)
     for length in (12, 40, 12):
         engine.generate([Request((1,), length, SamplingParams(seed=length))])
         assert owed(executor) == [0, 0]
     assert seen == [16, 16] * 2
 
 
-def test_padding_and_rejected_rows_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_and_rejected_rows_are_not_computed(seen: list[int]) -> None:
     """Three requests in a bucket of four, blocks of which little is accepted: every token is computed once."""
     executor = TorchExecutor(*copies())
     engine = make_engine(executor, "chain")
-    seen: list[int] = []
-    compute = Drafter.context_keys_values
-
-    def counted(self: Drafter, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        seen.append(positions.numel())
-        return compute(self, features, positions)
-
-    monkeypatch.setattr(Drafter, "context_keys_values", counted)
     running = [engine.submit(Request(r.prompt, 30, r.sampling)) for r in some_requests()[:3]]
     for _ in range(6):
         engine.step()
