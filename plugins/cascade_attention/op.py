@@ -52,20 +52,23 @@ def cascade_attention(
     context = page_table.shape[1] * k_pages.shape[1]
 
     in_context = torch.arange(context, device=q.device) < context_len[:, None]  # [B, S]
-    seen = torch.cat([in_context[:, None, :].expand(batch, rows, context), visible], dim=2)  # [B, T, S+T]
+    hidden = torch.cat([~in_context[:, None, :].expand(batch, rows, context), ~visible], dim=2)  # [B, T, S+T]
 
-    def keys_of(pages: Tensor, new: Tensor) -> Tensor:
-        """[B, Hkv, S+T, D] in fp32; unused slots are zeroed because 0 · NaN is NaN."""
-        old = pages[page_table].reshape(batch, context, kv_heads, size)
-        old = old.masked_fill(~in_context[:, :, None, None], 0)
-        return torch.cat([old, new], dim=1).transpose(1, 2).float()
+    def gathered(pages: Tensor, new: Tensor) -> Tensor:
+        """[Hkv, B, S+T, D] in fp32. Whole pages are copied first: many times faster on a CPU than token by token."""
+        out = q.new_empty((kv_heads, batch, context + rows, size), dtype=torch.float32)
+        old = pages.flatten(1).index_select(0, page_table.flatten())
+        out[:, :, :context] = old.view(batch, context, kv_heads, size).permute(2, 0, 1, 3)
+        out[:, :, context:] = new.permute(2, 0, 1, 3)
+        return out
 
+    keys, values = gathered(k_pages, k), gathered(v_pages, v)
+    values[:, :, :context].masked_fill_(~in_context[:, :, None], 0)  # a weight of 0 times NaN would be NaN
     # All query heads of one K/V head become rows of one matrix: GQA without copying K or V.
     group = heads // kv_heads
-    q_rows = q.float().reshape(batch, rows, kv_heads, group, size).permute(0, 2, 3, 1, 4)
-    q_rows = q_rows.reshape(batch, kv_heads, group * rows, size)
-    scores = q_rows @ keys_of(k_pages, k).transpose(2, 3) * size**-0.5  # [B, Hkv, G·T, S+T]
-    scores = scores.view(batch, kv_heads, group, rows, -1).masked_fill(~seen[:, None, None], float("-inf"))
-    weights = scores.softmax(dim=-1).view(batch, kv_heads, group * rows, -1)
-    out: Tensor = (weights @ keys_of(v_pages, v)).view(batch, kv_heads, group, rows, size)
-    return out.permute(0, 3, 1, 2, 4).reshape(batch, rows, heads, size).to(q.dtype)
+    q_rows = q.float().reshape(batch, rows, kv_heads, group, size).permute(2, 0, 3, 1, 4)
+    q_rows = q_rows.reshape(kv_heads, batch, group * rows, size)
+    scores = (q_rows @ keys.transpose(2, 3) * size**-0.5).view(kv_heads, batch, group, rows, -1)
+    weights = scores.masked_fill_(hidden[:, None], float("-inf")).softmax(dim=-1)
+    out: Tensor = (weights.view(kv_heads, batch, group * rows, -1) @ values).view(kv_heads, batch, group, rows, size)
+    return out.permute(1, 3, 0, 2, 4).reshape(batch, rows, heads, size).to(q.dtype)
