@@ -3,6 +3,7 @@
 Read: every field of the layout; a field we do not know is refused, because the ones other projects add (projector,
 shifted slots, causal or windowed blocks) change what the tensors mean. Written: every field, explicitly, because
 readers fill gaps with defaults of their own. A second drafter says so with `dflash_config.training_mode: vp_drafter`.
+A reduced draft vocabulary has no spelling there: it stands in a file of its own (`draft_vocab.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from d2sd.convert.draft_vocab import read_draft_vocabulary, write_draft_vocabulary
 from d2sd.convert.hf_config import HFConfig, rope_fields
 from d2sd.convert.weights import (
     check_headers,
@@ -62,7 +64,7 @@ _READ_DFLASH = {
 
 
 def read_drafter_config(directory: Path) -> DrafterConfig:
-    """Read a z-lab `config.json`; raises `CheckpointError` naming file and key."""
+    """Read a z-lab `config.json` and the draft vocabulary; raises `CheckpointError` naming file and key."""
     config = HFConfig.read(directory)
     dflash = config.part("dflash_config")
     _known(config, _READ | _INERT, _NEUTRAL)
@@ -76,6 +78,7 @@ def read_drafter_config(directory: Path) -> DrafterConfig:
     # Qwen3.5 drafters keep these two inside dflash_config.
     block_size, num_target_layers = (_either(config, dflash, key) for key in ("block_size", "num_target_layers"))
     base = dflash.values.get("prefix_weight_base")
+    vocab_size, mask_token_id = config.size("vocab_size"), dflash.get("mask_token_id", int)
     return DrafterConfig(
         body=BodyConfig(
             hidden_size=config.size("hidden_size"),
@@ -91,13 +94,14 @@ def read_drafter_config(directory: Path) -> DrafterConfig:
             qkv_bias=bias,
             o_bias=bias,
         ),
-        vocab_size=config.size("vocab_size"),
+        vocab_size=vocab_size,
         block_size=block_size,
-        mask_token_id=dflash.get("mask_token_id", int),
+        mask_token_id=mask_token_id,
         target_layer_ids=dflash.integers("target_layer_ids"),
         num_target_layers=num_target_layers,
         role=_MODES[mode],
         prefix_weight_base=None if base is None else dflash.get("prefix_weight_base", float),
+        draft_vocabulary=read_draft_vocabulary(directory, vocab_size, mask_token_id),
     )
 
 
@@ -181,7 +185,7 @@ def load_drafter(directory: Path, dtype: torch.dtype) -> Drafter:
 
 
 def write_drafter(directory: Path, config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Write `config.json` and `model.safetensors`; `tensors` is `Drafter.state_dict()`, of one dtype."""
+    """Write a drafter's directory; `tensors` is `Drafter.state_dict()`, of one dtype."""
     expected = drafter_shapes(config)
     given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert given == expected, f"not this drafter's tensors: {sorted(given.items() ^ expected.items())}"
@@ -189,6 +193,7 @@ def write_drafter(directory: Path, config: DrafterConfig, tensors: Mapping[str, 
     write_tensors(directory / "model.safetensors", tensors)
     fields = _fields(config) | {"dtype": str(dtype).removeprefix("torch.")}
     (directory / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", "utf-8")
+    write_draft_vocabulary(directory, config.draft_vocabulary, config.vocab_size)
 
 
 def _empty(config: DrafterConfig) -> Drafter:
@@ -238,9 +243,14 @@ def _fields(config: DrafterConfig) -> dict[str, object]:
 
 
 def fingerprint(drafter: Drafter) -> str:
-    """SHA-256 of a drafter's weights in bf16, by name: the same in fp32 and bf16, of which drafters come."""
+    """SHA-256 of a drafter's weights in bf16, by name, and of its draft vocabulary: all that decides what it says.
+
+    It is the same in fp32 and bf16, of which drafters come.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(drafter.state_dict().items()):
         digest.update(f"{name} {list(tensor.shape)}".encode())
         digest.update(tensor.detach().to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    if drafter.config.draft_vocabulary is not None:
+        digest.update(f"draft_vocabulary {list(drafter.config.draft_vocabulary)}".encode())
     return digest.hexdigest()

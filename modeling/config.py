@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Family = Literal["llama", "qwen2", "qwen3"]
@@ -62,6 +62,9 @@ class DrafterConfig:
     target_layer_ids: ascending; id i means the *output of target layer i*, Hugging Face's `hidden_states[i + 1]`
     (the z-lab convention; of the last layer, before the final norm). Slot 0 of a block holds the anchor; slot k
     predicts the token at its own position.
+
+    draft_vocabulary: ascending; the ids among which drafts are chosen, None for all. It spares the rest of the head and
+    changes no tensor: who does not know it runs the same drafter with the whole head. The mask is never among them.
     """
 
     body: BodyConfig
@@ -72,3 +75,13 @@ class DrafterConfig:
     num_target_layers: int
     role: Role
     prefix_weight_base: float | None = None  # variable_prefix: Pr(n visible tokens) ∝ base^n in training
+    draft_vocabulary: tuple[int, ...] | None = field(default=None, repr=False)  # thousands of numbers
+
+    def __post_init__(self) -> None:
+        ids = self.draft_vocabulary
+        if ids is not None:
+            assert len(ids) >= 2, "where the second draft may not repeat one token, another must be left"
+            assert list(ids) == sorted(set(ids)), "ids stand in ascending order, each once"
+            assert ids[0] >= 0, "ids are not negative"
+            assert ids[-1] < self.vocab_size, "ids are the target's"
+            assert self.mask_token_id not in ids, "a mask is never an answer"

@@ -21,11 +21,14 @@ from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.layers import Attend, Layer, RMSNorm
 from d2sd.modeling.rope import Rotary
 
-# Shape letters: B requests, T rows (first draft γ, second draft K·γ), C new context tokens, E hidden, n tapped layers.
+# Shape letters: B requests, T rows (first draft γ, second draft K·γ), C new context tokens, E hidden, n tapped layers,
+# Vd draft vocabulary.
 
 
 class Drafter(nn.Module):
     """Parameter names equal the z-lab checkpoint layout."""
+
+    draft_ids: Tensor | None  # [Vd] int64 on the model's device, `config.draft_vocabulary`; no part of the state_dict
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -36,6 +39,9 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(Layer(body) for _ in range(body.num_layers))
         self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
         self.rotary = Rotary(body.rope, body.head_dim)
+        ids = config.draft_vocabulary
+        with torch.device("cpu"):  # the ids are known even under torch.device("meta")
+            self.register_buffer("draft_ids", None if ids is None else torch.tensor(ids), persistent=False)
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """features [B, C, n·E] of committed tokens at `positions [B, C]` -> k, v [L, B, C, Hkv, D] for the pages."""

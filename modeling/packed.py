@@ -8,8 +8,12 @@ processor can.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
@@ -43,3 +47,9 @@ def pack(model: Decoder | Drafter) -> None:
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
     if isinstance(model, Decoder) and model.packed_head is None:
         model.packed_head = PackedLinear(model.head)
+
+
+def reduced_head(target: Decoder, ids: Tensor) -> Callable[[Tensor], Tensor]:
+    """The target's head over `ids [Vd]` alone: [..., E] -> [..., Vd]. A copy of its rows, packed where the head is."""
+    weight = target.head.detach()[ids]
+    return partial(F.linear, weight=weight) if target.packed_head is None else PackedLinear(weight)

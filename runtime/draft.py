@@ -10,7 +10,8 @@ from torch import Tensor
 from d2sd.runtime.noise import gumbel_at
 from d2sd.runtime.sampling import Sampling, filtered
 
-# Shape letters: B requests, K branches, S = γ - 1 slots behind the anchor, M candidates a slot, V vocabulary.
+# Shape letters: B requests, K branches, S = γ - 1 slots behind the anchor, M candidates a slot, V vocabulary, Vd draft
+# vocabulary: the ascending `ids [Vd]` that logits [..., Vd] stand for. Tokens are the target's ids everywhere.
 
 #: Candidates among which a sampled draft looks for the token that the target's own noise favours.
 POOL = 64
@@ -48,12 +49,16 @@ class Branches:
         kept = torch.where(slots < self.length[..., None], self.tokens, mask_token_id)
         return torch.cat([anchor[:, None, None].expand(-1, kept.shape[1], 1), kept], dim=-1)
 
-    def forbid(self, logits: Tensor) -> Tensor:
-        """logits [B, K, S, V]: the slot behind each boundary may not repeat its rejected token (in place)."""
+    def forbid(self, logits: Tensor, ids: Tensor | None = None) -> Tensor:
+        """logits [B, K, S, V or Vd]: the slot behind each boundary may not repeat its rejected token (in place).
+
+        A token outside the draft vocabulary cannot be repeated: there nothing is forbidden.
+        """
+        rejected = self.rejected if ids is None else _places(ids, self.rejected)
         b = torch.arange(len(logits), device=logits.device)[:, None]
         k = torch.arange(logits.shape[1], device=logits.device)
-        place = b, k, self.length.clamp(max=logits.shape[2] - 1), self.rejected.clamp(min=0)
-        logits[place] = logits[place].masked_fill(self.rejected >= 0, float("-inf"))
+        place = b, k, self.length.clamp(max=logits.shape[2] - 1), rejected.clamp(min=0)
+        logits[place] = logits[place].masked_fill(rejected >= 0, float("-inf"))
         return logits
 
     def joined(self, second: Draft) -> Tensor:
@@ -62,16 +67,24 @@ class Branches:
         return torch.where(slots < self.length[..., None], self.tokens, second.best)
 
 
-def candidates(logits: Tensor, context_len: Tensor, sampling: Sampling, width: int) -> Draft:
-    """The `width` likeliest tokens of every slot: logits [B, K, S, V] in fp32 -> [B, K, S, M].
+def _places(ids: Tensor, tokens: Tensor) -> Tensor:
+    """Where tokens stand among the ids; -1: nowhere."""
+    place = torch.searchsorted(ids, tokens.contiguous()).clamp(max=len(ids) - 1)
+    return place.where(ids[place] == tokens, -1)
+
+
+def candidates(logits: Tensor, context_len: Tensor, sampling: Sampling, width: int, ids: Tensor | None = None) -> Draft:
+    """The `width` likeliest tokens of every slot: logits [B, K, S, V or Vd] in fp32 -> [B, K, S, M].
 
     Where the target samples, it takes argmax(logits / T + g) with noise g that depends on seed, position and token
     alone. The drafter knows g too, so it proposes by the same perturbed scores ("drafter-invariant" coupling, Daliri
     et al., arXiv 2408.07978): nothing else of the output changes, and more drafts are right. Filters and noise are
-    applied to the POOL likeliest tokens only.
+    applied to the POOL likeliest tokens only. Probabilities are those among the draft vocabulary.
     """
     size = logits.shape[-1]
     pool, tokens = logits.topk(min(POOL if sampling.any_random else width, size), dim=-1)
+    if ids is not None:
+        tokens = ids[tokens]
     total = logits.logsumexp(-1, keepdim=True)
     scores = pool
     if sampling.any_random:

@@ -7,7 +7,7 @@ value back to the host, so a decode step from `draft_first` to `commit` can be c
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.packed import pack
+from d2sd.modeling.packed import pack, reduced_head
 from d2sd.modeling.rows import KVPool, Rows
 from d2sd.runtime.accept import Accepted
 from d2sd.runtime.batch import Batch
@@ -26,7 +26,7 @@ from d2sd.runtime.draft import Branches, Draft, candidates
 from d2sd.runtime.tree import Tree
 
 # Shape letters: B requests, M pages a request (both buckets), G block size γ, S = γ - 1
-# slots, K branches, N nodes, E hidden, V tokens.
+# slots, K branches, N nodes, E hidden, V tokens, Vd of them in a draft vocabulary.
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,9 @@ class TorchExecutor:
             pack(target)
             for drafter in self._drafters:
                 pack(drafter)
+        self._heads = self._draft_heads()
+        # Most candidates a slot can have in both drafts: these become one tree.
+        self._widest = min([self.vocab_size, *(len(d.draft_ids) for d in self._drafters if d.draft_ids is not None)])
         self._taps = first.config.target_layer_ids if first else ()
 
     def allocate(self, pages: int, page_size: int) -> None:
@@ -127,14 +130,14 @@ class TorchExecutor:
         anchor = batch.anchor[:, None, None]
         masks = torch.full_like(anchor, self._drafters[0].config.mask_token_id).expand(-1, -1, self.block_size - 1)
         logits = self._draft(0, batch, torch.cat([anchor, masks], dim=-1))
-        draft = candidates(logits, batch.context_len, batch.sampling, width)
+        draft = self._candidates(0, batch, logits, width)
         return Draft(draft.tokens[:, 0], draft.logprob[:, 0])
 
     @torch.inference_mode()
     def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
         blocks = branches.blocks(batch.anchor, self._drafters[drafter].config.mask_token_id)
-        logits = branches.forbid(self._draft(drafter, batch, blocks))
-        return candidates(logits, batch.context_len, batch.sampling, width)
+        logits = branches.forbid(self._draft(drafter, batch, blocks), self._drafters[drafter].draft_ids)
+        return self._candidates(drafter, batch, logits, width)
 
     @torch.inference_mode()
     def verify(self, batch: Batch, tree: Tree) -> Verified:
@@ -173,7 +176,7 @@ class TorchExecutor:
             debts.forget(first_page)
 
     def _draft(self, which: int, batch: Batch, blocks: Tensor) -> Tensor:
-        """blocks [B, K, G], invisible to each other -> logits [B, K, G-1, V] of slots 1 .. γ-1."""
+        """blocks [B, K, G], invisible to each other -> logits [B, K, G-1, V or Vd] of slots 1 .. γ-1, in fp32."""
         assert not self._debts[which].rows, "settle comes first"
         drafter, pool = self._drafters[which], self._pools[which]
         _, count, size = blocks.shape
@@ -183,4 +186,17 @@ class TorchExecutor:
         positions = batch.context_len[:, None] + slots
         rows = Rows(positions, visible, batch.page_table, batch.context_len)
         hidden = drafter(self.target.embed_tokens(blocks.flatten(1)), positions, pool.attend(rows))
-        return self.target.logits(hidden.unflatten(1, (count, size))[:, :, 1:])
+        return self._heads[which](hidden.unflatten(1, (count, size))[:, :, 1:]).float()
+
+    def _candidates(self, which: int, batch: Batch, logits: Tensor, width: int) -> Draft:
+        ids = self._drafters[which].draft_ids
+        return candidates(logits, batch.context_len, batch.sampling, min(width, self._widest), ids)
+
+    def _draft_heads(self) -> list[Callable[[Tensor], Tensor]]:
+        """What turns each drafter's rows into logits; drafters of one vocabulary share the copy."""
+        heads: dict[tuple[int, ...] | None, Callable[[Tensor], Tensor]] = {None: self.target.logits}
+        for drafter in self._drafters:
+            ids = drafter.draft_ids
+            if ids is not None and drafter.config.draft_vocabulary not in heads:
+                heads[drafter.config.draft_vocabulary] = reduced_head(self.target, ids)
+        return [heads[drafter.config.draft_vocabulary] for drafter in self._drafters]

@@ -7,6 +7,7 @@ Shape letters: B requests, G block size, K branches, C context tokens, E hidden,
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -294,3 +295,30 @@ def test_parameter_names_are_the_checkpoint_layouts() -> None:
         "norm.weight": (c.hidden_size,),
     }
     assert {name: tuple(x.shape) for name, x in DRAFTER.state_dict().items()} == expected
+
+
+# --- The draft vocabulary ------------------------------------------------------------------------------------------
+
+
+def test_draft_ids_follow_the_model_and_are_no_part_of_its_state() -> None:
+    config = replace(DRAFTER.config, draft_vocabulary=(1, 5, 60))
+    with torch.device("meta"):
+        drafter = Drafter(config)
+    drafter.load_state_dict(DRAFTER.state_dict(), strict=True, assign=True)
+    ids = drafter.to(torch.bfloat16).draft_ids
+    assert ids is not None
+    assert ids.dtype == torch.int64
+    assert ids.tolist() == [1, 5, 60]
+    assert drafter.state_dict().keys() == DRAFTER.state_dict().keys()
+    assert len(list(drafter.parameters())) == len(list(DRAFTER.parameters()))
+    moved = drafter.to("meta").draft_ids  # any other device would do
+    assert moved is not None
+    assert moved.is_meta
+    assert DRAFTER.draft_ids is None
+
+
+@pytest.mark.parametrize("ids", [(), (4,), (4, 4), (5, 4), (-1, 4), (4, 64), (4, 63)], ids=str)
+def test_a_vocabulary_that_cannot_be(ids: tuple[int, ...]) -> None:
+    """Too small, not ascending, outside the target's, or with the mask."""
+    with pytest.raises(AssertionError):
+        replace(DRAFTER.config, draft_vocabulary=ids)

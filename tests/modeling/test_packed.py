@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from d2sd.modeling.packed import PackedLinear, pack
+from d2sd.modeling.packed import PackedLinear, pack, reduced_head
 from tests.tiny import full_logits, random_tokens, tiny_decoder, tiny_drafter
 
 
@@ -41,3 +41,25 @@ def test_a_packed_drafter_gives_the_same_context() -> None:
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_reduced_head_gives_the_logits_of_its_ids(tie: bool, packed: bool) -> None:
+    target = tiny_decoder(tie=tie)
+    hidden = torch.randn(2, 3, target.config.body.hidden_size)
+    ids = torch.tensor([2, 3, 41, 63])
+    expected = target.logits(hidden)[..., ids]
+    if packed:
+        pack(target)
+    head = reduced_head(target, ids)
+    assert isinstance(head, PackedLinear) == packed
+    torch.testing.assert_close(head(hidden), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_reduced_head_keeps_half_precision() -> None:
+    target = tiny_decoder().bfloat16()
+    pack(target)
+    hidden = torch.randn(4, target.config.body.hidden_size, dtype=torch.bfloat16)
+    ids = torch.tensor([2, 3, 41, 63])
+    assert torch.equal(reduced_head(target, ids)(hidden).float(), target.logits(hidden)[..., ids])

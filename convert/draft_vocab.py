@@ -1,0 +1,85 @@
+"""`draft_vocab.json` beside a drafter's config.json: the target's ids among which its drafts are chosen.
+
+    {"d2sd_draft_vocab": 1, "vocab_size": 49152, "ids": [0, 2, 17, …]}      ascending, each once
+
+The same facts as `draft_vocab_size`, `d2t` and `t2d` of a speculators checkpoint (d2t[i] = ids[i] - i, t2d marks the
+ids), but no tensor changes: the z-lab files stay what other readers expect, and those draft with the whole head.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from d2sd.errors import CheckpointError
+
+NAME = "draft_vocab.json"
+_SCHEMA = 1
+_KEYS = {"d2sd_draft_vocab", "vocab_size", "ids"}
+
+
+def read_draft_vocabulary(directory: Path, vocab_size: int, mask_token_id: int) -> tuple[int, ...] | None:
+    """The ids, or None where there is no such file; raises `CheckpointError` naming file and key.
+
+    `vocab_size` and `mask_token_id` are those of the drafter's config.
+    """
+    path = directory / NAME
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError("The draft vocabulary cannot be read.", where=path, found=error) from None
+    if not isinstance(values, dict):
+        raise CheckpointError("The draft vocabulary is not a JSON object.", where=path, found=type(values).__name__)
+    for what, key, expected in (
+        ("The draft vocabulary is of another schema version.", "d2sd_draft_vocab", _SCHEMA),
+        ("The draft vocabulary was made for another target.", "vocab_size", vocab_size),
+    ):
+        found = values.get(key)
+        if type(found) is not int or found != expected:  # exact: True is no integer here
+            raise CheckpointError(what, where=f"{path}: {key}", found=json.dumps(found)[:80], expected=expected)
+    odd = sorted(values.keys() ^ _KEYS)
+    if odd:
+        raise CheckpointError(
+            "A key of the draft vocabulary is missing or unknown.",
+            where=f"{path}: {odd[0]}", found=sorted(values), expected=sorted(_KEYS),
+        )  # fmt: skip
+    return _checked(path, values["ids"], vocab_size, mask_token_id)
+
+
+def write_draft_vocabulary(directory: Path, ids: tuple[int, ...] | None, vocab_size: int) -> None:
+    """Write the file; without ids there is none, and what an earlier drafter left there goes."""
+    path = directory / NAME
+    if ids is None:
+        path.unlink(missing_ok=True)
+        return
+    values = {"d2sd_draft_vocab": _SCHEMA, "vocab_size": vocab_size, "ids": ids}
+    path.write_text(json.dumps(values) + "\n", "utf-8")
+
+
+def _checked(path: Path, ids: object, vocab_size: int, mask_token_id: int) -> tuple[int, ...]:
+    if not isinstance(ids, list) or len(ids) < 2:
+        # The second draft may not repeat the token that its boundary rejects: another must be left.
+        raise CheckpointError(
+            "The draft vocabulary leaves nothing to choose.", where=f"{path}: ids",
+            found=json.dumps(ids)[:80], expected="a list of at least two ids",
+        )  # fmt: skip
+    before = -1
+    for place, token in enumerate(ids):
+        expected = None
+        if type(token) is not int:
+            expected = "an integer"
+        elif not 0 <= token < vocab_size:
+            expected = f"0 to {vocab_size - 1}"
+        elif token <= before:
+            expected = f"above {before}, the id before it"
+        elif token == mask_token_id:
+            expected = "any token but the mask, which is never an answer"
+        if expected:
+            raise CheckpointError(
+                "An id cannot be in the draft vocabulary.", where=f"{path}: ids[{place}]",
+                found=json.dumps(token)[:80], expected=expected,
+            )  # fmt: skip
+        before = token
+    return tuple(ids)
