@@ -14,6 +14,7 @@ from d2sd.recipe import Name, Part, Positive, Precision, RecipeFile, Target, rea
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Above0 = Annotated[float, Field(gt=0)]
+Weight = Annotated[float, Field(ge=0)]
 
 
 class PromptFile(Part):
@@ -25,13 +26,18 @@ class PromptFile(Part):
 
 
 class SelfWritten(Part):
-    """User turns that the target writes itself behind its chat template's user header."""
+    """User turns of one kind that the target writes itself behind its chat template's user header."""
 
+    #: of this kind, part of the turns' ids
+    name: Name
+    #: how many are tried; those unfinished or screened out are told
     count: Positive
     #: how a turn may begin, drawn at random, to steer towards code, questions, essays; "" leaves it to the target
     openings: list[str] = Field(default=[""], min_length=1)
     #: diversity is what they are for
     temperature: Above0 = 1.0
+    #: text that ends a turn and stays in it, beside the target's own end: a docstring's, for functions without a body
+    end: str | None = None
     #: longer ones are dropped
     max_tokens: Positive = 96
 
@@ -40,14 +46,18 @@ class Data(Part):
     """Prompts, and the limits of what is made of them."""
 
     prompts: list[PromptFile]
-    #: absent: the files alone
-    self_written: SelfWritten | None = None
+    #: JSONL files of prompts kept for measuring: nothing that shares a run of words with one of them is trained on
+    exclude: list[str] = Field(default=[])
+    #: what files lack
+    self_written: list[SelfWritten] = Field(default=[])
     #: longer prompts are left out
     max_prompt_tokens: Positive = 224
     #: tokens of an answer: the start of an answer is where most of serving happens, and short ones buy more prompts
     max_new_tokens: Positive = 144
-    #: answers kept out of training, to estimate tau on
+    #: answers kept out of training; their prompts are what evaluations ask
     held_out: Positive = 48
+    #: what the target says of every token, stored once, or computed whenever it is needed: for large targets
+    features: Literal["cached", "online"] = "cached"
 
 
 class Geometry(Part):
@@ -59,38 +69,93 @@ class Geometry(Part):
     mask_token_id: Annotated[int, Field(ge=0)]
     #: id i is the output of target layer i; strictly ascending
     target_layer_ids: list[int]
+    #: drafts are chosen among this many of the answers' most frequent ids: a smaller head to read; absent: among all
+    draft_vocab_size: Annotated[int, Field(ge=2)] | None = None
+
+
+class Objective(Part):
+    """What a drafter minimises: the sum of named terms times these weights. `d2sd/train/objectives.py` defines them."""
+
+    #: how the slots of a block weigh in the slot terms
+    slots: Literal["uniform", "decay", "dpace"] = "decay"
+    #: of exp(-distance / decay): 4 for block 8 (arXiv 2602.06036)
+    decay: Above0 = 4.0
+    #: of D-PACE, its authors' own
+    smoothing: Share = 0.5
+    #: slot terms: cross-entropy on the answer's token,
+    ce: Weight = 0
+    #: ... KL divergence from the target's distribution,
+    kl: Weight = 0
+    #: ... total variation from it: one minus the acceptance rate of rejection sampling,
+    tv: Weight = 0
+    #: ... minus that rate's logarithm,
+    nla: Weight = 0
+    #: ... and a mixture of kl and tv that goes over to tv as the rate grows
+    lk: Weight = 0
+    #: block terms: the first wrong slot, ...
+    focal: Weight = 0
+    #: ... and the expected accepted share
+    chain: Weight = 0
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Weight by name, of those that count."""
+        named = {name: getattr(self, name) for name in ("ce", "kl", "tv", "nla", "lk", "focal", "chain")}
+        return {name: weight for name, weight in named.items() if weight}
+
+    @model_validator(mode="after")
+    def _has_a_slot_term(self) -> Objective:
+        if not self.terms.keys() - {"focal", "chain"}:
+            raise ValueError("focal and chain only sharpen: one of ce, kl, tv, nla, lk needs a weight above 0")
+        return self
 
 
 class TrainSettings(Part):
     """Everything that decides the result of one drafter's training; a resumed run must have the same."""
 
     steps: Positive
-    #: sequences a step
+    objective: Objective
+    #: sequences a step, over all processes
     batch: Positive = 8
+    #: sequences in one forward pass: memory grows with it, the result hardly changes
+    micro_batch: Positive = 1
     #: blocks a sequence, at random anchors
-    blocks: Positive = 64
+    blocks: Positive = 32
+    #: muon for the matrices beside AdamW for the rest needs half of AdamW's steps here; adamw: as published
+    optimizer: Literal["muon", "adamw"] = "muon"
     #: what the shipped drafters were trained with
-    learning_rate: Above0 = 1e-3
+    learning_rate: Above0 = 2e-3
     #: share of the steps that raises the learning rate, as in DFlash
     warmup: Share = 0.04
-    #: of AdamW, its own default
+    #: AdamW's own default
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     #: gradient norm
     clip: Above0 = 1.0
-    #: of slot weights exp(-distance / decay): 4 for block 8 (arXiv 2602.06036)
-    decay: Above0 = 4.0
-    #: share of the label on the real token; the rest is the target's distribution
-    hard: Share = 0.3
     #: variable prefix only: Pr(n visible tokens) ∝ base^n, as published
     prefix_base: Above0 = 0.9
     #: variable prefix only: share of blocks that start where the first drafter goes wrong
     on_rejection: Share = 0.5
-    #: ids outside the answers' vocabulary drawn each step
+    #: logits are taken over the answers' most frequent ids, ...
+    frequent: Positive = 8192
+    #: ... and over this many of the others, drawn each step
     negatives: Annotated[int, Field(ge=0)] = 1024
     #: fixed: the same recipe gives the same drafter
     seed: Annotated[int, Field(ge=0)] = 0
+    #: of the products; what is kept and updated is fp32
+    precision: Literal["bf16", "fp32"] = "bf16"
     #: steps between two saved states
     save_every: Positive = 100
+    #: steps between two evaluations on held-out prompts
+    evaluate_every: Positive = 500
+
+
+class Evaluation(Part):
+    """What a drafter is asked during its training and at its end: held-out prompts, greedily, on the real runtime."""
+
+    #: the first of the held-out ones: with the tokens below, at 2 tokens a step, some 770 steps are judged
+    prompts: Positive = 24
+    #: of each answer
+    max_new_tokens: Positive = 64
 
 
 class TrainRecipe(RecipeFile):
@@ -109,6 +174,8 @@ class TrainRecipe(RecipeFile):
     first: TrainSettings
     #: starts from the trained first drafter; absent: none is trained
     second: TrainSettings | None = None
+    #: a point of a curve costs little beside the steps between two points
+    evaluation: Evaluation = Evaluation()
 
     @model_validator(mode="after")
     def _ascending(self) -> TrainRecipe:

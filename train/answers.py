@@ -1,92 +1,121 @@
 """Training sequences: a prompt and the answer the target itself gave, one JSON object a line.
 
-The drafter learns to imitate the target, so answers always come from the target. The file is appended to as answers
-finish, so an interrupted run resumes from what is there.
+The drafter learns to imitate the target, so answers always come from the target. They are appended as they finish, by
+each process to its own `answers.jsonl`, `answers-1.jsonl`, ..., so an interrupted run resumes from what is there. A
+prompt that gave nothing to train on leaves {id, dropped: why}, so that it is not asked again.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from d2sd.errors import D2SDError
+from d2sd.train import journal
+
+KIND = "answers"
+#: Why an answer of fewer than two tokens is dropped: nothing follows its anchor. Older files mark every drop so.
+EMPTY = "empty answer"
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Token ids of a rendered prompt and of what the target answered (its stop token included, if it came).
-
-    No answer at all marks a prompt that was dropped, so that it is not asked again.
-    """
+    """Token ids of a rendered prompt and of what the target answered (its stop token included, if it came)."""
 
     id: str
     prompt_ids: list[int]
     answer_ids: list[int]
 
 
-def read_answers(path: Path, *, vocab_size: int) -> list[Answer]:
-    """Read every answer of at least two tokens, in file order; a line cut short by an interruption is left out.
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """What was asked and gave nothing to train on, and why."""
+
+    id: str
+    reason: str
+
+
+def read_answers(path: Path, *, vocab_size: int, max_tokens: int | None = None) -> list[Answer]:
+    """Every answer in `path`, a file or the folder of every process's; lines cut short and dropped ones are left out.
 
     Raises:
-        D2SDError: no such file, nothing in it, a line that is no answer, or an id outside the vocabulary (another
-            tokenizer's data).
+        D2SDError: no answer at all, or naming file and line: one that is none, the second of an id, an id outside the
+            vocabulary (another tokenizer's data), more than `max_tokens` with the prompt's (another recipe's).
     """
-    if not path.is_file():
-        raise D2SDError("no answers to train on", where=path, fix="let d2sd train generate them")
     answers = []
-    for number, answer in enumerate(_parse(_whole_lines(path), path), 1):
+    for where, answer in _rows(path):
+        if isinstance(answer, Dropped):
+            continue
         tokens = answer.prompt_ids + answer.answer_ids
         if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
             raise D2SDError(
                 "answers were made with another tokenizer",
-                where=f"{path}:{number}", found=f"token id {wrong[0]}", expected=f"ids below {vocab_size}",
+                where=where, found=f"token id {wrong[0]}", expected=f"ids below {vocab_size}",
             )  # fmt: skip
-        if len(answer.answer_ids) >= 2:
-            answers.append(answer)
+        if max_tokens is not None and len(tokens) > max_tokens:
+            raise D2SDError(
+                "a sequence is longer than the recipe allows",
+                where=where, found=f"{answer.id}: {len(tokens)} tokens", expected=f"at most {max_tokens}",
+                fix="raise data.max_prompt_tokens or data.max_new_tokens again, or delete the line",
+            )  # fmt: skip
+        answers.append(answer)
     if not answers:
-        raise D2SDError("no usable answer", where=path, expected="answers of at least two tokens")
+        raise D2SDError(
+            "no usable answer", where=path, expected="answers of at least two tokens",
+            fix="let d2sd train generate them",
+        )  # fmt: skip
     return answers
 
 
-def finished_ids(path: Path) -> set[str]:
-    """Ids of the answers already in `path`; a line cut short by an interruption is cut off the file."""
-    if not path.is_file():
-        return set()
-    whole = _whole_lines(path)
-    ids = {answer.id for answer in _parse(whole, path)}
-    os.truncate(path, len(whole))
-    return ids
+def finished_ids(path: Path) -> dict[str, str | None]:
+    """What need not be asked again: id -> why it was dropped, None where it was answered."""
+    return {row.id: row.reason if isinstance(row, Dropped) else None for _, row in _rows(path)}
 
 
-def _whole_lines(path: Path) -> bytes:
-    data = path.read_bytes()
-    return data[: data.rfind(b"\n") + 1]
+def answers_to(prompts: Mapping[str, Sequence[int]], answers: Iterable[Answer]) -> list[Answer]:
+    """The answers to `prompts` (id -> token ids) in their order; answers to others are left out.
 
-
-def _parse(lines: bytes, path: Path) -> Iterator[Answer]:
-    """One answer a line. Raises D2SDError naming file and line."""
-    for number, line in enumerate(lines.split(b"\n")[:-1], 1):
-        try:
-            row = json.loads(line)
-            answer = Answer(row["id"], row["prompt_ids"], row["answer_ids"])
-            if not isinstance(answer.id, str):
-                raise TypeError("id is a string")
-            if not all(type(token) is int for token in answer.prompt_ids + answer.answer_ids):
-                raise TypeError("token ids are integers")
-            if answer.answer_ids and not answer.prompt_ids:
-                raise ValueError("an answer to nothing")
-        except (ValueError, KeyError, TypeError) as error:
+    Raises D2SDError where a prompt is no longer the one that was answered.
+    """
+    found = {answer.id: answer for answer in answers}
+    chosen = [found[name] for name in prompts if name in found]
+    for answer in chosen:
+        if answer.prompt_ids != list(prompts[answer.id]):
             raise D2SDError(
-                "not an answer", where=f"{path}:{number}", found=repr(error), expected="id, prompt_ids, answer_ids"
-            ) from None
-        yield answer
+                "a prompt changed since it was answered", where="data.prompts", found=answer.id,
+                fix="restore its file or the target's chat template, or train into another --work folder",
+            )  # fmt: skip
+    return chosen
 
 
 def append_answer(out: TextIO, name: str, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> None:
-    """Write one line and make sure that it is on its way to the disk."""
-    out.write(json.dumps({"id": name, "prompt_ids": list(prompt_ids), "answer_ids": list(answer_ids)}) + "\n")
-    out.flush()
+    """Write one line and make sure that it is on its way to the disk; an answer without two tokens is dropped."""
+    if len(answer_ids) < 2:
+        append_drop(out, name, EMPTY)
+    else:
+        journal.append_row(out, {"id": name, "prompt_ids": list(prompt_ids), "answer_ids": list(answer_ids)})
+
+
+def append_drop(out: TextIO, name: str, reason: str) -> None:
+    """Write that this prompt is done with, and why there is nothing to train on."""
+    journal.append_row(out, {"id": name, "dropped": reason})
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Answer | Dropped]]:
+    return journal.read_rows(path, KIND, _parse, "id and prompt_ids, answer_ids or dropped")
+
+
+def _parse(row: object) -> Answer | Dropped:
+    if not isinstance(row, dict):
+        raise TypeError("not an object")
+    name = journal.text(row["id"])
+    if "dropped" in row:
+        return Dropped(name, journal.text(row["dropped"]))
+    answer = Answer(name, row["prompt_ids"], row["answer_ids"])
+    if not all(type(token) is int for token in answer.prompt_ids + answer.answer_ids):
+        raise TypeError("token ids are integers")
+    if answer.answer_ids and not answer.prompt_ids:
+        raise ValueError("an answer to nothing")
+    return answer if len(answer.answer_ids) >= 2 else Dropped(name, EMPTY)

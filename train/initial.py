@@ -54,8 +54,9 @@ def drafter_config(geometry: Geometry, target: DecoderConfig, prefix_base: float
 
 @torch.no_grad()
 def drafter_from_target(config: DrafterConfig, target: Decoder, sample: Tensor, generator: torch.Generator) -> Drafter:
-    """A new fp32 drafter. `sample [N, n·E]` are features of ordinary tokens, for the norms of the taps."""
+    """A new fp32 drafter on the CPU. `sample [N, n·E]` are features of ordinary tokens, for the norms of the taps."""
     drafter = Drafter(config)
+    sample = sample.to(target.embed_tokens.weight.device)
     body = config.body
     depth = len(target.layers) - body.num_layers
     sources = cast("list[Layer]", list(target.layers)[depth:])
@@ -73,7 +74,7 @@ def drafter_from_target(config: DrafterConfig, target: Decoder, sample: Tensor, 
     drafter.hidden_norm.weight.copy_(sources[0].input_layernorm.weight)
 
     taps = len(config.target_layer_ids)
-    rms = sample.float().view(len(sample), taps, -1).square().mean(-1).sqrt().median(0).values  # [n]
+    rms = sample.float().view(len(sample), taps, -1).square().mean(-1).sqrt().median(0).values.cpu()  # [n]
     hidden = body.hidden_size
     fusion = torch.randn(hidden, taps, hidden, generator=generator) * (0.2 * hidden**-0.5) / rms[None, :, None]
     fusion[:, -1] += torch.eye(hidden) / rms[-1]

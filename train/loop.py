@@ -1,153 +1,170 @@
-"""The training loop of one drafter: resumable, seeded, on cached features.
-
-Memory and time go to the head, so logits are taken over the ids that occur in the answers plus a fresh random draw of
-the others each step, whose logits are raised by log(others / drawn): the softmax's denominator stays unbiased
-(sampled softmax).
-"""
+"""The training loop of one drafter: resumable, seeded, the same on one process or several."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.train.blocks import Blocks, attend_in_sequence, draw_blocks
-from d2sd.train.features import FeatureCache, TrainingSequence
-from d2sd.train.objectives import draw_prefixes, first_errors, slot_weights, soft_cross_entropy
+from d2sd.train.features import TrainingData
+from d2sd.train.loss import BlockLoss, Candidates, first_rejections
+from d2sd.train.optimizer import Optimizer
+from d2sd.train.packing import Packed, draw_anchors, pack_blocks
+from d2sd.train.prefixes import draw_prefixes
+from d2sd.train.state import load_state, save_state
+from d2sd.train.world import World
 from d2sd.train_recipe import TrainSettings
 
-# Shape letters: A blocks, G block size γ, C candidate ids, E hidden.
+#: report(step, what it says of itself): loss, gradient norm, learning rate, each term.
+Report = Callable[[int, dict[str, float]], None]
 
 
 class Trainer:
-    """Trains `drafter`; with `first` given, as a second drafter on variable prefixes."""
+    """Trains `drafter`; with `first` given, as a second drafter on variable prefixes.
+
+    Every random choice is drawn from the seed, the step and the sequence's place in it, so neither an interruption
+    nor the number of processes changes what is trained on.
+    """
 
     def __init__(
         self,
         target: Decoder,
         drafter: Drafter,
-        data: FeatureCache,
+        data: TrainingData,
         settings: TrainSettings,
         first: Drafter | None = None,
+        world: World | None = None,
     ) -> None:
-        self.target, self.drafter, self.data, self.settings, self.first = target, drafter, data, settings, first
+        self.drafter, self.data, self.settings, self.first = drafter, data, settings, first
+        self.world = world or World()
         self.step = 0
-        self.optimizer = torch.optim.AdamW(
-            drafter.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
-        )
-        occurs = torch.zeros(target.config.vocab_size, dtype=torch.bool)
-        for index in range(len(data)):
-            occurs[data[index].tokens] = True
-        self._seen, self._unseen = occurs.nonzero()[:, 0], (~occurs).nonzero()[:, 0]
-        self._where = torch.zeros_like(occurs, dtype=torch.long)  # id -> candidate index, for the seen ids
-        self._where[self._seen] = torch.arange(len(self._seen))
-        self._embedding = target.embed_tokens.weight.detach()
-
-    def run(self, folder: Path, report: Callable[[int, float], None]) -> None:
-        """Train to the last step, saving to `folder`; `report(step, loss)` after each step."""
-        self._resume(folder)
-        while self.step < self.settings.steps:
-            generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.step)
-            loss = self._update(generator)
-            self.step += 1
-            report(self.step, loss)
-            if self.step % self.settings.save_every == 0 or self.step == self.settings.steps:
-                self._save(folder)
-
-    def _update(self, generator: torch.Generator) -> float:
-        candidates, correction = self._candidates(generator)
-        head = self.target.head.detach()[candidates].to(torch.bfloat16)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate * self._schedule()
-        total = 0.0
-        for index in self._sequences():
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = self._loss(self.data[index], head, correction, generator)
-            (loss / self.settings.batch).backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach()) / self.settings.batch
-        if not math.isfinite(total):
+        if settings.batch % self.world.size:
             raise D2SDError(
-                "the loss is not finite",
-                where=f"step {self.step}",
-                found=total,
+                "the sequences of a step do not divide among the processes", where="batch",
+                found=settings.batch, expected=f"a multiple of {self.world.size}",
+            )  # fmt: skip
+        self._head, self._embedding = target.head.detach(), target.embed_tokens.weight.detach()
+        self._frequent = data.frequent(settings.frequent, target.config.vocab_size)
+        self._loss = BlockLoss(drafter, self._embedding, settings.objective)
+        self._wrapped = DistributedDataParallel(self._loss) if self.world.size > 1 else self._loss
+        self._optimizer = Optimizer(drafter, settings)
+
+    def run(self, folder: Path, report: Report, evaluate: Callable[[int], None] | None = None) -> None:
+        """Train to the last step, saving to `folder`; `evaluate(step)` after every `evaluate_every` steps.
+
+        A step is saved behind its evaluation, so a run that is killed in one makes it again.
+        """
+        settings = self.settings
+        self.step = load_state(folder, self.drafter, self._optimizer, self._identity())
+        while self.step < settings.steps:
+            said = self.world.mean(self._update())
+            self.step += 1
+            if self.world.leads:
+                report(self.step, said)
+            last = self.step == settings.steps
+            if evaluate is not None and (last or self.step % settings.evaluate_every == 0):
+                evaluate(self.step)
+            if self.world.leads and (last or self.step % settings.save_every == 0):
+                save_state(folder, self.step, self.drafter, self._optimizer, self._identity())
+        self.world.wait()
+
+    def _update(self) -> dict[str, float]:
+        settings, numbers = self.settings, self._numbers()
+        size = settings.micro_batch
+        batches = [self._draw(numbers[start : start + size]) for start in range(0, len(numbers), size)]
+        candidates = self._candidates(batches)
+        total: dict[str, float] = {}
+        for index, (packed, generators) in enumerate(batches):
+            packed = packed.to(str(self._head.device))
+            share = len(packed.tokens) / len(numbers)  # the last micro-batch may be smaller
+            with self._accumulate(last=index == len(batches) - 1), self._autocast():
+                terms = self._wrapped(packed, *self._visible(packed, candidates, generators), candidates)
+                loss = sum((settings.objective.terms[name] * value for name, value in terms.items()), start=0.0)
+                (loss * share).backward()  # type: ignore[union-attr]
+            for name, value in {"loss": loss, **terms}.items():
+                total[name] = total.get(name, 0.0) + float(value.detach()) * share
+        norm = float(torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), settings.clip))
+        if not (math.isfinite(total["loss"]) and math.isfinite(norm)):
+            raise D2SDError(
+                "the loss is not finite", where=f"step {self.step + 1}",
+                found=f"loss {total['loss']}, gradient norm {norm}, answers {[self._name(n) for n in numbers]}",
                 fix="lower the learning rate, or look for damaged answers",
-            )
-        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return total
+            )  # fmt: skip
+        rate = settings.learning_rate * self._schedule()
+        self._optimizer.update(rate)
+        return total | {"gradient norm": norm, "learning rate": rate}
 
-    def _loss(self, sequence: TrainingSequence, head: Tensor, correction: Tensor, generator: torch.Generator) -> Tensor:
-        blocks = draw_blocks(sequence, self.drafter.config.block_size, self.settings.blocks, generator)
-        visible = torch.ones(len(blocks.tokens), dtype=torch.long)
-        rejected = None
-        if self.first is not None:
-            visible, rejected = self._prefixes(self.first, sequence, blocks, generator)
-        weights = slot_weights(visible, self.drafter.config.block_size, self.settings.decay) * blocks.inside
-        used = weights > 0
-        logits = F.linear(self._hidden(self.drafter, sequence, blocks, visible)[used], head) + correction
-        if rejected is not None:
-            row = (rejected[used] >= 0).nonzero()[:, 0]
-            logits[row, rejected[used][row]] = float("-inf")
-        # Row t of the target predicts token t + 1: slot k at position p reads row p - 1.
-        target_logits = F.linear(sequence.hidden[(blocks.positions - 1)[used]], head) + correction
-        loss = soft_cross_entropy(logits, target_logits, self._where[blocks.tokens[used]], self.settings.hard)
-        return (loss * weights[used]).sum() / weights.sum().clamp(min=1e-6)
+    def _numbers(self) -> range:
+        """This process's places in the endless row of sequences, for this step."""
+        batch, world = self.settings.batch, self.world
+        return range(self.step * batch + world.rank, (self.step + 1) * batch, world.size)
 
-    def _hidden(self, drafter: Drafter, sequence: TrainingSequence, blocks: Blocks, visible: Tensor) -> Tensor:
-        """[A, G, E]: the drafter over the blocks, `visible [A]` real tokens at the head of each, masks behind."""
-        slots = torch.arange(drafter.config.block_size)
-        tokens = torch.where(slots < visible[:, None], blocks.tokens, drafter.config.mask_token_id)
-        attend = attend_in_sequence(drafter, sequence.features, blocks.positions)
-        out: Tensor = drafter(self._embedding[tokens], blocks.positions, attend)
-        return out
+    def _index(self, number: int) -> int:
+        """Epochs are seeded shuffles laid end to end."""
+        epoch, place = divmod(number, len(self.data))
+        generator = torch.Generator().manual_seed(self.settings.seed + 7919 * epoch)
+        return int(torch.randperm(len(self.data), generator=generator)[place])
 
-    @torch.no_grad()
-    def _prefixes(
-        self, first: Drafter, sequence: TrainingSequence, blocks: Blocks, generator: torch.Generator
+    def _name(self, number: int) -> str:
+        return self.data.name(self._index(number))
+
+    def _draw(self, numbers: range) -> tuple[Packed, list[torch.Generator]]:
+        """The blocks of a micro-batch, and for each sequence the generator of what else is random about it."""
+        sequences, anchors = [], []
+        for number in numbers:
+            sequence = self.data[self._index(number)]
+            sequences.append(sequence)
+            anchors.append(draw_anchors(sequence, self.settings.blocks, self._generator(number)))
+        packed = pack_blocks(sequences, anchors, self.drafter.config.block_size)
+        return packed, [self._generator(number + (1 << 40)) for number in numbers]
+
+    def _generator(self, number: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self.settings.seed * 1_000_003 + number)
+
+    def _candidates(self, batches: list[tuple[Packed, list[torch.Generator]]]) -> Candidates:
+        always = self._frequent.clone()
+        for packed, _ in batches:
+            always[packed.tokens[packed.inside]] = True
+        always = self.world.union(always)  # so that all processes draw the same others
+        dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float32
+        return Candidates.draw(
+            self._head, always, self.settings.negatives, dtype, self._generator(self.step + (1 << 41))
+        )
+
+    def _visible(
+        self, packed: Packed, candidates: Candidates, generators: list[torch.Generator]
     ) -> tuple[Tensor, Tensor]:
-        """Visible tokens [A] of each block, and its rejected token [A, G] as a candidate index, -1 elsewhere."""
-        count, size = blocks.tokens.shape
-        hidden = self._hidden(first, sequence, blocks, torch.ones(count, dtype=torch.long))
-        head = self.target.head[self._seen].to(hidden.dtype)
-        guesses = F.linear(hidden, head).argmax(-1)  # indices into the seen ids
-        errors = first_errors(self._seen[guesses], blocks.tokens)
-        drawn = draw_prefixes(count, size, self.settings.prefix_base, generator)
-        take = (torch.rand(count, generator=generator) < self.settings.on_rejection) & (errors < size)
-        visible = torch.where(take, errors, drawn)
-        at_error = take[:, None] & (torch.arange(size) == visible[:, None])
-        return visible, torch.where(at_error, guesses, -1)
+        """Real tokens at the head of each block [B, A], and the id that the next slot may not take (-1: none)."""
+        shape, device = packed.tokens.shape[:2], packed.tokens.device
+        if self.first is None:
+            return torch.ones(shape, dtype=torch.long, device=device), torch.full(shape, -1, device=device)
+        settings, size = self.settings, packed.tokens.shape[-1]
+        errors, said = first_rejections(self.first, self._embedding, packed, candidates)
+        # as many as blocks are asked for, whatever a sequence has room for: what it is packed with changes nothing
+        count, width = settings.blocks, shape[1]
+        drawn = torch.stack([draw_prefixes(count, size, settings.prefix_base, g)[:width] for g in generators])
+        chance = torch.stack([torch.rand(count, generator=g)[:width] for g in generators])
+        drawn, take = drawn.to(device), (chance < settings.on_rejection).to(device) & (errors < size)
+        return torch.where(take, errors, drawn), torch.where(take, said, -1)
 
-    def _candidates(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """(ids [C], what is added to their logits [C])."""
-        drawn = min(self.settings.negatives, len(self._unseen))
-        picked = self._unseen[torch.randperm(len(self._unseen), generator=generator)[:drawn]]
-        correction = torch.zeros(len(self._seen) + drawn)
-        if drawn:
-            correction[len(self._seen) :] = math.log(len(self._unseen) / drawn)
-        return torch.cat([self._seen, picked]), correction
+    def _accumulate(self, *, last: bool) -> AbstractContextManager[None]:
+        """Processes exchange gradients once a step."""
+        if last or not isinstance(self._wrapped, DistributedDataParallel):
+            return nullcontext()
+        return self._wrapped.no_sync()
 
-    def _sequences(self) -> Sequence[int]:
-        """The sequences of this step: epochs are seeded shuffles laid end to end."""
-        indices = []
-        for number in range(self.step * self.settings.batch, (self.step + 1) * self.settings.batch):
-            epoch, place = divmod(number, len(self.data))
-            order = torch.randperm(
-                len(self.data), generator=torch.Generator().manual_seed(self.settings.seed + 7919 * epoch)
-            )
-            indices.append(int(order[place]))
-        return indices
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._head.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16")
 
     def _schedule(self) -> float:
         """Linear warm-up, then cosine to a twentieth."""
@@ -157,52 +174,14 @@ class Trainer:
         done = (self.step - warm) / max(1, self.settings.steps - warm)
         return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done))
 
-    def _save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {f"drafter.{k}": v.detach().contiguous() for k, v in self.drafter.named_parameters()}
-        for name, parameter in self.drafter.named_parameters():
-            moments = self.optimizer.state[parameter]
-            tensors |= {f"optimizer.{kind}.{name}": moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
-        partial = folder / "state.partial"
-        identity = {key: json.dumps(value) for key, value in self._identity().items()}
-        save_file(tensors, partial, {"step": str(self.step)} | identity)
-        partial.replace(folder / "state.safetensors")
-
     def _identity(self) -> dict[str, dict[str, object]]:
-        """What a resumed run must share with the one that began; data may have grown."""
+        """What a resumed run must share with the one that began."""
         return {
-            "settings": self.settings.model_dump(),
+            "settings": self.settings.model_dump(exclude={"save_every", "evaluate_every"}),
             "drafter": asdict(self.drafter.config),
+            "data": {"sha256": self.data.digest},
             "first drafter": {"sha256": None if self.first is None else _digest(self.first)},
         }
-
-    def _resume(self, folder: Path) -> None:
-        path = folder / "state.safetensors"
-        if not path.is_file():
-            return
-        from safetensors import safe_open
-
-        with safe_open(path, "pt") as handle:
-            found = handle.metadata()
-        for what, mine in self._identity().items():
-            now = json.loads(json.dumps(mine))
-            then = json.loads(found[what]) if what in found else now
-            if changed := [key for key in then | now if then.get(key) != now.get(key)]:
-                raise D2SDError(
-                    f"the {what} changed since this training began", where=path,
-                    found={key: now.get(key) for key in changed}, expected={key: then.get(key) for key in changed},
-                    fix="restore the recipe, or train into another folder",
-                )  # fmt: skip
-        tensors = load_file(path)
-        self.step = int(found["step"])
-        with torch.no_grad():
-            for name, parameter in self.drafter.named_parameters():
-                parameter.copy_(tensors[f"drafter.{name}"])
-                self.optimizer.state[parameter] = {
-                    "step": torch.tensor(float(self.step)),
-                    "exp_avg": tensors[f"optimizer.exp_avg.{name}"],
-                    "exp_avg_sq": tensors[f"optimizer.exp_avg_sq.{name}"],
-                }
 
 
 def _digest(drafter: Drafter) -> str:

@@ -1,12 +1,26 @@
-"""What the drafters are trained on: soft labels from the target, weighted by slot.
+"""Training objectives: named terms over the slots of a block, added up with the weights a recipe gives them.
 
-- DFlash (arXiv 2602.06036): w_k = exp(-(k-1)/decay) for k >= 1; slot 0 is the visible anchor.
-- Variable prefix (D²SD, arXiv 2606.04446 Eq. 6-7): n visible tokens, anchor included, Pr(n) ∝ base^n;
-  w_k = exp(-(k-n)/decay) for k >= n. We draw n from {1, …, γ-1}: the published code leaves n = 1 out although
-  inference picks boundary 0.
-- Rejection-conditioned variable prefix (ours): a second drafter only ever runs at places where the first draft's
-  token is assumed wrong, so a share of the blocks takes as n the slot where the first draft really goes wrong, and
-  the rejected token is left out of that slot's softmax, as at inference.
+Slot terms, averaged under the slots' weights (p the target's distribution, q the drafter's, y the answer's token):
+
+    ce     -log q(y)
+    kl     KL(p ‖ q): distillation; over the whole candidate vocabulary, so no top-k of p needs to be kept
+    tv     1 - Σ min(p, q), one minus the acceptance rate of rejection sampling       LK, arXiv 2602.23881
+    nla    -log Σ min(p, q)                                                           the same
+    lk     λ kl + (1 - λ) tv with λ = exp(-3 Σ min(p, q)), detached                   the same, its hybrid
+
+Block terms:
+
+    focal  -log q(y) at the block's first wrong slot alone                            arXiv 2606.11552
+    chain  1 - R with R = mean_k ∏_{j<=k} q_j(y_j): the accepted share, differentiable   the same
+
+How slots weigh, at distance d = k - n behind n visible tokens:
+
+    uniform  1
+    decay    exp(-d / decay)                                                          DFlash, D²SD
+    dpace    Σ_{k>=j} ∏_{i<=k} (a + (1 - a) q_i(y_i)), detached                       D-PACE, arXiv 2605.18810
+
+D-PACE's weights with a = 0 are the gradient of chain: ∂R/∂log q_j = mean_k 1[k >= j] ∏_{i<=k} q_i. So chain needs a
+slot term beside it, for blocks whose first q are tiny have no gradient of their own.
 """
 
 from __future__ import annotations
@@ -14,34 +28,56 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Shape letters: A blocks, G block size γ, C candidate tokens (a vocabulary or a part of it).
+from d2sd.train.head import HeadStats
+from d2sd.train_recipe import Objective
+
+# Shape letters: A blocks, G block size γ. `used [A, G]` marks the slots that are trained: behind the visible tokens and
+# inside the sequence.
 
 
-def slot_weights(visible: Tensor, block_size: int, decay: float) -> Tensor:
-    """visible [A]: real tokens at the head of each block, anchor included. Returns [A, G], zero on visible slots."""
-    past = torch.arange(block_size, device=visible.device) - visible[:, None]
-    return torch.where(past >= 0, torch.exp(-past.clamp(min=0) / decay), 0.0)
+def objective(stats: HeadStats, labels: Tensor, visible: Tensor, used: Tensor, wanted: Objective) -> dict[str, Tensor]:
+    """Every wanted term, unweighted, a scalar each. `stats` hold [A, G] each, as do labels (indices, like `guess`)."""
+    weights = slot_weights(stats.log_q.detach(), visible, used, wanted)
+    norm = weights.sum().clamp(min=1e-6)
+    if wanted.slots == "dpace":  # blocks that go well weigh more: that is its point
+        norm = used.any(1).sum().clamp(min=1)
+    log_overlap = stats.overlap.clamp(min=1e-5).log()
+    kl, tv = stats.cross - stats.entropy, 1 - stats.overlap
+    share = torch.exp(-3 * stats.overlap.detach())
+    slot_terms = {"ce": -stats.log_q, "kl": kl, "tv": tv, "nla": -log_overlap, "lk": share * kl + (1 - share) * tv}
+    out = {name: (term * weights).sum() / norm for name, term in slot_terms.items() if getattr(wanted, name)}
+    if wanted.focal:
+        out["focal"] = focal(stats.log_q, weights * (stats.guess != labels))
+    if wanted.chain:
+        out["chain"] = 1 - chain(stats.log_q, used)
+    return out
 
 
-def draw_prefixes(count: int, block_size: int, base: float, generator: torch.Generator) -> Tensor:
-    """[count] int64 numbers of visible tokens n in {1, …, γ-1} with Pr(n) ∝ base^n."""
-    weights = base ** torch.arange(1, block_size, dtype=torch.float32)
-    return 1 + torch.multinomial(weights, count, replacement=True, generator=generator)
+def slot_weights(log_q: Tensor, visible: Tensor, used: Tensor, wanted: Objective) -> Tensor:
+    """[A, G], zero where not `used`. visible [A]: real tokens at the head of each block, anchor included."""
+    if wanted.slots == "dpace":
+        smooth = torch.where(used, wanted.smoothing + (1 - wanted.smoothing) * log_q.exp(), 1.0)
+        reached = smooth.cumprod(1) * used
+        return reached.flip(1).cumsum(1).flip(1) * used
+    if wanted.slots == "uniform":
+        return used.float()
+    distance = torch.arange(used.shape[1], device=used.device) - visible[:, None]
+    return torch.exp(-distance.clamp(min=0) / wanted.decay) * used
 
 
-def first_errors(drafted: Tensor, tokens: Tensor) -> Tensor:
-    """First slot >= 1 where the draft [A, G] differs from the real tokens [A, G]; γ where it never does."""
-    wrong = drafted != tokens
-    wrong[:, 0] = False
-    return torch.where(wrong.any(1), wrong.int().argmax(1), tokens.shape[1])
+def focal(log_q: Tensor, wrong_weights: Tensor) -> Tensor:
+    """Mean -log q of each block's first wrong slot. log_q, wrong_weights [A, G]: weights where wrong, 0 elsewhere."""
+    wrong = wrong_weights > 0
+    first = wrong & (wrong.cumsum(1) == 1)
+    weights = wrong_weights * first
+    return -(log_q * weights).sum() / weights.sum().clamp(min=1e-6)
 
 
-def soft_cross_entropy(logits: Tensor, target_logits: Tensor, labels: Tensor, hard: float) -> Tensor:
-    """Cross-entropy with a mixed label: `hard` on the real token, the rest spread as the target's distribution.
+def chain(log_q: Tensor, used: Tensor) -> Tensor:
+    """Expected share of the used slots that a chain would have accepted, were it to draw from q: R in [0, 1].
 
-    logits, target_logits [..., C]; labels [...] indices into C. Returns [...] nats. With hard = 0 its gradient is
-    that of KL(target ‖ drafter).
+    Summed in log space, so that long blocks keep their gradient where a product would have been rounded away.
     """
-    log_q = logits.float().log_softmax(-1)
-    soft = -(target_logits.float().softmax(-1) * log_q.masked_fill(log_q.isneginf(), 0)).sum(-1)
-    return (1 - hard) * soft - hard * log_q.gather(-1, labels[..., None])[..., 0]
+    reached = torch.where(used, log_q, 0.0).cumsum(1).exp()
+    share = (reached * used).sum(1) / used.sum(1).clamp(min=1)
+    return share.sum() / used.any(1).sum().clamp(min=1)

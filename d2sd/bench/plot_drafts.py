@@ -49,7 +49,7 @@ def plot_calibration(result: Result, path: Path) -> None:
     figure, axes = style.panels(2 * len(shown), 2, 2.9, sharex=True, height_ratios=[3, 1.3] * len(shown))
     for (temperature, cells), above, below in zip(shown.items(), axes[::2], axes[1::2], strict=True):
         for drafter, diagram, counts in zip(DRAFTERS, above, below, strict=True):
-            _reliability(diagram, counts, [(line, cell.calibration.get(drafter, [])) for line, cell in cells])
+            reliability(diagram, counts, [(line, cell.calibration.get(drafter, [])) for line, cell in cells])
             diagram.set_title(f"T = {temperature:g}, {drafter} drafter", loc="left", fontsize=11)
         above[0].set_ylabel("share accepted")
         below[0].set_ylabel("drafted tokens")
@@ -60,7 +60,7 @@ def plot_calibration(result: Result, path: Path) -> None:
     )
 
 
-def _reliability(diagram: Axes, counts: Axes, lines: list[tuple[Line, list[Bin]]]) -> None:
+def reliability(diagram: Axes, counts: Axes, lines: list[tuple[Line, list[Bin]]]) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     diagram.plot([0, 1], [0, 1], color="#AAAAAA", linestyle="--", linewidth=1)

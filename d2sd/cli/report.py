@@ -39,9 +39,9 @@ class ReportingGroup(Reporting, click.Group):
 def bar(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
     """Draw a bar while work runs (`d2sd.convert.progress.Progress`); nothing remains of it, and none off a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total)

@@ -115,6 +115,11 @@ def chat_request(
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:
     """(id, first user turn) of every line of a JSONL file of {id, turns}; raises D2SDError naming file and line."""
+    return [(name, turns[0]) for name, turns in read_turns(path)]
+
+
+def read_turns(path: Path) -> list[tuple[str, list[str]]]:
+    """(id, all user turns) of every line of a JSONL file of {id, turns}; raises D2SDError naming file and line."""
     try:
         lines = path.read_text("utf-8").split("\n")  # not splitlines: a string may hold other line separators
     except (OSError, UnicodeDecodeError) as error:
@@ -125,8 +130,9 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
             continue
         try:
             row = json.loads(line)
-            prompts.append((str(row["id"]), str(row["turns"][0])))
-        except (ValueError, KeyError, TypeError, IndexError):
+            first, *others = row["turns"]
+            prompts.append((str(row["id"]), [str(first), *map(str, others)]))
+        except (ValueError, KeyError, TypeError):
             raise D2SDError(
                 "not a prompt", where=f"{path}:{number}", found=line[:80], expected='{"id": "…", "turns": ["…"]}'
             ) from None

@@ -171,7 +171,7 @@ def test_the_last_prompts_that_were_not_trained_on(bundle: Path, tmp_path: Path)
         ended = calibrate(bundle, tmp_path / "c.json", "--exclude", tmp_path / "seen.jsonl", "--count", 2)
     assert ended.exit_code == 0, ended.output + repr(ended.exception)
     assert load_calibration(tmp_path / "c.json").report["prompts"] == 2
-    assert seen == [TEXTS[1], TEXTS[2]] * 4
+    assert seen == [TEXTS[1], TEXTS[2]]
 
 
 def refused(ended: Result, *told: str) -> None:
@@ -207,5 +207,5 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(
     def refuse(*arguments: object) -> None:
         raise AssertionError("prompts were answered")
 
-    monkeypatch.setattr("d2sd.cli.calibrate._run", refuse)
+    monkeypatch.setattr("d2sd.cli.calibrate_fit.watch", refuse)
     refused(calibrate(bundle, tmp_path / "no" / "folder" / "c.json"), "folder")

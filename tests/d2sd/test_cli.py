@@ -29,7 +29,7 @@ FLAGS = {
     },
     "calibrate": {"bundle", "--prompts", "--exclude", "--count", "--max-new-tokens", "--out"},
     "inspect": {"bundle"},
-    "train": {"recipe", "--work", "--out"},
+    "train": {"recipe", "--work", "--out", "--plan"},
 }
 
 

@@ -1,16 +1,16 @@
-"""The answers file and the prompts behind it: what an interruption leaves, and every bad line by its number."""
+"""The answers: what an interruption leaves, the files of several processes, and every bad line by its number."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from d2sd.errors import D2SDError
-from d2sd.train.answers import Answer, append_answer, finished_ids, read_answers
-from d2sd.train.prompts import plan_prompts
-from d2sd.train_recipe import Data, SelfWritten
+from d2sd.train.answers import EMPTY, KIND, Answer, answers_to, append_answer, append_drop, finished_ids, read_answers
+from d2sd.train.journal import append_to, own_file
 
 
 @pytest.fixture
@@ -19,9 +19,18 @@ def path(tmp_path: Path) -> Path:
 
 
 def write(path: Path, *names: str) -> None:
-    with path.open("a") as out:
+    with append_to(path) as out:
         for name in names:
             append_answer(out, name, (1, 2), [3, 4, 5])
+
+
+def append(path: Path, line: str | bytes) -> None:
+    with path.open("ab") as out:
+        out.write((line.encode() if isinstance(line, str) else line) + b"\n")
+
+
+def names(path: Path) -> list[str]:
+    return [answer.id for answer in read_answers(path, vocab_size=6)]
 
 
 def test_what_is_written_is_read(path: Path) -> None:
@@ -30,9 +39,9 @@ def test_what_is_written_is_read(path: Path) -> None:
 
 
 def test_every_answer_is_on_its_way_to_the_disk_at_once(path: Path) -> None:
-    with path.open("a") as out:
+    with append_to(path) as out:
         append_answer(out, "a", [1], [2, 3])
-        assert finished_ids(path) == {"a"}
+        assert finished_ids(path) == {"a": None}
 
 
 @pytest.mark.parametrize("kept", [1, 12, -1])
@@ -40,19 +49,66 @@ def test_a_line_cut_short_is_left_out_then_cut_off_then_asked_again(path: Path, 
     write(path, "a", "b")
     whole = path.read_bytes()
     last = whole.index(b"\n") + 1
-    path.write_bytes(whole[:last] + whole[last:][:kept])
-    assert [answer.id for answer in read_answers(path, vocab_size=6)] == ["a"]
-    assert finished_ids(path) == {"a"}
+    cut = whole[:last] + whole[last:][:kept]
+    path.write_bytes(cut)
+    assert names(path) == ["a"]
+    assert finished_ids(path) == {"a": None}
+    assert path.read_bytes() == cut, "who reads does not write: another process may be appending"
+    write(path)
     assert path.read_bytes() == whole[:last]
     write(path, "b")
     assert path.read_bytes() == whole
-    assert finished_ids(path) == {"a", "b"}
+    assert finished_ids(path).keys() == {"a", "b"}
+
+
+def test_a_first_line_cut_short_is_nothing(path: Path) -> None:
+    path.write_text('{"id": "a", "prom')
+    assert finished_ids(path) == {}
+    write(path, "a")
+    assert names(path) == ["a"]
 
 
 def test_nothing_is_finished_before_the_first_answer(path: Path) -> None:
-    assert finished_ids(path) == set()
+    assert finished_ids(path) == finished_ids(path.parent) == {}
     path.touch()
-    assert finished_ids(path) == set()
+    assert finished_ids(path) == finished_ids(path.parent) == {}
+
+
+# --- Several processes -----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_holds_the_answers_of_every_process(tmp_path: Path) -> None:
+    """Whatever is cut, and of however many processes an earlier run was."""
+    for rank, name in enumerate(["a", "b", "c"]):
+        write(own_file(tmp_path, KIND, rank), name, f"cut {name}")
+        file = own_file(tmp_path, KIND, rank)
+        file.write_bytes(file.read_bytes()[:-4])
+    assert file.name == "answers-2.jsonl"
+    write(own_file(tmp_path, KIND, 11), "d")
+    for other in (
+        "answers-old.jsonl",
+        "answers-1-old.jsonl",
+        "answers2.jsonl",
+        "turns.jsonl",
+        "turns-1.jsonl",
+        "answers-1.json",
+    ):
+        (tmp_path / other).write_text("of somebody else\n")
+    assert sorted(names(tmp_path)) == ["a", "b", "c", "d"]
+    assert finished_ids(tmp_path) == dict.fromkeys("abcd")
+    assert names(tmp_path / "answers-2.jsonl") == ["c"], "one file alone"
+
+
+def test_an_answer_that_two_processes_gave_is_named(tmp_path: Path) -> None:
+    write(own_file(tmp_path, KIND, 0), "a", "b")
+    write(own_file(tmp_path, KIND, 3), "c", "b")
+    told = r"same id twice(.|\n)*where: .*answers\.jsonl:2\n  found: b, also at .*answers-3\.jsonl:2"
+    for read in (lambda: names(tmp_path), lambda: finished_ids(tmp_path)):
+        with pytest.raises(D2SDError, match=told):
+            read()
+
+
+# --- Bad data --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -61,81 +117,88 @@ def test_nothing_is_finished_before_the_first_answer(path: Path) -> None:
         "not JSON",
         "",
         "[]",
-        '"text"',
+        '"dropped"',
         '{"id": "b", "prompt_ids": [1]}',
         '{"id": 7, "prompt_ids": [1], "answer_ids": [2, 3]}',
         '{"id": "b", "prompt_ids": "12", "answer_ids": "34"}',
         '{"id": "b", "prompt_ids": ["1"], "answer_ids": [2, 3]}',
         '{"id": "b", "prompt_ids": [1.0], "answer_ids": [2, 3]}',
+        '{"id": "b", "prompt_ids": [1], "answer_ids": [NaN, 3]}',
         '{"id": "b", "prompt_ids": [], "answer_ids": [2, 3]}',
         '{"id": "b", "prompt_ids": null, "answer_ids": [2, 3]}',
+        '{"id": "b", "dropped": null}',
+        '{"dropped": "too long"}',
         b"\xff\xfe",
     ],
 )
 def test_a_line_that_is_no_answer_is_named(path: Path, line: str | bytes) -> None:
     write(path, "a")
-    with path.open("ab") as out:
-        out.write((line.encode() if isinstance(line, str) else line) + b"\n")
+    append(path, line)
     write(path, "c")
-    for read in (lambda: read_answers(path, vocab_size=6), lambda: finished_ids(path)):
-        with pytest.raises(D2SDError, match=r"not an answer\n  where: .*answers\.jsonl:2\n"):
+    for read in (lambda: names(path), lambda: finished_ids(path)):
+        with pytest.raises(D2SDError, match=r"not one of the answers\n  where: .*answers\.jsonl:2\n"):
             read()
 
 
 @pytest.mark.parametrize("tokens", [([6, 1], [2, 3]), ([1, 2], [3, 6]), ([1, 2], [3, -1])])
 def test_ids_of_another_tokenizer_are_refused(path: Path, tokens: tuple[list[int], list[int]]) -> None:
     write(path, "a")
-    with path.open("a") as out:
+    with append_to(path) as out:
         append_answer(out, "b", *tokens)
     with pytest.raises(D2SDError, match=r"another tokenizer\n  where: .*answers\.jsonl:2\n"):
         read_answers(path, vocab_size=6)
 
 
+def test_a_sequence_longer_than_the_recipe_allows_is_named(path: Path) -> None:
+    write(path, "a")  # 5 tokens
+    assert len(read_answers(path, vocab_size=6, max_tokens=5)) == 1
+    with append_to(path) as out:
+        append_answer(out, "b", (1, 2, 3), [3, 4, 5])
+    told = r"longer than(.|\n)*where: .*answers\.jsonl:2\n  found: b: 6 tokens\n  expected: at most 5\n"
+    with pytest.raises(D2SDError, match=told):
+        read_answers(path, vocab_size=6, max_tokens=5)
+
+
 def test_no_file_no_answers(path: Path) -> None:
-    with pytest.raises(D2SDError, match=r"answers\.jsonl"):
-        read_answers(path, vocab_size=6)
-    for text in ("", json.dumps({"id": "a", "prompt_ids": [1], "answer_ids": [2]}) + "\n"):  # one token is no use
-        path.write_text(text)
-        with pytest.raises(D2SDError, match=r"no usable answer\n  where: .*answers\.jsonl"):
-            read_answers(path, vocab_size=6)
+    for text in (None, "", json.dumps({"id": "a", "prompt_ids": [1], "answer_ids": [2]}) + "\n"):
+        if text is not None:
+            path.write_text(text)
+        for where in (path, path.parent):
+            with pytest.raises(D2SDError, match=rf"no usable answer\n  where: {where}\n"):
+                read_answers(where, vocab_size=6)
 
 
-def test_a_dropped_prompt_is_finished_and_no_answer(path: Path) -> None:
+# --- What is not trained on ------------------------------------------------------------------------------------------
+
+
+def test_a_dropped_prompt_is_finished_says_why_and_is_no_answer(path: Path) -> None:
     write(path, "a")
-    with path.open("a") as out:
-        append_answer(out, "dropped", (), ())
-    assert finished_ids(path) == {"a", "dropped"}
-    assert [answer.id for answer in read_answers(path, vocab_size=6)] == ["a"]
+    with append_to(path) as out:
+        append_drop(out, "b", "too long")
+        append_answer(out, "one token", [1, 2], [3])  # nothing follows its anchor
+    assert finished_ids(path) == {"a": None, "b": "too long", "one token": EMPTY}
+    assert json.loads(path.read_text().splitlines()[-1]) == {"id": "one token", "dropped": EMPTY}
+    assert names(path) == ["a"]
 
 
-# --- Prompts ---------------------------------------------------------------------------------------------------------
-
-FILE = [(f"p{i}", f"turn {i}") for i in range(30)]
-
-
-def data(**keys: object) -> Data:
-    return Data.model_validate({"prompts": []} | keys)
-
-
-def test_a_plan_is_a_shuffle_that_its_seed_decides() -> None:
-    own = SelfWritten(count=10, openings=["Write", ""])
-    jobs = plan_prompts([(FILE, 20), (FILE[:0], None)], data(self_written=own))
-    assert jobs == plan_prompts([(FILE, 20), ([], None)], data(self_written=own))
-    assert jobs != plan_prompts([(FILE, 20), ([], None)], data(self_written=own), seed=1)
-    written = [job for job in jobs if job.written]
-    assert len({job.id for job in written}) == 20
-    assert {(job.id, job.text) for job in written} <= set(FILE)
-    openings = [job for job in jobs if not job.written]
-    assert sorted(job.id for job in openings) == sorted(f"self/{i}" for i in range(10))
-    assert {job.text for job in openings} == {"Write", ""}
-    assert any(not job.written for job in jobs[:15]), "kinds are mixed"
+@pytest.mark.parametrize(("prompt", "answer"), [([], []), ([1], [2])])
+def test_what_older_files_dropped_stays_dropped(path: Path, prompt: list[int], answer: list[int]) -> None:
+    write(path, "a")
+    append(path, json.dumps({"id": "b", "prompt_ids": prompt, "answer_ids": answer}))
+    assert finished_ids(path) == {"a": None, "b": EMPTY}
+    assert names(path) == ["a"]
 
 
-def test_no_count_means_all_and_too_large_a_count_too() -> None:
-    assert len(plan_prompts([(FILE, None)], data())) == 30
-    assert len(plan_prompts([(FILE, 99)], data())) == 30
+def test_answers_come_in_the_order_of_the_prompts_and_to_no_others(path: Path) -> None:
+    write(path, "a", "left out since", "b")
+    answers = read_answers(path, vocab_size=6)
+    chosen = answers_to({"b": (1, 2), "not answered": (1,), "a": (1, 2)}, answers)
+    assert [answer.id for answer in chosen] == ["b", "a"]
 
 
-def test_an_id_that_two_prompts_share_is_refused() -> None:
-    with pytest.raises(D2SDError, match=r"same id(.|\n)*p0"):
-        plan_prompts([(FILE, None), (FILE[:1], None)], data())
+@pytest.mark.parametrize("now", [(1, 3), (1, 2, 3), (1,)])
+def test_an_answer_to_what_the_prompt_was_before_is_named(path: Path, now: tuple[int, ...]) -> None:
+    write(path, "a", "b")
+    read: Callable[[], object] = lambda: answers_to({"a": (1, 2), "b": now}, read_answers(path, vocab_size=6))  # noqa: E731
+    with pytest.raises(D2SDError, match=r"a prompt changed since it was answered(.|\n)*found: b\n"):
+        read()

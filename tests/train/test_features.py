@@ -1,4 +1,4 @@
-"""The feature cache: what it holds, and which part of it an interrupted or another run keeps."""
+"""What the target says of every answer: kept or computed anew, and which part of a cache another run keeps."""
 
 from __future__ import annotations
 
@@ -13,18 +13,14 @@ from torch import Tensor
 
 from d2sd.errors import D2SDError
 from d2sd.train.answers import Answer
-from d2sd.train.features import FeatureCache, TrainingSequence, cache_features
+from d2sd.train.features import TrainingData, TrainingSequence, cache_features, online_features
 from tests.tiny import random_tokens
-from tests.train.helpers import TAPS, exact_features, greedy_answers, target
+from tests.train.helpers import TAPS, VOCAB, Killed, exact_features, greedy_answers, target
 
 
 def random_answers(count: int, seed: int = 0) -> list[Answer]:
     tokens = random_tokens(target(), count, 7, seed).tolist()
     return [Answer(f"r{i}", ids[: 2 + i % 3], ids[2 + i % 3 :]) for i, ids in enumerate(tokens)]
-
-
-class Killed(BaseException):
-    pass
 
 
 def killed_after(count: int) -> Callable[[int], None]:
@@ -39,7 +35,7 @@ def killed_after(count: int) -> Callable[[int], None]:
     return advance
 
 
-def fill(path: Path, answers: list[Answer], taps: tuple[int, ...] = TAPS) -> tuple[FeatureCache, list[int], int]:
+def fill(path: Path, answers: list[Answer], taps: tuple[int, ...] = TAPS) -> tuple[TrainingData, list[int], int]:
     """The cache, what was reported, and how often the target ran."""
     told: list[int] = []
     runs: list[object] = []
@@ -49,11 +45,11 @@ def fill(path: Path, answers: list[Answer], taps: tuple[int, ...] = TAPS) -> tup
     return cache, told, len(runs)
 
 
-def sequences(cache: FeatureCache) -> list[TrainingSequence]:
+def sequences(cache: TrainingData) -> list[TrainingSequence]:
     return [cache[index] for index in range(len(cache))]
 
 
-def held(cache: FeatureCache) -> Tensor:
+def held(cache: TrainingData) -> Tensor:
     return torch.cat([torch.cat([s.features, s.hidden], -1) for s in sequences(cache)])
 
 
@@ -153,3 +149,59 @@ def test_parts_of_a_cache() -> None:
 def test_holding_out_everything_is_refused(count: int) -> None:
     with pytest.raises(D2SDError, match=r"held_out(.|\n)*4 answers(.|\n)*more than"):
         exact_features(greedy_answers()).split(count)
+
+
+# --- Computed when asked ---------------------------------------------------------------------------------------------
+
+
+def test_online_features_are_the_targets_own_pass() -> None:
+    """Exactly those a cache would hold, before it rounds them, and computed only when asked."""
+    answers, runs = greedy_answers(), list[object]()
+    hook = target().register_forward_hook(lambda *args: runs.append(None))
+    data = online_features(target(), TAPS, answers)
+    assert not runs
+    found = sequences(data)
+    assert len(runs) == 4
+    hook.remove()
+    for mine, exact in zip(found, sequences(exact_features(answers)), strict=True):
+        assert torch.equal(mine.tokens, exact.tokens)
+        assert mine.prompt_length == exact.prompt_length
+        assert not mine.features.requires_grad
+        torch.testing.assert_close(mine.features, exact.features)
+        torch.testing.assert_close(mine.hidden, exact.hidden)
+
+
+# --- About the data --------------------------------------------------------------------------------------------------
+
+
+def test_names_follow_their_answers() -> None:
+    first, rest = exact_features(greedy_answers()).split(1)
+    assert [first.name(0), rest.name(0), rest.name(2)] == ["a0", "a1", "a3"]
+
+
+def test_a_digest_knows_every_token_and_their_order() -> None:
+    """But not where features come from, nor which ids the answers have."""
+    answers = random_answers(3)
+    plain = exact_features(answers).digest
+    assert online_features(target(), TAPS, answers).digest == plain
+    moved = [Answer(answers[0].id, answers[0].prompt_ids[:1], answers[0].prompt_ids[1:] + answers[0].answer_ids)]
+    others = [answers[::-1], answers[:2], random_answers(3, seed=1), moved + answers[1:]]
+    assert len({plain, *(exact_features(other).digest for other in others)}) == 5
+    assert exact_features(answers[:2]).digest == exact_features(answers).split(2)[0].digest
+
+
+def test_frequent_ids() -> None:
+    """Prompts count too; of equally frequent ids the lowest; a part counts its own."""
+    answers = [Answer("x", [5, 5, 9], [7, 7, 7]), Answer("y", [3], [2, 9])]
+    data = TrainingData(answers, 1, lambda number: torch.zeros(6, 64))
+
+    def ids(part: TrainingData, count: int) -> list[int]:
+        chosen = part.frequent(count, VOCAB)
+        assert chosen.shape == (VOCAB,)
+        return chosen.nonzero()[:, 0].tolist()
+
+    assert ids(data, 3) == [5, 7, 9]
+    assert ids(data, 4) == [2, 5, 7, 9]
+    assert ids(data, 6) == [0, 2, 3, 5, 7, 9], "as many as asked for, seen or not"
+    assert ids(data.split(1)[1], 3) == [2, 3, 9]
+    assert len(ids(data, 999)) == VOCAB

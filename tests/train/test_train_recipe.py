@@ -20,7 +20,7 @@ MINIMAL: dict[str, Any] = {
     "target": {"path": "target"},
     "drafter": {"layers": 2, "block_size": 4, "mask_token_id": 63, "target_layer_ids": [0, 1]},
     "data": {"prompts": [{"path": "prompts.jsonl"}]},
-    "first": {"steps": 10},
+    "first": {"steps": 10, "objective": {"ce": 0.3, "kl": 0.7}},
 }
 
 
@@ -56,8 +56,10 @@ def test_something_is_shipped() -> None:
 def test_defaults_and_paths(tmp_path: Path) -> None:
     recipe = load(tmp_path)
     assert recipe.second is None
-    assert recipe.data.self_written is None
+    assert recipe.data.self_written == []
     assert recipe.first.batch == 8
+    assert recipe.first.objective.terms == {"ce": 0.3, "kl": 0.7}
+    assert (recipe.evaluation.prompts, recipe.evaluation.max_new_tokens) == (24, 64)
     assert recipe.path("prompts.jsonl") == tmp_path / "prompts.jsonl"
 
 
@@ -76,12 +78,24 @@ def test_every_default_has_its_reason_beside_it() -> None:
         ("second__rejection", 0.5, "second.rejection"),
         ("drafter__layer", 2, "drafter.layer"),
         ("data__prompts", [{"path": "a", "number": 1}], "data.prompts.0.number"),
-        ("data__self_written", {"count": 3, "opening": "x"}, "data.self_written.opening"),
+        ("data__self_written", [{"name": "a", "count": 3, "opening": "x"}], "data.self_written.0.opening"),
         ("first__steps", "10", "first.steps"),
         ("first__steps", 10.0, "first.steps"),
         ("first__steps", 0, "first.steps"),
         ("first__steps", ..., "first.steps"),
-        ("first__hard", 1.5, "first.hard"),
+        ("first__hard", 0.3, "first.hard"),
+        ("first__objective", ..., "first.objective"),
+        ("first__objective", {}, "one of ce, kl, tv, nla, lk"),
+        ("first__objective", {"focal": 1, "chain": 0.5}, "one of ce, kl, tv, nla, lk"),
+        ("first__objective", {"ce": 1, "soft": 1}, "first.objective.soft"),
+        ("first__objective", {"ce": -0.1}, "first.objective.ce"),
+        ("first__objective", {"ce": 1, "slots": "linear"}, "first.objective.slots"),
+        ("first__objective", {"ce": 1, "decay": 0}, "first.objective.decay"),
+        ("first__objective", {"ce": 1, "smoothing": 1.1}, "first.objective.smoothing"),
+        ("first__precision", "fp16", "first.precision"),
+        ("first__micro_batch", 0, "first.micro_batch"),
+        ("first__evaluate_every", 0, "first.evaluate_every"),
+        ("first__frequent", 0, "first.frequent"),
         ("first__warmup", -0.1, "first.warmup"),
         ("first__learning_rate", 0, "first.learning_rate"),
         ("first__learning_rate", float("nan"), "first.learning_rate"),
@@ -91,6 +105,7 @@ def test_every_default_has_its_reason_beside_it() -> None:
         ("second__on_rejection", 2, "second.on_rejection"),
         ("drafter__block_size", 1, "drafter.block_size"),
         ("drafter__layers", 0, "drafter.layers"),
+        ("drafter__draft_vocab_size", 1, "drafter.draft_vocab_size"),
         ("drafter__mask_token_id", -1, "drafter.mask_token_id"),
         ("drafter__target_layer_ids", [], "drafter.target_layer_ids [] is not"),
         ("drafter__target_layer_ids", [2, 1], "drafter.target_layer_ids [2, 1] is not strictly ascending"),
@@ -99,12 +114,17 @@ def test_every_default_has_its_reason_beside_it() -> None:
         ("drafter__target_layer_ids", [0.5], "drafter.target_layer_ids.0"),
         ("drafter__target_layer_ids", ..., "drafter.target_layer_ids"),
         ("data__held_out", 0, "data.held_out"),
+        ("data__exclude", "kept.jsonl", "data.exclude"),
+        ("data__features", "stored", "data.features"),
+        ("evaluation__prompts", 0, "evaluation.prompts"),
+        ("evaluation__max_new_tokens", 0, "evaluation.max_new_tokens"),
+        ("evaluation__temperature", 1.0, "evaluation.temperature"),
         ("data__max_new_tokens", 0, "data.max_new_tokens"),
         ("data__prompts", "prompts.jsonl", "data.prompts"),
         ("data__prompts", ..., "data.prompts"),
         ("data__prompts", [{"path": "a", "count": 0}], "data.prompts.0.count"),
-        ("data__self_written", {"count": 3, "openings": []}, "data.self_written.openings"),
-        ("data__self_written", {"count": 3, "temperature": 0}, "data.self_written.temperature"),
+        ("data__self_written", [{"name": "a", "count": 3, "openings": []}], "data.self_written.0.openings"),
+        ("data__self_written", [{"name": "a", "count": 3, "temperature": 0}], "data.self_written.0.temperature"),
         ("precision", "fp8", "precision"),
         ("max_batch", 0, "max_batch"),
         ("name", "../up", "name"),
@@ -115,7 +135,7 @@ def test_every_default_has_its_reason_beside_it() -> None:
 )
 def test_a_wrong_value_is_refused_by_its_key(tmp_path: Path, key: str, value: object, told: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        load(tmp_path, second__steps=1, **{key: value})
+        load(tmp_path, second__steps=1, second__objective__ce=1, **{key: value})
     assert told in str(caught.value)
     assert str(tmp_path / "train.yaml") in str(caught.value)
 

@@ -1,0 +1,97 @@
+"""The training of one drafter: where it starts, what it is judged by on its way, and what is written of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from d2sd.bench.result import Cell
+from d2sd.bench.result import Drafter as Name
+from d2sd.cli.train_evaluate import Evaluator, written
+from d2sd.cli.train_log import TrainLog
+from d2sd.convert.progress import Progress
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from d2sd.train.features import TrainingData
+from d2sd.train.initial import drafter_config, drafter_from_target
+from d2sd.train.loop import Trainer
+from d2sd.train.world import World
+from d2sd.train_recipe import TrainRecipe, TrainSettings
+
+#: Sequences whose features show how large the taps are.
+_SAMPLE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What the trainings of both drafters share."""
+
+    recipe: TrainRecipe
+    target: Decoder  # on the world's device
+    data: TrainingData
+    vocabulary: tuple[int, ...] | None
+    evaluator: Evaluator
+    work: Path
+    world: World
+    progress: Progress
+    draw: Callable[[], None]
+
+    def first(self) -> Drafter:
+        """Starts from the target's last layers; judged by the chains it drafts."""
+        settings, rows = self.recipe.first, self.data
+        sample = torch.cat([rows[i].features[1:] for i in range(min(_SAMPLE, len(rows)))])  # the first is an outlier
+        config = drafter_config(self.recipe.drafter, self.target.config, None)
+        start = drafter_from_target(config, self.target, sample, torch.Generator().manual_seed(settings.seed))
+        drafter = start.to(self.world.device)
+        return self._train("first", settings, drafter, None, lambda: [self.evaluator.cell("chain", self._now(drafter))])
+
+    def second(self, first: Drafter, settings: TrainSettings) -> Drafter:
+        """Starts from the first; judged beside it: once more the first drafter where the second is to draft."""
+        drafter = Drafter(drafter_config(self.recipe.drafter, self.target.config, settings.prefix_base))
+        drafter.load_state_dict(first.state_dict())
+        drafter.to(self.world.device)
+
+        @cache
+        def without() -> Cell:
+            return self.evaluator.cell("reanchor", self._now(first))
+
+        def judge() -> list[Cell]:
+            return [without(), self.evaluator.cell("d2sd", self._now(first), self._now(drafter))]
+
+        return self._train("second", settings, drafter, first, judge)
+
+    def _now(self, drafter: Drafter) -> Drafter:
+        return written(drafter, self.vocabulary, self.evaluator.dtype)
+
+    def _train(
+        self, name: Name, settings: TrainSettings, drafter: Drafter, first: Drafter | None,
+        judge: Callable[[], list[Cell]],
+    ) -> Drafter:  # fmt: skip
+        trainer = Trainer(self.target, drafter, self.data, settings, first, self.world)
+        with (
+            self.progress(f"training {name}", settings.steps) as advance,
+            closing(TrainLog(self.work, name)) as log,
+        ):
+            shown = 0
+
+            def report(step: int, said: dict[str, float]) -> None:
+                nonlocal shown
+                advance(step - shown)  # the first step after a resumption stands for those before it
+                shown = step
+                log.trained(step, said)
+
+            def evaluate(step: int) -> None:
+                if self.world.leads:
+                    log.evaluated(step, judge())
+                    self.draw()
+                    log.rest()
+                self.world.wait()
+
+            trainer.run(self.work / name, report, evaluate)
+            advance(settings.steps - shown)  # all of them, where an earlier run had finished
+        return drafter

@@ -1,0 +1,47 @@
+"""What test_world.py starts with torchrun: both drafters' trainings by all processes. Argument: the output folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from d2sd.modeling.drafter import Drafter
+from d2sd.train.loop import Trainer
+from d2sd.train.world import World
+from d2sd.train_recipe import TrainSettings
+from tests.train.helpers import exact_features, greedy_answers, new_drafter, settings, target
+
+Said = list[dict[str, float]]
+
+
+def shared_settings() -> TrainSettings:
+    """Four sequences a step; some ids are sampled."""
+    return settings(batch=4, steps=4, evaluate_every=3, objective={"slots": "dpace", "ce": 1, "kl": 1})
+
+
+def train_both(folder: Path, world: World | None = None) -> tuple[dict[str, Said], dict[str, list[int]]]:
+    """The second drafter learns from the trained first. What every step said, and which steps were evaluated."""
+    said: dict[str, Said] = {"first": [], "second": []}
+    evaluated: dict[str, list[int]] = {"first": [], "second": []}
+    first: Drafter | None = None
+    for name, drafter in (("first", new_drafter()), ("second", new_drafter(0.9))):
+        trainer = Trainer(target(), drafter, exact_features(greedy_answers()), shared_settings(), first, world)
+        steps = said[name]
+        trainer.run(folder / name, lambda step, values: steps.append(values), evaluated[name].append)  # noqa: B023
+        first = drafter
+    return said, evaluated
+
+
+def main() -> None:
+    folder, world = Path(sys.argv[1]), World.join()
+    said, evaluated = train_both(folder, world)
+    mean = world.mean({"rank": float(world.rank), "size": float(world.size)})
+    told = {"said": said, "evaluated": evaluated, "mean": mean, "leads": world.leads}
+    (folder / f"rank{world.rank}.json").write_text(json.dumps(told))
+    world.wait()
+    world.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""`packing.attend_packed` as one fused operator, for CUDA: no scores, and nothing of what the mask hides, is computed.
+
+    keys      context of the sequence 0 .. S-1      slots of block 0 | block 1 | … | block A-1
+    queries   ┌───────────────────────────────────┬───────────────────────────────────────────┐
+    block a,  │ 1 … 1 (before anchor a)  0 … 0    │    0     |    0    | … 1 (block a) … |  0   │
+    γ slots   └───────────────────────────────────┴───────────────────────────────────────────┘
+
+Verified on a CPU, where flex_attention has no backward pass: its values against `attend_packed`. Neither the compiled
+kernel nor its gradients have been run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.layers import Attend
+
+# Shape letters: B sequences, A blocks of each, G block size γ, S tokens, T = A·G rows, Hq/Hkv heads, D head size.
+
+
+def attend_flex(drafter: Drafter, features: Tensor, positions: Tensor) -> Attend:
+    """features [B, S, n·E] and positions [B, A, G] as in `attend_packed`, and the same numbers.
+
+    Context and rows are concatenated once a layer, since the operator reads one run of keys; the mask is built once.
+    """
+    batch, length = features.shape[:2]
+    tokens = torch.arange(length, device=features.device)
+    keys, values = drafter.context_keys_values(features, tokens.expand(batch, -1))  # [L, B, S, Hkv, D]
+    mask = packed_mask(positions, length)
+    run = _compiled() if features.is_cuda else _plain
+
+    def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # one dtype for all three, which under autocast leave their norms and products in two
+        all_k, all_v = (
+            torch.cat([context[index].to(v.dtype), own.to(v.dtype)], dim=1).transpose(1, 2)  # [B, Hkv, S + T, D]
+            for context, own in ((keys, k), (values, v))
+        )
+        out = run(q.to(v.dtype).transpose(1, 2), all_k, all_v, block_mask=mask, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def packed_mask(positions: Tensor, length: int) -> BlockMask:
+    """The mask drawn above, for positions [B, A, G] in sequences of `length` tokens.
+
+    A padded block stands at position 0: it has no context, but sees itself, so no row is empty.
+    """
+    batch, blocks, slots = positions.shape
+    anchors = positions[:, :, 0].contiguous()
+
+    def visible(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        block = row // slots
+        return torch.where(key < length, key < anchors[b, block], (key - length) // slots == block)
+
+    rows = blocks * slots
+    return create_block_mask(visible, batch, None, rows, length + rows, device=positions.device)
+
+
+#: Any of the operator's overloads.
+_plain: Callable[..., Tensor] = flex_attention
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    """For every length at once: sequences differ from step to step."""
+    return torch.compile(_plain, dynamic=True)

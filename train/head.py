@@ -1,0 +1,123 @@
+"""What the objectives need to know of every row's logits, without keeping the logits.
+
+The head is the largest product of a drafter's training: rows × vocabulary numbers, once for the drafter and once for
+the target. Every objective reads four numbers a row of it, so these are computed first, and objectives are small
+functions of them. Two twins give them:
+
+    head_stats        plain autograd; keeps several [N, C] tensors until the backward pass: the specification
+    head_stats_fused  chunks of rows, keeps nothing, computes logits again in the backward pass: what training runs
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Shape letters: N rows, C candidate ids (a vocabulary or a part of it), E hidden. p is the target, q the drafter.
+
+#: Stands for -inf: exp gives 0, and 0 times it is 0, not NaN.
+_NEVER = -1e30
+#: Logits computed at a time by the fused twin, 64 MB of fp32.
+_CHUNK = 1 << 24
+
+
+class HeadStats(NamedTuple):
+    """All in nats and fp32, over the candidate ids. `log_q`, `cross` and `overlap` carry gradients."""
+
+    log_q: Tensor  # [N], of the label
+    cross: Tensor  # [N], cross-entropy -Σ p log q
+    overlap: Tensor  # [N], Σ min(p, q): the chance that rejection sampling accepts
+    entropy: Tensor  # [N], of p
+    guess: Tensor  # [N] int64, the drafter's argmax, an index into C
+
+
+class Head(NamedTuple):
+    """The frozen head over the candidate ids of one step."""
+
+    weight: Tensor  # [C, E], in the dtype of the products
+    correction: Tensor  # [C] fp32, added to all logits: sampled ids stand for those not drawn
+
+    def logits(self, hidden: Tensor, forbidden: Tensor | None) -> Tensor:
+        """hidden [N, E] -> [N, C] fp32; `forbidden [N]` is a candidate that the row may not take, -1: none."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = F.linear(hidden.to(self.weight.dtype), self.weight).float() + self.correction
+        if forbidden is None:
+            return logits
+        hit = forbidden[:, None] == torch.arange(logits.shape[1], device=logits.device)
+        return logits.masked_fill(hit, _NEVER)
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """[N, E] -> [N] int64, the likeliest candidate by the head's own logits, none of them raised."""
+        return (self.logits(hidden, None) - self.correction).argmax(-1)
+
+
+def head_stats(
+    hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: Head, forbidden: Tensor | None = None
+) -> HeadStats:
+    """hidden, target_hidden [N, E], normed; labels [N], indices into the candidates. `forbidden` counts for both."""
+    log_q = head.logits(hidden, forbidden).log_softmax(-1)
+    with torch.no_grad():
+        log_p = head.logits(target_hidden, forbidden).log_softmax(-1)
+        p = log_p.exp()
+    return HeadStats(
+        log_q.gather(1, labels[:, None])[:, 0],
+        -(p * log_q).sum(-1),
+        torch.minimum(p, log_q.exp()).sum(-1),
+        -(p * log_p).sum(-1),
+        (log_q - head.correction).argmax(-1),
+    )
+
+
+def head_stats_fused(
+    hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: Head, forbidden: Tensor | None = None
+) -> HeadStats:
+    """The same numbers and gradients as `head_stats` with memory for a chunk of rows only."""
+    return HeadStats(*_Fused.apply(hidden, target_hidden, labels, head, forbidden))  # type: ignore[no-untyped-call]
+
+
+class _Fused(torch.autograd.Function):
+    """dz is the gradient with respect to the drafter's logits; softmax's own derivative is q (1[v] - q)."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: Head, forbidden: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.save_for_backward(hidden, target_hidden, labels, forbidden)  # type: ignore[arg-type]
+        ctx.head = head  # type: ignore[attr-defined]
+        parts = []
+        for rows in _chunks(len(hidden), len(head.weight)):
+            banned = None if forbidden is None else forbidden[rows]
+            parts.append(head_stats(hidden[rows], target_hidden[rows], labels[rows], head, banned))
+        stats = [torch.cat(column) for column in zip(*parts, strict=True)]
+        ctx.mark_non_differentiable(*stats[3:])
+        return tuple(stats)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, target_hidden, labels, forbidden = ctx.saved_tensors  # type: ignore[attr-defined]
+        head: Head = ctx.head  # type: ignore[attr-defined]
+        out = torch.empty_like(hidden)
+        for rows in _chunks(len(hidden), len(head.weight)):
+            of_log_q, of_cross, of_overlap = (gradient[rows, None] for gradient in gradients[:3])
+            banned = None if forbidden is None else forbidden[rows]
+            q = head.logits(hidden[rows], banned).softmax(-1)
+            p = head.logits(target_hidden[rows], banned).softmax(-1)
+            # overlap grows with q where q is the smaller; at equality the derivative is shared, as autograd's
+            below = torch.where(q == p, 0.5, (q < p).float())
+            dz = of_overlap * below
+            dz -= (q * dz).sum(-1, keepdim=True)
+            dz += of_cross - of_log_q
+            dz *= q
+            dz -= of_cross * p
+            dz.scatter_add_(1, labels[rows, None], of_log_q)
+            out[rows] = (dz.to(head.weight.dtype) @ head.weight).to(out.dtype)
+        return out, None, None, None, None
+
+
+def _chunks(rows: int, width: int) -> list[slice]:
+    step = max(1, _CHUNK // width)
+    return [slice(start, start + step) for start in range(0, max(rows, 1), step)]  # no rows: one empty chunk

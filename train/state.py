@@ -1,0 +1,61 @@
+"""A training in progress on disk: weights, optimizer moments, and what a resumed run must share with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from d2sd.errors import D2SDError
+from d2sd.modeling.drafter import Drafter
+from d2sd.train.optimizer import Optimizer
+
+#: By name, everything that decides the result.
+Identity = Mapping[str, Mapping[str, object]]
+_NAME = "state.safetensors"
+#: One key, so that equal trainings give equal bytes: safetensors writes several in any order.
+_KEY = "d2sd"
+
+
+def save_state(folder: Path, step: int, drafter: Drafter, optimizer: Optimizer, identity: Identity) -> None:
+    """Replace the folder's state in one move."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"drafter.{k}": v.detach().cpu().contiguous() for k, v in drafter.named_parameters()}
+    tensors |= {f"optimizer.{k}": v for k, v in optimizer.tensors().items()}
+    partial = folder / "state.partial"
+    save_file(tensors, partial, {_KEY: json.dumps({"step": step, "identity": identity})})
+    partial.replace(folder / _NAME)
+
+
+def load_state(folder: Path, drafter: Drafter, optimizer: Optimizer, identity: Identity) -> int:
+    """Fill drafter and optimizer; returns the step, 0 where nothing was saved. Raises D2SDError where anything that
+    decides the result changed.
+    """
+    path = folder / _NAME
+    if not path.is_file():
+        return 0
+    try:
+        with safe_open(path, "pt") as handle:
+            said = json.loads(handle.metadata()[_KEY])
+        step, found = int(said["step"]), said["identity"]
+        tensors = load_file(path)
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:  # the latter: not a file of ours
+        raise D2SDError("the saved state is damaged", where=path, found=error, fix="delete it to begin again") from None
+    for what, mine in identity.items():
+        now, then = json.loads(json.dumps(mine)), found.get(what, {})
+        if changed := [key for key in then | now if then.get(key) != now.get(key)]:
+            raise D2SDError(
+                f"the {what} changed since this training began", where=path,
+                found={key: now.get(key) for key in changed}, expected={key: then.get(key) for key in changed},
+                fix="restore the recipe, or train into another folder",
+            )  # fmt: skip
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            parameter.copy_(tensors[f"drafter.{name}"])
+    prefix = "optimizer."
+    optimizer.restore({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+    return step

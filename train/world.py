@@ -1,0 +1,69 @@
+"""The processes that train together: one alone, or those that `torchrun` started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor, distributed
+
+#: Others wait while the first process answers prompts or evaluates, which may take hours.
+_PATIENCE = timedelta(days=7)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """`torchrun --nproc-per-node N` sets what `join` reads."""
+
+    rank: int = 0
+    size: int = 1
+    device: str = "cpu"
+
+    @staticmethod
+    def join() -> World:
+        """Meet the other processes; one GPU each where there are GPUs."""
+        cuda = torch.cuda.is_available()
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        device = f"cuda:{local}" if cuda else "cpu"
+        if cuda:
+            torch.cuda.set_device(local)
+        if size == 1:
+            return World(device=device)
+        if not distributed.is_initialized():
+            # gloo beside nccl: a barrier of hours on the CPU blocks no GPU
+            distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_PATIENCE)
+        return World(distributed.get_rank(), size, device)
+
+    def leave(self) -> None:
+        """Say goodbye to the others, if there are any."""
+        if self.size > 1:
+            distributed.destroy_process_group()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes files and shows progress."""
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Until all are here."""
+        if self.size > 1:
+            distributed.all_reduce(torch.zeros(1))
+
+    def union(self, marks: Tensor) -> Tensor:
+        """Bool marks of any shape, on the CPU: what any process has marked."""
+        if self.size == 1:
+            return marks
+        counts = marks.int()
+        distributed.all_reduce(counts)
+        return counts > 0
+
+    def mean(self, values: dict[str, float]) -> dict[str, float]:
+        """The mean over all processes of every value."""
+        if self.size == 1:
+            return values
+        total = torch.tensor(list(values.values()), dtype=torch.float64)
+        distributed.all_reduce(total)
+        return dict(zip(values, (total / self.size).tolist(), strict=True))
