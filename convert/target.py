@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from d2sd.convert.draft_vocab import NAME as DRAFT_VOCABULARY
 from d2sd.convert.files import write_json
 from d2sd.convert.hf_config import HFConfig
 from d2sd.convert.progress import Progress, silent
@@ -143,7 +144,7 @@ def write_target(source: Path, directory: Path, precision: str, progress: Progre
 
 def source_files(directory: Path) -> list[str]:
     """Names of the files of a checkpoint folder that decide what is built from it."""
-    texts = ("config.json", "generation_config.json", INDEX, *_TOKENIZER_FILES)
+    texts = ("config.json", DRAFT_VOCABULARY, "generation_config.json", INDEX, *_TOKENIZER_FILES)
     weights = {info.file.name for info in read_headers(directory).values()}
     return sorted({name for name in texts if (directory / name).is_file()} | weights)
 

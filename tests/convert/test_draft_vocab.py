@@ -155,3 +155,20 @@ def test_a_plan_refuses_a_damaged_one(tmp_path: Path) -> None:
     edit_json(recipe.parent / "first" / NAME, "ids", [5, 5])
     with pytest.raises(CheckpointError, match=rf"first/{NAME}: ids\[1\]"):
         make_plan(load_recipe(recipe))
+
+
+def test_a_killed_build_goes_on_with_the_vocabulary_of_now(tmp_path: Path) -> None:
+    recipe = write_project(tmp_path / "project")
+    written(recipe.parent / "first")
+
+    def stop(stage: str) -> None:
+        if stage == "drafter_first":
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError):
+        build(load_recipe(recipe), tmp_path / "out", check=lambda bundle: {}, finished=stop)
+    written(recipe.parent / "first", IDS[1:])
+    build(load_recipe(recipe), tmp_path / "out", check=lambda bundle: {})
+    first = load_bundle(tmp_path / "out").first
+    assert first is not None
+    assert first.config.draft_vocabulary == IDS[1:]

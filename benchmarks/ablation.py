@@ -1,0 +1,181 @@
+"""Which objective trains the better first drafter?
+
+Every variant trains on the same answers, blocks and steps, from the same start, and then drafts chains for the evaluation
+prompts on the real runtime, greedily. The slot terms of the recipe (ce, kl, ...) are common to all; what varies is how
+slots weigh, and the block terms added. Trainings resume, and finished cells are kept.
+
+    d2sd train recipes/train/smollm2-135m.yaml --out models/smollm2-135m     # its answers and features are used
+    python benchmarks/ablation.py recipes/train/smollm2-135m.yaml --steps 600 --prompts ../shared/data/eval --out build/ablation
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from d2sd.bench import metrics
+from d2sd.bench.bootstrap import tau_interval, tau_ratio
+from d2sd.bench.markdown import number, table
+from d2sd.bench.measure import measure_cell
+from d2sd.bench.plot_tau import plot_tau
+from d2sd.bench.provenance import provenance
+from d2sd.bench.result import Cell, Key, Result, Settings, save
+from d2sd.bench.tables import provenance as told
+from d2sd.bench.tables import span
+from d2sd.bench.views import pool
+from d2sd.cli.report import Reporting, bar
+from d2sd.cli.serving import chat_request, make_engine, read_prompts
+from d2sd.cli.train_evaluate import written
+from d2sd.convert.bundle import Bundle, load_bundle
+from d2sd.modeling.drafter import Drafter
+from d2sd.runtime.request import SamplingParams
+from d2sd.train.answers import read_answers
+from d2sd.train.features import TrainingData, cache_features
+from d2sd.train.initial import drafter_config, drafter_from_target
+from d2sd.train.loop import Trainer
+from d2sd.train_recipe import TrainRecipe, TrainSettings, load_train_recipe
+
+SETS = ("gsm8k", "humaneval", "mbpp", "mt_bench")
+#: name -> what it changes of a recipe's objective. CHAIN and FOCAL are the recipe's own weights, or these.
+FOCAL, CHAIN = 0.3, 4.0
+VARIANTS: dict[str, dict[str, Any]] = {
+    "uniform": {"slots": "uniform"},
+    "decay": {"slots": "decay"},
+    "decay + focal": {"slots": "decay", "focal": FOCAL},
+    "decay + chain": {"slots": "decay", "chain": CHAIN},
+    "decay + focal + chain": {"slots": "decay", "focal": FOCAL, "chain": CHAIN},
+    "D-PACE": {"slots": "dpace"},
+}
+REFERENCE = "decay"
+
+
+@dataclass
+class Ablation:
+    """What all variants share."""
+
+    recipe: TrainRecipe
+    work: Path
+    prompts: Path
+    per_set: int
+    tokens: int
+    steps: int
+    out: Path
+
+    @cached_property
+    def bundle(self) -> Bundle:
+        return load_bundle(self.work / "target", verify=False)
+
+    @cached_property
+    def data(self) -> TrainingData:
+        answers = read_answers(self.work, vocab_size=self.bundle.target.config.vocab_size)
+        taps = tuple(self.recipe.drafter.target_layer_ids)
+        with bar("features", len(answers)) as advance:
+            found = cache_features(self.bundle.target, taps, answers, self.work / "ablation.bf16", advance)
+        return found.split(self.recipe.data.held_out)[1]
+
+    def settings(self, name: str) -> TrainSettings:
+        first = self.recipe.first
+        plain = first.objective.model_copy(update={"focal": 0, "chain": 0})
+        objective = plain.model_copy(update=VARIANTS[name])
+        return first.model_copy(update={"objective": objective, "steps": self.steps, "evaluate_every": self.steps})
+
+    def drafter(self, name: str) -> Drafter:
+        """Trained, or as an earlier run left it."""
+        settings, data = self.settings(name), self.data
+        config = drafter_config(self.recipe.drafter, self.bundle.target.config, None)
+        sample = torch.cat([data[i].features[1:] for i in range(min(64, len(data)))])
+        start = drafter_from_target(config, self.bundle.target, sample, torch.Generator().manual_seed(settings.seed))
+        trainer = Trainer(self.bundle.target, start, data, settings)
+        with bar(name, settings.steps) as advance:
+            trainer.run(self.out / "states" / name.replace(" ", ""), lambda step, said: advance(1))
+        return start
+
+    def cells(self, name: str) -> list[Cell]:
+        """A chain's, on every set."""
+        drafter = self.drafter(name)
+        found = []
+        for prompt_set in SETS:
+            path = self.out / "cells" / f"{name.replace(' ', '')}-{prompt_set}-{self.per_set}-{self.tokens}.json"
+            if not path.exists():
+                cell = self._measured(name, prompt_set, drafter)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(cell.model_dump_json(), "utf-8")
+            found.append(Cell.model_validate_json(path.read_text("utf-8")))
+        return found
+
+    def _measured(self, name: str, prompt_set: str, drafter: Drafter) -> Cell:
+        target = load_bundle(self.work / "target", verify=False)  # engines repack what they run
+        dtype = target.target.embed_tokens.weight.dtype
+        size = self.recipe.drafter.block_size
+        bundle = replace(target, first=written(drafter, None, dtype))
+        flight = min(8, self.per_set)
+        engine = make_engine(bundle, policy="chain", row_budget=size, max_batch=flight)
+        asked = [
+            (key, chat_request(bundle, text, SamplingParams(), self.tokens))
+            for key, text in read_prompts(self.prompts / f"{prompt_set}.jsonl")[: self.per_set]
+        ]
+        key = Key(name, size, prompt_set, 0.0, flight)
+        with bar(f"{name} on {prompt_set}", len(asked)) as advance:
+            return measure_cell(engine, key, asked, None, _not_asked, advance)[0]
+
+
+def report(cells: dict[str, list[Cell]]) -> str:
+    """τ of every variant by set, the mean with its interval, and the ratio to the reference on the same prompts."""
+    reference = pool(cells[REFERENCE])
+    ratios = {name: tau_ratio(reference, pool(found)) for name, found in cells.items()}
+    columns = [("objective", list(cells))]
+    columns += [(each, [number(metrics.tau(found[i])) for found in cells.values()]) for i, each in enumerate(SETS)]
+    columns.append(("mean", [number(metrics.mean_tau(found)) for found in cells.values()]))
+    columns.append(("95 % interval", [span(tau_interval(found)) for found in cells.values()]))
+    over = [f"{number(ratio.value)} ({span(ratio.interval)})" if ratio else "–" for ratio in ratios.values()]
+    columns.append((f"over {REFERENCE}, all prompts", over))
+    return table(columns)
+
+
+def _not_asked(request: object) -> float:
+    raise AssertionError("nothing is compared with plain decoding here")
+
+
+@click.command(cls=Reporting)
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--work", type=click.Path(path_type=Path), help="Of d2sd train.  [default: training/<name>]")
+@click.option("--prompts", type=click.Path(path_type=Path), required=True, help="Folder of the four JSONL sets.")
+@click.option("--per-set", default=32, show_default=True, help="Prompts of each set.")
+@click.option("--max-new-tokens", default=64, show_default=True)
+@click.option("--steps", default=600, show_default=True, help="Of every training.")
+@click.option("--only", multiple=True, type=click.Choice(list(VARIANTS)), help="Train these; the report needs all.")
+@click.option("--out", type=click.Path(path_type=Path), required=True)
+def main(
+    recipe: Path, work: Path | None, prompts: Path, per_set: int, max_new_tokens: int, steps: int,
+    only: tuple[str, ...], out: Path,
+) -> None:  # fmt: skip
+    """Train a first drafter with every objective on one budget, and write tau of each: ablation.md, .json, .png."""
+    loaded = load_train_recipe(recipe)
+    ablation = Ablation(
+        loaded, work or Path("training") / loaded.name, prompts, per_set, max_new_tokens, steps, out
+    )  # fmt: skip
+    cells = {name: ablation.cells(name) for name in only or VARIANTS}
+    if len(cells) < len(VARIANTS):
+        return
+    result = Result(
+        provenance=provenance({"name": loaded.name, "answers": ablation.data.digest[:16]}, "cpu"),
+        settings=Settings(
+            per_set=per_set, max_new_tokens=max_new_tokens, block_size=loaded.drafter.block_size,
+            branches=loaded.drafter.block_size - 1, seed=0,
+        ),
+        cells=[cell for found in cells.values() for cell in found],
+    )  # fmt: skip
+    save(result, out / "ablation.json")
+    plot_tau(result, out / "ablation.png")
+    text = f"{report(cells)}\n\n{steps} steps each.\n\n{told(result)}\n"
+    (out / "ablation.md").write_text(text, "utf-8")
+    click.echo(text)
+
+
+if __name__ == "__main__":
+    main()
