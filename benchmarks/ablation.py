@@ -1,11 +1,11 @@
 """Which objective trains the better first drafter?
 
-Every variant trains on the same answers, blocks and steps, from the same start, and then drafts chains for the evaluation
-prompts on the real runtime, greedily. The slot terms of the recipe (ce, kl, ...) are common to all; what varies is how
-slots weigh, and the block terms added. Trainings resume, and finished cells are kept.
+Every variant trains on the same answers, blocks and steps, from the same start, and then drafts chains for the
+evaluation prompts on the real runtime, greedily. The slot terms of the recipe (ce, kl, ...) are common to all; what
+varies is how slots weigh, and the block terms added. Trainings resume, and finished cells are kept. The answers and
+features are those of `d2sd train RECIPE`, which runs first.
 
-    d2sd train recipes/train/smollm2-135m.yaml --out models/smollm2-135m     # its answers and features are used
-    python benchmarks/ablation.py recipes/train/smollm2-135m.yaml --steps 600 --prompts ../shared/data/eval --out build/ablation
+    python benchmarks/ablation.py recipes/train/smollm2-135m.yaml --prompts ../shared/data/eval --out build/ablation
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from d2sd.bench.tables import span
 from d2sd.bench.views import pool
 from d2sd.cli.report import Reporting, bar
 from d2sd.cli.serving import chat_request, make_engine, read_prompts
+from d2sd.cli.train_answers import Answering
 from d2sd.cli.train_evaluate import written
 from d2sd.convert.bundle import Bundle, load_bundle
 from d2sd.modeling.drafter import Drafter
 from d2sd.runtime.request import SamplingParams
-from d2sd.train.answers import read_answers
 from d2sd.train.features import TrainingData, cache_features
 from d2sd.train.initial import drafter_config, drafter_from_target
 from d2sd.train.loop import Trainer
+from d2sd.train.world import World
 from d2sd.train_recipe import TrainRecipe, TrainSettings, load_train_recipe
 
 SETS = ("gsm8k", "humaneval", "mbpp", "mt_bench")
-#: name -> what it changes of a recipe's objective. CHAIN and FOCAL are the recipe's own weights, or these.
+#: name -> what it sets of the recipe's objective.
 FOCAL, CHAIN = 0.3, 4.0
 VARIANTS: dict[str, dict[str, Any]] = {
     "uniform": {"slots": "uniform"},
@@ -72,10 +73,11 @@ class Ablation:
 
     @cached_property
     def data(self) -> TrainingData:
-        answers = read_answers(self.work, vocab_size=self.bundle.target.config.vocab_size)
+        """What the training of the recipe would train on."""
+        answers = Answering(self.recipe, self.bundle, self.work, World(), bar).all()
         taps = tuple(self.recipe.drafter.target_layer_ids)
         with bar("features", len(answers)) as advance:
-            found = cache_features(self.bundle.target, taps, answers, self.work / "ablation.bf16", advance)
+            found = cache_features(self.bundle.target, taps, answers, self.work / "features.bf16", advance)
         return found.split(self.recipe.data.held_out)[1]
 
     def settings(self, name: str) -> TrainSettings:
@@ -156,9 +158,7 @@ def main(
 ) -> None:  # fmt: skip
     """Train a first drafter with every objective on one budget, and write tau of each: ablation.md, .json, .png."""
     loaded = load_train_recipe(recipe)
-    ablation = Ablation(
-        loaded, work or Path("training") / loaded.name, prompts, per_set, max_new_tokens, steps, out
-    )  # fmt: skip
+    ablation = Ablation(loaded, work or Path("training") / loaded.name, prompts, per_set, max_new_tokens, steps, out)
     cells = {name: ablation.cells(name) for name in only or VARIANTS}
     if len(cells) < len(VARIANTS):
         return
