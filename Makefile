@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 BUNDLE := bundles/smollm2-135m
 
-.PHONY: demo test lint verify bench clean
+.PHONY: demo test lint verify bench train ablation train-gpu clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -35,6 +35,19 @@ bench: .venv/demo
 	  --methods lookup,chain,samples:64,reanchor:64,d2sd,ddtree,hybrid --rows 16,32,64
 	$(BIN)/d2sd bench $(BUNDLE) --prompts $(PROMPTS)/gsm8k.jsonl --prompts $(PROMPTS)/mt_bench.jsonl \
 	  --out build/bench/serving --methods auto --concurrency 1,2,4,8,16 --max-new-tokens 48 --repeat 3
+
+## train a pair from prompts to a measured folder on a CPU: hours, resumable
+TRAINING := training/smollm2-135m
+train: .venv/demo
+	$(BIN)/d2sd train recipes/train/smollm2-135m.yaml --work $(TRAINING) --out build/pair
+
+## which objective trains the better first drafter: on the answers of `make train`, resumable
+ablation: .venv/demo
+	$(BIN)/python benchmarks/ablation.py recipes/train/smollm2-135m.yaml --work $(TRAINING) --prompts $(PROMPTS) --out build/ablation
+
+## nine minutes of training on a GPU machine without a package index; benchmarks/train_gpu.sh says what goes before
+train-gpu:
+	sh benchmarks/train_gpu.sh train
 
 clean:
 	rm -rf .venv bundles build .mypy_cache .ruff_cache .pytest_cache .hypothesis
