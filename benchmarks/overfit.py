@@ -1,0 +1,85 @@
+"""Can both drafters learn 64 answers by heart? A training that cannot has a bug, whatever its loss says.
+
+Trains on the first 64 answers of a training's work folder, then lets the real runtime ask the same prompts: tau of
+`chain` for the first drafter, of `d2sd` for the pair, must exceed 0.9 of the block.
+
+    python benchmarks/overfit.py recipes/train/smollm2-135m.yaml --out build/overfit
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import torch
+
+from d2sd.bench import metrics
+from d2sd.cli.report import Reporting, bar
+from d2sd.cli.train_answers import Answering
+from d2sd.cli.train_evaluate import Evaluator, written
+from d2sd.convert.bundle import load_bundle
+from d2sd.errors import D2SDError
+from d2sd.modeling.drafter import Drafter
+from d2sd.runtime.policy import PolicyName
+from d2sd.train.features import online_features
+from d2sd.train.initial import drafter_config, drafter_from_target
+from d2sd.train.loop import Trainer
+from d2sd.train.world import World
+from d2sd.train_recipe import TrainSettings, load_train_recipe
+
+SEQUENCES = 64
+TOKENS = 48  # asked of each: what was trained on, and no more
+GATE = 0.9
+
+
+def settings(given: TrainSettings, steps: int) -> TrainSettings:
+    """The recipe's, over and over the same few sequences; nothing to guard against but failing to learn."""
+    return given.model_copy(update={"steps": steps, "weight_decay": 0.0, "evaluate_every": steps})
+
+
+def trained(trainer: Trainer, folder: Path, what: str) -> Drafter:
+    with bar(what, trainer.settings.steps) as advance:
+        trainer.run(folder, lambda step, said: advance(1))
+    return trainer.drafter
+
+
+def judge(evaluator: Evaluator, method: PolicyName, size: int, *drafters: Drafter) -> None:
+    """Print tau. Raises D2SDError below the gate."""
+    tau = metrics.tau(evaluator.cell(method, *(written(one, None, evaluator.dtype) for one in drafters)))
+    click.echo(f"{method}: {tau:.2f} tokens a step of at most {size}")
+    if tau <= GATE * size:
+        raise D2SDError("not learnt by heart", where=method, found=f"{tau:.2f}", expected=f"above {GATE * size:.2f}")
+
+
+@click.command(cls=Reporting)
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--work", type=click.Path(path_type=Path), help="Of d2sd train.  [default: training/<name>]")
+@click.option("--steps", default=600, show_default=True, help="Of each drafter.")
+@click.option("--out", type=click.Path(path_type=Path), required=True)
+def main(recipe: Path, work: Path | None, steps: int, out: Path) -> None:
+    """Train both drafters on 64 answers and ask for these again."""
+    loaded = load_train_recipe(recipe)
+    work = work or Path("training") / loaded.name
+    assert loaded.second is not None
+    answers = Answering(loaded, load_bundle(work / "target", verify=False), work, World(), bar).all()
+    chosen = [answer for answer in answers if len(answer.answer_ids) >= TOKENS][:SEQUENCES]
+    bundle = load_bundle(work / "target", verify=False)
+    data = online_features(bundle.target, tuple(loaded.drafter.target_layer_ids), chosen)
+    asked = loaded.evaluation.model_copy(update={"prompts": SEQUENCES, "max_new_tokens": TOKENS})
+    evaluator = Evaluator(loaded.model_copy(update={"evaluation": asked}), bundle, chosen, "cpu", bar)
+    size = loaded.drafter.block_size
+
+    sample = torch.cat([data[i].features[1:] for i in range(len(data))])
+    config = drafter_config(loaded.drafter, bundle.target.config, None)
+    start = drafter_from_target(config, bundle.target, sample, torch.Generator().manual_seed(0))
+    first = trained(Trainer(bundle.target, start, data, settings(loaded.first, steps)), out / "first", "first")
+    judge(evaluator, "chain", size, first)
+    second = Drafter(replace(config, role="variable_prefix", prefix_weight_base=loaded.second.prefix_base))
+    second.load_state_dict(first.state_dict())
+    trainer = Trainer(bundle.target, second, data, settings(loaded.second, steps), first)
+    judge(evaluator, "d2sd", size, first, trained(trainer, out / "second", "second"))
+
+
+if __name__ == "__main__":
+    main()
