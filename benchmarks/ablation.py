@@ -74,7 +74,7 @@ class Ablation:
     @cached_property
     def data(self) -> TrainingData:
         """What the training of the recipe would train on."""
-        answers = Answering(self.recipe, self.bundle, self.work, World(), bar).all()
+        answers = Answering(self.recipe, load_bundle(self.work / "target", verify=False), self.work, World(), bar).all()
         taps = tuple(self.recipe.drafter.target_layer_ids)
         with bar("features", len(answers)) as advance:
             found = cache_features(self.bundle.target, taps, answers, self.work / "features.bf16", advance)
@@ -94,15 +94,16 @@ class Ablation:
         start = drafter_from_target(config, self.bundle.target, sample, torch.Generator().manual_seed(settings.seed))
         trainer = Trainer(self.bundle.target, start, data, settings)
         with bar(name, settings.steps) as advance:
-            trainer.run(self.out / "states" / name.replace(" ", ""), lambda step, said: advance(1))
+            trainer.run(self.out / "states" / f"{name.replace(' ', '')}-{self.steps}", lambda step, said: advance(1))
         return start
 
     def cells(self, name: str) -> list[Cell]:
         """A chain's, on every set."""
         drafter = self.drafter(name)
-        found = []
+        found: list[Cell] = []
         for prompt_set in SETS:
-            path = self.out / "cells" / f"{name.replace(' ', '')}-{prompt_set}-{self.per_set}-{self.tokens}.json"
+            label = f"{name.replace(' ', '')}-{self.steps}-{prompt_set}-{self.per_set}-{self.tokens}"
+            path = self.out / "cells" / f"{label}.json"
             if not path.exists():
                 cell = self._measured(name, prompt_set, drafter)
                 path.parent.mkdir(parents=True, exist_ok=True)

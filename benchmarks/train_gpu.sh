@@ -30,7 +30,9 @@ parts() {
             --platform manylinux2014_x86_64 --dest $out/all "$need"
     done
     $PYTHON -m pip wheel --quiet --no-deps --wheel-dir $out/all .
-    cp training/smollm2-135m/turns.jsonl training/smollm2-135m/answers.jsonl $out/all/ 2>/dev/null || true
+    tar -C .. -cf $out/all/prompts.tar shared/data/train shared/data/eval
+    name=$(sed -n 's/^name: //p' "$RECIPE")
+    cp training/"$name"/turns*.jsonl training/"$name"/answers*.jsonl $out/all/ 2>/dev/null || true
     part=1 filled=0
     for file in $out/all/*; do
         size=$(wc -c <"$file")
@@ -63,9 +65,8 @@ train() {
     done
     export PYTHONPATH="$KEEP/tree:$KEEP/site"
     mkdir -p "$KEEP/work"
-    for file in turns answers; do
-        [ -e "$KEEP/work/$file.jsonl" ] || cp "$KEEP/taken/$file.jsonl" "$KEEP/work/" 2>/dev/null || true
-    done
+    cp -n "$KEEP"/taken/turns*.jsonl "$KEEP"/taken/answers*.jsonl "$KEEP/work/" 2>/dev/null || true
+    [ -e ../shared/data ] || tar -C .. -xf "$KEEP/taken/prompts.tar" # where the recipe's paths lead
     result=0
     timeout -s INT "$((MINUTES * 60 - 30))" $PYTHON -c 'from d2sd.cli.main import main; main()' \
         train "$RECIPE" --work "$KEEP/work" --out "${OUT:-$KEEP/out}" || result=$?

@@ -107,6 +107,9 @@ class Objective(Part):
     def _has_a_slot_term(self) -> Objective:
         if not self.terms.keys() - {"focal", "chain"}:
             raise ValueError("focal and chain only sharpen: one of ce, kl, tv, nla, lk needs a weight above 0")
+        for key, slots in (("decay", "decay"), ("smoothing", "dpace")):
+            if key in self.model_fields_set and self.slots != slots:
+                raise ValueError(f"{key} says nothing about slots: {self.slots}")
         return self
 
 
@@ -121,20 +124,16 @@ class TrainSettings(Part):
     micro_batch: Positive = 1
     #: blocks a sequence, at random anchors
     blocks: Positive = 32
-    #: muon for the matrices beside AdamW for the rest needs half of AdamW's steps here; adamw: as published
+    #: muon for the matrices beside AdamW for the rest learns in fewer steps (models/smollm2-135m); adamw: as published
     optimizer: Literal["muon", "adamw"] = "muon"
     #: what the shipped drafters were trained with
     learning_rate: Above0 = 2e-3
     #: share of the steps that raises the learning rate, as in DFlash
     warmup: Share = 0.04
     #: AdamW's own default
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    weight_decay: Weight = 0.01
     #: gradient norm
     clip: Above0 = 1.0
-    #: variable prefix only: Pr(n visible tokens) ∝ base^n, as published
-    prefix_base: Above0 = 0.9
-    #: variable prefix only: share of blocks that start where the first drafter goes wrong
-    on_rejection: Share = 0.5
     #: logits are taken over the answers' most frequent ids, ...
     frequent: Positive = 8192
     #: ... and over this many of the others, drawn each step
@@ -147,6 +146,17 @@ class TrainSettings(Part):
     save_every: Positive = 100
     #: steps between two evaluations on held-out prompts
     evaluate_every: Positive = 500
+
+
+class SecondSettings(TrainSettings):
+    """What a variable-prefix drafter's training needs beside."""
+
+    #: Pr(n visible tokens) ∝ base^n, as published
+    prefix_base: Above0 = 0.9
+    #: share of blocks that start where the first drafter goes wrong: it is asked nowhere else
+    on_rejection: Share = 0.5
+    #: the token that the first drafter says there is left out of the softmax, as it is when drafting
+    mask_rejected: bool = True
 
 
 class Evaluation(Part):
@@ -173,7 +183,7 @@ class TrainRecipe(RecipeFile):
     data: Data
     first: TrainSettings
     #: starts from the trained first drafter; absent: none is trained
-    second: TrainSettings | None = None
+    second: SecondSettings | None = None
     #: a point of a curve costs little beside the steps between two points
     evaluation: Evaluation = Evaluation()
 
@@ -182,6 +192,11 @@ class TrainRecipe(RecipeFile):
         ids = self.drafter.target_layer_ids
         if not ids or ids != sorted(set(ids)) or ids[0] < 0:
             raise ValueError(f"drafter.target_layer_ids {ids} is not strictly ascending from 0 or more")
+        if self.evaluation.prompts > self.data.held_out:
+            raise ValueError(
+                f"evaluation.prompts {self.evaluation.prompts} is more than data.held_out {self.data.held_out}: "
+                "evaluations ask held-out prompts"
+            )
         return self
 
 

@@ -300,8 +300,12 @@ class Engine:
         )
 
     def _page_table(self, sequences: list[Sequence], size: int) -> torch.Tensor:
-        """[size, M] with M the bucket of the longest; unused entries name page 0, which holds nobody's tokens."""
-        width = _bucket(max(len(s.pages) for s in sequences))
+        """[size, M] with M for the longest; unused entries name page 0, which holds nobody's tokens.
+
+        On a CPU no shape is captured, and every page of padding is copied: there M is no bucket.
+        """
+        longest = max(len(s.pages) for s in sequences)
+        width = longest if self.executor.device == "cpu" else _bucket(longest)
         table = torch.zeros(size, width, dtype=torch.long)
         for row, sequence in enumerate(sequences):
             table[row, : len(sequence.pages)] = torch.tensor(sequence.pages)

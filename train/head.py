@@ -1,7 +1,7 @@
 """What the objectives need to know of every row's logits, without keeping the logits.
 
 The head is the largest product of a drafter's training: rows × vocabulary numbers, once for the drafter and once for
-the target. Every objective reads four numbers a row of it, so these are computed first, and objectives are small
+the target. Every objective reads five numbers a row of it, so these are computed first, and objectives are small
 functions of them. Two twins give them:
 
     head_stats        plain autograd; keeps several [N, C] tensors until the backward pass: the specification
@@ -51,7 +51,8 @@ class Head(NamedTuple):
 
     def best(self, hidden: Tensor) -> Tensor:
         """[N, E] -> [N] int64, the likeliest candidate by the head's own logits, none of them raised."""
-        return (self.logits(hidden, None) - self.correction).argmax(-1)
+        rows = _chunks(len(hidden), len(self.weight))
+        return torch.cat([F.linear(hidden[part].to(self.weight.dtype), self.weight).argmax(-1) for part in rows])
 
 
 def head_stats(

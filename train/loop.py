@@ -16,14 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.train.draws import Draws
 from d2sd.train.features import TrainingData
 from d2sd.train.loss import BlockLoss, Candidates, first_rejections
 from d2sd.train.optimizer import Optimizer
 from d2sd.train.packing import Packed, draw_anchors, pack_blocks
-from d2sd.train.prefixes import draw_prefixes
+from d2sd.train.prefixes import choose_prefixes
 from d2sd.train.state import load_state, save_state
 from d2sd.train.world import World
-from d2sd.train_recipe import TrainSettings
+from d2sd.train_recipe import SecondSettings, TrainSettings
 
 #: report(step, what it says of itself): loss, gradient norm, learning rate, each term.
 Report = Callable[[int, dict[str, float]], None]
@@ -32,8 +33,8 @@ Report = Callable[[int, dict[str, float]], None]
 class Trainer:
     """Trains `drafter`; with `first` given, as a second drafter on variable prefixes.
 
-    Every random choice is drawn from the seed, the step and the sequence's place in it, so neither an interruption
-    nor the number of processes changes what is trained on.
+    With several processes each takes its share of every step. Slot weights are normalised within a micro-batch, so its
+    size matters a little.
     """
 
     def __init__(
@@ -48,16 +49,19 @@ class Trainer:
         self.drafter, self.data, self.settings, self.first = drafter, data, settings, first
         self.world = world or World()
         self.step = 0
-        if settings.batch % self.world.size:
-            raise D2SDError(
-                "the sequences of a step do not divide among the processes", where="batch",
-                found=settings.batch, expected=f"a multiple of {self.world.size}",
-            )  # fmt: skip
+        assert settings.batch % self.world.size == 0, "World.check says so to the user"
         self._head, self._embedding = target.head.detach(), target.embed_tokens.weight.detach()
         self._frequent = data.frequent(settings.frequent, target.config.vocab_size)
         self._loss = BlockLoss(drafter, self._embedding, settings.objective)
         self._wrapped = DistributedDataParallel(self._loss) if self.world.size > 1 else self._loss
         self._optimizer = Optimizer(drafter, settings)
+        self._draws = Draws(settings.seed, len(data), settings.batch, self.world)
+        self._identity = {
+            "settings": settings.model_dump(exclude={"save_every", "evaluate_every"}),
+            "drafter": asdict(drafter.config),
+            "data": {"sha256": data.digest},
+            "first drafter": {"sha256": None if first is None else _digest(first)},
+        }
 
     def run(self, folder: Path, report: Report, evaluate: Callable[[int], None] | None = None) -> None:
         """Train to the last step, saving to `folder`; `evaluate(step)` after every `evaluate_every` steps.
@@ -65,7 +69,7 @@ class Trainer:
         A step is saved behind its evaluation, so a run that is killed in one makes it again.
         """
         settings = self.settings
-        self.step = load_state(folder, self.drafter, self._optimizer, self._identity())
+        self.step = load_state(folder, self.drafter, self._optimizer, self._identity)
         while self.step < settings.steps:
             said = self.world.mean(self._update())
             self.step += 1
@@ -75,11 +79,11 @@ class Trainer:
             if evaluate is not None and (last or self.step % settings.evaluate_every == 0):
                 evaluate(self.step)
             if self.world.leads and (last or self.step % settings.save_every == 0):
-                save_state(folder, self.step, self.drafter, self._optimizer, self._identity())
+                save_state(folder, self.step, self.drafter, self._optimizer, self._identity)
         self.world.wait()
 
     def _update(self) -> dict[str, float]:
-        settings, numbers = self.settings, self._numbers()
+        settings, numbers = self.settings, self._draws.numbers(self.step)
         size = settings.micro_batch
         batches = [self._draw(numbers[start : start + size]) for start in range(0, len(numbers), size)]
         candidates = self._candidates(batches)
@@ -97,39 +101,24 @@ class Trainer:
         if not (math.isfinite(total["loss"]) and math.isfinite(norm)):
             raise D2SDError(
                 "the loss is not finite", where=f"step {self.step + 1}",
-                found=f"loss {total['loss']}, gradient norm {norm}, answers {[self._name(n) for n in numbers]}",
+                found=f"loss {total['loss']}, gradient norm {norm}, answers {', '.join(self._names(numbers))}",
                 fix="lower the learning rate, or look for damaged answers",
             )  # fmt: skip
         rate = settings.learning_rate * self._schedule()
         self._optimizer.update(rate)
         return total | {"gradient norm": norm, "learning rate": rate}
 
-    def _numbers(self) -> range:
-        """This process's places in the endless row of sequences, for this step."""
-        batch, world = self.settings.batch, self.world
-        return range(self.step * batch + world.rank, (self.step + 1) * batch, world.size)
-
-    def _index(self, number: int) -> int:
-        """Epochs are seeded shuffles laid end to end."""
-        epoch, place = divmod(number, len(self.data))
-        generator = torch.Generator().manual_seed(self.settings.seed + 7919 * epoch)
-        return int(torch.randperm(len(self.data), generator=generator)[place])
-
-    def _name(self, number: int) -> str:
-        return self.data.name(self._index(number))
+    def _names(self, numbers: range) -> list[str]:
+        return [self.data.name(self._draws.index(number)) for number in numbers]
 
     def _draw(self, numbers: range) -> tuple[Packed, list[torch.Generator]]:
         """The blocks of a micro-batch, and for each sequence the generator of what else is random about it."""
         sequences, anchors = [], []
         for number in numbers:
-            sequence = self.data[self._index(number)]
-            sequences.append(sequence)
-            anchors.append(draw_anchors(sequence, self.settings.blocks, self._generator(number)))
+            sequences.append(self.data[self._draws.index(number)])
+            anchors.append(draw_anchors(sequences[-1], self.settings.blocks, self._draws.generator("anchors", number)))
         packed = pack_blocks(sequences, anchors, self.drafter.config.block_size)
-        return packed, [self._generator(number + (1 << 40)) for number in numbers]
-
-    def _generator(self, number: int) -> torch.Generator:
-        return torch.Generator().manual_seed(self.settings.seed * 1_000_003 + number)
+        return packed, [self._draws.generator("prefixes", number) for number in numbers]
 
     def _candidates(self, batches: list[tuple[Packed, list[torch.Generator]]]) -> Candidates:
         always = self._frequent.clone()
@@ -137,9 +126,8 @@ class Trainer:
             always[packed.tokens[packed.inside]] = True
         always = self.world.union(always)  # so that all processes draw the same others
         dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float32
-        return Candidates.draw(
-            self._head, always, self.settings.negatives, dtype, self._generator(self.step + (1 << 41))
-        )
+        generator = self._draws.generator("candidates", self.step)
+        return Candidates.draw(self._head, always, self.settings.negatives, dtype, generator)
 
     def _visible(
         self, packed: Packed, candidates: Candidates, generators: list[torch.Generator]
@@ -148,14 +136,9 @@ class Trainer:
         shape, device = packed.tokens.shape[:2], packed.tokens.device
         if self.first is None:
             return torch.ones(shape, dtype=torch.long, device=device), torch.full(shape, -1, device=device)
-        settings, size = self.settings, packed.tokens.shape[-1]
+        assert isinstance(self.settings, SecondSettings)
         errors, said = first_rejections(self.first, self._embedding, packed, candidates)
-        # as many as blocks are asked for, whatever a sequence has room for: what it is packed with changes nothing
-        count, width = settings.blocks, shape[1]
-        drawn = torch.stack([draw_prefixes(count, size, settings.prefix_base, g)[:width] for g in generators])
-        chance = torch.stack([torch.rand(count, generator=g)[:width] for g in generators])
-        drawn, take = drawn.to(device), (chance < settings.on_rejection).to(device) & (errors < size)
-        return torch.where(take, errors, drawn), torch.where(take, said, -1)
+        return choose_prefixes(errors, said, packed.tokens.shape[-1], self.settings, generators)
 
     def _accumulate(self, *, last: bool) -> AbstractContextManager[None]:
         """Processes exchange gradients once a step."""
@@ -173,15 +156,6 @@ class Trainer:
             return (self.step + 1) / warm
         done = (self.step - warm) / max(1, self.settings.steps - warm)
         return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done))
-
-    def _identity(self) -> dict[str, dict[str, object]]:
-        """What a resumed run must share with the one that began."""
-        return {
-            "settings": self.settings.model_dump(exclude={"save_every", "evaluate_every"}),
-            "drafter": asdict(self.drafter.config),
-            "data": {"sha256": self.data.digest},
-            "first drafter": {"sha256": None if self.first is None else _digest(self.first)},
-        }
 
 
 def _digest(drafter: Drafter) -> str:

@@ -47,7 +47,7 @@ def objective(stats: HeadStats, labels: Tensor, visible: Tensor, used: Tensor, w
     slot_terms = {"ce": -stats.log_q, "kl": kl, "tv": tv, "nla": -log_overlap, "lk": share * kl + (1 - share) * tv}
     out = {name: (term * weights).sum() / norm for name, term in slot_terms.items() if getattr(wanted, name)}
     if wanted.focal:
-        out["focal"] = focal(stats.log_q, weights * (stats.guess != labels))
+        out["focal"] = focal(stats.log_q, weights, used & (stats.guess != labels))
     if wanted.chain:
         out["chain"] = 1 - chain(stats.log_q, used)
     return out
@@ -65,11 +65,9 @@ def slot_weights(log_q: Tensor, visible: Tensor, used: Tensor, wanted: Objective
     return torch.exp(-distance.clamp(min=0) / wanted.decay) * used
 
 
-def focal(log_q: Tensor, wrong_weights: Tensor) -> Tensor:
-    """Mean -log q of each block's first wrong slot. log_q, wrong_weights [A, G]: weights where wrong, 0 elsewhere."""
-    wrong = wrong_weights > 0
-    first = wrong & (wrong.cumsum(1) == 1)
-    weights = wrong_weights * first
+def focal(log_q: Tensor, weights: Tensor, wrong: Tensor) -> Tensor:
+    """Weighted mean of -log q over each block's first wrong slot; all [A, G]."""
+    weights = weights * (wrong & (wrong.cumsum(1) == 1))
     return -(log_q * weights).sum() / weights.sum().clamp(min=1e-6)
 
 

@@ -39,7 +39,7 @@ class Packed:
     def to(self, device: str) -> Packed:
         """The same on a device."""
         parts = (self.positions, self.tokens, self.inside, self.features, self.target_hidden)
-        return Packed(*(part.to(device, non_blocking=True) for part in parts))
+        return Packed(*(part.to(device) for part in parts))
 
 
 def draw_anchors(sequence: TrainingSequence, count: int, generator: torch.Generator) -> Tensor:

@@ -9,10 +9,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-# Shape letters: A blocks, G block size γ.
+from d2sd.train_recipe import SecondSettings
+
+# Shape letters: B sequences, A blocks of each, G block size γ.
 
 
 def draw_prefixes(count: int, block_size: int, base: float, generator: torch.Generator) -> Tensor:
@@ -26,3 +30,19 @@ def first_errors(drafted: Tensor, tokens: Tensor) -> Tensor:
     wrong = drafted != tokens
     wrong[:, 0] = False
     return torch.where(wrong.any(1), wrong.int().argmax(1), tokens.shape[1])
+
+
+def choose_prefixes(
+    errors: Tensor, said: Tensor, block_size: int, settings: SecondSettings, generators: Sequence[torch.Generator]
+) -> tuple[Tensor, Tensor]:
+    """(visible tokens of each block [B, A], the id that the slot behind them may not take, -1 for none [B, A]).
+
+    errors, said [B, A]: where the first drafter goes wrong (γ: nowhere), and what it says there. As much is drawn from
+    each sequence's generator as blocks are asked for: what a sequence is packed with changes nothing.
+    """
+    width, device = errors.shape[1], errors.device
+    drawn = torch.stack([draw_prefixes(settings.blocks, block_size, settings.prefix_base, g) for g in generators])
+    chance = torch.stack([torch.rand(settings.blocks, generator=g) for g in generators])
+    take = (chance[:, :width] < settings.on_rejection).to(device) & (errors < block_size)
+    banned = take & settings.mask_rejected
+    return torch.where(take, errors, drawn[:, :width].to(device)), torch.where(banned, said, -1)

@@ -9,7 +9,9 @@ from datetime import timedelta
 import torch
 from torch import Tensor, distributed
 
-#: Others wait while the first process answers prompts or evaluates, which may take hours.
+from d2sd.errors import D2SDError
+
+#: Others wait while the first process computes features or evaluates, which may take hours.
 _PATIENCE = timedelta(days=7)
 
 
@@ -41,6 +43,14 @@ class World:
         """Say goodbye to the others, if there are any."""
         if self.size > 1:
             distributed.destroy_process_group()
+
+    def check(self, batch: int, where: str) -> None:
+        """Raise D2SDError if the sequences of a step do not divide among the processes."""
+        if batch % self.size:
+            raise D2SDError(
+                "the sequences of a step do not divide among the processes",
+                where=where, found=batch, expected=f"a multiple of {self.size}",
+            )  # fmt: skip
 
     @property
     def leads(self) -> bool:

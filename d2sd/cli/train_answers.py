@@ -6,12 +6,14 @@ on disk, so all read before anyone writes.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 
@@ -35,6 +37,8 @@ from d2sd.train_recipe import TrainRecipe
 Keep = Callable[[TextIO, str, Sequence], None]
 #: Stands for the user's turn, to see what the chat template puts before it.
 _SPLIT = "\x00"
+#: What decides a turn or an answer beside its prompt.
+ASKED = "asked.json"
 #: How many prompts were planned, how many asked, and why the others were not.
 SCREENED = "screened.json"
 
@@ -61,6 +65,7 @@ class Answering:
         An engine may repack the weights that it runs: afterwards the bundle's target serves, and does nothing else.
         """
         data = self.recipe.data
+        self._pin()
         excluded = [turn for path in data.exclude for _, turns in read_turns(self.recipe.path(path)) for turn in turns]
         jobs = planned_jobs(self.recipe)
         planned = len(jobs)
@@ -87,6 +92,24 @@ class Answering:
         )  # fmt: skip
         return answers_to({name: request.prompt for name, request in requests.items()}, found)
 
+    def _pin(self) -> None:
+        """Raise D2SDError if what is on disk was asked otherwise than the recipe says now."""
+        data, path = self.recipe.data, self.work / ASKED
+        limits = ("max_tokens", "temperature", "end")
+        now: dict[str, Any] = {"max_new_tokens": data.max_new_tokens} | {
+            f"self_written.{kind.name}.{key}": getattr(kind, key) for kind in data.self_written for key in limits
+        }
+        then = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        if changed := [key for key in now if key in then and then[key] != now[key]]:
+            raise D2SDError(
+                "how the target is asked changed since this training began",
+                where=path, found={key: now[key] for key in changed}, expected={key: then[key] for key in changed},
+                fix="restore the recipe's data, or train into another --work folder",
+            )  # fmt: skip
+        self.world.wait()
+        if self.world.leads:
+            write_json(path, then | now)
+
     def _write_turns(self, jobs: list[Job]) -> None:
         by_name = {job.id: job for job in jobs}
 
@@ -102,11 +125,12 @@ class Answering:
         """Run this process's share of `requests` in flight, each kept as it ends."""
         self.world.wait()
         mine = list(requests)[self.world.rank :: self.world.size]
+        mine.sort(key=lambda name: len(requests[name].prompt))  # a batch is as wide as its longest
         if mine:
             engine = make_engine(self.bundle, policy="off", device=self.world.device)
             with (
                 self.progress(kind, len(mine)) as advance,
-                paced(self.work, kind, self.world) as count,
+                paced(self.work, kind, self.world.size) if self.world.leads else nullcontext(_ignored) as count,
                 append_to(own_file(self.work, kind, self.world.rank)) as out,
             ):
                 running = {engine.submit(requests[name]).id: name for name in mine}
@@ -152,3 +176,7 @@ class Answering:
     def _markers(self) -> list[str]:
         """Texts that the tokenizer takes for a token with a meaning of its own."""
         return [token.content for token in self.bundle.tokenizer.added_tokens_decoder.values() if token.special]
+
+
+def _ignored(count: int) -> None:
+    """All processes go as fast as the first, which counts."""

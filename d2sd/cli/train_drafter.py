@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import click
 import torch
 
+from d2sd.bench import metrics
 from d2sd.bench.result import Cell
 from d2sd.bench.result import Drafter as Name
 from d2sd.cli.train_evaluate import Evaluator, written
-from d2sd.cli.train_log import TrainLog
+from d2sd.cli.train_log import TrainLog, seconds_each
 from d2sd.convert.progress import Progress
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
@@ -21,7 +23,7 @@ from d2sd.train.features import TrainingData
 from d2sd.train.initial import drafter_config, drafter_from_target
 from d2sd.train.loop import Trainer
 from d2sd.train.world import World
-from d2sd.train_recipe import TrainRecipe, TrainSettings
+from d2sd.train_recipe import SecondSettings, TrainRecipe, TrainSettings
 
 #: Sequences whose features show how large the taps are.
 _SAMPLE = 64
@@ -50,7 +52,7 @@ class Training:
         drafter = start.to(self.world.device)
         return self._train("first", settings, drafter, None, lambda: [self.evaluator.cell("chain", self._now(drafter))])
 
-    def second(self, first: Drafter, settings: TrainSettings) -> Drafter:
+    def second(self, first: Drafter, settings: SecondSettings) -> Drafter:
         """Starts from the first; judged beside it: once more the first drafter where the second is to draft."""
         drafter = Drafter(drafter_config(self.recipe.drafter, self.target.config, settings.prefix_base))
         drafter.load_state_dict(first.state_dict())
@@ -67,6 +69,13 @@ class Training:
 
     def _now(self, drafter: Drafter) -> Drafter:
         return written(drafter, self.vocabulary, self.evaluator.dtype)
+
+    def _tell(self, name: Name, step: int, steps: int, cells: list[Cell]) -> None:
+        """A line an evaluation: bars are for terminals, and this takes hours."""
+        tau = ", ".join(f"{cell.method} {metrics.tau(cell):.3f}" for cell in cells)
+        _, each, _ = seconds_each(self.work, name)
+        left = f", about {(steps - step) * each / 60:.0f} min left" if each and step < steps else ""
+        click.echo(f"{name} drafter: step {step:,} of {steps:,}, tau {tau}{left}", err=True)
 
     def _train(
         self, name: Name, settings: TrainSettings, drafter: Drafter, first: Drafter | None,
@@ -87,8 +96,10 @@ class Training:
 
             def evaluate(step: int) -> None:
                 if self.world.leads:
-                    log.evaluated(step, judge())
+                    cells = judge()
+                    log.evaluated(step, cells)
                     self.draw()
+                    self._tell(name, step, settings.steps, cells)
                     log.rest()
                 self.world.wait()
 

@@ -21,7 +21,6 @@ from d2sd.bench import metrics
 from d2sd.bench.plot_training import Curve
 from d2sd.bench.result import Cell, Drafter
 from d2sd.train.journal import append_to
-from d2sd.train.world import World
 
 _PACE = "pace.jsonl"
 #: Of a line of the log, what is no term of the loss.
@@ -116,8 +115,8 @@ def tensorboard_is_installed() -> bool:
 
 
 @contextmanager
-def paced(work: Path, stage: str, world: World) -> Iterator[Callable[[int], None]]:
-    """Measure how fast a stage is; what it yields is told how much was done. All processes go as fast as the first."""
+def paced(work: Path, stage: str, processes: int) -> Iterator[Callable[[int], None]]:
+    """Measure how fast a stage is; what it yields is told how much this one of its processes has done."""
     start, done = time.monotonic(), 0
 
     def count(more: int) -> None:
@@ -127,8 +126,8 @@ def paced(work: Path, stage: str, world: World) -> Iterator[Callable[[int], None
     try:
         yield count
     finally:
-        if world.leads and done:
-            row = {"stage": stage, "count": done * world.size, "seconds": round(time.monotonic() - start, 3)}
+        if done:
+            row = {"stage": stage, "count": done * processes, "seconds": round(time.monotonic() - start, 3)}
             with append_to(work / _PACE) as out:
                 out.write(json.dumps(row) + "\n")
 

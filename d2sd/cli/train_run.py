@@ -43,6 +43,9 @@ class Run:
         """Everything from the prompts to a folder that a bundle's recipe can name."""
         bundle = self._target()
         drafter_config(self.recipe.drafter, bundle.target.config, None)  # refuses a misfit before hours of work
+        self.world.check(self.recipe.first.batch, "first.batch")
+        if self.recipe.second is not None:
+            self.world.check(self.recipe.second.batch, "second.batch")
         if self.world.leads:
             self._begin()
         answers = Answering(self.recipe, bundle, self.work, self.world, self.progress).all()
@@ -85,7 +88,7 @@ class Run:
             return cache_features(bundle.target, taps, answers, self.work / "features.bf16", progress)
 
         if self.world.leads:
-            with self.progress("features", len(answers)) as advance, paced(self.work, "features", self.world) as count:
+            with self.progress("features", len(answers)) as advance, paced(self.work, "features", 1) as count:
                 told: list[int] = []
 
                 def tell(sequences: int) -> None:

@@ -14,7 +14,7 @@ from d2sd.train.initial import drafter_config, drafter_from_target
 from d2sd.train.loss import block_hidden
 from d2sd.train.packing import pack_blocks
 from d2sd.train.prefixes import first_errors
-from d2sd.train_recipe import Geometry, TrainSettings
+from d2sd.train_recipe import Geometry, SecondSettings
 from tests.tiny import full_pass, greedy_text, random_tokens, tiny_decoder
 
 TAPS = (0, 1)
@@ -56,13 +56,13 @@ def new_drafter(prefix_base: float | None = None) -> Drafter:
     return drafter_from_target(config, target(), sample, torch.Generator().manual_seed(0))
 
 
-def settings(**changes: object) -> TrainSettings:
+def settings(**changes: object) -> SecondSettings:
     """A training of a second or two, in fp32; `changes` replace keys."""
     quick = {
         "steps": 6, "batch": 2, "optimizer": "adamw", "blocks": 6, "learning_rate": 5e-3, "frequent": 8, "negatives": 8,
         "save_every": 2, "precision": "fp32", "objective": {"ce": 0.3, "kl": 0.7},
     }  # fmt: skip
-    return TrainSettings.model_validate(quick | changes)
+    return SecondSettings.model_validate(quick | changes)
 
 
 @torch.no_grad()

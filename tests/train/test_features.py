@@ -111,6 +111,24 @@ def test_other_data_starts_over(path: Path, tmp_path: Path, changed: str) -> Non
     assert torch.equal(held(cache), held(fill(tmp_path / "other", answers, taps)[0]))
 
 
+def test_what_was_begun_over_is_not_taken_for_what_it_was(path: Path) -> None:
+    """Other data, interrupted before it was noted anywhere, has overwritten the first rows."""
+    answers = random_answers(60)
+    first = held(fill(path, answers)[0]).clone()
+    told: list[int] = []
+
+    def killed(count: int) -> None:
+        told.append(count)
+        if len(told) > 10:
+            raise Killed
+
+    with pytest.raises(Killed):
+        cache_features(target(), TAPS, random_answers(60, seed=1), path, killed)
+    cache, _, runs = fill(path, answers)
+    assert runs == 60
+    assert torch.equal(held(cache), first)
+
+
 def test_a_deleted_cache_is_filled_again(path: Path) -> None:
     answers = random_answers(3)
     first = held(fill(path, answers)[0]).clone()
@@ -191,8 +209,8 @@ def test_a_digest_knows_every_token_and_their_order() -> None:
 
 
 def test_frequent_ids() -> None:
-    """Prompts count too; of equally frequent ids the lowest; a part counts its own."""
-    answers = [Answer("x", [5, 5, 9], [7, 7, 7]), Answer("y", [3], [2, 9])]
+    """Of the answers alone; of equally frequent ids the lowest; a part counts its own."""
+    answers = [Answer("x", [4, 4, 4], [7, 7, 7, 5, 5, 9]), Answer("y", [4], [2, 9, 3])]
     data = TrainingData(answers, 1, lambda number: torch.zeros(6, 64))
 
     def ids(part: TrainingData, count: int) -> list[int]:

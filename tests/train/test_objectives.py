@@ -183,8 +183,9 @@ def test_unsmoothed_dpace_weights_are_the_gradient_of_chain() -> None:
 
 def test_focal_learns_from_the_first_wrong_slot_alone() -> None:
     log_q = torch.full((4, 4), -1.0, requires_grad=True)
-    wrong = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [0, 0, 0, 1], [1, 1, 1, 1]])
-    (gradient,) = torch.autograd.grad(focal(log_q, wrong * torch.tensor([[1.0], [1.0], [0.5], [2.0]])), log_q)
+    wrong = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [0, 0, 0, 1], [1, 1, 1, 1]]).bool()
+    weights = torch.tensor([[1.0], [1.0], [0.5], [2.0]]).expand(4, 4)
+    (gradient,) = torch.autograd.grad(focal(log_q, weights, wrong), log_q)
     expected = torch.zeros(4, 4)
     expected[0, 1], expected[2, 3], expected[3, 0] = -1 / 3.5, -0.5 / 3.5, -2 / 3.5
     torch.testing.assert_close(gradient, expected)
