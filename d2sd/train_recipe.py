@@ -126,7 +126,7 @@ class TrainSettings(Part):
     blocks: Positive = 32
     #: muon for the matrices beside AdamW for the rest learns in fewer steps (models/smollm2-135m); adamw: as published
     optimizer: Literal["muon", "adamw"] = "muon"
-    #: for muon; adamw wants half of it and less
+    #: for muon; DFlash's AdamW has 6e-4
     learning_rate: Above0 = 2e-3
     #: share of the steps that raises the learning rate, as in DFlash
     warmup: Share = 0.04
