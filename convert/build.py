@@ -1,5 +1,4 @@
-"""Recipe -> bundle, in the stages fetch, target, drafter_first, drafter_second, calibration, check,
-manifest.
+"""Recipe -> bundle, in the stages fetch, target, drafter_first, drafter_second, calibration, trtllm, check, manifest.
 
 `Work` makes them survive a kill; a bundle's bytes depend on its recipe, its sources and the tools' versions alone.
 """
@@ -23,6 +22,8 @@ from d2sd.convert.gguf import convert_gguf
 from d2sd.convert.plan import Part, Plan, make_plan
 from d2sd.convert.progress import Progress, silent
 from d2sd.convert.target import source_files, write_target
+from d2sd.convert.trtllm.faces import FOLDER as TRTLLM
+from d2sd.convert.trtllm.faces import unserved, write_faces
 from d2sd.convert.weights import DTYPES
 from d2sd.convert.work import Run, Work
 from d2sd.errors import BuildError
@@ -65,7 +66,9 @@ def build(
 
 def _stages(plan: Plan, work: Work, check: Check) -> Manifest:
     assert plan.target is not None, "the fetch stage has run"
-    work.keep_only({part.name for part in plan.parts} | ({"calibration"} if plan.calibration else set()))
+    served = unserved(plan.recipe) is None
+    optional = {"calibration": plan.calibration is not None, TRTLLM: served}
+    work.keep_only({part.name for part in plan.parts} | {name for name, wanted in optional.items() if wanted})
     versions = {tool: version(tool) for tool in _TOOLS}
     common: dict[str, object] = {"versions": versions, "precision": plan.recipe.precision}
     files: dict[str, str] = {}
@@ -76,6 +79,9 @@ def _stages(plan: Plan, work: Work, check: Check) -> Manifest:
         need, write = _calibration(plan, plan.calibration)
         inputs = common | {"source": plan.calibration.model_dump(mode="json"), "drafters": list(files.items())}
         files |= work.stage("calibration", inputs, need, write).files
+    if served:
+        inputs = common | {"recipe": plan.recipe.canonical(), "drafters": list(files.items())}
+        files |= work.stage(TRTLLM, inputs, 1 << 20, lambda folder: write_faces(folder, plan.recipe)).files
     unproven = Manifest(
         recipe=plan.recipe,
         target=_target_geometry(plan.target),
@@ -110,13 +116,15 @@ def _target(plan: Plan, part: Part, work: Work) -> tuple[object, int, Run]:
 
 def _drafter(plan: Plan, part: Part, work: Work) -> tuple[object, int, Run]:
     """Inputs, bytes needed and writer of a drafter's stage: it is rewritten with every field explicit."""
-    source = Path(part.source)
+    source, config = Path(part.source), part.config
+    assert isinstance(config, DrafterConfig)
 
     def write(folder: Path) -> None:
-        drafter = load_drafter(source, DTYPES[plan.recipe.precision])
+        drafter = load_drafter(source, DTYPES[plan.recipe.precision], config.role)
         write_drafter(folder, drafter.config, drafter.state_dict())
 
-    return hash_files(source, source_files(source), work.progress), part.weight_bytes + _SMALL_FILES, write
+    inputs = {"role": config.role, "files": hash_files(source, source_files(source), work.progress)}
+    return inputs, part.weight_bytes + _SMALL_FILES, write
 
 
 def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:
@@ -124,7 +132,8 @@ def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:
 
     def write(folder: Path) -> None:
         for place, part in enumerate(plan.drafters):
-            mark = fingerprint(load_drafter(Path(part.source), torch.float32))
+            assert isinstance(part.config, DrafterConfig)
+            mark = fingerprint(load_drafter(Path(part.source), torch.float32, part.config.role))
             if mark != calibration.drafters[place]:
                 raise BuildError(
                     f"The calibration was fitted to another {('first', 'second')[place]} drafter.",

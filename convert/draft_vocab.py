@@ -45,7 +45,7 @@ def read_draft_vocabulary(directory: Path, vocab_size: int, mask_token_id: int) 
             "A key of the draft vocabulary is missing or unknown.",
             where=f"{path}: {odd[0]}", found=sorted(values), expected=sorted(_KEYS),
         )  # fmt: skip
-    return _checked(path, values["ids"], vocab_size, mask_token_id)
+    return check_ids(f"{path}: ids", values["ids"], vocab_size, mask_token_id)
 
 
 def write_draft_vocabulary(directory: Path, ids: tuple[int, ...] | None, vocab_size: int) -> None:
@@ -58,11 +58,12 @@ def write_draft_vocabulary(directory: Path, ids: tuple[int, ...] | None, vocab_s
     path.write_text(json.dumps(values) + "\n", "utf-8")
 
 
-def _checked(path: Path, ids: object, vocab_size: int, mask_token_id: int) -> tuple[int, ...]:
+def check_ids(where: str, ids: object, vocab_size: int, mask_token_id: int) -> tuple[int, ...]:
+    """The ids of a draft vocabulary as a tuple; raises `CheckpointError` naming the place behind `where`."""
     if not isinstance(ids, list) or len(ids) < 2:
         # The second draft may not repeat the token that its boundary rejects: another must be left.
         raise CheckpointError(
-            "The draft vocabulary leaves nothing to choose.", where=f"{path}: ids",
+            "The draft vocabulary leaves nothing to choose.", where=where,
             found=json.dumps(ids)[:80], expected="a list of at least two ids",
         )  # fmt: skip
     before = -1
@@ -78,7 +79,7 @@ def _checked(path: Path, ids: object, vocab_size: int, mask_token_id: int) -> tu
             expected = "any token but the mask, which is never an answer"
         if expected:
             raise CheckpointError(
-                "An id cannot be in the draft vocabulary.", where=f"{path}: ids[{place}]",
+                "An id cannot be in the draft vocabulary.", where=f"{where}[{place}]",
                 found=json.dumps(token)[:80], expected=expected,
             )  # fmt: skip
         before = token

@@ -15,7 +15,7 @@ from d2sd.convert.target import check_target_tensors, parse_target_config, targe
 from d2sd.convert.weights import DTYPES, Shapes
 from d2sd.errors import RecipeError
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role
-from d2sd.recipe import DrafterSource, Recipe
+from d2sd.recipe import DrafterSource, Recipe, SecondSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def _target_config(file: Path, *, is_gguf: bool) -> DecoderConfig:
 
 def _drafter(recipe: Recipe, name: str, role: Role, source: DrafterSource, target: DecoderConfig | None) -> Part:
     folder = recipe.path(source.path)
-    config = read_drafter_config(folder)
+    config = read_drafter_config(folder, source.role if isinstance(source, SecondSource) else None)
     if target is not None:
         check_fit(config, target, role=role, block_size=recipe.tree.block_size, where=folder)
     check_drafter_tensors(folder, config)

@@ -85,11 +85,16 @@ class DrafterSource(Part):
     path: str
 
 
+class SecondSource(DrafterSource):
+    #: of a drafter that was trained on variable prefixes and does not say so itself
+    role: Literal["variable_prefix"] | None = None
+
+
 class Drafters(Part):
     #: absent where the policy is off: a bundle may be a plain target
     first: DrafterSource | None = None
     #: absent where no variable-prefix drafter was trained: chain and off need none
-    second: DrafterSource | None = None
+    second: SecondSource | None = None
     #: a file by `d2sd calibrate`; absent, drafters are taken at their word and `auto` serves the largest tree
     calibration: str | None = None
 

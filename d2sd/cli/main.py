@@ -7,10 +7,12 @@ import click
 from d2sd.cli.bench import bench
 from d2sd.cli.build import build
 from d2sd.cli.calibrate import calibrate
+from d2sd.cli.convert import convert
 from d2sd.cli.generate import generate
 from d2sd.cli.inspect import inspect
 from d2sd.cli.report import ReportingGroup
 from d2sd.cli.train import train
+from d2sd.cli.trtllm import trtllm
 
 
 @click.group(cls=ReportingGroup)
@@ -27,9 +29,11 @@ def main() -> None:
 main.add_command(bench)
 main.add_command(build)
 main.add_command(calibrate)
+main.add_command(convert)
 main.add_command(generate)
 main.add_command(inspect)
 main.add_command(train)
+main.add_command(trtllm)
 
 
 def build_main() -> None:

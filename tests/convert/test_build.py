@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
 
 from d2sd.convert import files
 from d2sd.convert.build import build
@@ -175,6 +176,35 @@ def test_bad_input_is_named_and_leaves_nothing_at_the_output(recipe: Path, out: 
     assert leftovers(out) in ([], [".tiny.building"])
     for path in out.rglob("*"):
         assert path.name not in ("drafter_second", "manifest.json", "scratch"), path
+
+
+def test_a_second_drafter_without_a_marker_is_taken_at_the_recipes_word(recipe: Path, out: Path) -> None:
+    expected = run(recipe, out / "tiny")
+    for key in ("training_mode", "prefix_weight_base"):
+        on_dflash("second", key, ...)(recipe.parent)
+    with pytest.raises(CheckpointError, match="training_mode"):
+        run(recipe, out / "refused")
+    values = yaml.safe_load(recipe.read_text())
+    values["drafters"]["second"]["role"] = "variable_prefix"
+    recipe.write_text(yaml.safe_dump(values))
+    found = run(recipe, out / "tiny")
+    assert json.loads(found["drafter_second/config.json"])["dflash_config"]["training_mode"] == "vp_drafter"
+    assert found["drafter_second/model.safetensors"] == expected["drafter_second/model.safetensors"]
+    values["drafters"]["first"]["role"] = "variable_prefix"
+    recipe.write_text(yaml.safe_dump(values))
+    with pytest.raises(D2SDError, match=r"drafters\.first\.role"):
+        run(recipe, out / "tiny")
+
+
+def test_a_half_precision_bundle_has_a_face_for_tensorrt_llm(tmp_path: Path, recipe: Path, out: Path) -> None:
+    """Its drafter attention takes no fp32."""
+    found = run(write_project(tmp_path / "half", precision="bf16"), out / "half")
+    assert {name for name in found if name.startswith("trtllm/")} == {
+        "trtllm/llm_args.dflash.yaml", "trtllm/llm_args.d2sd.yaml", "trtllm/d2sd_trtllm/__init__.py",
+    }  # fmt: skip
+    assert yaml.safe_load(found["trtllm/llm_args.dflash.yaml"])["speculative_config"]["max_draft_len"] == 3
+    assert json.loads(found["manifest.json"])["files"].keys() >= {"trtllm/llm_args.dflash.yaml"}
+    assert not [name for name in run(recipe, out / "full") if name.startswith("trtllm/")]
 
 
 def test_a_fault_in_the_first_stage_leaves_nothing_at_all(recipe: Path, out: Path) -> None:

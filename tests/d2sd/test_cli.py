@@ -28,8 +28,10 @@ FLAGS = {
         *("--stop", "--raw", "--stats", "--show-tree", "--tree-svg", "--html", "--device"),
     },
     "calibrate": {"bundle", "--prompts", "--exclude", "--count", "--max-new-tokens", "--out"},
+    "convert": {"source", "--to", "-o", "--out", "--target", "--role"},
     "inspect": {"bundle"},
     "train": {"recipe", "--work", "--out", "--plan"},
+    "trtllm": set(),
 }
 
 
@@ -132,6 +134,7 @@ def test_plan_of_a_target_that_is_not_fetched_says_so(tmp_path: Path, monkeypatc
         ("inspect", ["nowhere"], "nowhere"),
         ("calibrate", ["nowhere", "--out", "c.json"], "nowhere"),
         ("bench", ["nowhere"], "nowhere"),
+        ("convert", ["nowhere", "--to", "z-lab", "-o", "out"], "nowhere"),
     ],
 )
 def test_user_errors_are_a_message_and_exit_code_2(recipe: Path, command: str, arguments: list[str], told: str) -> None:

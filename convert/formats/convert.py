@@ -1,0 +1,55 @@
+"""One directory in, another out: read, written beside the output, read back, and renamed to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from d2sd.convert.files import disk_space, remove
+from d2sd.convert.formats.borrowed import TargetParts, read_target_parts
+from d2sd.convert.formats.canonical import CanonicalDrafter, Format
+from d2sd.convert.formats.read import read_drafter
+from d2sd.convert.formats.write import Writable, write
+from d2sd.errors import BuildError
+from d2sd.modeling.config import Role
+
+
+def convert(
+    source: Path, to: Writable, output: Path, *, target: Path | None = None, declared: Role | None = None
+) -> tuple[Format, list[str]]:
+    """Convert the drafter at `source` to a new folder `output`; return its format and what the user must be told.
+
+    `target` is a Hugging Face folder or a bundle; `declared` the role of a drafter that does not say its own.
+    Raises `D2SDError`, and leaves nothing then.
+    """
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise BuildError("Something lies at the output.", where=output, fix="choose another folder")
+    parts = None if target is None else read_target_parts(target)
+    drafter = read_drafter(source, parts, declared)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f".{output.name}.partial")
+    remove(partial)  # of a run that was killed
+    try:
+        with disk_space(output.parent, _size(drafter, parts, to), "the conversion"):
+            partial.mkdir()
+            notes = write(partial, drafter, to, parts)
+        _check(partial, drafter, parts)
+        partial.replace(output)
+    finally:
+        remove(partial)
+    return drafter.source.format, [*drafter.notes, *notes]
+
+
+def _check(folder: Path, drafter: CanonicalDrafter, parts: TargetParts | None) -> None:
+    """Read what was written: it must be the drafter that it was made of."""
+    again = read_drafter(folder, parts)
+    assert again.config == drafter.config, "what was written says something else"
+    for name, tensor in drafter.tensors.items():
+        assert torch.equal(again.tensors[name], tensor), f"{name} was not written as it was read"
+
+
+def _size(drafter: CanonicalDrafter, parts: TargetParts | None, to: Writable) -> int:
+    tensors = [*drafter.tensors.values(), *((parts.embedding, parts.head) if parts and to == "speculators" else ())]
+    size: int = sum(tensor.nbytes for tensor in tensors)
+    return size + (1 << 20)

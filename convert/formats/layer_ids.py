@@ -1,0 +1,55 @@
+"""Which output of the target a drafter's layer id means: every convention, named, and the one place that applies it.
+
+    convention          id i means                            formats
+    output_of_layer     output of layer i, hidden_states[i+1] z-lab, ModelOpt, SpecForge; `DrafterConfig`
+    hidden_states       hidden_states[i]; 0 is the embedding  speculators
+
+A drafter read with the other convention runs, and is accepted a little less: nothing but the format tells them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Convention = Literal["output_of_layer", "hidden_states"]
+#: What is added to the output-of-layer id.
+_OFFSET: dict[Convention, int] = {"output_of_layer": 0, "hidden_states": 1}
+
+
+def from_convention(ids: Sequence[int], convention: Convention) -> tuple[int, ...]:
+    """Ids of a file -> ids of `DrafterConfig`."""
+    return tuple(i - _OFFSET[convention] for i in ids)
+
+
+def to_convention(ids: Sequence[int], convention: Convention) -> list[int]:
+    """Ids of `DrafterConfig` -> ids of a file."""
+    return [i + _OFFSET[convention] for i in ids]
+
+
+def fault(ids: Sequence[int], num_target_layers: int) -> str | None:
+    """What ids of `DrafterConfig` should have been; None where they can be used, in whatever order."""
+    if ids and len(set(ids)) == len(ids) and min(ids) >= 0 and max(ids) < num_target_layers:
+        return None
+    return f"ids of different layers, 0 to {num_target_layers - 1}"
+
+
+def usual_ids(num_layers: int, num_target_layers: int) -> list[int]:
+    """What z-lab, SGLang and FlexDraft take where a config names none: evenly from layer 1 to the last but two.
+
+    For messages alone: a drafter trained with other ids would run with these and be accepted next to never.
+    """
+    if num_layers == 1:
+        return [num_target_layers // 2]
+    step = (num_target_layers - 3 - 1) / (num_layers - 1)
+    return [round(1 + place * step) for place in range(num_layers)]
+
+
+def sort_columns(fc: Tensor, ids: Sequence[int]) -> Tensor:
+    """fc [E, n·E], whose n column blocks follow `ids`, with the blocks in ascending order of the ids."""
+    order = sorted(range(len(ids)), key=lambda place: ids[place])
+    blocks = fc.chunk(len(ids), dim=1)
+    return torch.cat([blocks[place] for place in order], dim=1)

@@ -1,0 +1,84 @@
+"""The canonical drafter -> a directory of z-lab or speculators.
+
+Every field is written. But a drafter that comes from the very format, and whose config.json still says what it is,
+gets that text and those tensors again: byte for byte, if safetensors' own library wrote them into one file, with at
+most one entry of metadata.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from safetensors.torch import save
+from torch import Tensor
+
+from d2sd.convert.draft_vocab import write_draft_vocabulary
+from d2sd.convert.formats import speculators, zlab
+from d2sd.convert.formats.borrowed import EMBEDDING, HEAD, TargetParts
+from d2sd.convert.formats.canonical import CanonicalDrafter
+from d2sd.convert.formats.read import read_config
+from d2sd.convert.formats.speculators_tensors import extra_tensors
+from d2sd.convert.hf_config import HFConfig
+from d2sd.convert.weights import write_tensors
+from d2sd.errors import CheckpointError
+
+Writable = Literal["z-lab", "speculators"]
+_PLAIN = {"format": "pt"}
+
+
+def write(folder: Path, drafter: CanonicalDrafter, to: Writable, target: TargetParts | None = None) -> list[str]:
+    """Write a checkpoint into an empty `folder`; return what the user must be told. Raises `CheckpointError`.
+
+    A speculators checkpoint holds copies of the target's tensors, so it needs the `target`.
+    """
+    kept = _still_says(drafter, to)
+    source, config = drafter.source, drafter.config
+    tensors, notes = dict(drafter.tensors), []
+    if to == "z-lab":
+        text = source.text if kept else zlab.config_text(config, drafter.dtype)
+        left = zlab.left_to_readers(text, config)
+        if left:
+            notes.append(f"as in the source, readers may take defaults for {', '.join(left)}; a bundle writes them")
+        write_draft_vocabulary(folder, config.draft_vocabulary, config.vocab_size)
+    else:
+        names = source.borrowed if kept else _borrowed_names(drafter)
+        if target is None and names & {EMBEDDING, HEAD}:
+            raise CheckpointError(
+                "A speculators checkpoint holds copies of the target's embedding and head.", where=source.folder,
+                expected="the target", fix="name it: --target DIR",
+            )  # fmt: skip
+        tensors |= extra_tensors(config, names, target, drafter.dtype)
+        text = source.text if kept else _speculators_text(drafter, target)
+    (folder / "config.json").write_bytes(text.encode())
+    _write_tensors(folder / "model.safetensors", tensors, source.metadata if kept else _PLAIN)
+    return notes
+
+
+def _still_says(drafter: CanonicalDrafter, to: Writable) -> bool:
+    """Whether the source is of this format and its text, read again, is this very drafter."""
+    source, config = drafter.source, drafter.config
+    if source.format != to:
+        return False
+    raw = HFConfig(json.loads(source.text), str(source.folder / "config.json"))
+    again = read_config(raw, to, config.num_target_layers, None)
+    return replace(again, draft_vocabulary=config.draft_vocabulary) == config
+
+
+def _borrowed_names(drafter: CanonicalDrafter) -> frozenset[str]:
+    return frozenset({EMBEDDING, HEAD} | ({"t2d", "d2t"} if drafter.config.draft_vocabulary else set()))
+
+
+def _speculators_text(drafter: CanonicalDrafter, target: TargetParts | None) -> str:
+    assert target is not None, "its copies have been made"
+    return speculators.config_text(drafter.config, drafter.dtype, str(target.folder), target.architectures)
+
+
+def _write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> None:
+    if metadata == _PLAIN:
+        write_tensors(file, tensors)
+    else:  # another writer's: small enough a case to build the file in memory
+        file.write_bytes(save({name: tensors[name].contiguous() for name in sorted(tensors)}, metadata))

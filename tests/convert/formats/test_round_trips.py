@@ -1,0 +1,198 @@
+"""What is read and written again is the same: in bytes within a format, in logits across formats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from d2sd.convert.drafter import load_drafter, read_drafter_config, write_drafter
+from d2sd.convert.formats.convert import convert
+from d2sd.convert.formats.read import read_drafter
+from d2sd.convert.formats.write import Writable
+from d2sd.modeling.config import Role
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from tests.convert.formats.helpers import (
+    draft_logits,
+    extra,
+    modelopt_fields,
+    public_fields,
+    reduced,
+    speculators_fields,
+    tiny_pair,
+    write_foreign,
+    write_tiny_target,
+)
+from tests.convert.helpers import edit_json, tree_bytes
+from tests.tiny import random_tokens
+
+
+def logits(decoder: Decoder, folder: Path) -> Tensor:
+    tokens = random_tokens(decoder, 1, 12)[0]
+    return draft_logits(decoder, load_drafter(folder, torch.float32), tokens[:11], int(tokens[11]))
+
+
+@pytest.fixture
+def decoder() -> Decoder:
+    return tiny_pair()[0]
+
+
+@pytest.fixture
+def target(tmp_path: Path, decoder: Decoder) -> Path:
+    return write_tiny_target(tmp_path / "target", decoder)
+
+
+@pytest.mark.parametrize("metadata", [{"format": "pt"}, None], ids=["with metadata", "without"])
+def test_a_published_z_lab_directory(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+    """Remote code, token ids, an integer theta, keys in no order: all as it was, and nothing that was not."""
+    drafter = tiny_pair()[1]
+    source = write_foreign(tmp_path / "a", public_fields(drafter), drafter.state_dict(), metadata)
+    found, notes = convert(source, "z-lab", tmp_path / "b")
+    assert found == "z-lab"
+    assert tree_bytes(tmp_path / "b") == tree_bytes(source)
+    (note,) = notes
+    assert "dflash_config.is_causal" in note
+    assert "num_target_layers" not in note
+
+
+@pytest.mark.parametrize("role", ["first", "variable_prefix"])
+@pytest.mark.parametrize("vocabulary", [False, True], ids=["whole", "reduced"])
+def test_our_own_z_lab_directory_also_through_speculators(
+    tmp_path: Path, target: Path, role: Role, vocabulary: bool
+) -> None:
+    drafter = tiny_pair(role=role)[1]
+    drafter = reduced(drafter) if vocabulary else drafter
+    write_drafter(tmp_path / "a", drafter.config, drafter.state_dict())
+    assert convert(tmp_path / "a", "z-lab", tmp_path / "b") == ("z-lab", [])
+    convert(tmp_path / "a", "speculators", tmp_path / "c", target=target)
+    convert(tmp_path / "c", "z-lab", tmp_path / "d", target=target)
+    assert tree_bytes(tmp_path / "a") == tree_bytes(tmp_path / "b") == tree_bytes(tmp_path / "d")
+    assert read_drafter_config(tmp_path / "d").role == role
+
+
+@pytest.mark.parametrize("vocabulary", [False, True], ids=["whole", "reduced"])
+@pytest.mark.parametrize("copies", ["both", "head", "none"])
+def test_a_speculators_directory(tmp_path: Path, decoder: Decoder, target: Path, vocabulary: bool, copies: str) -> None:
+    """To 0.7 both copies were saved, from 0.8 the head of a reduced vocabulary alone."""
+    drafter = reduced(tiny_pair()[1]) if vocabulary else tiny_pair()[1]
+    kept = {"both": ("embed", "lm_head"), "head": ("lm_head",), "none": ()}[copies]
+    more = {n: t for n, t in extra(decoder, drafter).items() if n.startswith(("t2d", "d2t", *kept))}
+    source = write_foreign(
+        tmp_path / "a", speculators_fields(drafter), {**drafter.state_dict(), **more}, {"format": "pt"}
+    )
+    found, _ = convert(source, "speculators", tmp_path / "b", target=target)
+    assert found == "speculators"
+    assert tree_bytes(tmp_path / "b") == tree_bytes(source)
+
+
+def write_as(folder: Path, form: str, decoder: Decoder, drafter: Drafter) -> Path:
+    if form == "speculators":
+        return write_foreign(folder, speculators_fields(drafter), drafter.state_dict() | extra(decoder, drafter))
+    fields = modelopt_fields(drafter) if form == "modelopt" else public_fields(drafter)
+    if form == "specforge":
+        fields["dflash_config"] |= {"training_mode": "vp_drafter", "prefix_weight_base": 0.9}
+    return write_foreign(folder, fields, drafter.state_dict())
+
+
+@pytest.mark.parametrize("to", ["z-lab", "speculators"])
+@pytest.mark.parametrize("form", ["z-lab", "modelopt", "specforge", "speculators"])
+def test_across_formats_logits_are_equal(
+    tmp_path: Path, decoder: Decoder, target: Path, form: str, to: Writable
+) -> None:
+    """Through the reader that bundles use, so a converted directory is also one that a recipe may name."""
+    drafter = tiny_pair(role="variable_prefix" if form == "specforge" else "first")[1]
+    tokens = random_tokens(decoder, 1, 12)[0]
+    expected = draft_logits(decoder, drafter, tokens[:11], int(tokens[11]))
+    found, _ = convert(write_as(tmp_path / "a", form, decoder, drafter), to, tmp_path / "b", target=target)
+    assert found == form
+    convert(tmp_path / "b", "z-lab", tmp_path / "c", target=target)
+    torch.testing.assert_close(logits(decoder, tmp_path / "c"), expected, atol=1e-6, rtol=0)
+    assert read_drafter_config(tmp_path / "c") == drafter.config
+
+
+def test_unsorted_ids_are_put_in_order_with_their_columns(tmp_path: Path, decoder: Decoder) -> None:
+    drafter = tiny_pair(ids=(4, 0, 2))[1]
+    source = write_foreign(tmp_path / "a", public_fields(drafter), drafter.state_dict())
+    _, notes = convert(source, "z-lab", tmp_path / "b")
+    assert any("[4, 0, 2] and the columns of fc.weight" in note for note in notes)
+    assert read_drafter_config(tmp_path / "b").target_layer_ids == (0, 2, 4)
+    # fc adds the same products in another order, seen in fp32's fifth digit; wrong columns differ in the first.
+    torch.testing.assert_close(logits(decoder, tmp_path / "b"), logits(decoder, source), atol=1e-4, rtol=0)
+
+
+def test_other_formats_become_explicit(tmp_path: Path, decoder: Decoder, target: Path) -> None:
+    """What our own writer would write of the same drafter, whoever it comes from."""
+    drafter = tiny_pair()[1]
+    write_drafter(tmp_path / "ours", drafter.config, drafter.state_dict())
+    for form in ("modelopt", "speculators"):
+        convert(write_as(tmp_path / form, form, decoder, drafter), "z-lab", tmp_path / f"{form}-2", target=target)
+        assert tree_bytes(tmp_path / f"{form}-2") == tree_bytes(tmp_path / "ours")
+
+
+def test_a_source_whose_text_says_something_else_is_not_echoed(tmp_path: Path) -> None:
+    """A role that was declared must stand in the file, not in the memory of who declared it."""
+    drafter = tiny_pair()[1]
+    source = write_foreign(tmp_path / "a", public_fields(drafter), drafter.state_dict())
+    _, notes = convert(source, "z-lab", tmp_path / "b", declared="variable_prefix")
+    assert "the role variable_prefix is declared, not read: the config does not say it" in notes
+    values = json.loads((tmp_path / "b/config.json").read_text())
+    assert values["dflash_config"]["training_mode"] == "vp_drafter"
+    assert "auto_map" not in values
+
+
+def test_tensors_keep_their_type(tmp_path: Path) -> None:
+    drafter = tiny_pair()[1]
+    halves = {name: tensor.bfloat16() for name, tensor in drafter.state_dict().items()}
+    source = write_foreign(tmp_path / "a", public_fields(drafter) | {"dtype": "bfloat16"}, halves)
+    assert read_drafter(source).dtype == torch.bfloat16
+    convert(source, "z-lab", tmp_path / "b")
+    assert tree_bytes(tmp_path / "b") == tree_bytes(source)
+
+
+def test_shards_become_one_file(tmp_path: Path) -> None:
+    drafter = tiny_pair()[1]
+    whole = drafter.state_dict()
+    source = write_foreign(tmp_path / "a", public_fields(drafter), whole)
+    halves = [list(whole)[::2], list(whole)[1::2]]
+    (source / "model.safetensors").unlink()
+    names = [f"model-{part}-of-2.safetensors" for part in (1, 2)]
+    for name, half in zip(names, halves, strict=True):
+        write_foreign(tmp_path / name, {}, {key: whole[key] for key in half})
+        (tmp_path / name / "model.safetensors").replace(source / name)
+    index = {"weight_map": {key: name for name, half in zip(names, halves, strict=True) for key in half}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    convert(source, "z-lab", tmp_path / "b")
+    assert sorted(tree_bytes(tmp_path / "b")) == ["config.json", "model.safetensors"]
+    for name, tensor in load_drafter(tmp_path / "b", torch.float32).state_dict().items():
+        assert torch.equal(tensor, whole[name])
+
+
+def test_code_and_pickles_stay_behind_and_are_named(tmp_path: Path) -> None:
+    drafter = tiny_pair()[1]
+    source = write_foreign(tmp_path / "a", public_fields(drafter), drafter.state_dict())
+    for name in ("dflash.py", "training_state.pt"):
+        (source / name).write_bytes(b"\x80raise SystemExit")
+    _, notes = convert(source, "z-lab", tmp_path / "b")
+    assert sorted(tree_bytes(tmp_path / "b")) == ["config.json", "model.safetensors"]
+    assert "left behind: dflash.py, training_state.pt" in notes
+    assert any(note.startswith("training_state.pt is a pickle and was not opened") for note in notes)
+
+
+def test_a_config_may_say_the_same_otherwise(tmp_path: Path) -> None:
+    """Transformers 5's RoPE and Qwen3.5's place of the sizes are read, and kept."""
+    drafter = tiny_pair()[1]
+    source = write_foreign(tmp_path / "a", public_fields(drafter), drafter.state_dict())
+    for key, value in {
+        "rope_theta": ..., "rope_scaling": ..., "block_size": ..., "num_target_layers": ...,
+        "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+        "dflash_config.block_size": 4, "dflash_config.num_target_layers": 6,
+    }.items():  # fmt: skip
+        edit_json(source / "config.json", key, value)
+    assert read_drafter_config(source) == drafter.config
+    _, notes = convert(source, "z-lab", tmp_path / "b")
+    assert tree_bytes(tmp_path / "b") == tree_bytes(source)
+    assert "rope" not in notes[0]
