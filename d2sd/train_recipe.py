@@ -124,7 +124,7 @@ class TrainSettings(Part):
     micro_batch: Positive = 1
     #: blocks a sequence, at random anchors
     blocks: Positive = 32
-    #: muon for the matrices beside AdamW for the rest learns in fewer steps (models/smollm2-135m); adamw: as published
+    #: muon: for the matrices, beside AdamW for the rest; adamw: for all, as published
     optimizer: Literal["muon", "adamw"] = "muon"
     #: for muon; DFlash's AdamW has 6e-4
     learning_rate: Above0 = 2e-3
