@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
 from d2sd.bench import metrics
 from d2sd.bench.bootstrap import tau_interval, tau_ratio
@@ -36,7 +35,7 @@ from d2sd.convert.bundle import Bundle, load_bundle
 from d2sd.modeling.drafter import Drafter
 from d2sd.runtime.request import SamplingParams
 from d2sd.train.features import TrainingData, cache_features
-from d2sd.train.initial import drafter_config, drafter_from_target
+from d2sd.train.initial import first_drafter
 from d2sd.train.loop import Trainer
 from d2sd.train.world import World
 from d2sd.train_recipe import TrainRecipe, TrainSettings, load_train_recipe
@@ -90,9 +89,7 @@ class Ablation:
     def drafter(self, name: str) -> Drafter:
         """Trained, or as an earlier run left it."""
         settings, data = self.settings(name), self.data
-        config = drafter_config(self.recipe.drafter, self.bundle.target.config, None)
-        sample = torch.cat([data[i].features[1:] for i in range(min(64, len(data)))])
-        start = drafter_from_target(config, self.bundle.target, sample, torch.Generator().manual_seed(settings.seed))
+        start = first_drafter(self.recipe.drafter, self.bundle.target, data, settings.seed)
         trainer = Trainer(self.bundle.target, start, data, settings)
         with bar(name, settings.steps) as advance:
             trainer.run(self.out / "states" / f"{name.replace(' ', '')}-{self.steps}", lambda step, said: advance(1))

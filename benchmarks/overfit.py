@@ -8,11 +8,9 @@ Trains on the first 64 answers of a training's work folder, then lets the real r
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import click
-import torch
 
 from d2sd.bench import metrics
 from d2sd.cli.report import Reporting, bar
@@ -23,7 +21,7 @@ from d2sd.errors import D2SDError
 from d2sd.modeling.drafter import Drafter
 from d2sd.runtime.policy import PolicyName
 from d2sd.train.features import online_features
-from d2sd.train.initial import drafter_config, drafter_from_target
+from d2sd.train.initial import drafter_config, first_drafter
 from d2sd.train.loop import Trainer
 from d2sd.train.world import World
 from d2sd.train_recipe import TrainSettings, load_train_recipe
@@ -70,12 +68,10 @@ def main(recipe: Path, work: Path | None, steps: int, out: Path) -> None:
     evaluator = Evaluator(loaded.model_copy(update={"evaluation": asked}), bundle, chosen, "cpu", bar)
     size = loaded.drafter.block_size
 
-    sample = torch.cat([data[i].features[1:] for i in range(len(data))])
-    config = drafter_config(loaded.drafter, bundle.target.config, None)
-    start = drafter_from_target(config, bundle.target, sample, torch.Generator().manual_seed(0))
+    start = first_drafter(loaded.drafter, bundle.target, data, loaded.first.seed)
     first = trained(Trainer(bundle.target, start, data, settings(loaded.first, steps)), out / "first", "first")
     judge(evaluator, "chain", size, first)
-    second = Drafter(replace(config, role="variable_prefix", prefix_weight_base=loaded.second.prefix_base))
+    second = Drafter(drafter_config(loaded.drafter, bundle.target.config, loaded.second.prefix_base))
     second.load_state_dict(first.state_dict())
     trainer = Trainer(bundle.target, second, data, settings(loaded.second, steps), first)
     judge(evaluator, "d2sd", size, first, trained(trainer, out / "second", "second"))

@@ -21,7 +21,11 @@ from d2sd.modeling.config import DecoderConfig, DrafterConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.layers import Layer
+from d2sd.train.features import TrainingData
 from d2sd.train_recipe import Geometry
+
+#: Sequences whose features show how large the taps are.
+_SAMPLE = 64
 
 
 def drafter_config(geometry: Geometry, target: DecoderConfig, prefix_base: float | None) -> DrafterConfig:
@@ -50,6 +54,14 @@ def drafter_config(geometry: Geometry, target: DecoderConfig, prefix_base: float
         role="first" if prefix_base is None else "variable_prefix",
         prefix_weight_base=prefix_base,
     )
+
+
+def first_drafter(geometry: Geometry, target: Decoder, data: TrainingData, seed: int) -> Drafter:
+    """Where the training of a first drafter on `data` starts. Raises D2SDError as `drafter_config` does."""
+    # a sequence's first token is an outlier
+    sample = torch.cat([data[i].features[1:] for i in range(min(_SAMPLE, len(data)))])
+    config = drafter_config(geometry, target.config, None)
+    return drafter_from_target(config, target, sample, torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()

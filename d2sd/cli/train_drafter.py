@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import click
-import torch
 
 from d2sd.bench import metrics
 from d2sd.bench.result import Cell
@@ -20,13 +19,10 @@ from d2sd.convert.progress import Progress
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.train.features import TrainingData
-from d2sd.train.initial import drafter_config, drafter_from_target
+from d2sd.train.initial import drafter_config, first_drafter
 from d2sd.train.loop import Trainer
 from d2sd.train.world import World
 from d2sd.train_recipe import SecondSettings, TrainRecipe, TrainSettings
-
-#: Sequences whose features show how large the taps are.
-_SAMPLE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +41,8 @@ class Training:
 
     def first(self) -> Drafter:
         """Starts from the target's last layers; judged by the chains it drafts."""
-        settings, rows = self.recipe.first, self.data
-        sample = torch.cat([rows[i].features[1:] for i in range(min(_SAMPLE, len(rows)))])  # the first is an outlier
-        config = drafter_config(self.recipe.drafter, self.target.config, None)
-        start = drafter_from_target(config, self.target, sample, torch.Generator().manual_seed(settings.seed))
+        settings = self.recipe.first
+        start = first_drafter(self.recipe.drafter, self.target, self.data, settings.seed)
         drafter = start.to(self.world.device)
         return self._train("first", settings, drafter, None, lambda: [self.evaluator.cell("chain", self._now(drafter))])
 
