@@ -138,6 +138,40 @@ class Limits(Part):
     prefill_chunk: Positive = 128
 
 
+class Checks(Part):
+    """What a build tries on real prompts before it publishes a bundle; the figures stand in its manifest."""
+
+    #: JSONL of {"id", "turns"}; a few dozen of our own writing where absent
+    prompts: str | None = None
+    #: enough to notice a drafter that is read wrongly, and seconds on a CPU
+    count: Positive = 4
+    #: new tokens a prompt
+    tokens: Positive = 24
+    #: fail the build below this many tokens a step of the first drafter's chain; absent: only tell
+    min_tau: Annotated[float, Field(ge=1)] | None = None
+
+
+class FP8(Part):
+    """8-bit floating point (E4M3) for weights and inputs of linear layers, calibrated by ModelOpt."""
+
+    #: every linear layer but the head
+    target: bool = True
+    #: MLP and output projections alone: engines slice or read the other projections as they are
+    drafters: bool = True
+    #: the target's K/V too, with a scale each a layer
+    kv: bool = False
+    #: JSONL of {"id", "turns"} to calibrate on and to compare with unquantized models; our own where absent
+    prompts: str | None = None
+    #: how many of them: scales are maxima, which settle early
+    count: Positive = 32
+    #: new tokens a prompt, for the comparison
+    tokens: Positive = 48
+    #: fail the build where tokens a step fall by more than this share; absent: only tell
+    max_tau_drop: Annotated[float, Field(ge=0, le=1)] | None = None
+    #: fail the build where the target's perplexity rises by more than this share; absent: only tell
+    max_perplexity_rise: Annotated[float, Field(ge=0)] | None = None
+
+
 class Recipe(RecipeFile):
     """The recipe of a bundle."""
 
@@ -149,6 +183,10 @@ class Recipe(RecipeFile):
     drafters: Drafters = Drafters()
     #: the precision in which losslessness is proven
     precision: Precision = "fp32"
+    #: none: weights in `precision`
+    fp8: FP8 | None = None
+    #: a short run of each method
+    checks: Checks = Checks()
     #: the paper's tree with our drafters' geometry
     tree: Tree = Tree()
     #: greedy
@@ -172,6 +210,8 @@ class Recipe(RecipeFile):
             raise ValueError(f"tree.policy {tree.policy} needs drafters.second; add it or set tree.policy to ddtree")
         if self.drafters.calibration is not None and self.drafters.first is None:
             raise ValueError("drafters.calibration is of drafters, and there are none; remove it")
+        if self.fp8 is not None and self.precision == "fp32":
+            raise ValueError("fp8 computes in 16 bits around its products; set precision to bf16 or fp16")
         if self.drafters.second is not None and self.drafters.first is None:
             raise ValueError("drafters.second extends drafters.first, which is absent; add it")
         if limits.max_context % limits.page_size:
