@@ -1,11 +1,13 @@
 """Recipe -> bundle, in the stages fetch, target, drafter_first, drafter_second, calibration, trtllm, check, manifest.
 
-`Work` makes them survive a kill; a bundle's bytes depend on its recipe, its sources and the tools' versions alone.
+`Work` makes them survive a kill; a bundle's bytes depend on its recipe, its sources and the tools' versions alone (FP8
+scales also on the processor, whose sums round in their own order).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ import torch
 from d2sd.calibration import NAME as CALIBRATION_NAME
 from d2sd.calibration import CalibrationFile, write_calibration
 from d2sd.convert.bundle import Bundle, assemble
+from d2sd.convert.calibrate_fp8 import PACKAGE, load_modelopt
 from d2sd.convert.drafter import fingerprint, load_drafter, write_drafter
 from d2sd.convert.fetch import fetch
 from d2sd.convert.files import hash_files, write_json
+from d2sd.convert.fp8_build import Fp8Build, Fp8Trials
 from d2sd.convert.gguf import convert_gguf
 from d2sd.convert.plan import Part, Plan, make_plan
 from d2sd.convert.progress import Progress, silent
@@ -43,6 +47,7 @@ def build(
     output: Path,
     *,
     check: Check,
+    fp8: Fp8Trials | None = None,
     progress: Progress = silent,
     finished: Callable[[str], None] = lambda stage: None,
 ) -> Manifest:
@@ -57,24 +62,39 @@ def build(
         plan = make_plan(recipe)
     finished("fetch")
     with work.exclusively():
-        manifest = _stages(plan, work, check)
+        manifest = _stages(plan, work, check, fp8)
         write_json(work.bundle / NAME, manifest.model_dump(mode="json"))
         work.publish()
     finished("manifest")
     return manifest
 
 
-def _stages(plan: Plan, work: Work, check: Check) -> Manifest:
+def _stages(plan: Plan, work: Work, check: Check, trials: Fp8Trials | None) -> Manifest:
     assert plan.target is not None, "the fetch stage has run"
     served = unserved(plan.recipe) is None
     optional = {"calibration": plan.calibration is not None, TRTLLM: served}
     work.keep_only({part.name for part in plan.parts} | {name for name, wanted in optional.items() if wanted})
-    versions = {tool: version(tool) for tool in _TOOLS}
-    common: dict[str, object] = {"versions": versions, "precision": plan.recipe.precision}
+    unproven = Manifest(
+        recipe=plan.recipe,
+        target=_target_geometry(plan.target),
+        first=_drafter_geometry(plan, "drafter_first"),
+        second=_drafter_geometry(plan, "drafter_second"),
+        files={},
+        versions={tool: version(tool) for tool in _TOOLS},
+        checks={},
+    )
+    fp8 = _fp8(plan, work, trials, unproven) if plan.recipe.fp8 is not None else None
+    if fp8 is not None:
+        unproven = unproven.model_copy(update={"versions": unproven.versions | {PACKAGE: fp8.modelopt.version}})
+    common: dict[str, object] = {"versions": unproven.versions, "precision": plan.recipe.precision}
     files: dict[str, str] = {}
     for part in plan.parts:
         source, need, write = _target(plan, part, work) if part is plan.target else _drafter(plan, part, work)
-        files |= work.stage(part.name, common | {"source": source}, need, write).files
+        inputs = common | {"source": source}
+        if fp8 is not None and fp8.makes(part):
+            inputs |= fp8.inputs() | {"behind": list(files.items())}
+            write = partial(fp8.write, part)
+        files |= work.stage(part.name, inputs, need, write).files
     if plan.calibration is not None:
         need, write = _calibration(plan, plan.calibration)
         inputs = common | {"source": plan.calibration.model_dump(mode="json"), "drafters": list(files.items())}
@@ -82,18 +102,37 @@ def _stages(plan: Plan, work: Work, check: Check) -> Manifest:
     if served:
         inputs = common | {"recipe": plan.recipe.canonical(), "drafters": list(files.items())}
         files |= work.stage(TRTLLM, inputs, 1 << 20, lambda folder: write_faces(folder, plan.recipe)).files
-    unproven = Manifest(
-        recipe=plan.recipe,
-        target=_target_geometry(plan.target),
-        first=_drafter_geometry(plan, "drafter_first"),
-        second=_drafter_geometry(plan, "drafter_second"),
-        files=files,
-        versions=versions,
-        checks={},
-    )
-    inputs = unproven.model_dump(mode="json")
-    result = work.stage("check", inputs, 0, lambda folder: check(assemble(work.bundle, unproven))).result
+    unproven = unproven.model_copy(update={"files": files})
+
+    def prove(folder: Path) -> dict[str, Any]:
+        bundle = assemble(work.bundle, unproven)
+        return check(bundle) | ({"fp8": fp8.compare(bundle)} if fp8 is not None else {})
+
+    result = work.stage("check", unproven.model_dump(mode="json"), 0, prove).result
     return unproven.model_copy(update={"checks": result})
+
+
+def _fp8(plan: Plan, work: Work, trials: Fp8Trials | None, manifest: Manifest) -> Fp8Build:
+    """Make what FP8 needs of the unquantized target, out of the bundle."""
+    assert trials is not None, "a recipe with FP8 needs trials"
+    assert plan.target is not None
+    assert plan.target_file is not None
+    recipe = plan.recipe
+    common: dict[str, object] = {"versions": manifest.versions, "precision": recipe.precision}
+    source, need, write = _target(plan, plan.target, work)
+    folder, common = plan.target_file, common | {"source": source}
+    if recipe.target.pypi:
+        work.stage("plain_target", common, need, write, hidden=True)
+        folder = work.hidden / "plain_target"
+    plain = manifest.model_copy(update={"recipe": recipe.model_copy(update={"fp8": None})})
+    made = Fp8Build(plan, work, trials, load_modelopt(work.progress), plain, folder)
+    prompts = recipe.path(made.wanted.prompts) if made.wanted.prompts else None
+    inputs = common | {
+        "prompts": hash_files(prompts.parent, [prompts.name]) if prompts else None,
+        "count": made.wanted.count, "tokens": made.wanted.tokens,
+    }  # fmt: skip
+    work.stage("texts", inputs, 1 << 20, made.write_texts, hidden=True)
+    return made
 
 
 def _target(plan: Plan, part: Part, work: Work) -> tuple[object, int, Run]:

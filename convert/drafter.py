@@ -17,21 +17,25 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.draft_vocab import read_draft_vocabulary, write_draft_vocabulary
+from d2sd.convert.files import write_json
 from d2sd.convert.formats.detect import detect
 from d2sd.convert.formats.layout import read_layout
 from d2sd.convert.formats.zlab import config_text
 from d2sd.convert.hf_config import HFConfig
+from d2sd.convert.quantization import FILE, KEY, Quantization, described, read_quantization
 from d2sd.convert.weights import (
     check_headers,
     expected_shapes,
     fill,
     read_headers,
     read_tensors,
+    stored_as,
     write_tensors,
 )
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DecoderConfig, DrafterConfig, Role
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.fp8 import linear_names, make_fp8
 
 
 def read_drafter_config(directory: Path, declared: Role | None = None) -> DrafterConfig:
@@ -40,14 +44,29 @@ def read_drafter_config(directory: Path, declared: Role | None = None) -> Drafte
     `declared` is the role of a drafter that does not say its own.
     """
     raw = HFConfig.read(directory)
-    if detect(raw) == "speculators":
+    if detect(HFConfig({k: v for k, v in raw.values.items() if k != KEY}, raw.where)) == "speculators":
         raise CheckpointError(
             "A recipe's drafter is a directory in the DFlash layout, and this is a speculators checkpoint.",
             where=raw.where, fix="d2sd convert it --to z-lab",
         )  # fmt: skip
-    config = read_layout(raw, declared)
+    _check_quantization(directory, raw)
+    config = read_layout(HFConfig({k: v for k, v in raw.values.items() if k != KEY}, raw.where), declared)
     ids = read_draft_vocabulary(directory, config.vocab_size, config.mask_token_id)
     return replace(config, draft_vocabulary=ids)
+
+
+def _check_quantization(directory: Path, raw: HFConfig) -> None:
+    """Refuse an FP8 drafter that engines would misread."""
+    quantization = read_quantization(directory, raw)
+    if quantization is None:
+        return
+    narrow = quantization.of(("fc", *(f"layers.0.self_attn.{kind}_proj" for kind in "qkv")))
+    if narrow or quantization.kv:
+        raise CheckpointError(
+            "What is FP8 in this drafter, engines read as if it were not.", where=f"{directory}: {FILE} or {KEY}",
+            found=", ".join(narrow) or "K/V", expected="FP8 in o_proj and the MLP alone",
+            fix="name the drafter from before it was quantized, and set fp8.drafters",
+        )  # fmt: skip
 
 
 def check_fit(config: DrafterConfig, target: DecoderConfig, *, role: Role, block_size: int, where: Path) -> None:
@@ -95,19 +114,22 @@ def check_target(config: DrafterConfig, target: DecoderConfig, where: Path) -> N
             )  # fmt: skip
 
 
-def drafter_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+def drafter_shapes(config: DrafterConfig, quantization: Quantization | None = None) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a drafter's tensors."""
-    return expected_shapes(_empty(config))
+    return expected_shapes(_empty(config, quantization))
 
 
-def check_drafter_tensors(directory: Path, config: DrafterConfig) -> None:
-    """Check names, shapes and types of a drafter's tensors from headers alone."""
-    check_headers(directory, read_headers(directory), drafter_shapes(config), lambda name: name)
+def check_drafter_tensors(directory: Path, config: DrafterConfig) -> Quantization | None:
+    """Check names, shapes and types of a drafter's tensors from headers alone. Return how it is quantized."""
+    quantization = read_quantization(directory, HFConfig.read(directory))
+    check_headers(directory, read_headers(directory), drafter_shapes(config, quantization), lambda name: name)
+    return quantization
 
 
 def load_drafter(directory: Path, dtype: torch.dtype, declared: Role | None = None) -> Drafter:
     """Read a drafter onto the CPU in `dtype`, in eval mode and without gradients; for `declared` see above."""
-    module = _empty(read_drafter_config(directory, declared))
+    config = read_drafter_config(directory, declared)
+    module = _empty(config, read_quantization(directory, HFConfig.read(directory)))
     tensors: dict[str, Tensor] = {}
     for _, part in read_tensors(directory, expected_shapes(module), dtype):
         tensors |= part
@@ -115,20 +137,31 @@ def load_drafter(directory: Path, dtype: torch.dtype, declared: Role | None = No
     return module
 
 
-def write_drafter(directory: Path, config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Write a drafter's directory; `tensors` is `Drafter.state_dict()`, of one dtype."""
-    expected = drafter_shapes(config)
+def write_drafter(
+    directory: Path,
+    config: DrafterConfig,
+    tensors: Mapping[str, Tensor],
+    quantization: Quantization | None = None,
+) -> None:
+    """Write a drafter's directory; `tensors` is `Drafter.state_dict()`, of one dtype but for what is FP8."""
+    expected = drafter_shapes(config, quantization)
     given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert given == expected, f"not this drafter's tensors: {sorted(given.items() ^ expected.items())}"
-    (dtype,) = {tensor.dtype for tensor in tensors.values()}
+    (dtype,) = {tensor.dtype for name, tensor in tensors.items() if stored_as(name, expected) == "wide"}
     write_tensors(directory / "model.safetensors", tensors)
-    (directory / "config.json").write_text(config_text(config, dtype), "utf-8")
+    beside, inline = described(quantization) if quantization else (None, None)
+    (directory / "config.json").write_text(config_text(config, dtype, inline), "utf-8")
+    if beside is not None:
+        write_json(directory / FILE, beside)
     write_draft_vocabulary(directory, config.draft_vocabulary, config.vocab_size)
 
 
-def _empty(config: DrafterConfig) -> Drafter:
+def _empty(config: DrafterConfig, quantization: Quantization | None) -> Drafter:
     with torch.device("meta"):
-        return Drafter(config)
+        module = Drafter(config)
+        if quantization is not None:
+            make_fp8(module, quantization.of(linear_names(module)))
+    return module
 
 
 def fingerprint(drafter: Drafter) -> str:

@@ -22,6 +22,7 @@ from d2sd.errors import CheckpointError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INDEX = "model.safetensors.index.json"
+_STORED = {"wide": ("F32", "BF16", "F16"), "FP8": ("F8_E4M3",), "scale": ("F32",)}
 
 Shapes = Mapping[str, tuple[int, ...]]
 #: Name in the file -> name in our module; None for tensors that carry nothing.
@@ -40,6 +41,13 @@ class TensorInfo:
 def expected_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Names and shapes that `module` (usually built under `torch.device("meta")`) wants."""
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
+def stored_as(name: str, expected: Shapes) -> str:
+    """How a tensor of a module with the names `expected` is stored: "scale", "FP8" (it has a scale), or "wide"."""
+    if name.endswith(("_scale", "_cache.scale")):
+        return "scale"
+    return "FP8" if f"{name}_scale" in expected else "wide"
 
 
 def read_headers(directory: Path) -> dict[str, TensorInfo]:
@@ -112,8 +120,10 @@ def check_headers(directory: Path, found: Mapping[str, TensorInfo], expected: Sh
     if missing or unknown:
         parts = [f"missing {_some(missing)}" if missing else "", f"unknown {_some(unknown)}" if unknown else ""]
         raise CheckpointError(
-            "The tensors are not those of the configuration.", where=directory, found="; ".join(p for p in parts if p)
-        )
+            "The tensors are not those of the configuration.", where=directory, found="; ".join(p for p in parts if p),
+            fix="scales belong to FP8, which quantization_config or hf_quant_config.json must describe"
+            if any(name.endswith("_scale") for name in unknown) else None,
+        )  # fmt: skip
     for name, ours in names.items():
         info = found[name]
         if info.shape != expected[ours]:
@@ -123,12 +133,14 @@ def check_headers(directory: Path, found: Mapping[str, TensorInfo], expected: Sh
                 found=list(info.shape),
                 expected=list(expected[ours]),
             )
-        if info.dtype not in ("F32", "BF16", "F16"):
+        allowed = _STORED[stored_as(ours, expected)]
+        if info.dtype not in allowed:
             raise CheckpointError(
                 "A tensor's type is not supported.",
                 where=f"{info.file}: {name}",
                 found=info.dtype,
-                expected="F32, BF16 or F16",
+                expected=" or ".join(allowed),
+                fix="its quantization_config and hf_quant_config.json say what is FP8" if "F8" in info.dtype else None,
             )
     return names
 
@@ -138,8 +150,8 @@ def read_tensors(
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield (file name, {our name: tensor in `dtype`}) file by file, so that one shard at a time is in memory.
 
-    All headers are checked before the first file is read; NaN and infinities (of the source, or born in the cast to
-    fp16) are refused by name.
+    FP8 tensors and their scales are given as they are. All headers are checked before the first file is read; NaN and
+    infinities (of the source, or born in the cast to fp16) and scales that are not positive are refused by name.
     """
     found = read_headers(directory)
     names = check_headers(directory, found, expected, rename)
@@ -147,13 +159,21 @@ def read_tensors(
         tensors: dict[str, Tensor] = {}
         with safe_open(file, framework="pt") as handle:
             for name in sorted(n for n in names if found[n].file == file):
-                tensor: Tensor = handle.get_tensor(name).to(dtype)
-                if not all(bound.isfinite() for bound in tensor.aminmax()):  # NaN propagates; one pass, no copy
-                    raise CheckpointError(
-                        "A tensor holds NaN or infinity.", where=f"{file}: {name}", expected=f"finite in {dtype}"
-                    )
+                kind = stored_as(names[name], expected)
+                tensor: Tensor = handle.get_tensor(name)
+                tensor = tensor.to(dtype) if kind == "wide" else tensor
+                _check_values(tensor, kind, f"{file}: {name}")
                 tensors[names[name]] = tensor
         yield file.name, tensors
+
+
+def _check_values(tensor: Tensor, kind: str, where: str) -> None:
+    # NaN propagates through the extremes: one pass, no copy but of FP8, which has none
+    least, most = (tensor.float() if kind == "FP8" else tensor).aminmax()
+    if not (least.isfinite() and most.isfinite()):
+        raise CheckpointError("A tensor holds NaN or infinity.", where=where, expected=f"finite in {tensor.dtype}")
+    if kind == "scale" and least <= 0:
+        raise CheckpointError("A scale is not positive.", where=where, found=least.item())
 
 
 def read_tensor(file: Path, name: str) -> Tensor:

@@ -3,6 +3,7 @@
     <output>/                     appears at the end, by a rename
     .<output name>.building/
       bundle/<stage>/             what will be renamed
+      hidden/<stage>/             what other stages need and the bundle does not
       stages/<stage>.json         a finished stage: hash of its inputs, hashes of its files
       scratch/                    while a stage runs
 
@@ -59,6 +60,10 @@ class Work:
     def bundle(self) -> Path:
         return self.folder / "bundle"
 
+    @property
+    def hidden(self) -> Path:
+        return self.folder / "hidden"
+
     @contextmanager
     def exclusively(self) -> Iterator[None]:
         """Hold the folder; where an error leaves nothing to resume, leave nothing at all."""
@@ -86,10 +91,11 @@ class Work:
             if path.is_dir() and path.name not in stages:
                 remove(path)
 
-    def stage(self, name: str, inputs: object, need: int, run: Run) -> Marker:
+    def stage(self, name: str, inputs: object, need: int, run: Run, *, hidden: bool = False) -> Marker:
         """Return the marker of the stage writing `bundle/<name>` (`need` bytes), running it unless it is finished."""
-        folder, path = self.bundle / name, self.folder / "stages" / f"{name}.json"
-        marker = self._resume(path, name, digest(inputs))
+        root = self.hidden if hidden else self.bundle
+        folder, path = root / name, self.folder / "stages" / f"{name}.json"
+        marker = self._resume(path, root, name, digest(inputs))
         if marker is None:
             path.unlink(missing_ok=True)
             remove(folder)
@@ -99,7 +105,7 @@ class Work:
                 except BaseException:
                     remove(folder)
                     raise
-                marker = Marker(digest(inputs), self._hashes(name), result)
+                marker = Marker(digest(inputs), self._hashes(root, name), result)
                 path.parent.mkdir(exist_ok=True)
                 write_json(path, asdict(marker))
         self.finished(name)
@@ -114,13 +120,13 @@ class Work:
         self.bundle.replace(self.output)
         remove(self.folder)
 
-    def _resume(self, path: Path, name: str, inputs: str) -> Marker | None:
+    def _resume(self, path: Path, root: Path, name: str, inputs: str) -> Marker | None:
         try:
             marker = Marker(**json.loads(path.read_text("utf-8")))
         except (OSError, ValueError, TypeError):
             return None  # no marker, or a damaged one: the stage runs again
-        return marker if marker.inputs == inputs and marker.files == self._hashes(name) else None
+        return marker if marker.inputs == inputs and marker.files == self._hashes(root, name) else None
 
-    def _hashes(self, name: str) -> dict[str, str]:
-        files = [f"{name}/{file}" for file in list_files(self.bundle / name)]
-        return hash_files(self.bundle, files, self.progress)
+    def _hashes(self, root: Path, name: str) -> dict[str, str]:
+        files = [f"{name}/{file}" for file in list_files(root / name)]
+        return hash_files(root, files, self.progress)

@@ -55,6 +55,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * size, hidden, bias=config.o_bias)
         self.q_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_cache: nn.Module = nn.Identity()  # see d2sd.modeling.fp8
+        self.v_cache: nn.Module = nn.Identity()
 
     def queries(self, x: Tensor, cos_sin: CosSin) -> Tensor:
         """[..., E] -> rotated queries [..., Hq, D]."""
@@ -63,7 +65,7 @@ class Attention(nn.Module):
     def keys_values(self, x: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """[..., E] -> rotated keys and plain values, each [..., Hkv, D]."""
         k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), cos_sin)
-        return k, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        return self.k_cache(k), self.v_cache(self.v_proj(x).unflatten(-1, (-1, self.head_dim)))
 
     def output(self, heads: Tensor) -> Tensor:
         """[..., Hq, D] -> [..., E]."""

@@ -7,6 +7,7 @@ and no head: they are the target's. A second drafter says so with `training_mode
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 import torch
 
@@ -16,9 +17,10 @@ from d2sd.convert.hf_config import rope_fields
 from d2sd.modeling.config import DrafterConfig
 
 
-def config_text(config: DrafterConfig, dtype: torch.dtype) -> str:
-    """The text of `config.json`."""
+def config_text(config: DrafterConfig, dtype: torch.dtype, quantization: Mapping[str, object] | None = None) -> str:
+    """The text of `config.json`; `quantization` is its `quantization_config`."""
     fields = _fields(config) | {"dtype": str(dtype).removeprefix("torch.")}
+    fields |= {} if quantization is None else {"quantization_config": quantization}
     return json.dumps(fields, indent=2, sort_keys=True) + "\n"
 
 

@@ -36,6 +36,7 @@ def build(recipe: Path, plan: bool, overrides: tuple[str, ...], out: Path | None
         show_plan(make_plan(loaded), output)
         return
     from d2sd.cli.checks import check_bundle
+    from d2sd.cli.fp8_trials import fp8_trials
     from d2sd.convert.build import build as build_bundle
 
     start = time.monotonic()
@@ -44,5 +45,6 @@ def build(recipe: Path, plan: bool, overrides: tuple[str, ...], out: Path | None
         if verbose:
             click.echo(f"{stage:14} done after {time.monotonic() - start:.1f} s", err=True)
 
-    build_bundle(loaded, output, check=check_bundle, progress=bar, finished=finished)
+    trials = fp8_trials(loaded)
+    build_bundle(loaded, output, check=check_bundle, fp8=trials, progress=bar, finished=finished)
     click.echo(output)

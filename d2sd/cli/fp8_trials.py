@@ -1,0 +1,138 @@
+"""What a build asks of the runtime when it makes FP8: texts to calibrate on, drafts to watch, and what FP8 changed."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from d2sd.errors import BuildError
+from d2sd.recipe import FP8, Policy, Recipe
+
+if TYPE_CHECKING:
+    from d2sd.convert.bundle import Bundle
+    from d2sd.convert.fp8_build import Fp8Trials, Text
+    from d2sd.runtime.request import Request, SamplingParams
+    from d2sd.runtime.sequence import Sequence
+
+
+def fp8_trials(recipe: Recipe) -> Fp8Trials | None:
+    """The trials of a recipe; None where it makes no FP8."""
+    from d2sd.convert.fp8_build import Fp8Trials
+
+    wanted = recipe.fp8
+    if wanted is None:
+        return None
+    runs = _Runs(recipe, wanted)
+    return Fp8Trials(texts=runs.texts, exercise=runs.exercise, compare=runs.compare)
+
+
+class _Runs:
+    def __init__(self, recipe: Recipe, wanted: FP8) -> None:
+        self._recipe, self._wanted = recipe, wanted
+
+    def texts(self, bundle: Bundle) -> list[Text]:
+        """Prompts with answers that the target samples at temperature 1: what it says, as often as it says it."""
+        from d2sd.convert.fp8_build import Text
+        from d2sd.runtime.request import SamplingParams
+
+        done = self._run(bundle, "off", SamplingParams(temperature=1.0), "sampling texts")
+        return [Text([*s.request.prompt, *s.answer], len(s.request.prompt)) for s in done]
+
+    def exercise(self, bundle: Bundle) -> None:
+        from d2sd.runtime.request import SamplingParams
+
+        self._run(bundle, "chain" if bundle.second is None else "d2sd", SamplingParams(), "drafting")
+
+    def compare(self, plain: Bundle, fp8: Bundle, texts: list[Text]) -> dict[str, Any]:
+        """Figures of both bundles; raises `BuildError` where a bound of the recipe is exceeded."""
+        figures: dict[str, Any] = {"prompts": len(texts), "tokens_each": self._budget}
+        if self._wanted.target:
+            figures["target"] = self._compare_targets(plain, fp8, texts)
+        if fp8.first is not None:
+            figures["tau"] = self._compare_tau(plain, fp8)
+        return figures
+
+    def _compare_targets(self, plain: Bundle, fp8: Bundle, texts: list[Text]) -> dict[str, Any]:
+        from d2sd.cli.report import bar
+
+        loss, equal, count = [0.0, 0.0], 0, 0
+        with bar("comparing targets", len(texts)) as advance:
+            for text in texts:
+                one, other = (_forced(bundle, text) for bundle in (plain, fp8))
+                loss = [total + said[0] for total, said in zip(loss, (one, other), strict=True)]
+                equal += int((one[1] == other[1]).sum())
+                count += len(one[1])
+                advance(1)
+        before, after = (math.exp(total / count) for total in loss)
+        if (bound := self._wanted.max_perplexity_rise) is not None and after > before * (1 + bound):
+            raise _exceeded("The target's perplexity rises", "max_perplexity_rise", before, after, bound)
+        return {
+            "perplexity": [round(before, 4), round(after, 4)],
+            "perplexity_change": round(after / before - 1, 4),
+            "same_greedy_token": round(equal / count, 4),
+            "tokens": count,
+        }
+
+    def _compare_tau(self, plain: Bundle, fp8: Bundle) -> dict[str, Any]:
+        from d2sd.runtime.request import SamplingParams
+        from d2sd.runtime.stats import mean_tau
+
+        figures: dict[str, Any] = {}
+        policies: tuple[Policy, ...] = ("chain", "ddtree") if fp8.second is None else ("chain", "d2sd", "hybrid")
+        for policy in policies:
+            runs = [self._run(b, policy, SamplingParams(), f"{policy}, {name}") for b, name in
+                    ((plain, "unquantized"), (fp8, "FP8"))]  # fmt: skip
+            before, after = (mean_tau(s.stats for s in run) for run in runs)
+            if (bound := self._wanted.max_tau_drop) is not None and after < before * (1 - bound):
+                raise _exceeded(f"Tokens a step of {policy} fall", "max_tau_drop", before, after, bound)
+            figures[policy] = {
+                "tau": [round(before, 4), round(after, 4)],
+                "tau_change": round(after / before - 1, 4),
+                "equal_answers": sum(a.answer == b.answer for a, b in zip(*runs, strict=True)),
+            }
+        return figures
+
+    def _run(self, bundle: Bundle, policy: Policy, sampling: SamplingParams, what: str) -> list[Sequence]:
+        from d2sd.cli.report import bar
+        from d2sd.cli.serving import make_engine
+
+        requests = self._requests(bundle, sampling)
+        engine = make_engine(bundle, policy=policy, calibrated=False)
+        with bar(what):
+            return engine.generate(requests)
+
+    def _requests(self, bundle: Bundle, sampling: SamplingParams) -> list[Request]:
+        from d2sd.cli.serving import OWN_PROMPTS, chat_request, read_prompts
+
+        limit = self._recipe.limits.max_context
+        path = self._recipe.path(self._wanted.prompts) if self._wanted.prompts else OWN_PROMPTS
+        prompts = read_prompts(path)[: self._wanted.count]
+        made = [chat_request(bundle, text, sampling, self._budget) for _, text in prompts]
+        made = [request for request in made if len(request.prompt) + self._budget <= limit]
+        if not made:
+            raise BuildError("No prompt to calibrate FP8 on fits.", where=f"{path}", expected=f"below {limit} tokens")
+        return made
+
+    @property
+    def _budget(self) -> int:
+        return min(self._wanted.tokens, self._recipe.limits.max_context // 2)
+
+
+def _forced(bundle: Bundle, text: Text) -> tuple[float, Any]:
+    """Cross-entropy of a text's answer, summed in nats, and the target's own choice at each of its places."""
+    import torch
+    from torch.nn import functional as F
+
+    from d2sd.runtime.forced import forced_logits
+
+    logits = forced_logits(bundle.target, text.ids, text.prompt - 1)[:-1]
+    answer = torch.tensor(text.ids[text.prompt :])
+    return float(F.cross_entropy(logits, answer, reduction="sum")), logits.argmax(-1)
+
+
+def _exceeded(what: str, key: str, before: float, after: float, bound: float) -> BuildError:
+    return BuildError(
+        f"{what} by more than the recipe allows.", where=f"fp8.{key}", found=f"{before:.4g} -> {after:.4g}",
+        expected=f"a change of at most {bound:.1%}",
+        fix="leave more layers wide (fp8.kv: false, fp8.drafters: false), or raise the bound",
+    )  # fmt: skip

@@ -1,0 +1,95 @@
+"""FP8 (E4M3) linear layers and K/V, with one scale a tensor, as ModelOpt calibrates them and engines compute them.
+
+    y = fp8(x / s_x) · fp8(W / s_w)ᵀ · s_x s_w + b        |fp8(·)| ≤ 448, rounded to nearest even, saturating
+
+A CUDA device multiplies FP8 by FP8 and sums in fp32. Elsewhere the same values are carried by a wider type that holds
+them exactly, so only the order of the sum and the rounding of the result differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+#: Largest E4M3 number.
+LARGEST = 448.0
+
+
+def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """fp8(x / scale): any shape, `scale` 0-dim fp32. Divided in fp32, because bf16 would round twice."""
+    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+
+
+def carrier(dtype: torch.dtype) -> torch.dtype:
+    """A type for the product in a model of `dtype`. FP16 is none: the unscaled sums exceed it."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def carried_product(
+    x: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    """The product of the head of this file, with `weight` the FP8 values in a type that carries them."""
+    product = F.linear(to_fp8(x, input_scale).to(weight.dtype), weight)
+    wide = product.to(torch.promote_types(product.dtype, torch.float32))
+    out = (wide * (input_scale * weight_scale)).to(x.dtype)
+    return out if bias is None else out + bias
+
+
+class Fp8Linear(nn.Module):
+    """W [out, in] in FP8; x [..., in] and y [..., out] in the model's type. Takes no gradient."""
+
+    weight_scale: Tensor  # 0-dim fp32
+    input_scale: Tensor  # 0-dim fp32
+
+    def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__()
+        empty = torch.empty(out_features, in_features, dtype=torch.float8_e4m3fn)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.register_buffer("weight_scale", torch.empty((), dtype=torch.float32))
+        self.register_buffer("input_scale", torch.empty((), dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_cuda:
+            weight = self.weight.to(carrier(x.dtype))
+            return carried_product(x, weight, self.input_scale, self.weight_scale, self.bias)
+        out: Tensor = torch._scaled_mm(
+            to_fp8(x.flatten(0, -2), self.input_scale), self.weight.t(),
+            scale_a=self.input_scale, scale_b=self.weight_scale, out_dtype=x.dtype,
+        )  # fmt: skip
+        out = out.view(*x.shape[:-1], -1)
+        return out if self.bias is None else out + self.bias
+
+
+class Fp8Cache(nn.Module):
+    """What FP8 pages would give back of keys or values: every row's, so that a row reads the same before its commit."""
+
+    scale: Tensor  # 0-dim fp32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.empty((), dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (to_fp8(x, self.scale).float() * self.scale).to(x.dtype)
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Names of the layers that can be FP8: all linear ones but a language-model head."""
+    kinds = (nn.Linear, Fp8Linear)
+    return [name for name, layer in model.named_modules() if isinstance(layer, kinds) and name != "lm_head"]
+
+
+def make_fp8(model: nn.Module, linears: Collection[str], *, cache: bool = False) -> None:
+    """Put empty FP8 layers in place of these of a model on the meta device, and of its K/V where `cache`."""
+    for name in linears:
+        parent, _, last = name.rpartition(".")
+        old = model.get_submodule(name)
+        assert isinstance(old, nn.Linear)
+        setattr(model.get_submodule(parent), last, Fp8Linear(old.in_features, old.out_features, old.bias is not None))
+    for layer in model.get_submodule("layers").children() if cache else ():
+        attention = layer.get_submodule("self_attn")
+        attention.k_cache, attention.v_cache = Fp8Cache(), Fp8Cache()
