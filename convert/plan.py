@@ -11,11 +11,19 @@ from d2sd.convert.drafter import check_drafter_tensors, check_fit, drafter_shape
 from d2sd.convert.fetch import cached_file
 from d2sd.convert.gguf import read_gguf_config
 from d2sd.convert.hf_config import HFConfig
+from d2sd.convert.quantization import Quantization
 from d2sd.convert.target import check_target_tensors, parse_target_config, target_shapes
-from d2sd.convert.weights import DTYPES, Shapes
+from d2sd.convert.weights import DTYPES, stored_as
 from d2sd.errors import RecipeError
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role
-from d2sd.recipe import DrafterSource, Recipe, SecondSource
+from d2sd.recipe import FP8, DrafterSource, Recipe, SecondSource
+
+#: Memory of GPUs as they are sold, in decimal bytes; each reports a little more.
+GPUS = {"H100": 80 * 10**9, "H200": 141 * 10**9, "B200": 180 * 10**9}
+#: What FP8 makes one byte a weight: every linear layer of the target but its head, ...
+_TARGET_FP8 = ("_proj.weight",)
+#: ... and of a drafter those that engines do not slice.
+_DRAFTER_FP8 = ("o_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +34,8 @@ class Part:
     source: str
     config: DecoderConfig | DrafterConfig
     parameters: int
-    weight_bytes: int
+    weight_bytes: int  # FP8 layers one byte a weight; their scales, two numbers a layer, are not counted
+    kv_token_bytes: int  # K and V of one token, all layers
     kv_bytes: int  # pages for max_batch requests of max_context tokens
 
     @property
@@ -49,6 +58,19 @@ class Plan:
         """All models known by now, target first."""
         return ((self.target,) if self.target else ()) + self.drafters
 
+    @property
+    def weight_bytes(self) -> int:
+        return sum(part.weight_bytes for part in self.parts)
+
+    @property
+    def request_bytes(self) -> int:
+        """K/V of one request of max_context tokens, of all models."""
+        return self.recipe.limits.max_context * sum(part.kv_token_bytes for part in self.parts)
+
+    def requests_in(self, memory: int) -> int:
+        """How many such requests fit beside the weights in four fifths of a GPU: the last is for activations."""
+        return max(0, (memory * 4 // 5 - self.weight_bytes) // self.request_bytes)
+
 
 def make_plan(recipe: Recipe) -> Plan:
     """Read every config and header a recipe names and check that they fit together."""
@@ -57,7 +79,7 @@ def make_plan(recipe: Recipe) -> Plan:
     target: Part | None = None
     config: DecoderConfig | None = None
     if target_file is not None:
-        config = _target_config(target_file, is_gguf=source.pypi is not None)
+        config, quantization = _target_config(target_file, is_gguf=source.pypi is not None)
         if recipe.limits.max_context > config.body.max_positions:
             raise RecipeError(
                 "The context is longer than the target's.",
@@ -65,7 +87,7 @@ def make_plan(recipe: Recipe) -> Plan:
                 found=recipe.limits.max_context,
                 expected=f"at most {config.body.max_positions}",
             )
-        target = _part(recipe, "target", str(target_file), config, target_shapes(config))
+        target = _part(recipe, "target", str(target_file), config, quantization)
     roles: list[tuple[str, Role, DrafterSource | None]] = [
         ("drafter_first", "first", recipe.drafters.first),
         ("drafter_second", "variable_prefix", recipe.drafters.second),
@@ -87,12 +109,12 @@ def _calibration(recipe: Recipe) -> CalibrationFile | None:
     return calibration
 
 
-def _target_config(file: Path, *, is_gguf: bool) -> DecoderConfig:
+def _target_config(file: Path, *, is_gguf: bool) -> tuple[DecoderConfig, Quantization | None]:
+    """Geometry of the target, and how it is quantized where it lies."""
     if is_gguf:
-        return parse_target_config(read_gguf_config(file))
+        return parse_target_config(read_gguf_config(file)), None
     config = parse_target_config(HFConfig.read(file))
-    check_target_tensors(file, config)
-    return config
+    return config, check_target_tensors(file, config)
 
 
 def _drafter(recipe: Recipe, name: str, role: Role, source: DrafterSource, target: DecoderConfig | None) -> Part:
@@ -100,14 +122,31 @@ def _drafter(recipe: Recipe, name: str, role: Role, source: DrafterSource, targe
     config = read_drafter_config(folder, source.role if isinstance(source, SecondSource) else None)
     if target is not None:
         check_fit(config, target, role=role, block_size=recipe.tree.block_size, where=folder)
-    check_drafter_tensors(folder, config)
-    return _part(recipe, name, str(folder), config, drafter_shapes(config))
+    return _part(recipe, name, str(folder), config, check_drafter_tensors(folder, config))
 
 
-def _part(recipe: Recipe, name: str, source: str, config: DecoderConfig | DrafterConfig, shapes: Shapes) -> Part:
-    size = DTYPES[recipe.precision].itemsize
-    parameters = sum(math.prod(shape) for shape in shapes.values())
-    body, limits = config.body, recipe.limits
-    per_token = 2 * body.num_layers * body.num_kv_heads * body.head_dim * size  # K and V
-    tokens = limits.max_batch * limits.max_context
-    return Part(name, source, config, parameters, parameters * size, per_token * tokens)
+def _part(
+    recipe: Recipe, name: str, source: str, config: DecoderConfig | DrafterConfig, quantization: Quantization | None
+) -> Part:
+    """`quantization` is what the model has where it lies; what the recipe's fp8 makes of it comes on top."""
+    body, limits, size = config.body, recipe.limits, DTYPES[recipe.precision].itemsize
+    fp8 = recipe.fp8 or FP8(target=False, drafters=False)
+    narrow: tuple[str, ...]
+    if isinstance(config, DecoderConfig):
+        shapes, narrow = target_shapes(config, quantization), _TARGET_FP8 if fp8.target else ()
+        kv = fp8.kv or (quantization is not None and quantization.kv)
+    else:
+        shapes, narrow, kv = drafter_shapes(config, quantization), _DRAFTER_FP8 if fp8.drafters else (), False
+    if narrow and quantization is not None:
+        raise RecipeError(
+            "This checkpoint is FP8 already.", where=source,
+            fix=f"set fp8.{'target' if name == 'target' else 'drafters'} to false: it is kept as it is",
+        )  # fmt: skip
+    parameters = weights = 0
+    for tensor, shape in shapes.items():
+        stored = stored_as(tensor, shapes)
+        if stored != "scale":
+            parameters += math.prod(shape)
+            weights += math.prod(shape) * (1 if stored == "FP8" or tensor.endswith(narrow) else size)
+    token = 2 * body.num_layers * body.num_kv_heads * body.head_dim * (1 if kv else size)  # K and V
+    return Part(name, source, config, parameters, weights, token, token * limits.max_batch * limits.max_context)

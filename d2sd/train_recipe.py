@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from d2sd.recipe import Name, Part, Positive, Precision, RecipeFile, Target, read_yaml, validated
+from d2sd.recipe import DrafterSource, Name, Part, Positive, Precision, RecipeFile, Target, read_yaml, validated
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Above0 = Annotated[float, Field(gt=0)]
@@ -61,7 +61,7 @@ class Data(Part):
 
 
 class Geometry(Part):
-    """Both drafters' shape; widths and heads are the target's."""
+    """Both drafters' shape; widths and heads are the target's, or those of a ready first drafter."""
 
     layers: Positive
     block_size: Annotated[int, Field(ge=2)]
@@ -181,8 +181,11 @@ class TrainRecipe(RecipeFile):
     max_batch: Positive = 64
     drafter: Geometry
     data: Data
-    first: TrainSettings
-    #: starts from the trained first drafter; absent: none is trained
+    #: absent where the first drafter is ready
+    first: TrainSettings | None = None
+    #: a folder in the DFlash layout, as published ones are: it is copied, and the second drafter trained on it
+    ready_first: DrafterSource | None = None
+    #: starts from the first drafter; absent: none is trained
     second: SecondSettings | None = None
     #: a point of a curve costs little beside the steps between two points
     evaluation: Evaluation = Evaluation()
@@ -197,6 +200,16 @@ class TrainRecipe(RecipeFile):
                 f"evaluation.prompts {self.evaluation.prompts} is more than data.held_out {self.data.held_out}: "
                 "evaluations ask held-out prompts"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _one_first(self) -> TrainRecipe:
+        if (self.first is None) == (self.ready_first is None):
+            raise ValueError("needs exactly one of `first` and `ready_first`")
+        if self.ready_first is not None and self.second is None:
+            raise ValueError("ready_first leaves nothing to train without `second`; add it")
+        if self.ready_first is not None and self.drafter.draft_vocab_size is not None:
+            raise ValueError("drafter.draft_vocab_size: a ready first drafter brings its own; remove it")
         return self
 
 

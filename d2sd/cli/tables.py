@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
+
     from d2sd.convert.plan import Plan
     from d2sd.manifest import Manifest
     from d2sd.modeling.config import DecoderConfig, DrafterConfig
@@ -35,6 +38,8 @@ def show_plan(plan: Plan, output: Path) -> None:
         _line(part.name, part.source)
         _line("", _geometry(part.config))
     _CONSOLE.print(_memory(plan))
+    if plan.target is not None and plan.recipe.precision != "fp32":  # in which GPUs are not meant to serve
+        _gpus(plan)
 
 
 def show_manifest(bundle: Path, manifest: Manifest) -> None:
@@ -52,7 +57,8 @@ def show_manifest(bundle: Path, manifest: Manifest) -> None:
             table.add_row(name, f"{model.parameters:,}", _size(size))
     _CONSOLE.print(table)
     for name, result in manifest.checks.items():
-        _line("check", f"{name}: {result}")
+        for told in _told(name, result):
+            _line("check", told)
     if not manifest.checks:
         _line("check", "none recorded")
     _line("built by", ", ".join(f"{tool} {version}" for tool, version in manifest.versions.items()))
@@ -62,21 +68,53 @@ def _line(label: str, text: object) -> None:
     _CONSOLE.print(f"{label:15}{text}", markup=False, highlight=False)
 
 
+def _told(name: str, result: JsonValue) -> Iterator[str]:
+    """The figures of a check, a line for each mapping of it."""
+    if not isinstance(result, dict):
+        yield f"{name}: {result}"
+        return
+    own = [f"{k}: {v}" if isinstance(v, str) else f"{k} {v}" for k, v in result.items() if not isinstance(v, dict)]
+    if own:
+        yield f"{name}: {', '.join(own)}"
+    for key, below in result.items():
+        if isinstance(below, dict):
+            yield from _told(f"{name}, {key}", below)
+
+
 def _settings(recipe: Recipe) -> None:
     tree, limits = recipe.tree, recipe.limits
-    _line("precision", recipe.precision)
+    fp8 = recipe.fp8.model_dump(include={"target", "drafters", "kv"}) if recipe.fp8 else {}
+    _line("precision", ", ".join([recipe.precision, *(f"{part} in FP8" for part, wanted in fp8.items() if wanted)]))
     _line("tree", f"{tree.policy}, block {tree.block_size}, branches {tree.branches}, row budget {tree.row_budget}")
     _line("limits", f"{limits.max_batch} requests of {limits.max_context} tokens, pages of {limits.page_size}")
 
 
 def _memory(plan: Plan) -> Table:
-    table = Table("memory", "parameters", "weights", "K/V pool", show_footer=True)
+    table = Table("memory", "parameters", "weights", "K/V a token", "K/V pool", show_footer=True)
     for part in plan.parts:
-        table.add_row(part.name, f"{part.parameters:,}", _size(part.weight_bytes), _size(part.kv_bytes))
-    weights, kv = sum(part.weight_bytes for part in plan.parts), sum(part.kv_bytes for part in plan.parts)
-    for column, text in enumerate(("together", "", _size(weights), _size(kv))):
-        table.columns[column].footer = text
+        token = f"{part.kv_token_bytes:,} B"
+        table.add_row(part.name, f"{part.parameters:,}", _size(part.weight_bytes), token, _size(part.kv_bytes))
+    token = f"{sum(part.kv_token_bytes for part in plan.parts):,} B"
+    together = "together", "", _size(plan.weight_bytes), token, _size(_pool(plan))
+    for column, text in zip(table.columns, together, strict=True):
+        column.footer = text
     return table
+
+
+def _pool(plan: Plan) -> int:
+    return sum(part.kv_bytes for part in plan.parts)
+
+
+def _gpus(plan: Plan) -> None:
+    """Arithmetic of weights and K/V alone: activations, logits and CUDA's own come on top."""
+    from d2sd.convert.plan import GPUS
+
+    needed, context = plan.weight_bytes + _pool(plan), plan.recipe.limits.max_context
+    _line("a request", f"{_size(plan.request_bytes)} of K/V for {context:,} tokens")
+    for name, memory in GPUS.items():
+        left = f"{_size(memory - needed)} left" if needed < memory else f"{_size(needed - memory)} too much"
+        most = f"the weights and {plan.requests_in(memory):,} such requests"
+        _line(f"{name} {memory // 10**9} GB", f"{left}; four fifths of it hold {most}")
 
 
 def _geometry(config: DecoderConfig | DrafterConfig) -> str:
@@ -88,4 +126,4 @@ def _geometry(config: DecoderConfig | DrafterConfig) -> str:
 
 
 def _size(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"
+    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

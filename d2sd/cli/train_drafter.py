@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from d2sd.convert.progress import Progress
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.train.features import TrainingData
-from d2sd.train.initial import drafter_config, first_drafter
+from d2sd.train.initial import first_drafter
 from d2sd.train.loop import Trainer
 from d2sd.train.world import World
 from d2sd.train_recipe import SecondSettings, TrainRecipe, TrainSettings
@@ -42,13 +42,17 @@ class Training:
     def first(self) -> Drafter:
         """Starts from the target's last layers; judged by the chains it drafts."""
         settings = self.recipe.first
+        assert settings is not None, "a ready first drafter is not trained"
         start = first_drafter(self.recipe.drafter, self.target, self.data, settings.seed)
         drafter = start.to(self.world.device)
         return self._train("first", settings, drafter, None, lambda: [self.evaluator.cell("chain", self._now(drafter))])
 
     def second(self, first: Drafter, settings: SecondSettings) -> Drafter:
         """Starts from the first; judged beside it: once more the first drafter where the second is to draft."""
-        drafter = Drafter(drafter_config(self.recipe.drafter, self.target.config, settings.prefix_base))
+        config = replace(
+            first.config, role="variable_prefix", prefix_weight_base=settings.prefix_base, draft_vocabulary=None
+        )
+        drafter = Drafter(config)
         drafter.load_state_dict(first.state_dict())
         drafter.to(self.world.device)
 

@@ -10,12 +10,12 @@ import click
 from d2sd.bench.result import Drafter
 from d2sd.cli.train_answers import SCREENED, planned_jobs
 from d2sd.cli.train_log import pace, seconds_each
+from d2sd.cli.train_ready import first_config
 from d2sd.cli.train_target import plain_recipe
 from d2sd.convert.plan import Part, make_plan
 from d2sd.manifest import NAME
 from d2sd.modeling.config import DecoderConfig
 from d2sd.train.answers import KIND, finished_ids, read_answers
-from d2sd.train.initial import drafter_config
 from d2sd.train.prompts import take_turns
 from d2sd.train_recipe import TrainRecipe, TrainSettings
 
@@ -25,11 +25,13 @@ def show_plan(recipe: TrainRecipe, work: Path, out: Path) -> None:
     target = make_plan(plain_recipe(recipe)).target
     if target is not None:
         assert isinstance(target.config, DecoderConfig)
-        drafter_config(recipe.drafter, target.config, None)
+        first_config(recipe, target.config)
     source = recipe.target.path or f"{recipe.target.pypi}"
     _line("target", f"{source}, {'ready' if (work / 'target' / NAME).is_file() else 'to be built'}")
     _prompts(recipe, work)
     _features(recipe, work, target)
+    if recipe.ready_first is not None:
+        _line("first drafter", f"ready: {recipe.path(recipe.ready_first.path)}")
     trained: tuple[tuple[Drafter, TrainSettings | None], ...] = ("first", recipe.first), ("second", recipe.second)
     for name, settings in trained:
         if settings is not None:

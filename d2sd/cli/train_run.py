@@ -16,6 +16,7 @@ from d2sd.cli.train_drafter import Training
 from d2sd.cli.train_evaluate import Evaluator, written
 from d2sd.cli.train_log import paced, read_log, tensorboard_is_installed
 from d2sd.cli.train_pair import finish_pair
+from d2sd.cli.train_ready import first_config, load_ready
 from d2sd.cli.train_target import pinned_target
 from d2sd.convert.bundle import Bundle, load_bundle
 from d2sd.convert.drafter import write_drafter
@@ -24,7 +25,6 @@ from d2sd.convert.progress import Progress
 from d2sd.modeling.drafter import Drafter
 from d2sd.train.answers import Answer
 from d2sd.train.features import TrainingData, cache_features, online_features
-from d2sd.train.initial import drafter_config
 from d2sd.train.world import World
 from d2sd.train_recipe import TrainRecipe
 
@@ -42,8 +42,9 @@ class Run:
     def all(self) -> None:
         """Everything from the prompts to a folder that a bundle's recipe can name."""
         bundle = self._target()
-        drafter_config(self.recipe.drafter, bundle.target.config, None)  # refuses a misfit before hours of work
-        self.world.check(self.recipe.first.batch, "first.batch")
+        first_config(self.recipe, bundle.target.config)  # refuses a misfit before hours of work
+        if self.recipe.first is not None:
+            self.world.check(self.recipe.first.batch, "first.batch")
         if self.recipe.second is not None:
             self.world.check(self.recipe.second.batch, "second.batch")
         if self.world.leads:
@@ -53,11 +54,12 @@ class Run:
         bundle.target.to(self.world.device)
         held_out, data = self._features(bundle, answers).split(self.recipe.data.held_out)
         evaluator = Evaluator(self.recipe, bundle, answers[: len(held_out)], self.world.device, self.progress)
-        vocabulary = self._vocabulary(data, bundle)
+        ready = load_ready(self.recipe).to(self.world.device) if self.recipe.ready_first else None
+        vocabulary = ready.config.draft_vocabulary if ready else self._vocabulary(data, bundle)
         training = Training(
             self.recipe, bundle.target, data, vocabulary, evaluator, self.work, self.world, self.progress, self._draw
         )
-        first = training.first()
+        first = ready or training.first()
         self._write("first", first, vocabulary)
         if self.recipe.second is not None:
             self._write("second", training.second(first, self.recipe.second), vocabulary)

@@ -57,6 +57,7 @@ def test_defaults_and_paths(tmp_path: Path) -> None:
     recipe = load(tmp_path)
     assert recipe.second is None
     assert recipe.data.self_written == []
+    assert recipe.first is not None
     assert recipe.first.batch == 8
     assert recipe.first.objective.terms == {"ce": 0.3, "kl": 0.7}
     assert (recipe.evaluation.prompts, recipe.evaluation.max_new_tokens) == (24, 64)

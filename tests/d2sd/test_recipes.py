@@ -1,0 +1,214 @@
+"""The shipped recipes of real targets: their figures, their paths, and that all of it works, on shrunken models.
+
+A project of a test is laid out as the recipes' headers tell a user to: recipes, and checkpoints beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from d2sd.cli.main import main
+from d2sd.convert.bundle import load_bundle
+from d2sd.convert.plan import GPUS, Plan, make_plan
+from d2sd.recipe import load_recipe
+from d2sd.train_recipe import TrainRecipe, load_train_recipe
+from tests.convert.shrunken import CHECKPOINTS, write_headers, write_shrunken
+
+ROOT = Path(__file__).parents[2]
+NAMES = sorted(CHECKPOINTS)
+#: What a recipe's header tells to set for FP8, beside nothing at all. All of them are planned ...
+PRECISIONS = {"bf16": "fp8=null", "fp8={}": "fp8={}", "fp8={kv: true}": "fp8={kv: true}"}
+#: ... and these are built: FP8 joins them by its name, when a build quantizes.
+BUILT = ["bf16", "fp8={}"]
+
+
+def second(name: str) -> str:
+    """As the header says to add the trained second drafter."""
+    return f"drafters.second.path=../checkpoints/{name}-pair/second"
+
+
+def lay_out(folder: Path) -> Path:
+    """The shipped recipes, where their relative paths lead into `folder`."""
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    (folder / "training").mkdir()
+    lines = [{"id": f"p{i}", "turns": [f"prompt {i}"]} for i in range(200)]
+    (folder / "training" / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All recipes and their checkpoints in true size, of which there are the headers alone."""
+    folder = lay_out(tmp_path_factory.mktemp("project"))
+    for name in NAMES:
+        write_headers(folder / "checkpoints", name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plans(project: Path) -> dict[tuple[str, str], Plan]:
+    """By name and precision, with both drafters."""
+    return {
+        (name, told): make_plan(load_recipe(project / "recipes" / f"{name}.yaml", [override, second(name)]))
+        for name in NAMES
+        for told, override in PRECISIONS.items()
+    }
+
+
+def header(path: Path) -> str:
+    """The comment at the top of a recipe, without its marks."""
+    lines = path.read_text("utf-8").splitlines()
+    return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines[: lines.index("")])
+
+
+# --- What the headers say -------------------------------------------------------------------------------------------
+
+
+def table(plans: list[Plan]) -> str:
+    """The figures of a header: in decimal GB, plans of bf16, of FP8, and of FP8 with K/V."""
+    rows = [f"{'':16}{'parameters':>13}{'bf16':>10}{'FP8':>10}{'K/V a token':>13}{'FP8 K/V':>11}"]
+    for parts in zip(*(plan.parts for plan in plans), strict=True):
+        sizes = "".join(f"{part.weight_bytes / 1e9:>7.2f} GB" for part in parts[:2])
+        tokens = f"{parts[0].kv_token_bytes:>11,} B{parts[2].kv_token_bytes:>9,} B"
+        rows.append(f"{parts[0].name:16}{parts[0].parameters:>13,}{sizes}{tokens}")
+    rows.append("")
+    gpus = (f"{name} {memory // 10**9} GB" for name, memory in GPUS.items())
+    rows.append(f"{'max_batch':16}" + "".join(f"{gpu:>15}" for gpu in gpus))
+    for told, plan in zip(PRECISIONS, plans, strict=True):
+        rows.append(f"{told:16}" + "".join(f"{plan.requests_in(memory):>15}" for memory in GPUS.values()))
+    return "\n".join(rows)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_figures_of_a_header_are_the_plans(plans: dict[tuple[str, str], Plan], name: str) -> None:
+    said = header(ROOT / "recipes" / f"{name}.yaml")
+    assert table([plans[name, told] for told in PRECISIONS]) in said
+    bf16, _, kv = (plans[name, told].request_bytes / 1e9 for told in PRECISIONS)
+    assert f"A request of 8,192 tokens takes {bf16:.2f} GB of K/V, or {kv:.2f} GB" in said
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_of_a_training_is_what_its_header_says(plans: dict[tuple[str, str], Plan], name: str) -> None:
+    target, first, _ = plans[name, "bf16"].parts
+    # fp32: the trained drafter, its gradient and AdamW's two moments, and the first drafter; bf16: the target
+    needed = 5 * 4 * first.parameters + target.weight_bytes
+    assert f"{needed / 1e9:.1f} GB" in header(ROOT / "recipes" / "train" / f"{name}.yaml")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_path_is_one_that_the_headers_commands_fill(name: str) -> None:
+    recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml", [second(name)])
+    trained = load_train_recipe(ROOT / "recipes" / "train" / f"{name}.yaml")
+    drafters = recipe.drafters
+    assert drafters.first is not None
+    assert drafters.second is not None
+    assert trained.ready_first is not None
+    target, first = recipe.path(recipe.target.path or "").resolve(), recipe.path(drafters.first.path).resolve()
+    assert (target, first) == tuple(ROOT / "checkpoints" / folder for folder in CHECKPOINTS[name].folders)
+    assert trained.path(trained.target.path or "").resolve() == target
+    assert trained.path(trained.ready_first.path).resolve() == first
+    said = header(ROOT / "recipes" / f"{name}.yaml")
+    downloads = re.findall(r"hf download (\S+)/(\S+) .*--local-dir checkpoints/(\S+)", said)
+    assert [(repository, folder) for _, repository, folder in downloads] == [(f, f) for f in CHECKPOINTS[name].folders]
+    assert f"--set {second(name)}" in said
+    assert f"--set drafters.calibration=../checkpoints/{name}-pair/calibration.json" in said
+    assert f"d2sd train recipes/train/{name}.yaml --out checkpoints/{name}-pair" in said
+    for text in (file.path for file in trained.data.prompts):
+        assert trained.path(text).resolve() == ROOT / "training" / "prompts.jsonl"
+
+
+# --- Arithmetic -----------------------------------------------------------------------------------------------------
+
+
+def test_memory_by_hand(project: Path, plans: dict[tuple[str, str], Plan]) -> None:
+    """Qwen3-8B: 36 layers of q, k, v, o and MLP; embedding and head apart; norms of 4096, and of 128 for q and k."""
+    attention, mlp = 4096 * (4096 + 1024 + 1024 + 4096), 3 * 4096 * 12288
+    target_rest = 2 * 151936 * 4096 + 36 * (2 * 4096 + 2 * 128) + 4096
+    drafter_rest = 4096 * 5 * 4096 + 5 * (4096 * (4096 + 1024 + 1024) + 2 * 4096 + 2 * 128) + 2 * 4096
+    drafter_fp8 = 5 * (4096 * 4096 + mlp)
+    bf16, fp8, kv = (plans["qwen3-8b", told] for told in PRECISIONS)
+    assert [part.parameters for part in fp8.parts] == [
+        36 * (attention + mlp) + target_rest, *[drafter_fp8 + drafter_rest] * 2
+    ]  # fmt: skip
+    assert [part.weight_bytes for part in bf16.parts] == [2 * part.parameters for part in fp8.parts]
+    sizes = [36 * (attention + mlp) + 2 * target_rest, *[drafter_fp8 + 2 * drafter_rest] * 2]
+    assert [part.weight_bytes for part in fp8.parts] == sizes == [part.weight_bytes for part in kv.parts]
+    token = 2 * 8 * 128  # K and V of a layer
+    assert [part.kv_token_bytes for part in bf16.parts] == [72 * token, 10 * token, 10 * token]
+    assert [part.kv_token_bytes for part in fp8.parts] == [72 * token, 10 * token, 10 * token]
+    assert [part.kv_token_bytes for part in kv.parts] == [36 * token, 10 * token, 10 * token]
+    assert [part.kv_bytes for part in kv.parts] == [16 * 8192 * part.kv_token_bytes for part in kv.parts]
+    assert kv.request_bytes == 8192 * 56 * token
+    assert kv.requests_in(80 * 10**9) == (64 * 10**9 - sum(sizes)) // (8192 * 56 * token)
+    assert kv.requests_in(10**10) == 0
+    parts = [f"fp8={{target: {a}, drafters: {b}}}" for a, b in (("true", "false"), ("false", "true"))]
+    recipe = project / "recipes" / "qwen3-8b.yaml"
+    alone, apart = (make_plan(load_recipe(recipe, [override, second("qwen3-8b")])) for override in parts)
+    assert [part.weight_bytes for part in alone.parts] == [sizes[0], *(part.weight_bytes for part in bf16.drafters)]
+    assert [part.weight_bytes for part in apart.parts] == [bf16.parts[0].weight_bytes, *sizes[1:]]
+
+
+def test_a_plan_tells_what_a_gpu_has_left(project: Path) -> None:
+    told = run("build", project / "recipes" / "qwen3-8b.yaml", "--plan", "--set", "fp8={kv: true}")
+    assert "precision      bf16, target in FP8, drafters in FP8, kv in FP8" in told
+    for figure in ("8,190,735,360", "9.44 GB", "73,728 B", "9.66 GB", "1,048,626,432", "94,208 B", "12.35 GB"):
+        assert figure in told, figure
+    # 80 - (9.436 + 1.258) of weights - 12.348 of K/V
+    assert "a request      771.8 MB of K/V for 8,192 tokens" in told
+    assert "H100 80 GB     56.96 GB left; four fifths of it hold the weights and 69 such requests" in told
+    too_much = run("build", project / "recipes" / "qwen3-8b.yaml", "--plan", "--set", "limits.max_batch=100")
+    # 18.479 + 100 x 1.376 - 141
+    assert "H200 141 GB    15.05 GB too much" in too_much
+
+
+# --- That it works --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_training_is_planned(project: Path, name: str) -> None:
+    folder = CHECKPOINTS[name].folders[1]
+    told = run("train", project / "recipes" / "train" / f"{name}.yaml", "--out", project / "out", "--plan")
+    assert f"first drafter   ready: {project}/recipes/train/../../checkpoints/{folder}" in told
+    assert re.search(r"second drafter  0 of [\d,]+ steps; time unknown", told)
+    assert "at most 200 prompts answered" in told
+
+
+def test_trainings_differ_by_their_model_alone() -> None:
+    """And by what follows from its block: no recipe drifts away from the others."""
+
+    def rest(recipe: TrainRecipe) -> dict[str, object]:
+        values = recipe.model_dump(exclude={"name", "target", "drafter", "ready_first"})
+        assert values["second"]["objective"].pop("decay") == {16: 7.0, 10: 5.0}[recipe.drafter.block_size]
+        return values
+
+    first, *others = (rest(load_train_recipe(ROOT / "recipes" / "train" / f"{name}.yaml")) for name in NAMES)
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize(("name", "drafters"), [*((name, "first") for name in NAMES), ("llama-3.1-8b", "both")])
+@pytest.mark.parametrize("precision", BUILT)
+def test_build_and_generate(tmp_path: Path, name: str, drafters: str, precision: str) -> None:
+    """As shipped, with the first drafter alone, and with the second as the header says; smaller in tokens only."""
+    write_shrunken(lay_out(tmp_path) / "checkpoints", name)
+    overrides = ["limits.max_batch=2", "limits.max_context=256", "sampling.max_new_tokens=8", "checks.count=1"]
+    overrides += [PRECISIONS[precision]]
+    overrides += [second(name)] if drafters == "both" else []
+    sets = [word for override in overrides for word in ("--set", override)]
+    out = tmp_path / "bundle"
+    run("build", tmp_path / "recipes" / f"{name}.yaml", "--out", out, *sets)
+    bundle = load_bundle(out)
+    assert (bundle.first is None, bundle.second is None) == (False, drafters == "first")
+    answered = run("generate", out, "-p", "w3 w5 w7", "--stats")
+    assert re.search(r"w\d", answered)
