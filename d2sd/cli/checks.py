@@ -5,31 +5,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from d2sd.errors import BuildError
-from d2sd.recipe import Policy
+from d2sd.recipe import Policy, Recipe
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle import Bundle
 
-#: Enough to notice a drafter that is read wrongly (its tau is then 1.0x), and seconds on a CPU.
-_PROMPTS, _TOKENS = 4, 24
-
 
 def check_bundle(bundle: Bundle) -> dict[str, Any]:
-    """Greedy smoke test: chains and trees of all drafters write what plain decoding writes, and how many tokens a step.
+    """Greedy smoke test: do the drafters fit, do chains and trees write what plain decoding writes, in how many steps?
 
     Returns figures as JSON values, no times among them: equal bundles must give equal figures. In fp32 any difference
     that is no tie fails the build; in half precision rounding differs between batch shapes, so agreement is a figure
-    there.
+    there. A drafter that is accepted better when its config is read otherwise fails it (`fit.py`), and so does a chain
+    below `checks.min_tau`.
     """
+    from d2sd.cli.fit import check_fit
     from d2sd.cli.serving import OWN_PROMPTS, chat_request, make_engine, read_prompts
     from d2sd.runtime.request import SamplingParams
     from d2sd.runtime.stats import mean_tau
 
-    budget = min(_TOKENS, bundle.recipe.limits.max_context // 2)
-    prompts = [text for _, text in read_prompts(OWN_PROMPTS)[:_PROMPTS]]
-    requests = [chat_request(bundle, text, SamplingParams(), budget) for text in prompts]
-    requests = [r for r in requests if len(r.prompt) + budget <= bundle.recipe.limits.max_context]
-    plain = [s.answer for s in make_engine(bundle, policy="off").generate(requests)]
+    recipe = bundle.recipe
+    budget = min(recipe.checks.tokens, recipe.limits.max_context // 2)
+    prompts = read_prompts(recipe.path(recipe.checks.prompts) if recipe.checks.prompts else OWN_PROMPTS)
+    requests = [chat_request(bundle, text, SamplingParams(), budget) for _, text in prompts[: recipe.checks.count]]
+    requests = [r for r in requests if len(r.prompt) + budget <= recipe.limits.max_context]
+    sequences = make_engine(bundle, policy="off").generate(requests)
+    plain = [s.answer for s in sequences]
+    fit = check_fit(bundle, sequences)
     runnable: tuple[tuple[Policy, object], ...] = (
         ("chain", bundle.first), ("d2sd", bundle.second), ("hybrid", bundle.second),
     )  # fmt: skip
@@ -45,9 +47,22 @@ def check_bundle(bundle: Bundle) -> dict[str, Any]:
             "equal_to_plain_decoding": equal,
             "tau": round(mean_tau(s.stats for s in sequences), 4),
         }
-        if bundle.recipe.precision == "fp32" and equal < len(requests):
+        if recipe.precision == "fp32" and equal < len(requests):
             _explain(bundle, policy, [s.answer for s in sequences], plain, [r.prompt for r in requests])
-    return {"greedy": figures}
+        if policy == "chain":
+            _demand(recipe, figures[policy]["tau"], len(requests))
+    return {"greedy": figures, "fit": fit}
+
+
+def _demand(recipe: Recipe, tau: float, prompts: int) -> None:
+    """Raise BuildError where the first drafter's chain commits fewer tokens a step than the recipe asks for."""
+    least = recipe.checks.min_tau
+    if least is not None and tau < least:
+        raise BuildError(
+            "The first drafter is accepted less than the recipe demands.", where="recipe: checks.min_tau",
+            found=f"{tau} tokens a step on {prompts} prompts", expected=f"at least {least}",
+            fix="use the drafter that was trained for this target, or lower checks.min_tau",
+        )  # fmt: skip
 
 
 def _explain(
