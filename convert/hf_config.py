@@ -98,11 +98,16 @@ class HFConfig:
         return tuple(values)
 
     def rope(self) -> RopeConfig:
-        """Read RoPE in either spelling: `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling`."""
+        """Read RoPE in either spelling: `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling`.
+
+        A file with both must say the same twice: of two scalings transformers takes the old one, of two thetas the new.
+        """
         key = "rope_parameters" if self.values.get("rope_parameters") else "rope_scaling"
         part = HFConfig(self.get(key, dict, {}), f"{self.where}: {key}")
-        # 10000 is what transformers takes for the early Llama configs, which do not write it.
-        theta = (part if "rope_theta" in part.values else self).get("rope_theta", float, 10000.0)
+        self._check_said_once(part)
+        # Llama's first configs leave theta out, and transformers takes 10000; elsewhere a missing one is a mistake.
+        default = 10000.0 if self.values.get("model_type") == "llama" else None
+        theta = (part if "rope_theta" in part.values else self).get("rope_theta", float, default)
         name = "rope_type" if "rope_type" in part.values else "type"
         kind = part.get(name, str, "default")
         if kind not in _ROPE_NEEDS:
@@ -119,9 +124,26 @@ class HFConfig:
         original = int(numbers.pop("original_max_positions", 0)) or self._trained_positions(kind)
         return RopeConfig(theta=theta, kind=kind, original_max_positions=original, **numbers)  # type: ignore[arg-type]
 
+    def _check_said_once(self, part: HFConfig) -> None:
+        """Refuse a theta or a scaling that stands in both spellings, differently; `part` is the one that is read."""
+        theta, scaling = self.values.get("rope_theta"), self.values.get("rope_scaling")
+        if theta is not None and part.values.get("rope_theta", theta) != theta:
+            expected = f"{part.values['rope_theta']}, as in {part.where.rpartition(': ')[2]}"
+            fix = "keep the one that it was trained with"
+            raise self.refuse("rope_theta is written twice, differently.", "rope_theta", expected, fix)
+        if scaling and _scaling(self.get("rope_scaling", dict)) != _scaling(part.values):
+            raise self.refuse(
+                "RoPE is scaled twice, differently.", "rope_scaling", "null, or what rope_parameters says"
+            )
+
     def _trained_positions(self, kind: str) -> int:
         """Context length before stretching, where the rope dictionary leaves it out (as transformers fills it in)."""
         return self.size("max_position_embeddings") if kind == "yarn" else 0
+
+
+def _scaling(values: dict[str, Any]) -> dict[str, Any]:
+    """A rope dictionary without theta, under the newer name of its kind."""
+    return {"rope_type" if key == "type" else key: v for key, v in values.items() if key != "rope_theta"}
 
 
 def rope_fields(rope: RopeConfig) -> dict[str, object]:

@@ -24,7 +24,6 @@ def read_body(config: HFConfig) -> BodyConfig:
     config.only("model_type", "qwen3")  # the body's shape, whatever the target's family
     config.only("hidden_act", "silu")
     config.only("layer_types", ["full_attention"] * num_layers, None)
-    _check_one_theta(config)
     bias = config.get("attention_bias", bool)
     return BodyConfig(
         hidden_size=config.size("hidden_size"),
@@ -67,13 +66,3 @@ def body_fields(body: BodyConfig) -> dict[str, object]:
         "use_cache": True,
         "use_sliding_window": False,
     }
-
-
-def _check_one_theta(config: HFConfig) -> None:
-    """Transformers 5 keeps theta in `rope_parameters`; a top-level one beside it may be its class's default."""
-    nested, theta = config.values.get("rope_parameters"), config.values.get("rope_theta")
-    if isinstance(nested, dict) and theta is not None and nested.get("rope_theta", theta) != theta:
-        raise config.refuse(
-            "rope_theta is written twice, differently.", "rope_theta", f"{nested['rope_theta']}, as in rope_parameters",
-            fix="keep the one that the target has",
-        )  # fmt: skip

@@ -36,8 +36,6 @@ def read_layout(config: HFConfig, declared: Role | None = None) -> DrafterConfig
     config.only("architectures", ["DFlashDraftModel"], [specforge.TARGETS_OWN])
     # Qwen3.5 drafters keep these two inside dflash_config.
     block_size, num_target_layers = (_either(config, dflash, key) for key in ("block_size", "num_target_layers"))
-    if config.values.get("rope_parameters") is None:
-        config.get("rope_theta", float)  # there is no default that all readers share
     body = read_body(config)
     role, base = specforge.read_role(dflash, declared)
     return DrafterConfig(

@@ -118,6 +118,15 @@ def config_text(config: DrafterConfig, dtype: torch.dtype, verifier: str, archit
     return json.dumps(fields, indent=2, sort_keys=True) + "\n"
 
 
+def check_writable(config: DrafterConfig, where: str) -> None:
+    """Refuse a drafter of the target's last layer: speculators' tools leave that state out, and fc then has no room."""
+    if max(config.target_layer_ids) == config.num_target_layers - 1:
+        raise CheckpointError(
+            "speculators cannot say that a drafter reads the last layer of its target.", where=where,
+            found=f"target layer ids {list(config.target_layer_ids)}", expected=f"0 to {config.num_target_layers - 2}",
+        )  # fmt: skip
+
+
 def _defaults(nested: HFConfig) -> dict[str, object]:
     theta_elsewhere = nested.values.get("rope_parameters") is not None
     return {key: value for key, value in QWEN3_DEFAULTS.items() if key != "rope_theta" or not theta_elsewhere}

@@ -45,6 +45,7 @@ def write(folder: Path, drafter: CanonicalDrafter, to: Writable, target: TargetP
             notes.append(f"as in the source, readers may take defaults for {', '.join(left)}; a bundle writes them")
         write_draft_vocabulary(folder, config.draft_vocabulary, config.vocab_size)
     else:
+        speculators.check_writable(config, str(source.folder))
         names = source.borrowed if kept else _borrowed_names(drafter)
         if target is None and names & {EMBEDDING, HEAD}:
             raise CheckpointError(

@@ -71,7 +71,6 @@ FOREIGN: dict[str, tuple[dict[str, Any], str, str]] = {
     "attention sinks": ({"dflash_config.attention_sink_bias": True}, "another attention", "attention_sink_bias"),
     "softcapping": ({"dflash_config.final_logit_softcapping": 30.0}, "altered logits", "final_logit_softcapping"),
     "no features": ({"dflash_config.use_aux_hidden_state": False}, "target features", "use_aux_hidden_state"),
-    "FP8": ({"quantization_config": {"quant_algo": "FP8"}}, "quantized checkpoint", "quantization_config"),
 }
 #: A config of the DFlash layout that cannot be right -> pattern of the message.
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
