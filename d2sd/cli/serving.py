@@ -109,7 +109,9 @@ def chat_request(
         ids = tokenizer(prompt).input_ids
     else:
         turns = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, tokenize=True, return_dict=False, **bundle.recipe.target.template
+        )
     return Request(tuple(ids), max_new_tokens, sampling, frozenset(bundle.stop_token_ids), stop)
 
 

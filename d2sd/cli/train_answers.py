@@ -160,7 +160,8 @@ class Answering:
         if not tokenizer.chat_template:
             raise D2SDError("the target has no chat template to write user turns in", where="data.self_written")
         turns = [{"role": "user", "content": _SPLIT}]
-        before = tokenizer.apply_chat_template(turns, tokenize=False).split(_SPLIT)[0]
+        template = self.bundle.recipe.target.template
+        before = tokenizer.apply_chat_template(turns, tokenize=False, **template).split(_SPLIT)[0]
         ids = tokenizer(before + job.text, add_special_tokens=False).input_ids
         sampling = SamplingParams(wanted.temperature, seed=zlib.crc32(job.id.encode()))
         stops = frozenset(self.bundle.stop_token_ids)

@@ -10,12 +10,13 @@ from click.testing import CliRunner, Result
 
 import d2sd.cli.checks as checks
 from d2sd.cli.main import main
-from d2sd.cli.serving import OWN_PROMPTS, make_engine, read_prompts
+from d2sd.cli.serving import OWN_PROMPTS, chat_request, make_engine, read_prompts
 from d2sd.convert.bundle import Bundle, load_bundle
 from d2sd.errors import BuildError, D2SDError
 from d2sd.runtime.accept import Accepted
 from d2sd.runtime.engine import Engine
-from tests.convert.helpers import write_project
+from d2sd.runtime.request import SamplingParams
+from tests.convert.helpers import edit_json, write_project
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +108,17 @@ def test_a_build_that_would_lose_tokens_fails(bundle: Bundle, monkeypatch: pytes
     monkeypatch.setattr(Engine, "accept", careless)
     with pytest.raises(BuildError, match="does not write what plain decoding writes"):
         checks.check_bundle(bundle)
+
+
+def test_the_chat_template_is_asked_what_the_recipe_says(tmp_path: Path) -> None:
+    recipe = write_project(tmp_path, target={"path": "target", "template": {"thinking": False}})
+    template = "{% if thinking is defined and not thinking %}w5 {% endif %}{{ messages[0].content }}"
+    edit_json(tmp_path / "target" / "tokenizer_config.json", "chat_template", template)
+    for overrides, expected in (([], (5, 3)), (["--set", "target.template={}"], (3,))):
+        out = tmp_path / str(len(overrides))
+        done = CliRunner().invoke(main, ["build", str(recipe), "--out", str(out), *overrides])
+        assert done.exit_code == 0, done.output
+        assert chat_request(load_bundle(out), "w3", SamplingParams(), 4).prompt == expected
 
 
 def test_our_own_prompts_are_ours() -> None:
