@@ -49,6 +49,11 @@ def calibrate(
             "fp16 rounds small weights, so these drafters could not be recognised again", where=f"{bundle}: precision",
             found="fp16", expected="fp32 or bf16", fix="build with --set precision=bf16 to calibrate",
         )  # fmt: skip
+    if loaded.recipe.fp8 is not None and loaded.recipe.fp8.drafters:
+        raise D2SDError(
+            "a calibration is known by the drafters' own weights, which FP8 has rounded",
+            where=f"{bundle}: fp8.drafters", fix="calibrate the bundle without fp8: it serves both",
+        )  # fmt: skip
     marks = fingerprint(loaded.first), fingerprint(loaded.second) if loaded.second else None
     texts = [text for path in prompts or (OWN_PROMPTS,) for text in _prompts(path, exclude, count)]
     requests = [chat_request(loaded, text, SamplingParams(), max_new_tokens) for text in texts]

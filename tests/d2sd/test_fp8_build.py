@@ -69,7 +69,7 @@ def test_what_changed_is_measured(bundle: Path) -> None:
     assert found["target"]["perplexity_change"] == pytest.approx(after / before - 1, abs=1e-4)
     assert 0 < found["target"]["same_greedy_token"] <= 1
     assert 8 <= found["target"]["tokens"] <= 8 * 12
-    for policy in ("chain", "d2sd", "hybrid"):
+    for policy in ("chain", "hybrid"):
         assert all(tau >= 1 for tau in found["tau"][policy]["tau"])
         assert 0 <= found["tau"][policy]["equal_answers"] <= 8
 
@@ -82,6 +82,12 @@ def test_the_bundle_generates_and_shows_itself(bundle: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert "FP8" in shown.output
     assert "perplexity" in shown.output
+
+
+def test_calibration_is_of_unquantized_drafters(bundle: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["calibrate", str(bundle), "--out", str(tmp_path / "calibration.json")])
+    assert done.exit_code == 2
+    assert "calibrate the bundle without fp8" in done.output
 
 
 def test_equal_inputs_give_equal_bytes(project: Path, bundle: Path, tmp_path: Path) -> None:
