@@ -1,19 +1,20 @@
-"""A bundle of tiny models, as consumers get it, and its target in FP8."""
+"""Bundles of tiny models, as consumers get them, also in FP8."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from d2sd.cli.fp8_trials import fp8_trials
 from d2sd.convert.build import build
 from d2sd.convert.drafter import write_drafter
 from d2sd.modeling.config import Family, Role
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.recipe import load_recipe
-from tests.consumers.helpers import run_child
 from tests.convert.formats.helpers import ROPE
 from tests.convert.helpers import edit_json, write_project, write_target_dir
 from tests.tiny import tiny_decoder, tiny_drafter
@@ -40,24 +41,40 @@ class Built:
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
     family: Family = request.param
     work = tmp_path_factory.mktemp(family)
-    recipe = write_project(work / "project")
-    decoder = tiny_decoder(family, layers=6, rope=ROPE, tie=family == "qwen2")
-    write_target_dir(work / "project/target", decoder)
-    # Edge-LLM exports no target without a template.
-    edit_json(work / "project/target/tokenizer_config.json", "chat_template", "{{ messages[0].content }}")
-    for name, role in (("first", "first"), ("second", "variable_prefix")):
-        drafter = _drafter(decoder, role)  # type: ignore[arg-type]
-        write_drafter(work / "project" / name, drafter.config, drafter.state_dict())
+    recipe = _project(work / "project", family)
     build(load_recipe(recipe), work / "bundle", check=lambda bundle: {})
+    decoder = _decoder(family)
     return Built(work / "bundle", decoder, _drafter(decoder, "first"))
 
 
-@pytest.fixture(scope="session")
-def fp8_target(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundle's target in FP8, as ModelOpt exports it."""
-    folder = tmp_path_factory.mktemp("fp8") / "target"
-    run_child("modelopt", "fp8_child.py", built.target, folder)
-    return folder
+@pytest.fixture(scope="session", params=["wide drafters", "FP8 drafters"])
+def fp8_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with every linear layer but the head in FP8, calibrated at build time."""
+    pytest.importorskip("modelopt", reason="the extra fp8 is not installed")
+    work = tmp_path_factory.mktemp("fp8")
+    recipe = _project(
+        work / "project", "llama", precision="bf16", limits={"max_batch": 2, "max_context": 512},
+        fp8={"drafters": request.param == "FP8 drafters", "count": 4, "tokens": 8},
+    )  # fmt: skip
+    loaded = load_recipe(recipe)
+    build(loaded, work / "bundle", check=lambda bundle: {}, fp8=fp8_trials(loaded))
+    return work / "bundle"
+
+
+def _project(folder: Path, family: Family, **changes: Any) -> Path:
+    recipe = write_project(folder, **changes)
+    decoder = _decoder(family)
+    write_target_dir(folder / "target", decoder)
+    # Edge-LLM exports no target without a template.
+    edit_json(folder / "target/tokenizer_config.json", "chat_template", "{{ messages[0].content }}")
+    for name, role in (("first", "first"), ("second", "variable_prefix")):
+        drafter = _drafter(decoder, role)  # type: ignore[arg-type]
+        write_drafter(folder / name, drafter.config, drafter.state_dict())
+    return recipe
+
+
+def _decoder(family: Family) -> Decoder:
+    return tiny_decoder(family, layers=6, rope=ROPE, tie=family == "qwen2")
 
 
 def _drafter(decoder: Decoder, role: Role) -> Drafter:

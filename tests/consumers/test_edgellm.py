@@ -1,4 +1,4 @@
-"""TensorRT Edge-LLM's exporter takes a bundle's target in FP8 and its first drafter, whole and as they are.
+"""TensorRT Edge-LLM's exporter takes an FP8 bundle's target and its first drafter, whole and as they are.
 
 Its graphs hold plugins that need its library and a GPU, so what is compared is what went into them.
 """
@@ -15,18 +15,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.consumers.conftest import Built
+from d2sd.convert.drafter import read_drafter_config
+from d2sd.convert.target import read_target_config
 from tests.consumers.helpers import needs, python_of, run, run_child
 
-pytestmark = [needs("edgellm"), needs("modelopt")]  # ModelOpt makes the target FP8
+pytestmark = needs("edgellm")
 
 
 @pytest.fixture(scope="module")
-def exported(built: Built, fp8_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported(fp8_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the graphs llm/ and dflash_draft/."""
     folder = tmp_path_factory.mktemp("edgellm")
     export = Path(str(python_of("edgellm"))).with_name("tensorrt-edgellm-export")
-    run(export, fp8_target, folder, "--dflash-base", "--dflash-draft", "--dflash-draft-dir", built.first)
+    target, first = fp8_bundle / "target", fp8_bundle / "drafter_first"
+    run(export, target, folder, "--dflash-base", "--dflash-draft", "--dflash-draft-dir", first)
     return folder
 
 
@@ -44,8 +46,8 @@ def graph(folder: Path, work: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
     return load_file(out), {kind: int(count) for kind, count in counts.items()}
 
 
-def test_it_takes_the_drafters_contract_and_no_default_of_its_own(built: Built, exported: Path) -> None:
-    drafter = built.drafter.config
+def test_it_takes_the_drafters_contract_and_no_default_of_its_own(fp8_bundle: Path, exported: Path) -> None:
+    drafter = read_drafter_config(fp8_bundle / "drafter_first")
     base, draft = config(exported / "llm"), config(exported / "dflash_draft")
     for values, role in ((base, "base"), (draft, "draft")):
         assert (values["spec_decode_type"], values["engine_role"]) == ("dflash", role)
@@ -56,26 +58,32 @@ def test_it_takes_the_drafters_contract_and_no_default_of_its_own(built: Built, 
     assert draft["base_model_hidden_size"] == len(drafter.target_layer_ids) * drafter.body.hidden_size
 
 
-def test_the_targets_fp8_weights_arrive_byte_for_byte(
-    built: Built, exported: Path, fp8_target: Path, tmp_path: Path
-) -> None:
+def test_the_targets_fp8_weights_arrive_byte_for_byte(fp8_bundle: Path, exported: Path, tmp_path: Path) -> None:
     found, counts = graph(exported / "llm", tmp_path)
-    given = {name: t for name, t in load_file(fp8_target / "model.safetensors").items() if t.dtype.itemsize == 1}
-    assert len(given) == 7 * built.decoder.config.body.num_layers
-    for name, tensor in given.items():
-        assert torch.equal(found[f"_model.{name}"].view(torch.uint8), tensor.view(torch.uint8)), name
-    assert counts["AttentionPlugin"] == built.decoder.config.body.num_layers
+    given = load_file(fp8_bundle / "target" / "model.safetensors")
+    layers = read_target_config(fp8_bundle / "target").body.num_layers
+    assert sum(equal_bytes(found, name, tensor) for name, tensor in given.items()) == 7 * layers
+    assert counts["AttentionPlugin"] == layers
 
 
-def test_the_drafters_weights_and_the_targets_head_arrive(built: Built, exported: Path, tmp_path: Path) -> None:
-    """Matrices under their names; the vectors of its norms lose theirs, and are looked for among all."""
+def test_the_drafters_weights_and_the_targets_head_arrive(fp8_bundle: Path, exported: Path, tmp_path: Path) -> None:
+    """Matrices under their names; fc and the vectors of norms may lose theirs, and are looked for among all."""
     found, counts = graph(exported / "dflash_draft", tmp_path)
-    given = {name: tensor.half() for name, tensor in built.drafter.state_dict().items()}
-    vectors = [tensor.half() for tensor in found.values() if tensor.dim() == 1]
+    given = load_file(fp8_bundle / "drafter_first" / "model.safetensors")
+    layers = read_drafter_config(fp8_bundle / "drafter_first").body.num_layers
     for name, tensor in given.items():
-        if tensor.dim() == 2:
-            assert torch.equal(found[f"_model.{name}"], tensor), name
-        else:
-            assert any(torch.equal(vector, tensor) for vector in vectors), name
-    assert torch.equal(found["_model.lm_head.weight"], built.decoder.head.half())
-    assert counts["AttentionPlugin"] == counts["DFlashTargetKVCacheUpdate"] == built.drafter.config.body.num_layers
+        if name == "fc.weight" or tensor.dim() == 1:
+            assert any(torch.equal(other.half(), tensor.half()) for other in found.values()), name
+        elif tensor.dim() == 2 and not equal_bytes(found, name, tensor):
+            assert torch.equal(found[f"_model.{name}"], tensor.half()), name
+    head = load_file(fp8_bundle / "target" / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(found["_model.lm_head.weight"], head.half())
+    assert counts["AttentionPlugin"] == counts["DFlashTargetKVCacheUpdate"] == layers
+
+
+def equal_bytes(found: dict[str, Tensor], name: str, tensor: Tensor) -> bool:
+    """Whether the tensor is FP8; then it is in the graph as it was."""
+    if tensor.dtype != torch.float8_e4m3fn:
+        return False
+    assert torch.equal(found[f"_model.{name}"].view(torch.uint8), tensor.view(torch.uint8)), name
+    return True
