@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from d2sd.convert.hf_config import HFConfig
+from d2sd.convert.quantization import read_quantization
 from d2sd.convert.target import parse_target_config, target_shapes
 from d2sd.convert.weights import TensorInfo, read_headers, read_tensor
 from d2sd.errors import CheckpointError
@@ -44,10 +44,9 @@ class Source:
 def open_source(folder: Path) -> Source:
     """Open a target; FP8 is all of its linear layers or none. Raises `CheckpointError`."""
     raw = HFConfig.read(folder)
-    config = parse_target_config(
-        HFConfig({k: v for k, v in raw.values.items() if k != "quantization_config"}, raw.where)
-    )
-    fp8, fp8_kv = _quantization(folder, raw)
+    config = parse_target_config(raw)
+    quantization = read_quantization(folder, raw)
+    fp8, fp8_kv = quantization is not None, quantization is not None and quantization.kv
     found = read_headers(folder)
     shapes = {n if n.startswith("lm_head") else f"model.{n}": shape for n, shape in target_shapes(config).items()}
     expected = set(shapes)
@@ -73,21 +72,3 @@ def open_source(folder: Path) -> Source:
                 expected=list(shape),
             )  # fmt: skip
     return Source(folder, config, found, fp8, fp8_kv)
-
-
-def _quantization(folder: Path, raw: HFConfig) -> tuple[bool, bool]:
-    """Whether weights and K/V are FP8. Any other quantisation is refused."""
-    path = folder / "hf_quant_config.json"
-    if not path.is_file():
-        raw.only("quantization_config", None)
-        return False, False
-    try:
-        values = json.loads(path.read_text("utf-8"))["quantization"]
-        algorithm, kv = values["quant_algo"], values.get("kv_cache_quant_algo")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError("The quantisation is not described.", where=path, found=repr(error)) from None
-    if algorithm != "FP8" or kv not in (None, "FP8"):
-        raise CheckpointError(
-            "This quantisation has no old layout here.", where=path, found=f"{algorithm}, K/V {kv}", expected="FP8"
-        )
-    return True, kv == "FP8"

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from d2sd.convert.quantization import Quantization, described
 from d2sd.convert.trtllm.legacy import STAMP, write_legacy
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import Family, RopeConfig
@@ -45,9 +46,9 @@ def quantised(folder: Path, decoder: Decoder, *, kv: bool = False) -> Path:
         if kv and stem[-6:] in ("k_proj", "v_proj"):
             tensors[f"{stem}.{stem[-6]}_scale"] = torch.tensor(0.25 if stem[-6] == "k" else 0.75)
     save_file(tensors, folder / "model.safetensors")
-    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8" if kv else None, "exclude_modules": ["lm_head"]}
-    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
-    edit_json(folder / "config.json", "quantization_config", {"quant_algo": "FP8", "quant_method": "modelopt"})
+    beside, inline = described(Quantization(("lm_head",), kv, ("modelopt", "0.47.0")))
+    (folder / "hf_quant_config.json").write_text(json.dumps(beside))
+    edit_json(folder / "config.json", "quantization_config", inline)
     return folder
 
 
@@ -186,6 +187,7 @@ def another_algorithm(folder: Path) -> None:
 
 def description_lost(folder: Path) -> None:
     (folder / "hf_quant_config.json").unlink()
+    edit_json(folder / "config.json", "quantization_config", ...)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +198,7 @@ def description_lost(folder: Path) -> None:
         (zero_scale, "up_proj.weight_scale"),
         (wrong_shape, "up_proj.weight"),
         (another_algorithm, "NVFP4"),
-        (description_lost, "quantization_config"),
+        (description_lost, "no scales"),
     ],
 )
 def test_a_source_that_is_not_whole_leaves_nothing_behind(tmp_path: Path, change: Any, named: str) -> None:
