@@ -174,9 +174,9 @@ class FP8(Part):
     count: Positive = 32
     #: new tokens a prompt, for the comparison
     tokens: Positive = 48
-    #: fail the build where tokens a step fall by more than this share; absent: only tell
+    #: fail the build where tokens a step fall by more than this share
     max_tau_drop: Annotated[float, Field(ge=0, le=1)] | None = None
-    #: fail the build where the target's perplexity rises by more than this share; absent: only tell
+    #: fail the build where the target's perplexity on the prompts' words rises by more than this share
     max_perplexity_rise: Annotated[float, Field(ge=0)] | None = None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from d2sd.errors import BuildError
@@ -57,25 +56,15 @@ class _Runs:
         return figures
 
     def _compare_targets(self, plain: Bundle, fp8: Bundle, texts: list[Text]) -> dict[str, Any]:
+        from d2sd.cli.fp8_text import compare_texts
         from d2sd.cli.report import bar
 
-        loss, equal, count = [0.0, 0.0], 0, 0
         with bar("comparing targets", len(texts)) as advance:
-            for text in texts:
-                one, other = (_forced(bundle, text) for bundle in (plain, fp8))
-                loss = [total + said[0] for total, said in zip(loss, (one, other), strict=True)]
-                equal += int((one[1] == other[1]).sum())
-                count += len(one[1])
-                advance(1)
-        before, after = (math.exp(total / count) for total in loss)
+            found = compare_texts(plain.target, fp8.target, texts, advance)
+        before, after = found.get("perplexity", (1.0, 1.0))
         if (bound := self._wanted.max_perplexity_rise) is not None and after > before * (1 + bound):
             raise _exceeded("The target's perplexity rises", "max_perplexity_rise", before, after, bound)
-        return {
-            "perplexity": [round(before, 4), round(after, 4)],
-            "perplexity_change": round(after / before - 1, 4),
-            "same_greedy_token": round(equal / count, 4),
-            "tokens": count,
-        }
+        return found
 
     def _compare_tau(self, plain: Bundle, fp8: Bundle) -> dict[str, Any]:
         from d2sd.runtime.request import SamplingParams
@@ -121,18 +110,6 @@ class _Runs:
     @property
     def _budget(self) -> int:
         return min(self._wanted.tokens, self._recipe.limits.max_context // 2)
-
-
-def _forced(bundle: Bundle, text: Text) -> tuple[float, Any]:
-    """Cross-entropy of a text's answer, summed in nats, and the target's own choice at each of its places."""
-    import torch
-    from torch.nn import functional as F
-
-    from d2sd.runtime.forced import forced_logits
-
-    logits = forced_logits(bundle.target, text.ids, text.prompt - 1)[:-1]
-    answer = torch.tensor(text.ids[text.prompt :])
-    return float(F.cross_entropy(logits, answer, reduction="sum")), logits.argmax(-1)
 
 
 def _exceeded(what: str, key: str, before: float, after: float, bound: float) -> BuildError:

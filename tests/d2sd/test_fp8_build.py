@@ -67,8 +67,10 @@ def test_what_changed_is_measured(bundle: Path) -> None:
     assert before > 1
     assert after != before
     assert found["target"]["perplexity_change"] == pytest.approx(after / before - 1, abs=1e-4)
+    assert found["target"]["divergence"] > 0
     assert 0 < found["target"]["same_greedy_token"] <= 1
-    assert 8 <= found["target"]["tokens"] <= 8 * 12
+    assert 8 <= found["target"]["answer_tokens"] <= 8 * 12
+    assert found["target"]["prompt_tokens"] > 8
     for policy in ("chain", "hybrid"):
         assert all(tau >= 1 for tau in found["tau"][policy]["tau"])
         assert 0 <= found["tau"][policy]["equal_answers"] <= 8
