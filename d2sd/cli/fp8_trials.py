@@ -27,6 +27,8 @@ def fp8_trials(recipe: Recipe) -> Fp8Trials | None:
 
 #: Rows of the trees here: what they gain or lose shows with few, and a CPU emulates every one.
 _ROWS = 16
+#: Prompts to calibrate drafters on, at most: theirs are maxima over every block of every step.
+_EXERCISES = 16
 
 
 class _Runs:
@@ -44,7 +46,8 @@ class _Runs:
     def exercise(self, bundle: Bundle) -> None:
         from d2sd.runtime.request import SamplingParams
 
-        self._run(bundle, "chain" if bundle.second is None else "hybrid", SamplingParams(), "drafting")
+        policy: Policy = "chain" if bundle.second is None else "hybrid"
+        self._run(bundle, policy, SamplingParams(), "drafting", _EXERCISES)
 
     def compare(self, plain: Bundle, fp8: Bundle, texts: list[Text]) -> dict[str, Any]:
         """Figures of both bundles; raises `BuildError` where a bound of the recipe is exceeded."""
@@ -85,11 +88,13 @@ class _Runs:
             }
         return figures
 
-    def _run(self, bundle: Bundle, policy: Policy, sampling: SamplingParams, what: str) -> list[Sequence]:
+    def _run(
+        self, bundle: Bundle, policy: Policy, sampling: SamplingParams, what: str, most: int | None = None
+    ) -> list[Sequence]:
         from d2sd.cli.report import bar
         from d2sd.cli.serving import make_engine
 
-        requests = self._requests(bundle, sampling)
+        requests = self._requests(bundle, sampling)[:most]
         rows = min(_ROWS, bundle.recipe.tree.row_budget)
         engine = make_engine(bundle, policy=policy, row_budget=rows, calibrated=False)
         with bar(what):
