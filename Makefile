@@ -63,5 +63,5 @@ clean:
 	touch $@
 
 .venv/dev: .venv/demo
-	$(BIN)/python -m pip install --quiet --editable ".[dev,fp8]"
+	$(BIN)/python -m pip install --quiet --editable ".[dev,fp8,engines]"
 	touch $@

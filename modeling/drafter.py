@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.layers import Attend, Layer, RMSNorm
 from d2sd.modeling.rope import Rotary
+from d2sd.modeling.rows import KVPool, Rows
 
 # Shape letters: B requests, T rows (first draft γ, second draft K·γ), C new context tokens, E hidden, n tapped layers,
 # Vd draft vocabulary.
@@ -59,3 +60,8 @@ class Drafter(nn.Module):
             x, _, _ = layer(x, cos_sin, index, attend)
         out: Tensor = self.norm(x)
         return out
+
+    def draft(self, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
+        """Embedded blocks [B, T, E] over the context in `pool` -> [B, T, E] for the target's head."""
+        hidden: Tensor = self(embedded, rows.positions, pool.attend(rows))
+        return hidden

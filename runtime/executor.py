@@ -185,9 +185,9 @@ class TorchExecutor:
         slots = torch.arange(size, device=blocks.device).repeat(count)
         positions = batch.context_len[:, None] + slots
         rows = Rows(positions, visible, batch.page_table, batch.context_len)
-        hidden = drafter(self.target.embed_tokens(blocks.flatten(1)), positions, pool.attend(rows))
+        hidden = drafter.draft(self.target.embed_tokens(blocks.flatten(1)), rows, pool)
         # contiguous: over a view PyTorch multiplies batch by batch, in bf16 on a CPU sixty times slower
-        return self._heads[which](hidden.unflatten(1, (count, size))[:, :, 1:].contiguous()).float()
+        return self._heads[which](hidden.view(len(blocks), count, size, -1)[:, :, 1:].contiguous()).float()
 
     def _candidates(self, which: int, batch: Batch, logits: Tensor, width: int) -> Draft:
         ids = self._drafters[which].draft_ids

@@ -125,7 +125,8 @@ def more_often_right(one: Guesses, other: Guesses) -> bool:
     Tokens, not steps: one hard token ends all the up to γ - 1 steps that reach it, and would count as often.
     """
     won, lost = int((one.hits > other.hits).sum()), int((one.hits < other.hits).sum())
-    return sum(comb(won + lost, n) for n in range(won, won + lost + 1)) / 2 ** (won + lost) <= _CHANCE
+    chance = sum(comb(won + lost, n) for n in range(won, won + lost + 1)) / 2 ** (won + lost)
+    return bool(chance <= _CHANCE)
 
 
 def _misfit(

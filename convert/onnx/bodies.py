@@ -1,0 +1,133 @@
+"""What is exported of the models: their bodies, between the embedding and the head, with attention as a node.
+
+Embedding and head stay outside: three models share them, so an engine each would hold them three times. K/V pools are
+inputs, one a layer; what new rows have computed is an output, and who keeps the pools commits it.
+
+    target    embedded, positions, visible, page_table, context_len, pages      -> hidden, features, k, v
+    drafter   the same, and features, feature_positions, feature_len of context
+              that the pages do not hold yet                                    -> hidden, k, v of that context
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
+from d2sd.plugins.cascade_attention.onnx_function import BLOCK, DOMAIN, TREE, attributes
+
+# Shape letters: B requests, T rows, C new context rows, W words of visibility, M pages a request, P pages, Z tokens a
+# page, E hidden, n tapped layers, L layers, Hkv heads, D head size.
+
+
+class TargetBody(nn.Module):
+    """For export alone: its attention returns zeros."""
+
+    def __init__(self, target: Decoder, taps: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers, self.norm, self._rotary, self._taps = target.layers, target.norm, target.rotary, taps
+
+    def forward(
+        self, embedded: Tensor, positions: Tensor, visible: Tensor, page_table: Tensor, context_len: Tensor,
+        k_pages: list[Tensor], v_pages: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """embedded [B, T, E] -> hidden [B, T, E], normed; features [B, T, n·E]; k, v [L, B, T, Hkv, D]."""
+        x, cos_sin = embedded, self._rotary(positions, embedded.dtype)
+        keys, values, tapped = [], [], {}
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            pages = [k_pages[index], v_pages[index]]
+            return _node(TREE, [q, k, v, *pages, page_table, context_len, visible], q)
+
+        for index, layer in enumerate(self.layers):
+            x, k, v = layer(x, cos_sin, index, attend)
+            keys.append(k)
+            values.append(v)
+            if index in self._taps:
+                tapped[index] = x
+        features = torch.cat([tapped[i] for i in self._taps], dim=-1) if self._taps else x[..., :0]
+        return self.norm(x), features, torch.stack(keys), torch.stack(values)
+
+
+class DrafterBody(nn.Module):
+    """For export alone: its attention returns zeros."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__()
+        self._drafter = drafter
+
+    def forward(
+        self, embedded: Tensor, positions: Tensor, visible: Tensor, page_table: Tensor, context_len: Tensor,
+        features: Tensor, feature_positions: Tensor, feature_len: Tensor,
+        k_pages: list[Tensor], v_pages: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """embedded [B, T, E] and features [B, C, n·E] -> hidden [B, T, E]; k, v [L, B, C, Hkv, D] of the features."""
+        new_k, new_v = self._drafter.context_keys_values(features, feature_positions)
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            new, pages = [new_k[index], new_v[index], feature_len], [k_pages[index], v_pages[index]]
+            return _node(BLOCK, [q, k, v, *new, *pages, page_table, context_len, visible], q)
+
+        return self._drafter(embedded, positions, attend), new_k, new_v
+
+
+def _node(name: str, inputs: list[Tensor], like: Tensor) -> Tensor:
+    out: Tensor = torch.onnx.ops.symbolic(
+        f"{DOMAIN}::{name}", inputs, {**attributes()}, dtype=like.dtype, shape=like.shape, version=1
+    )
+    return out
+
+
+class _QuantizedLinear(nn.Module):
+    """An `Fp8Linear` in ONNX's words: QuantizeLinear and DequantizeLinear around a MatMul, which engines fuse."""
+
+    def __init__(self, layer: Fp8Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._weight = nn.Parameter(layer.weight.t().contiguous(), requires_grad=False)
+        self._bias = layer.bias
+        for name in ("weight_scale", "input_scale"):
+            self.register_buffer(name, getattr(layer, name).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = _dequantized(self._weight, self.get_buffer("weight_scale"), x.dtype)
+        out = torch.matmul(_rounded(x, self.get_buffer("input_scale")), weight)
+        return out if self._bias is None else out + self._bias
+
+
+class _QuantizedCache(nn.Module):
+    """An `Fp8Cache` in ONNX's words."""
+
+    def __init__(self, cache: Fp8Cache, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("scale", cache.scale.to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _rounded(x, self.get_buffer("scale"))
+
+
+def _rounded(x: Tensor, scale: Tensor) -> Tensor:
+    fp8 = torch.onnx.ops.symbolic("QuantizeLinear", [x, scale, _zero()], dtype=torch.float8_e4m3fn, shape=x.shape)
+    return _dequantized(fp8, scale, x.dtype)
+
+
+def _dequantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    out: Tensor = torch.onnx.ops.symbolic("DequantizeLinear", [x, scale, _zero()], dtype=dtype, shape=x.shape)
+    return out
+
+
+def _zero() -> Tensor:
+    """The zero point says that the type is FP8: without one it is taken for uint8."""
+    return torch.zeros((), dtype=torch.float8_e4m3fn)
+
+
+def spell_fp8(body: nn.Module, dtype: torch.dtype) -> None:
+    """Put ONNX's operators in the place of every FP8 layer of a body, in place."""
+    made: dict[type[nn.Module], Any] = {Fp8Linear: _QuantizedLinear, Fp8Cache: _QuantizedCache}
+    for parent in list(body.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) in made:
+                setattr(parent, name, made[type(child)](child, dtype))

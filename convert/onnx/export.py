@@ -1,0 +1,122 @@
+"""Bodies -> ONNX files, by PyTorch's exporter: one `.onnx` a model with its weights beside it in `.onnx.data`.
+
+Shapes are symbols but for the geometry and the page size. The bytes depend on the model and the tools' versions alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from d2sd.convert.onnx.bodies import DrafterBody, TargetBody, spell_fp8
+from d2sd.errors import BuildError
+from d2sd.modeling.config import BodyConfig
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from d2sd.plugins.cascade_attention.onnx_function import DOMAIN, OPSET, functions
+
+#: Names of the graphs' outputs.
+TARGET_OUTPUTS, DRAFTER_OUTPUTS = ("hidden", "features", "k", "v"), ("hidden", "k", "v")
+_ROWS = ("embedded", "positions", "visible", "page_table", "context_len")
+_FEATURES = ("features", "feature_positions", "feature_len")
+_B, _T, _W, _M, _P, _C = (
+    Dim("B", min=1, max=4096), Dim("T", min=1, max=4096), Dim("W", min=1, max=128), Dim("M", min=1, max=1 << 20),
+    Dim("P", min=2, max=1 << 24), Dim("C", min=1, max=4096),
+)  # fmt: skip
+
+
+def export_target(target: Decoder, taps: tuple[int, ...], page_size: int, file: Path) -> None:
+    """Write the target's graph; `taps` are the layers that drafters read. Raises `BuildError` without the extra."""
+    body, dtype = target.config.body, target.embed_tokens.weight.dtype
+    rows, shapes = _example_rows(body, dtype)
+    pools, pool_shapes = _example_pools(body, page_size, dtype)
+    _export(
+        TargetBody(target, taps), [*rows, *pools], [*shapes, *pool_shapes], _names(_ROWS, body), TARGET_OUTPUTS, file
+    )
+
+
+def export_drafter(drafter: Drafter, page_size: int, file: Path) -> None:
+    """Write a drafter's graph. Raises `BuildError` without the extra."""
+    body, dtype = drafter.config.body, drafter.fc.weight.dtype
+    rows, shapes = _example_rows(body, dtype)
+    pools, pool_shapes = _example_pools(body, page_size, dtype)
+    width = drafter.fc.in_features
+    new = [torch.zeros(2, 4, width, dtype=dtype), _int(2, 4), _int(2)]
+    new_shapes = [{0: _B, 1: _C}, {0: _B, 1: _C}, {0: _B}]
+    names = _names((*_ROWS, *_FEATURES), body)
+    _export(
+        DrafterBody(drafter), [*rows, *new, *pools], [*shapes, *new_shapes, *pool_shapes], names, DRAFTER_OUTPUTS, file
+    )
+
+
+def _example_rows(body: BodyConfig, dtype: torch.dtype) -> tuple[list[Tensor], list[Any]]:
+    # sizes that no two dimensions share, or the exporter takes them for one
+    rows = [torch.zeros(2, 5, body.hidden_size, dtype=dtype), _int(2, 5), _int(2, 5, 3), _int(2, 6), _int(2)]
+    return rows, [{0: _B, 1: _T}, {0: _B, 1: _T}, {0: _B, 1: _T, 2: _W}, {0: _B, 1: _M}, {0: _B}]
+
+
+def _example_pools(body: BodyConfig, page_size: int, dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
+    shape = 7, page_size, body.num_kv_heads, body.head_dim
+    pools = [[torch.zeros(shape, dtype=dtype) for _ in range(body.num_layers)] for _ in "kv"]
+    return pools, [[{0: _P}] * body.num_layers] * 2
+
+
+def _int(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def _names(fixed: Sequence[str], body: BodyConfig) -> list[str]:
+    return [*fixed, *(f"{kind}_pages_{layer}" for kind in "kv" for layer in range(body.num_layers))]
+
+
+def _export(
+    body: nn.Module, inputs: list[Any], shapes: list[Any], names: list[str], outputs: Sequence[str], file: Path
+) -> None:
+    try:
+        import onnx
+        import onnxscript  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise BuildError(
+            "Graphs are written with onnx and onnxscript, which are not installed.", where=str(error),
+            fix="pip install 'd2sd[engines]'",
+        ) from None  # fmt: skip
+    body = copy.deepcopy(body).eval().requires_grad_(False)
+    spell_fp8(body, inputs[0].dtype)
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            body, tuple(inputs), dynamo=True, opset_version=OPSET, dynamic_shapes=tuple(shapes), input_names=names,
+            output_names=list(outputs), verbose=False,
+        )  # fmt: skip
+    assert program is not None
+    model: Any = program.model_proto
+    model.functions.extend(functions())
+    if all(opset.domain != DOMAIN for opset in model.opset_import):
+        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    _forget_origin(model)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(model, file, save_as_external_data=True, location=f"{file.name}.data", size_threshold=1024)
+
+
+def _forget_origin(model: Any) -> None:
+    """Drop what tells of the machine and the source lines; names of nodes stay."""
+    model.ClearField("producer_version")
+    for holder in (model, model.graph):
+        holder.ClearField("metadata_props")
+        holder.ClearField("doc_string")
+    for part in (
+        *model.graph.node,
+        *model.graph.value_info,
+        *model.graph.input,
+        *model.graph.output,
+        *model.graph.initializer,
+    ):
+        part.ClearField("metadata_props")
+        part.ClearField("doc_string")

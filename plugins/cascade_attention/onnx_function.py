@@ -1,0 +1,121 @@
+"""The two attention nodes of exported graphs, and what they mean in ONNX's own operators.
+
+    TreeCascadeAttention   verification: rows over the committed context and each other
+    BlockDraftAttention    drafting: the same, over context rows too that are not in the pages yet
+
+A graph carries the nodes *and* these functions. ONNX Runtime runs the functions, and so does TensorRT where the plugin
+is not registered; where it is, `plugin_namespace` makes the parser take it. The semantics are those of `op.py`, with
+visibility packed into bits: row t sees row u where bit u % 32 of `visible[b, t, u // 32]` is set.
+"""
+
+# ONNX Script reads these functions' source; types would not be Python's.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator"
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+DOMAIN, VERSION = "d2sd", "1"
+TREE, BLOCK = "TreeCascadeAttention", "BlockDraftAttention"
+#: Opset of the graphs and of the functions; RMSNormalization is its newest operator.
+OPSET = 23
+
+# Shape letters: B requests, T new rows, C new context rows, W = ceil(T / 32) words, Hq/Hkv heads, D head size, P pages,
+# Z tokens a page, M pages a request, S = M·Z context slots, G = Hq / Hkv.
+
+
+def attributes() -> dict[str, str]:
+    """What the parser finds a plugin by."""
+    return {"plugin_namespace": DOMAIN, "plugin_version": VERSION}
+
+
+@cache
+def functions() -> tuple[Any, ...]:
+    """`onnx.FunctionProto` of both nodes and of what they share. Needs onnxscript."""
+    from onnxscript import opset23 as op
+    from onnxscript import script
+    from onnxscript.values import Opset
+
+    ours = Opset(DOMAIN, 1)
+
+    @script(ours, default_opset=op)
+    def PagedContext(pages, page_table):
+        # [P, Z, Hkv, D], [B, M] -> [B, S, Hkv, D] in fp32
+        taken = op.Gather(pages, op.Cast(page_table, to=7), axis=0)
+        return op.Cast(
+            op.Reshape(taken, op.Concat(op.Shape(page_table, end=1), [-1], op.Shape(pages, start=2), axis=0)), to=1
+        )
+
+    @script(ours, default_opset=op)
+    def Before(count, slots):
+        # [B], [1] -> [B, slots] bool: the first `count` of each request
+        return op.Less(op.Range(0, op.Squeeze(slots), 1), op.Unsqueeze(op.Cast(count, to=7), [1]))
+
+    @script(ours, default_opset=op)
+    def Unpacked(visible, rows):
+        # [B, T, W] int32, [1] -> [B, T, rows] bool
+        words = op.Cast(visible, to=7)
+        words = op.Unsqueeze(op.Where(op.Less(words, 0), words + 4294967296, words), [3])
+        powers = op.Cast(op.Pow(op.Constant(value_float=2.0), op.Cast(op.Range(0, 32, 1), to=1)), to=7)
+        bits = op.Mod(op.Div(words, powers), 2)
+        flat = op.Reshape(bits, op.Concat(op.Shape(visible, end=2), [-1], axis=0))
+        return op.Cast(op.Slice(flat, [0], rows, [2]), to=9)
+
+    @script(ours, default_opset=op)
+    def Attend(q, keys, values, seen):
+        # q [B, T, Hq, D]; keys, values [B, N, Hkv, D] fp32; seen [B, T, N] -> [B, T, Hq, D]
+        size = op.Shape(q, start=3)
+        heads = op.Concat(
+            op.Shape(q, end=1), op.Shape(keys, start=2, end=3), [-1], op.Shape(q, start=1, end=2), size, axis=0
+        )
+        queries = op.Reshape(op.Transpose(op.Cast(q, to=1), perm=[0, 2, 1, 3]), heads)  # [B, Hkv, G, T, D]
+        k = op.Unsqueeze(op.Transpose(keys, perm=[0, 2, 3, 1]), [2])  # [B, Hkv, 1, D, N]
+        v = op.Unsqueeze(op.Transpose(values, perm=[0, 2, 1, 3]), [2])  # [B, Hkv, 1, N, D]
+        scores = op.MatMul(queries, k) / op.Sqrt(op.Cast(size, to=1))
+        scores = op.Where(op.Unsqueeze(seen, [1, 2]), scores, op.Constant(value_float=-1e30))
+        out = op.MatMul(op.Softmax(scores, axis=-1), v)
+        merged = op.Concat(op.Shape(q, end=1), [-1], op.Shape(q, start=1, end=2), size, axis=0)
+        return op.CastLike(op.Transpose(op.Reshape(out, merged), perm=[0, 2, 1, 3]), q)
+
+    @script(ours, default_opset=op)
+    def TreeCascadeAttention(
+        q, k, v, k_pages, v_pages, page_table, context_len, visible, plugin_namespace: str, plugin_version: str
+    ):
+        old_k = PagedContext(k_pages, page_table)
+        old_v = PagedContext(v_pages, page_table)
+        inside = Before(context_len, op.Shape(old_k, start=1, end=2))  # [B, S]
+        valid = op.Unsqueeze(inside, [2, 3])
+        nothing = op.Constant(value_float=0.0)  # what lies there may be NaN
+        keys = op.Concat(op.Where(valid, old_k, nothing), op.Cast(k, to=1), axis=1)
+        values = op.Concat(op.Where(valid, old_v, nothing), op.Cast(v, to=1), axis=1)
+        rows = op.Shape(q, start=1, end=2)
+        everybody = op.Concat(op.Shape(q, end=2), op.Shape(old_k, start=1, end=2), axis=0)
+        seen = op.Concat(op.Expand(op.Unsqueeze(inside, [1]), everybody), Unpacked(visible, rows), axis=2)
+        return Attend(q, keys, values, seen)
+
+    @script(ours, default_opset=op)
+    def BlockDraftAttention(
+        q, k, v, new_k, new_v, new_len, k_pages, v_pages, page_table, context_len, visible,
+        plugin_namespace: str, plugin_version: str,
+    ):  # fmt: skip
+        old_k = PagedContext(k_pages, page_table)
+        old_v = PagedContext(v_pages, page_table)
+        inside = op.Concat(
+            Before(context_len, op.Shape(old_k, start=1, end=2)),
+            Before(new_len, op.Shape(new_k, start=1, end=2)),
+            axis=1,
+        )  # [B, S + C]
+        valid = op.Unsqueeze(inside, [2, 3])
+        nothing = op.Constant(value_float=0.0)
+        all_k = op.Concat(old_k, op.Cast(new_k, to=1), axis=1)
+        all_v = op.Concat(old_v, op.Cast(new_v, to=1), axis=1)
+        keys = op.Concat(op.Where(valid, all_k, nothing), op.Cast(k, to=1), axis=1)
+        values = op.Concat(op.Where(valid, all_v, nothing), op.Cast(v, to=1), axis=1)
+        rows = op.Shape(q, start=1, end=2)
+        everybody = op.Concat(op.Shape(q, end=2), op.Shape(all_k, start=1, end=2), axis=0)
+        seen = op.Concat(op.Expand(op.Unsqueeze(inside, [1]), everybody), Unpacked(visible, rows), axis=2)
+        return Attend(q, keys, values, seen)
+
+    made = (PagedContext, Before, Unpacked, Attend, TreeCascadeAttention, BlockDraftAttention)
+    return tuple(function.to_function_proto() for function in made)

@@ -1,0 +1,134 @@
+"""Exported graphs in ONNX Runtime, through the functions they carry, against the models they were made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from d2sd.convert.onnx.export import export_drafter, export_target
+from d2sd.modeling.config import Family
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.rows import KVPool, Rows
+from d2sd.runtime.graphs import GraphDecoder, GraphDrafter, OnnxSession
+from tests.convert.helpers import tree_bytes
+from tests.tiny import ancestor_mask, pool_for, random_tokens, random_tree, tiny_decoder, tiny_drafter
+
+pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
+TAPS = (0, 2)
+PAGE = 4
+#: Of fp32 numbers of order 1, summed in another order; of fp16, a few units in the last place.
+WITHIN = {torch.float32: 1e-4, torch.float16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a drafter, and the same as graphs."""
+
+    target: Decoder
+    drafter: Drafter
+    graph: GraphDecoder
+    draft_graph: GraphDrafter
+
+
+def made(folder: Path, family: Family, dtype: torch.dtype) -> Pair:
+    target = tiny_decoder(family, tie=family == "llama").to(dtype)
+    drafter = tiny_drafter(target.config, target_layer_ids=TAPS).to(dtype)
+    export_target(target, TAPS, PAGE, folder / "target.onnx")
+    export_drafter(drafter, PAGE, folder / "drafter.onnx")
+    graph = GraphDecoder(target, TAPS, OnnxSession(folder / "target.onnx"))
+    return Pair(target, drafter, graph, GraphDrafter(drafter, OnnxSession(folder / "drafter.onnx"), PAGE))
+
+
+@pytest.fixture(scope="module", params=[("llama", torch.float32), ("qwen2", torch.float32), ("qwen3", torch.float16)])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    family, dtype = request.param
+    return made(tmp_path_factory.mktemp(family), family, dtype)
+
+
+def context(body_of: Decoder | Drafter, lengths: list[int], dtype: torch.dtype) -> tuple[KVPool, Tensor, Tensor]:
+    """Pages with `lengths` committed tokens of noise, NaN elsewhere."""
+    pool, table = pool_for(body_of.config.body, len(lengths), 24, page_size=PAGE, dtype=dtype)
+    for kind, pages in enumerate((pool.k, pool.v)):
+        draw = torch.Generator().manual_seed(kind)
+        for request, length in enumerate(lengths):
+            for place in range(length):
+                page = table[request, place // PAGE]
+                noise = torch.randn(pages.shape[0], *pages.shape[3:], generator=draw)
+                pages[:, page, place % PAGE] = noise.to(dtype)
+    return pool, table, torch.tensor(lengths)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    most = WITHIN[expected.dtype] * max(1.0, expected.abs().max().item())
+    assert (found.float() - expected.float()).abs().max() <= most
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_a_target_verifies_trees(pair: Pair, rows: int) -> None:
+    """Contexts empty, partial and full; 40 rows take two words of visibility."""
+    dtype = pair.target.embed_tokens.weight.dtype
+    pool, table, lengths = context(pair.target, [0, 9, 24], dtype)
+    tokens = random_tokens(pair.target, 3, rows)
+    visible = torch.stack([ancestor_mask(random_tree(rows, seed)) for seed in range(3)])
+    depth = visible.sum(-1) - 1
+    asked = tokens, Rows(lengths[:, None] + depth, visible, table, lengths), pool, TAPS
+    found, expected = pair.graph(*asked), pair.target(*asked)
+    for name in ("hidden", "features", "k", "v"):
+        close(getattr(found, name), getattr(expected, name))
+    close(pair.graph.logits(found.hidden).to(dtype), pair.target.logits(expected.hidden).to(dtype))
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_a_drafter_fills_blocks(pair: Pair, blocks: int) -> None:
+    dtype = pair.target.embed_tokens.weight.dtype
+    pool, table, lengths = context(pair.drafter, [5, 0, 24], dtype)
+    of_block = torch.arange(blocks).repeat_interleave(4)
+    visible = (of_block[:, None] == of_block).expand(3, -1, -1)
+    positions = lengths[:, None] + torch.arange(4).repeat(blocks)
+    embedded = pair.target.embed_tokens(random_tokens(pair.target, 3, 4 * blocks))
+    asked = embedded, Rows(positions, visible, table, lengths), pool
+    close(pair.draft_graph.draft(*asked), pair.drafter.draft(*asked))
+
+
+def test_a_drafter_gives_the_contexts_keys_and_values(pair: Pair) -> None:
+    dtype = pair.target.embed_tokens.weight.dtype
+    width = pair.drafter.fc.in_features
+    features = torch.randn(2, 5, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    positions = torch.arange(5).expand(2, 5) + torch.tensor([[0], [11]])
+    found = pair.draft_graph.context_keys_values(features, positions)
+    for one, other in zip(found, pair.drafter.context_keys_values(features, positions), strict=True):
+        close(one, other)
+
+
+def test_context_that_is_not_in_the_pages_is_read_too(pair: Pair) -> None:
+    """One call with new features says what committing them first would have said."""
+    dtype = pair.target.embed_tokens.weight.dtype
+    pool, table, lengths = context(pair.drafter, [5, 0], dtype)
+    new = torch.tensor([3, 2])
+    features = torch.randn(2, 3, pair.drafter.fc.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
+    places = lengths[:, None] + torch.arange(3)
+    embedded = pair.target.embed_tokens(random_tokens(pair.target, 2, 4))
+    visible = torch.ones(2, 4, 4, dtype=torch.bool)
+    after = lengths + new
+    rows = Rows(after[:, None] + torch.arange(4), visible, table, lengths)
+    found = pair.draft_graph.draft_behind(embedded, rows, pool, features, places, new)
+    k, v = pair.drafter.context_keys_values(features, places)
+    pool.write(k, v, table, places, torch.arange(3) < new[:, None])
+    close(found, pair.drafter.draft(embedded, Rows(rows.positions, visible, table, after), pool))
+
+
+def test_equal_models_give_equal_files(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        made(tmp_path / name, "llama", torch.float32)
+    assert tree_bytes(tmp_path / "one") == tree_bytes(tmp_path / "other")
+    text = b"".join(tree_bytes(tmp_path / "one").values())
+    assert b"/site-packages/" not in text
+    assert str(tmp_path).encode() not in text
+    assert b"d2sd/convert" not in text

@@ -1,0 +1,66 @@
+"""The whole dual-drafter loop over graphs in ONNX Runtime writes what the models alone would have written."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+
+from d2sd.convert.onnx.export import export_drafter, export_target
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.executor import TorchExecutor
+from d2sd.runtime.graphs import GraphDecoder, GraphDrafter, OnnxSession
+from d2sd.runtime.policy import PolicyName, make_policy
+from d2sd.runtime.request import Limits, Request, SamplingParams
+from tests.modeling.test_fp8 import fp8_decoder
+from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, expected, models, some_requests
+from tests.tiny import random_tokens, tiny_drafter
+
+pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
+PAGE = 4
+
+
+def executor_of(folder: Path, target: Decoder, *drafters: Drafter) -> TorchExecutor:
+    taps = drafters[0].config.target_layer_ids
+    export_target(target, taps, PAGE, folder / "target.onnx")
+    graphs = []
+    for place, drafter in enumerate(drafters):
+        export_drafter(drafter, PAGE, folder / f"{place}.onnx")
+        graphs.append(GraphDrafter(drafter, OnnxSession(folder / f"{place}.onnx"), PAGE))
+    return TorchExecutor(GraphDecoder(target, taps, OnnxSession(folder / "target.onnx")), *graphs)
+
+
+def engine_of(executor: TorchExecutor, name: PolicyName) -> Engine:
+    policy = make_policy(name, block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
+    return Engine(executor, policy, Limits(max_batch=4, max_context=64, page_size=PAGE, prefill_chunk=8))
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> TorchExecutor:
+    return executor_of(tmp_path_factory.mktemp("graphs"), *deepcopy(models()))
+
+
+@pytest.mark.parametrize("policy", ["chain", "d2sd", "hybrid"])
+def test_greedy_and_sampled_text_are_the_targets_own(executor: TorchExecutor, policy: PolicyName) -> None:
+    sequences = engine_of(executor, policy).generate(some_requests())
+    for sequence in sequences:
+        assert sequence.answer == expected(sequence.request)
+    assert any(sequence.stats.tau > 1 for sequence in sequences), "random drafters hit now and then"
+
+
+@torch.inference_mode()
+def test_an_fp8_graph_multiplies_the_numbers_of_the_emulation(tmp_path: Path) -> None:
+    """Token for token, at a precision where nothing but FP8 rounds; the chain, the tree and the pages included."""
+    target = fp8_decoder(cache=True)
+    first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
+    second = tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
+    executor = executor_of(tmp_path, target, first, second)
+    prompts = random_tokens(target, 6, 5, seed=3).tolist()
+    requests = [Request(tuple(prompt), 12, SamplingParams()) for prompt in prompts]
+    plain = engine_of(TorchExecutor(deepcopy(target), deepcopy(first), deepcopy(second)), "off").generate(requests)
+    found = engine_of(executor, "hybrid").generate(requests)
+    assert [s.answer for s in found] == [s.answer for s in plain]
