@@ -106,15 +106,15 @@ def test_a_cache_gives_back_what_pages_would_hold() -> None:
     torch.testing.assert_close(cache(x).flatten(), torch.tensor(expected), rtol=1e-6, atol=0)
 
 
-def fp8_decoder(*, cache: bool) -> Decoder:
+def fp8_decoder(*, cache: bool, head_dim: int = 8, dtype: torch.dtype = torch.float32) -> Decoder:
     """The tiny decoder with every linear layer but the head in FP8."""
-    plain = tiny_decoder("qwen3", tie=False)
+    plain = tiny_decoder("qwen3", tie=False, head_dim=head_dim).to(dtype)
     with torch.device("meta"):
         model = Decoder(plain.config)
         make_fp8(model, linear_names(model), cache=cache)
     tensors = plain.state_dict()
     for name in linear_names(plain):
-        scale = tensors[f"{name}.weight"].abs().max() / 448
+        scale = tensors[f"{name}.weight"].float().abs().max() / 448
         tensors[f"{name}.weight"] = to_fp8(tensors[f"{name}.weight"], scale)
         tensors |= {f"{name}.weight_scale": scale, f"{name}.input_scale": torch.tensor(8 / 448)}
     for index in range(plain.config.body.num_layers if cache else 0):

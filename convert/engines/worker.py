@@ -1,0 +1,153 @@
+"""One engine from one graph, in a process of its own: python -m d2sd.convert.engines.worker JOB.json.
+
+A process each, because TensorRT-RTX reads LD_LIBRARY_PATH when it starts, because a builder that dies takes its process
+with it, and because several can run at once. The job says everything; the report lands beside the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from d2sd.convert.engines.seam import COMPUTE, Builder, TensorRT, find_builder
+from d2sd.errors import BuildError, D2SDError
+from d2sd.plugins.cascade_attention.blocks import HEAD_STEP, LARGEST_HEAD
+from d2sd.plugins.cascade_attention.onnx_function import BLOCK, TREE
+from d2sd.plugins.cascade_attention.tensorrt_plugin import register
+
+#: Input -> least, usual and greatest shape.
+Profile = dict[str, tuple[list[int], list[int], list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to build."""
+
+    graph: str
+    engine: str
+    report: str
+    builder: Builder
+    compute: str  # of COMPUTE, "portable" or "native"
+    profiles: list[Profile]
+    plugins: bool = True  # without: the graph's functions are built
+    cache: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was built."""
+
+    builder: str
+    version: str
+    compute: str
+    layers: dict[str, int]  # kind -> how many, as parsed
+    plugins: int
+    bytes: int
+
+
+def build_engine(job: Job) -> Report:
+    """Build one engine. Raises `BuildError` with what the parser or the builder said."""
+    trt = find_builder(job.builder)
+    if job.compute not in trt.targets:
+        raise BuildError(
+            f"{trt.name} builds no engines for this.", where="engines.compute", found=job.compute,
+            expected=", ".join(trt.targets),
+        )  # fmt: skip
+    heard = _Heard(trt.module)
+    if job.plugins:
+        register(trt.module)
+    builder = trt.module.Builder(heard.log)
+    flags = 1 << int(trt.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    network = builder.create_network(flags)
+    parser = trt.module.OnnxParser(network, heard.log)
+    if job.plugins:
+        parser.set_flag(trt.module.OnnxParserFlag.ENABLE_PLUGIN_OVERRIDE)
+    if not parser.parse_from_file(job.graph):
+        said = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
+        raise BuildError("The graph is not understood.", where=job.graph, found=said or heard.told())
+    layers = Counter(str(network.get_layer(i).type).rpartition(".")[2] for i in range(network.num_layers))
+    _demand_plugins(job, layers["PLUGIN_V3"])
+    for layer in (network.get_layer(i) for i in range(network.num_layers)):
+        if str(layer.type).endswith("PLUGIN_V3"):
+            _demand_head_size(job, layer.get_input(0).shape[3])
+    config = _config(trt, builder, job)
+    blob = builder.build_serialized_network(network, config)
+    if blob is None:
+        raise BuildError("The engine cannot be built.", where=job.graph, found=heard.told(), expected=job.compute)
+    engine = bytes(blob)
+    Path(job.engine).write_bytes(engine)
+    return Report(trt.name, trt.version, job.compute, dict(sorted(layers.items())), layers["PLUGIN_V3"], len(engine))
+
+
+def _config(trt: TensorRT, builder: Any, job: Job) -> Any:
+    config = builder.create_builder_config()
+    if job.compute in COMPUTE:
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(getattr(trt.module.ComputeCapability, COMPUTE[job.compute]), 0)
+    for shapes in job.profiles:
+        profile = builder.create_optimization_profile()
+        for name, (least, usual, most) in shapes.items():
+            profile.set_shape(name, least, usual, most)
+        config.add_optimization_profile(profile)
+    return config
+
+
+def _demand_plugins(job: Job, found: int) -> None:
+    """Every attention of the graph must have become our plugin: a function in its place would run, and slowly."""
+    import onnx
+
+    nodes = onnx.load(job.graph, load_external_data=False).graph.node
+    wanted = sum(node.op_type in (TREE, BLOCK) for node in nodes) if job.plugins else 0
+    if found != wanted:
+        raise BuildError(
+            "Attention did not become our plugin.", where=job.graph, found=f"{found} plugin layers", expected=wanted,
+        )  # fmt: skip
+
+
+def _demand_head_size(job: Job, size: int) -> None:
+    """Here, because TensorRT does not survive what a plugin raises."""
+    if size % HEAD_STEP or size > LARGEST_HEAD:
+        raise BuildError(
+            "The attention kernels do not take heads of this size.", where=job.graph, found=size,
+            expected=f"a multiple of {HEAD_STEP} up to {LARGEST_HEAD}",
+        )  # fmt: skip
+
+
+class _Heard:
+    """A logger that keeps errors."""
+
+    def __init__(self, trt: Any) -> None:
+        errors: list[str] = []
+
+        class Log(trt.ILogger):  # type: ignore[misc]
+            def __init__(self) -> None:
+                trt.ILogger.__init__(self)
+
+            def log(self, severity: Any, message: str) -> None:
+                if severity <= trt.ILogger.ERROR:
+                    errors.append(message)
+
+        self.log, self._errors = Log(), errors
+
+    def told(self) -> str:
+        return "; ".join(self._errors) or "no reason given"
+
+
+def main(path: str) -> int:
+    """Run the job of a file; the report, or the error's parts, goes to its report."""
+    job = Job(**json.loads(Path(path).read_text("utf-8")))
+    try:
+        said: dict[str, Any] = asdict(build_engine(job))
+    except D2SDError as error:
+        parts = ("what", "where", "found", "expected", "fix")
+        said = {"error": {part: None if (value := getattr(error, part)) is None else str(value) for part in parts}}
+    Path(job.report).write_text(json.dumps(said), "utf-8")
+    return 2 if "error" in said else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,123 @@
+"""Engines built on a CPU: of the plugins, of the functions in their place, in FP8; and what is refused, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from d2sd.convert.engines import seam
+from d2sd.convert.engines.build import build_engines
+from d2sd.convert.engines.seam import find_builder, unversioned_library
+from d2sd.convert.engines.worker import Job, Profile, build_engine
+from d2sd.convert.onnx.export import export_drafter, export_target
+from d2sd.errors import BuildError
+from tests.modeling.test_fp8 import fp8_decoder
+from tests.tiny import tiny_decoder, tiny_drafter
+
+pytest.importorskip("tensorrt_rtx", reason="the extra engines is not installed")
+PAGE, LAYERS = 4, 2
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and a drafter with heads of 16, and a target with heads of 8."""
+    folder = tmp_path_factory.mktemp("graphs")
+    target = tiny_decoder("qwen3", layers=LAYERS, head_dim=16).half()
+    export_target(target, (0, 1), PAGE, folder / "target.onnx")
+    drafter = tiny_drafter(target.config, layers=1, target_layer_ids=(0, 1)).half()
+    export_drafter(drafter, PAGE, folder / "drafter.onnx")
+    export_target(tiny_decoder(layers=1), (), PAGE, folder / "narrow.onnx")
+    return folder
+
+
+def profile(graph: str, layers: int, size: int = 16) -> Profile:
+    def of(*dims: tuple[int, int, int]) -> tuple[list[int], list[int], list[int]]:
+        least, usual, most = (list(shape) for shape in zip(*dims, strict=True))
+        return least, usual, most
+
+    b, t, pages = (1, 2, 4), (1, 8, 64), (2, 8, 64)
+    shapes = {
+        "embedded": of(b, t, (32, 32, 32)), "positions": of(b, t), "visible": of(b, t, (1, 1, 2)),
+        "page_table": of(b, (1, 4, 16)), "context_len": of(b),
+    }  # fmt: skip
+    if graph == "drafter":
+        shapes |= {"features": of(b, t, (64, 64, 64)), "feature_positions": of(b, t), "feature_len": of(b)}
+    fixed = [(n, n, n) for n in (PAGE, 2, size)]
+    return shapes | {f"{kind}_pages_{layer}": of(pages, *fixed) for kind in "kv" for layer in range(layers)}
+
+
+def job(folder: Path, graph: str, layers: int, **changes: Any) -> Job:
+    values: dict[str, Any] = {
+        "graph": str(folder / f"{graph}.onnx"), "engine": str(folder / f"{graph}.engine"),
+        "report": str(folder / f"{graph}.json"), "builder": "tensorrt-rtx", "compute": "portable",
+        "profiles": [profile(graph, layers)],
+    }  # fmt: skip
+    return Job(**values | changes)
+
+
+@pytest.mark.parametrize(("graph", "layers"), [("target", LAYERS), ("drafter", 1)])
+@pytest.mark.parametrize("compute", ["portable", "sm89"])
+def test_every_attention_becomes_our_plugin(
+    graphs: Path, tmp_path: Path, graph: str, layers: int, compute: str
+) -> None:
+    (report,) = build_engines([job(graphs, graph, layers, compute=compute)], tmp_path)
+    assert (report.plugins, report.layers["PLUGIN_V3"], report.compute) == (layers, layers, compute)
+    assert "SOFTMAX" not in report.layers, "no attention was built from the function"
+    assert (graphs / f"{graph}.engine").stat().st_size == report.bytes > 0
+
+
+@pytest.mark.parametrize(("graph", "layers"), [("target", LAYERS), ("drafter", 1)])
+def test_without_plugins_the_functions_are_built(graphs: Path, graph: str, layers: int) -> None:
+    """In this process: no plugin is asked for, so the library's name does not matter."""
+    report = build_engine(job(graphs, graph, layers, plugins=False))
+    assert (report.plugins, report.layers["SOFTMAX"]) == (0, layers)
+
+
+def test_fp8_is_built_where_there_is_fp8(tmp_path: Path) -> None:
+    export_target(fp8_decoder(cache=False, head_dim=16, dtype=torch.float16), (), PAGE, tmp_path / "fp8.onnx")
+    jobs = [job(tmp_path, "fp8", 3, compute=compute) for compute in ("sm120", "sm89")]
+    for report in build_engines(jobs, tmp_path / "scratch", at_once=2):
+        assert report.plugins == 3
+        assert report.layers["QUANTIZE"] == 3 * 4, "inputs that q, k and v share, or gate and up, are rounded once"
+        assert report.layers["DEQUANTIZE"] == 3 * (4 + 7)
+    with pytest.raises(BuildError, match="cannot be built"):
+        build_engines([job(tmp_path, "fp8", 3, compute="sm86")], tmp_path / "scratch")
+
+
+def test_heads_that_the_kernels_do_not_take(graphs: Path, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"heads of this size[\s\S]*found: 8"):
+        build_engines([job(graphs, "narrow", 1, profiles=[profile("narrow", 1, size=8)])], tmp_path)
+
+
+def test_what_a_builder_cannot_build_for(graphs: Path) -> None:
+    with pytest.raises(BuildError, match=r"sm90[\s\S]*sm89"):
+        build_engine(job(graphs, "target", LAYERS, compute="sm90"))
+
+
+def test_a_file_that_is_no_graph(graphs: Path, tmp_path: Path) -> None:
+    (tmp_path / "target.onnx").write_bytes(b"nothing of the kind")
+    with pytest.raises(BuildError, match="not understood"):
+        build_engine(job(tmp_path, "target", LAYERS, plugins=False))
+
+
+def test_a_builder_that_dies_is_told(graphs: Path, tmp_path: Path) -> None:
+    doomed = job(graphs, "target", LAYERS, engine=str(tmp_path / "nowhere" / "x"), report=str(tmp_path / "r"))
+    with pytest.raises(BuildError, match=r"builder died[\s\S]*FileNotFoundError"):
+        build_engines([doomed], tmp_path / "scratch")
+
+
+@pytest.mark.parametrize(("name", "fix"), [("tensorrt", "TensorRT 10.14"), ("tensorrt-rtx", r"d2sd\[engines\]")])
+def test_a_builder_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, name: Any, fix: str) -> None:
+    monkeypatch.setattr(seam, "find_spec", lambda module: None)
+    with pytest.raises(BuildError, match=fix):
+        find_builder(name)
+
+
+def test_the_librarys_other_name(tmp_path: Path) -> None:
+    for _ in range(2):  # a second build finds the first one's link
+        assert unversioned_library("tensorrt-rtx", tmp_path / "lib") == tmp_path / "lib"
+    assert (tmp_path / "lib" / "libtensorrt_rtx.so").resolve().name == "libtensorrt_rtx.so.1"
+    assert unversioned_library("tensorrt", tmp_path / "other") is None
