@@ -115,14 +115,25 @@ class Ablation:
         size = self.recipe.drafter.block_size
         bundle = replace(target, first=written(drafter, None, dtype))
         flight = min(8, self.per_set)
-        engine = make_engine(bundle, policy="chain", row_budget=size, max_batch=flight)
         asked = [
             (key, chat_request(bundle, text, SamplingParams(), self.tokens))
             for key, text in read_prompts(self.prompts / f"{prompt_set}.jsonl")[: self.per_set]
         ]
+        longest = max(len(request.prompt) for _, request in asked) + self.tokens
+        engine = make_engine(_with_context(bundle, longest), policy="chain", row_budget=size, max_batch=flight)
         key = Key(name, size, prompt_set, 0.0, flight)
         with bar(f"{name} on {prompt_set}", len(asked)) as advance:
             return measure_cell(engine, key, asked, None, _not_asked, advance)[0]
+
+
+def _with_context(bundle: Bundle, tokens: int) -> Bundle:
+    """The bundle with room for requests of so many tokens: the training's is as long as its answers."""
+    recipe = bundle.recipe
+    size = recipe.limits.page_size
+    limits = recipe.limits.model_copy(update={"max_context": -(-tokens // size) * size})
+    return replace(
+        bundle, manifest=bundle.manifest.model_copy(update={"recipe": recipe.model_copy(update={"limits": limits})})
+    )
 
 
 def report(cells: dict[str, list[Cell]]) -> str:
