@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from d2sd.modeling.layers import Attend
 from d2sd.plugins.cascade_attention import cascade_attention
+from d2sd.plugins.cascade_attention.visible import pack_visible
+from d2sd.plugins.fused import runs_fused
+from d2sd.plugins.kv_pages import write_rows
 
 # Shape letters: B requests, T rows, M pages a request, Z tokens a page, P pages, L layers, Hkv heads, D head size.
 
@@ -41,23 +45,31 @@ class KVPool:
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.page_size = page_size
 
-    def write(self, k: Tensor, v: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
+    def write(
+        self, k: Tensor, v: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor, path: Tensor | None = None
+    ) -> None:
         """Commit rows: k, v [L, B, T, Hkv, D] go to token `positions [B, T]`, at most one kept row each.
 
-        Rows not in `keep [B, T]`, and any that the page table does not reach, go to page 0.
+        With a `path [B, N]` row path[b, n] goes to place n, and `positions` and `keep` are [B, N]. Rows not in `keep`,
+        and any that the page table does not reach, reach page 0 at most.
         """
-        block, last = positions // self.page_size, page_table.shape[1] - 1
-        page = torch.where(keep & (block <= last), page_table.gather(1, block.clamp(max=last)), 0)
-        slot = positions % self.page_size
-        self.k[:, page, slot] = k
-        self.v[:, page, slot] = v
+        write = write_rows
+        if runs_fused(self.k):
+            from d2sd.plugins.kv_pages.launch import fused_write_rows
+
+            write = fused_write_rows
+        write(k, v, self.k, self.v, page_table, positions, keep, path)
 
     def attend(self, rows: Rows) -> Attend:
         """The attention of `rows` over this pool, layer by layer."""
+        attention: Callable[..., Tensor] = cascade_attention
+        visible = rows.visible
+        if runs_fused(self.k):
+            from d2sd.plugins.cascade_attention.launch import fused_cascade_attention
 
-        def attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return cascade_attention(
-                q, k, v, self.k[index], self.v[index], rows.page_table, rows.context_len, rows.visible
-            )
+            attention, visible = fused_cascade_attention, pack_visible(visible)  # packed once for all layers
 
-        return attention
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q, k, v, self.k[index], self.v[index], rows.page_table, rows.context_len, visible)
+
+        return attend

@@ -322,6 +322,17 @@ def test_committed_rows_read_like_rows() -> None:
         torch.testing.assert_close(split.run()[:, -1:], expected, rtol=0, atol=1e-6)
 
 
+def test_fp8_pages_read_as_numbers_times_their_scale() -> None:
+    """NaN in unused slots stays NaN in FP8, and unread."""
+    call, k_scale, v_scale = make(Shape(), ancestors), torch.tensor(0.011), torch.tensor(0.007)
+    k_pages, v_pages = call.k_pages.to(torch.float8_e4m3fn), call.v_pages.to(torch.float8_e4m3fn)
+    plain = replace(call, k_pages=k_pages.double() * k_scale.double(), v_pages=v_pages.double() * v_scale.double())
+    found = cascade_attention(
+        call.q, call.k, call.v, k_pages, v_pages, call.page_table, call.context_len, call.visible, k_scale, v_scale
+    )
+    torch.testing.assert_close(found.double(), oracle(plain), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mask", [causal, ancestors])
 @pytest.mark.parametrize(

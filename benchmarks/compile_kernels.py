@@ -1,0 +1,127 @@
+"""Compile the Triton kernels for every architecture, without a GPU, and hold them to bounds. `make kernels` runs it.
+
+    python benchmarks/compile_kernels.py [--only TEXT] [--capability N ...]
+
+One line a kernel and architecture; minutes in all. Exits with 1 where a bound is broken. Nothing here ran on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from d2sd.plugins.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
+from d2sd.plugins.cascade_attention import launch as attention
+from d2sd.plugins.cascade_attention.blocks import choose_blocks
+from d2sd.plugins.cascade_attention.triton_kernel import cascade_attention_kernel, merge_kernel
+from d2sd.plugins.kv_pages import launch as pages
+from d2sd.plugins.kv_pages.triton_kernel import write_rows_kernel
+
+KV_HEADS, GROUP, PAGE = 8, 4, 16  # Qwen3-8B's and Llama-3.1-8B's; they change addresses, not tiles
+FP8 = "fp8e4nv"
+#: Bytes of shared memory that a block gets without asking for more, on every architecture.
+MOST_SHARED = 48 * 1024
+#: On sm_100 tiles of 64 rows take 32 bytes more, also those that fill the 48 KB. Triton's launcher asks for what is
+#: needed; any other must do so there.
+MOST_SHARED_100 = MOST_SHARED + 32
+#: Bytes a thread. ptxas spills up to four registers where it uses only 80 to 168 of 255: a choice, not want.
+MOST_SPILLED = 16
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    warps: int
+
+    @property
+    def least_capability(self) -> int:
+        return 89 if f"*{FP8}" in self.types.values() else 80
+
+
+def attention_variant(kind: str, stored: str, size: int, rows: int, splits: int) -> Variant:
+    """Queries of type `kind` over pages of type `stored`, T = rows."""
+    fp8 = stored == FP8
+    blocks = choose_blocks(rows * GROUP, size, 4 if kind == "fp32" else 2, fp8=fp8)
+    types = dict.fromkeys(("q", "k", "v"), f"*{kind}") | dict.fromkeys(("k_pages", "v_pages"), f"*{stored}")
+    types |= {"page_table": "*i64", "context_len": "*i64", "visible": "*i32"}
+    types |= dict.fromkeys(("k_scale", "v_scale"), "*fp32") if fp8 else {}
+    types |= {"out": "*fp32", "lse": "*fp32"} if splits > 1 else {"out": f"*{kind}"}
+    types |= {"rows": "i32", "columns": "i32"}
+    return Variant(
+        f"attention {kind}{'/fp8' if fp8 else ''} D={size} tile={blocks.rows}{' split' if splits > 1 else ''}",
+        cascade_attention_kernel, types,
+        attention.constants(blocks, size, KV_HEADS, GROUP, PAGE, splits, fp8=fp8), blocks.warps,
+    )  # fmt: skip
+
+
+def write_variant(kind: str, stored: str, path: bool) -> Variant:
+    types = {"k": f"*{kind}", "v": f"*{kind}", "k_pages": f"*{stored}", "v_pages": f"*{stored}"}
+    types |= {"page_table": "*i64", "positions": "*i64", "keep": "*u1"} | ({"path": "*i64"} if path else {})
+    types |= dict.fromkeys(("k_scale", "v_scale"), "*fp32") if stored == FP8 else {}
+    types |= {"row_stride": "i64", "page_stride": "i64", "rows": "i32", "places": "i32", "columns": "i32"}
+    return Variant(
+        f"write {kind}{'/fp8' if stored == FP8 else ''}{' path' if path else ''}", write_rows_kernel, types,
+        pages.constants(KV_HEADS * 128, PAGE, fp8=stored == FP8), pages.WARPS,
+    )  # fmt: skip
+
+
+def variants() -> Iterator[Variant]:
+    """Every line of the table of block sizes at its smallest and its largest tile; split where batches are small."""
+    for kind, stored in (("bf16", "bf16"), ("bf16", FP8), ("fp16", "fp16"), ("fp32", "fp32")):
+        for size in (64, 96, 128, 256):
+            yield attention_variant(kind, stored, size, rows=64, splits=1)
+            yield attention_variant(kind, stored, size, rows=1, splits=4)
+    for size in (64, 128, 256):
+        types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16"}
+        yield Variant(f"merge D={size}", merge_kernel, types, attention.merge_constants(size, 16), 1)
+    yield write_variant("bf16", "bf16", path=False)
+    yield write_variant("bf16", "bf16", path=True)
+    yield write_variant("bf16", FP8, path=True)
+
+
+def broken(done: Compiled, capability: int) -> list[str]:
+    """Which bounds it breaks."""
+    most = MOST_SHARED_100 if capability == 100 else MOST_SHARED
+    checks = {
+        f"more than {most} bytes of shared memory": done.shared > most,
+        "registers spill": done.spilled > MOST_SPILLED,
+        "needs scratch memory, which nobody gives it": done.scratch > 0,
+        f"{done.parameters} parameters for {done.arguments} arguments and two scratch pointers": (
+            done.parameters != done.arguments + 2
+        ),
+    }
+    return [what for what, is_so in checks.items() if is_so]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--capability", type=int, nargs="+", choices=CAPABILITIES, default=CAPABILITIES)
+    chosen = parser.parse_args(arguments)
+    print(f"{'kernel':<36} {'sm':>4} {'shared':>7} {'registers':>9} {'spilled':>7} {'seconds':>7}")
+    failed = compiled = 0
+    for variant in variants():
+        for capability in chosen.capability:
+            if chosen.only not in variant.name or capability < variant.least_capability:
+                continue
+            start = time.perf_counter()
+            done = compile_kernel(variant.kernel, variant.types, variant.constants, capability, variant.warps)
+            faults = broken(done, capability)
+            took = time.perf_counter() - start
+            numbers = f"{done.shared:>7} {done.registers:>9} {done.spilled:>7} {took:>7.1f}"
+            print(f"{variant.name:<36} {capability:>4} {numbers}", *faults, sep="  ! " if faults else "", flush=True)
+            failed += bool(faults)
+            compiled += 1
+    print(f"{compiled} compiled, {failed} break a bound")
+    return 1 if failed or not compiled else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

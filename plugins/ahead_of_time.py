@@ -1,0 +1,76 @@
+"""Triton kernels compiled without a GPU, and what the machine code needs.
+
+One result an architecture: Triton names sm_90a, sm_100a, sm_120a, and such code runs nowhere else.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+import triton  # type: ignore[import-untyped]
+from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+from triton.compiler import ASTSource  # type: ignore[import-untyped]
+
+#: A100, L4 and L40, H100 and H200, B200, RTX 50 and RTX PRO.
+CAPABILITIES = (80, 89, 90, 100, 120)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A kernel for one architecture."""
+
+    name: str  # of its entry
+    ptx: str
+    cubin: bytes
+    parameters: int  # of the entry: Triton adds two pointers to scratch memory
+    arguments: int  # of the kernel that are not compile-time constants
+    shared: int  # bytes a block
+    scratch: int  # bytes that those two pointers must lead to
+    registers: int  # a thread
+    spilled: int  # bytes a thread, stores and loads
+
+
+def compile_kernel(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, warps: int
+) -> Compiled:
+    """Compile for one architecture, past Triton's cache: only then does ptxas say what it used.
+
+    Args:
+        kernel: a `triton.jit` function.
+        types: its run-time arguments in order, such as {"q": "*bf16", "rows": "i32"}. All others of the kernel that
+            are no constant are None. Pointers count as multiples of 16 bytes, as PyTorch and TensorRT give them.
+        constants: its `constexpr` arguments.
+        capability: 90 for 9.0.
+        warps: of a block.
+    """
+    fixed = {name: None for name in kernel.arg_names if name not in types} | constants
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]] for place, kind in enumerate(signature.values()) if kind.startswith("*")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
+    said = io.StringIO()
+    with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), redirect_stdout(said):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        triton.knobs.compilation.always_compile = True
+        done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    ptx, meta = done.asm["ptx"], done.metadata
+    entry = ptx[ptx.index(".entry") : ptx.index("{", ptx.index(".entry"))]
+    return Compiled(
+        name=meta.name, ptx=ptx, cubin=done.asm["cubin"],
+        parameters=entry.count(".param"), arguments=len(types),
+        shared=meta.shared, scratch=meta.global_scratch_size + meta.profile_scratch_size,
+        registers=_largest(r"Used (\d+) registers", said.getvalue()),
+        spilled=_largest(r"(\d+) bytes spill", said.getvalue()),
+    )  # fmt: skip
+
+
+def _largest(pattern: str, log: str) -> int:
+    """ptxas must have said it: silence is no zero."""
+    found = [int(number) for number in re.findall(pattern, log)]
+    assert found, f"ptxas does not say {pattern!r}:\n{log}"
+    return max(found)

@@ -1,0 +1,73 @@
+"""How the fused kernel is cut: tile sizes by head size and type, splits of the context by shapes alone. No triton here.
+
+`benchmarks/compile_kernels.py` compiles every line of the table for each architecture and holds shared memory and
+registers to bounds. None has been timed: **not yet run** on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Head sizes the kernel takes: multiples of this (the least inner size of a product), up to LARGEST_HEAD.
+HEAD_STEP = 16
+LARGEST_HEAD = 256
+#: More splits make the merge read more than they save the kernel.
+MOST_SPLITS = 16
+#: Tokens of context that a split should have at least: fewer cost less than writing and merging a partial result.
+LEAST_SHARE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """One program's tile and what the compiler is told."""
+
+    rows: int  # query rows, heads of one K/V head packed: at least 16, the least that a tensor core takes
+    columns: int  # context tokens an iteration
+    new: int  # new rows an iteration: a divisor of 32, the columns of a mask word
+    warps: int
+    stages: int  # iterations in flight: their K and V lie in shared memory
+
+
+def padded(size: int) -> int:
+    """Head size inside the kernel: a power of two. 96 becomes 128: a third more products, registers and shared memory
+    than it needs; memory traffic stays that of 96, because masked lanes load nothing.
+    """
+    return max(HEAD_STEP, 1 << (size - 1).bit_length())
+
+
+def choose_blocks(packed_rows: int, size: int, itemsize: int, *, fp8: bool) -> Blocks:
+    """Tile for T·Hq/Hkv rows of head size D in a type of `itemsize` bytes (of q), over FP8 pages or others.
+
+    | q, D padded    | rows     | columns | new | warps | stages | reason                                              |
+    |----------------|----------|---------|-----|-------|--------|-----------------------------------------------------|
+    | 16-bit, ≤ 64   | 16 to 64 | 64      | 32  | 4     | 2      | K + V are 16 KB a stage; fewer rescalings           |
+    | 16-bit, 128    | 16 to 64 | 32      | 32  | 4     | 2      | K + V are 16 KB a stage, 64 queries 16 KB: 48 KB    |
+    | with FP8 pages | 16 to 64 | 32      | 32  | 4     | 1      | two stages spill on sm_89, sm_120 and take 56 KB    |
+    | 16-bit, 256    | 16, 32   | 32      | 32  | 4     | 1      | 64 rows take 64 KB on sm_90                         |
+    | with FP8 pages | 16, 32   | 16      | 32  | 4     | 1      | 32 columns take 64 KB                               |
+    | fp32, ≤ 64     | 16       | 32      | 16  | 4     | 1      | no tensor cores under IEEE rounding: for proofs     |
+    | fp32, more     | 16       | 16      | 16  | 4     | 1      | 32 columns spill at 128                             |
+
+    Rows: the least of 16, 32, 64 that holds all, so that K and V are read once; more than 64 share them through L2.
+    64 rows are what one warpgroup of Hopper's and Blackwell's tensor cores takes. Shared memory stays within 48 KB.
+    """
+    wide = padded(size)
+    if itemsize == 4:
+        return Blocks(rows=16, columns=32 if wide <= 64 else 16, new=16, warps=4, stages=1)
+    most = 32 if wide == 256 else 64
+    rows = next((rows for rows in (16, 32) if packed_rows <= rows), most)
+    if wide == 256:
+        return Blocks(rows, columns=16 if fp8 else 32, new=32, warps=4, stages=1)
+    if wide == 128:
+        return Blocks(rows, columns=32, new=32, warps=4, stages=1 if fp8 else 2)
+    return Blocks(rows, columns=64, new=32, warps=4, stages=2)
+
+
+def choose_splits(programs: int, context_slots: int, processors: int) -> int:
+    """Parts that the context is cut into, a power of two (each count is a kernel of its own).
+
+    `programs` there are without a split: B · Hkv · row tiles; `context_slots` is M·Z, the bucket, not the length: a
+    launch may read nothing that is on the device. Each part takes its share of the true length there.
+    """
+    wanted = min(MOST_SPLITS, processors // programs, context_slots // LEAST_SHARE)
+    return 1 << max(wanted, 1).bit_length() - 1

@@ -1,0 +1,146 @@
+"""The fused kernel of cascade attention: op.py in one pass over K and V, with one running softmax.
+
+One program computes BLOCK_M packed rows of one request and one K/V head. All GROUP = Hq / Hkv query heads of that K/V
+head are rows of its tile (row t, head g at t·GROUP + g), so K and V are loaded once for them:
+
+                      context, through the page table                new rows, 32 columns a mask word
+                   split 0      split 1      split 2 (the last)
+                 ┌────────────┬────────────┬──────────┐            ┌───────────────┬───────────────┐
+    rows t, heads│ all ones   │ all ones   │ all ones │ + split 2: │ bits of word 0│ bits of word 1│
+    0 .. GROUP-1 │            │            │ context_ │            │ visible[t, u] │ bits past T   │
+                 └────────────┴────────────┴──── len ─┘            └───────────────┴──── are 0 ────┘
+                  every share ⌈⌈context_len / BLOCK_N⌉ / SPLITS⌉ tiles: the last is the smallest, so it takes the rows
+
+    memory, all contiguous:   q, out [B, T, Hq, D]    k, v [B, T, Hkv, D]    pages [P, Z, Hkv, D]    page_table [B, M]
+                              visible [B, T, ⌈T/32⌉] int32 (visible.py)    partial [SPLITS, B, T, Hq, D], lse without D
+
+With SPLITS = 1 `out` is the result. Else it holds fp32 partial results, each normalised by its own sum, with `lse` the
+base-2 logarithm of that sum, -inf where a split saw nothing; `merge_kernel` joins them. A row that sees nothing at all
+gives 0 here (the specification gives NaN).
+
+Exponentials are of base 2, log2(e) folded into the scale of the scores. FP8 pages are widened to q's type before the
+products, as `from_pages` says, so a committed row reads what it read before. WIDEN is for the interpreter alone, whose
+products of bf16 are wrong. Triton compiles what stands here: its own language, of whose types mypy knows nothing.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _product(a, b, WIDEN: tl.constexpr):
+    """a · b in fp32. "ieee" is for fp32 operands: TF32 would keep 10 bits of them."""
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _fold(queries, keys, values, seen, best, total, sums, SCALE: tl.constexpr, WIDEN: tl.constexpr):
+    """One tile of keys joins the softmax: its running maximum, sum of weights and weighted sum of values."""
+    scores = tl.where(seen, _product(queries, tl.trans(keys), WIDEN) * SCALE, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    # A row that has seen nothing yet has the maximum -inf, and -inf - -inf is NaN.
+    floor = tl.where(new_best == float("-inf"), 0.0, new_best)
+    weights = tl.exp2(scores - floor[:, None])
+    faded = tl.exp2(best - floor)
+    total = total * faded + tl.sum(weights, 1)
+    sums = sums * faded[:, None] + _product(weights.to(values.dtype), values, WIDEN)
+    return new_best, total, sums
+
+
+@triton.jit
+def _widened(pages, scale, FP8: tl.constexpr, TYPE: tl.constexpr):
+    """Tile of pages in q's type: FP8 times its scale, rounded once."""
+    if FP8:
+        return (pages.to(tl.float32) * scale).to(TYPE)
+    return pages.to(TYPE)
+
+
+@triton.jit(do_not_specialize=["rows", "columns"])
+def cascade_attention_kernel(
+    q, k, v, k_pages, v_pages, page_table, context_len, visible, k_scale, v_scale, out, lse, rows, columns,
+    SCALE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Grid (row tiles, B·Hkv, SPLITS): the tiles of one K/V head run side by side and share it in the L2 cache.
+
+    rows = T, columns = M, SCALE = D^-0.5 · log2(e), HEAD = D, PADDED ≥ D a power of two, PAGE = Z.
+    """
+    TYPE: tl.constexpr = q.dtype.element_ty
+    split = tl.program_id(2)
+    request = (tl.program_id(1) // HKV).to(tl.int64)
+    head = tl.program_id(1) % HKV
+
+    # Queries: the packed rows of this tile; those past T·GROUP see nothing and are not stored.
+    packed = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = packed // GROUP
+    real = row < rows
+    lane = tl.arange(0, PADDED)
+    in_head = lane < HEAD
+    line = (request * rows + row) * (HKV * GROUP) + head * GROUP + packed % GROUP
+    in_tile = real[:, None] & in_head[None, :]
+    queries = tl.load(q + line[:, None] * HEAD + lane[None, :], mask=in_tile, other=0.0)
+
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, PADDED], tl.float32)
+    key_scale, value_scale = 1.0, 1.0
+    if FP8:
+        key_scale, value_scale = tl.load(k_scale), tl.load(v_scale)
+
+    # Context: this split's share. Masked lanes load 0: NaN of an unused slot does not count, nor a page id past it.
+    context = tl.load(context_len + request).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(context, BLOCK_N), SPLITS) * BLOCK_N
+    end = tl.minimum((split + 1) * share, context)
+    for start in tl.range(split * share, end, BLOCK_N, num_stages=STAGES):
+        token = start + tl.arange(0, BLOCK_N)
+        known = token < end
+        page = tl.load(page_table + request * columns + token // PAGE, mask=known, other=0).to(tl.int64)
+        slot = ((page * PAGE + token % PAGE) * HKV + head) * HEAD  # 64 bits: pools exceed 2^31 numbers
+        at, mask = slot[:, None] + lane[None, :], known[:, None] & in_head[None, :]
+        keys = _widened(tl.load(k_pages + at, mask=mask, other=0.0), key_scale, FP8, TYPE)
+        values = _widened(tl.load(v_pages + at, mask=mask, other=0.0), value_scale, FP8, TYPE)
+        best, total, sums = _fold(queries, keys, values, known[None, :], best, total, sums, SCALE, WIDEN)
+
+    # New rows: the last split's, a mask word of each row at most. One stage: there are few, and they come from L2.
+    words = tl.cdiv(rows, 32)
+    for start in tl.range(0, tl.where(split == SPLITS - 1, rows, 0), BLOCK_T, num_stages=1):
+        bits = tl.load(visible + (request * rows + row) * words + start // 32, mask=real, other=0)
+        column = start + tl.arange(0, BLOCK_T)
+        at = ((request * rows + column) * HKV + head)[:, None] * HEAD + lane[None, :]
+        mask = (column < rows)[:, None] & in_head[None, :]
+        keys, values = tl.load(k + at, mask=mask, other=0.0), tl.load(v + at, mask=mask, other=0.0)
+        seen = ((bits[:, None] >> (column % 32)[None, :]) & 1) != 0
+        best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
+
+    # Store: a share may be empty, and its 0 / 0 would outlive a weight of 0.
+    total = tl.where(total == 0.0, 1.0, total)
+    result = sums / total[:, None]
+    if SPLITS > 1:
+        requests = (tl.num_programs(1) // HKV).to(tl.int64)
+        line += split * requests * rows * (HKV * GROUP)
+        tl.store(lse + line, best + tl.log2(total), mask=real)
+    tl.store(out + line[:, None] * HEAD + lane[None, :], result.to(out.dtype.element_ty), mask=in_tile)
+
+
+@triton.jit
+def merge_kernel(
+    partial, lse, out, HEAD: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr
+):
+    """Grid (B·T·Hq,): one program weighs the partial results of one row and head by their sums and adds them."""
+    line, lines = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    split, lane = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED)
+    in_splits, in_head = split < SPLITS, lane < HEAD
+    at = split.to(tl.int64) * lines + line
+    sizes = tl.load(lse + at, mask=in_splits, other=float("-inf"))
+    best = tl.max(sizes, 0)
+    weights = tl.exp2(sizes - tl.where(best == float("-inf"), 0.0, best))
+    parts = tl.load(partial + at[:, None] * HEAD + lane[None, :], mask=in_splits[:, None] & in_head[None, :], other=0.0)
+    total = tl.sum(weights, 0)
+    result = tl.sum(weights[:, None] * parts, 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + line * HEAD + lane, result.to(out.dtype.element_ty), mask=in_head)

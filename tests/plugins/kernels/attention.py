@@ -1,0 +1,127 @@
+"""The fused kernel against the op's specification and against the nested loops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from d2sd.plugins.cascade_attention import cascade_attention
+from tests.plugins.kernels.calls import assert_within_budget, fused, in_fp8, read_back
+from tests.plugins.test_cascade_attention import (
+    Call,
+    Mask,
+    Shape,
+    ancestors,
+    branches,
+    causal,
+    everyone,
+    itself,
+    make,
+    oracle,
+)
+
+#: The least head size of a product. Everything but head size is tested with it: the interpreter is slow.
+SMALL = Shape(size=16, page_size=16)
+
+
+def assert_right(call: Call, splits: int) -> None:
+    found = fused(call, splits)
+    assert found.dtype == call.q.dtype
+    assert_within_budget(found, oracle(call), call)
+    assert_within_budget(found, call.run(), call)
+
+
+CASES = [
+    (replace(SMALL, rows=1, group=1, contexts=(37, 0)), itself, 1, "one row, MHA, an empty context"),
+    (replace(SMALL, rows=5, contexts=(70, 0, 16)), ancestors, 2, "GQA 3:1, a page full to the brim"),
+    (
+        replace(SMALL, rows=8, group=4, page_size=64, contexts=(64, 130)),
+        everyone,
+        5,
+        "GQA 4:1, five splits, pages of 64",
+    ),
+    (
+        replace(SMALL, rows=33, group=8, kv_heads=1, page_size=32, contexts=(40,)),
+        ancestors,
+        1,
+        "GQA 8:1, a second mask word",
+    ),
+    (replace(SMALL, rows=64, group=1, kv_heads=1, contexts=(50, 7)), branches, 2, "two full mask words"),
+    (replace(SMALL, rows=160, kv_heads=1, contexts=(20,)), causal, 1, "a prompt's chunk of 160"),
+    (replace(SMALL, rows=2, page_size=1, contexts=(3, 0), group=1), causal, 2, "pages of one token"),
+    (replace(SMALL, rows=2, size=64, contexts=(33,)), causal, 2, "D = 64"),
+    (replace(SMALL, rows=2, size=96, contexts=(33,)), causal, 2, "D = 96, padded to 128"),
+    (replace(SMALL, rows=2, size=128, contexts=(33,)), causal, 2, "D = 128"),
+    (replace(SMALL, rows=2, size=256, contexts=(33,)), causal, 2, "D = 256"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("shape", "mask", "splits"), [pytest.param(*case, id=name) for *case, name in CASES])
+def test_equals_loops_and_specification(shape: Shape, mask: Mask, splits: int, dtype: torch.dtype) -> None:
+    assert_right(make(shape, mask).to(dtype), splits)
+
+
+@pytest.mark.parametrize("size", [16, 128])
+def test_bf16(size: int) -> None:
+    assert_right(make(replace(SMALL, size=size, contexts=(40, 0)), ancestors).to(torch.bfloat16), 2)
+
+
+def test_every_request_has_its_own_tree() -> None:
+    assert_right(make(replace(SMALL, rows=7, contexts=(3, 3, 3)), ancestors, seed=4), 1)
+
+
+def test_indices_of_32_bits() -> None:
+    call = make(replace(SMALL, contexts=(37, 5)), ancestors)
+    narrow = replace(call, page_table=call.page_table.int(), context_len=call.context_len.int())
+    assert torch.equal(fused(narrow, 2), fused(call, 2))
+
+
+def test_large_scores_do_not_overflow() -> None:
+    call = make(replace(SMALL, contexts=(20,)), everyone)
+    call = replace(call, q=call.q * 1e3)
+    torch.testing.assert_close(fused(call, 2).double(), oracle(call), rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+def test_unused_slots_and_pages_are_never_read(splits: int) -> None:
+    """NaN stands in all of them; spare columns name any page, also those of another request."""
+    call = make(replace(SMALL, contexts=(21, 0), spare_pages=3), everyone)
+    clean = replace(call, k_pages=call.k_pages.nan_to_num(0), v_pages=call.v_pages.nan_to_num(0))
+    used = torch.arange(call.page_table.shape[1]) < (call.context_len[:, None] + 15) // 16
+    anything = torch.randint(len(call.k_pages), call.page_table.shape, generator=torch.Generator().manual_seed(2))
+    dirty = replace(call, page_table=torch.where(used, call.page_table, anything))
+    assert torch.equal(fused(dirty, splits), fused(clean, splits))
+
+
+def test_permuted_batch_gives_permuted_output() -> None:
+    call = make(replace(SMALL, contexts=(40, 0, 17)), ancestors)
+    order = [2, 0, 1]
+    assert torch.equal(fused(call.requests(order), 2), fused(call, 2)[order])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_fp8_pages(dtype: torch.dtype) -> None:
+    scales = torch.tensor(0.011), torch.tensor(0.007)  # ± 4.9 and ± 3.1: some values saturate
+    call = in_fp8(make(replace(SMALL, contexts=(37, 0)), ancestors).to(dtype), scales)
+    plain = read_back(call, scales)
+    found = fused(call, 2, scales)
+    assert_within_budget(found, oracle(plain), plain)
+    arguments = [*vars(call).values(), *scales]
+    assert_within_budget(found, cascade_attention(*arguments), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_fp8_number_reads_as_its_page_says(dtype: torch.dtype) -> None:
+    """One token of context and no row in sight: the result is its value, all 254 numbers of E4M3 side by side."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    numbers = torch.where(numbers.float().isnan(), 0, numbers.float()).to(torch.float8_e4m3fn)
+    pages = torch.zeros(2, 16, 1, 256, dtype=torch.float8_e4m3fn)
+    pages.view(torch.uint8)[1, 0, 0] = numbers.view(torch.uint8)
+    one, scale = torch.ones(1, 1, 1, 256, dtype=dtype), torch.tensor(0.013)
+    table, length, nobody = torch.tensor([[1]]), torch.tensor([1]), torch.zeros(1, 1, 1, dtype=torch.bool)
+    call = Call(one, one, one, pages, pages, table, length, nobody)
+    found = fused(call, 1, (scale, scale)).flatten()
+    assert torch.equal(found, (numbers.double() * scale.double()).float().to(dtype))

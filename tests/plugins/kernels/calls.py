@@ -1,0 +1,72 @@
+"""The fused attention as the tests of this folder call it, and what its results may be off by.
+
+The same tests run the kernels under Triton's interpreter (TRITON_INTERPRET=1) on a CPU, and compiled on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-untyped]
+from torch import Tensor
+from triton.runtime import interpreter  # type: ignore[import-untyped]
+
+from d2sd.plugins.cascade_attention.launch import launch
+from d2sd.plugins.cascade_attention.visible import pack_visible
+from d2sd.plugins.kv_pages.fp8 import from_pages, to_pages
+from tests.plugins.test_cascade_attention import Call
+
+DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
+
+#: Largest error, as a part of the largest value. Results are weighted means of values, so rounding the weights and
+#: the result once each costs at most a rounding of the largest value each; fp32 is a matter of order only.
+BUDGET = {
+    torch.float32: 2e-6,
+    torch.float16: 2 * 2**-11,
+    torch.bfloat16: 2 * 2**-8,  # the interpreter cuts bits off where a GPU rounds: twice 2^-9
+}
+
+
+def _mend_interpreter() -> None:
+    """Loop bounds read from memory: Triton 3.6 turns arrays of one number into integers, which NumPy 2.4 refuses.
+
+    What stands here is Triton's own line of 3.9.
+    """
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+_mend_interpreter()
+
+
+def fused(call: Call, splits: int, scales: tuple[Tensor, Tensor] | tuple[()] = ()) -> Tensor:
+    """The kernel's result of a call, on the CPU; `scales` of its pages where they are FP8."""
+    *tensors, visible = vars(call).values()
+    arguments = [x.to(DEVICE) for x in (*tensors, pack_visible(visible), *scales)]
+    return launch(*arguments, splits=splits).cpu()
+
+
+def in_fp8(call: Call, scales: tuple[Tensor, Tensor]) -> Call:
+    """The call over FP8 pages."""
+    return replace(call, k_pages=to_pages(call.k_pages, scales[0]), v_pages=to_pages(call.v_pages, scales[1]))
+
+
+def read_back(call: Call, scales: tuple[Tensor, Tensor]) -> Call:
+    """The call over plain pages that hold what its FP8 pages say."""
+    k_pages = from_pages(call.k_pages, scales[0], call.q.dtype)
+    return replace(call, k_pages=k_pages, v_pages=from_pages(call.v_pages, scales[1], call.q.dtype))
+
+
+def assert_within_budget(found: Tensor, expected: Tensor, call: Call) -> None:
+    """`expected`: [B, T, Hq, D] of this call over plain pages; NaN in pages is what nobody may read."""
+    assert found.isfinite().all()
+    error = (found.double() - expected.double()).abs().max()
+    largest = torch.cat([call.v.flatten(), call.v_pages.flatten()]).double().nan_to_num(0).abs().max()
+    assert error <= BUDGET[found.dtype] * largest, error

@@ -1,0 +1,39 @@
+"""The kernels against their specifications, in processes of their own: Triton's interpreter must be on before Triton is
+imported, and no kernel that was imported under it can be compiled afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent / "kernels"
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the extra triton is not installed")
+
+
+def run(names: list[str], **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(FOLDER / f"{n}.py" for n in names)],
+        cwd=FOLDER.parents[2], env=os.environ | environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " skipped" not in done.stdout
+
+
+def test_kernels_under_the_interpreter() -> None:
+    run(["attention", "pages", "models"], TRITON_INTERPRET="1")
+
+
+def test_launchers_bind_what_is_compiled_ahead_of_time() -> None:
+    run(["binding"], TRITON_INTERPRET="0")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_kernels_on_a_gpu() -> None:
+    run(["attention", "pages"], TRITON_INTERPRET="0")
