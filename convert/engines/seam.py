@@ -39,9 +39,7 @@ class TensorRT:
 def find_builder(name: Builder) -> TensorRT:
     """Import a builder. Raises `BuildError` saying what to install."""
     if find_spec(_MODULES[name]) is None:
-        fix = (
-            "pip install 'd2sd[engines]'" if name == "tensorrt-rtx" else "install TensorRT 10.14 or later"
-        )
+        fix = "pip install 'd2sd[engines]'" if name == "tensorrt-rtx" else "install TensorRT 10.14 or later"
         raise BuildError(f"Engines are built with {name}, which is not installed.", where="engines", fix=fix)
     module = importlib.import_module(_MODULES[name])
     return TensorRT(name, module, str(module.__version__))
