@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "decay + chain": {"slots": "decay", "chain": CHAIN},
     "decay + focal + chain": {"slots": "decay", "focal": FOCAL, "chain": CHAIN},
     "D-PACE": {"slots": "dpace"},
+    "D-PACE + focal + chain": {"slots": "dpace", "focal": FOCAL, "chain": CHAIN},
 }
 REFERENCE = "decay"
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from d2sd.cli.fit import check_fit
 from d2sd.cli.serving import OWN_PROMPTS, chat_request, make_engine, read_prompts
 from d2sd.convert.bundle import Bundle, load_bundle
+from d2sd.errors import BuildError
 from d2sd.recipe import Policy
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.stats import mean_tau
@@ -71,3 +75,13 @@ def test_sampling_is_lossless(bundle: Bundle) -> None:
     plain = [engine.generate([request])[0].answer for request in asked]
     for policy in POLICIES:
         assert_lossless(bundle, asked, policy, plain)
+
+
+def test_a_drafter_read_one_layer_too_high_is_named(bundle: Bundle) -> None:
+    assert bundle.first is not None
+    asked = requests(bundle, [SamplingParams()] * 4)
+    plain = make_engine(bundle, policy="off").generate(asked)
+    shifted = copy.copy(bundle.first)
+    shifted.config = replace(shifted.config, target_layer_ids=tuple(i + 1 for i in shifted.config.target_layer_ids))
+    with pytest.raises(BuildError, match=r"acceptance rises from .* layer ids minus one"):
+        check_fit(replace(bundle, first=shifted, second=None), plain)

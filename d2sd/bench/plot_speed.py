@@ -111,7 +111,9 @@ def _draw_curves(panel: Axes, found: dict[str, dict[int, float]], counts: list[i
 
 def _draw_bars(panel: Axes, found: dict[str, dict[int, float]], counts: list[int]) -> None:
     (count,) = counts
-    panel.bar(list(found), [points[count] for points in found.values()], color=list(map(style.colour, found)))
+    panel.bar(
+        list(found), [points[count] for points in found.values()], color=[style.colour(method) for method in found]
+    )
     panel.tick_params(axis="x", rotation=30)
     panel.set_xlabel(f"method, {count} in flight")
 

@@ -24,7 +24,8 @@ def plot_tau(result: Result, path: Path) -> None:
             xs = [g + (place - (len(lines) - 1) / 2) * width for g, group in enumerate(groups) if group]
             told = [(metrics.mean_tau(group), tau_interval(group)) for group in groups if group]
             panel.bar(
-                xs, [value for value, _ in told], width * 0.92, color=style.colour(line.method), label=style.name(line),
+                xs, [value for value, _ in told], width * 0.92,
+                color=style.colour(line.method, place), label=style.name(line),
                 yerr=_errors(told), error_kw={"elinewidth": 1.1, "ecolor": "#333333", "capsize": 2},
             )  # fmt: skip
         panel.set_xticks(range(len(names) + 1), [*names, "mean of sets"])

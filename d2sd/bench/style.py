@@ -26,12 +26,16 @@ _METHODS = {
     "auto": ("#E69F00", "*"),
 }
 _OTHER = ("#8C510A", ".")
+#: What is no policy, such as an objective, is told apart by its place.
+_OTHERS = [_OTHER[0], *(colour for colour, _ in _METHODS.values())]
 _DPI = 120
 _INCHES = 10.0  # 1200 pixels wide
+_WIDTH = 130  # characters of a legend's line, seven an entry for its handle
 
 
-def colour(method: str) -> str:
-    return _METHODS.get(method, _OTHER)[0]
+def colour(method: str, place: int = 0) -> str:
+    """`place` counts the methods of a panel."""
+    return _METHODS[method][0] if method in _METHODS else _OTHERS[place % len(_OTHERS)]
 
 
 def curve(line: Line) -> dict[str, Any]:
@@ -62,7 +66,7 @@ def finish(figure: Figure, title: str, path: Path) -> None:
     figure.suptitle(title, fontsize=13)
     entries = {label: handle for axes in figure.axes for handle, label in zip(*_legend(axes), strict=True)}
     if entries:
-        columns = min(len(entries), 5)
+        columns = max(1, min(len(entries), 5, _WIDTH // (max(map(len, entries)) + 7)))
         figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False)
     figure.savefig(path, format="png")
 

@@ -31,13 +31,20 @@ def show_plan(plan: Plan, output: Path) -> None:
     elif pypi:
         _line("fetch", f"nothing: {pypi.package}=={pypi.version} is in the cache")
     calibration = ["calibration"] if plan.calibration else []
-    stages = ["fetch", "target", *(part.name for part in plan.drafters), *calibration, "check", "manifest"]
+    wanted = plan.recipe.engines
+    engines = ["onnx", *(f"engines/{compute}" for compute in wanted.compute)] if wanted else []
+    stages = ["fetch", "target", *(part.name for part in plan.drafters), *calibration, *engines, "check", "manifest"]
     _line("stages", " -> ".join(stages))
     _settings(plan.recipe)
     for part in plan.parts:
         _line(part.name, part.source)
         _line("", _geometry(part.config))
     _CONSOLE.print(_memory(plan))
+    if wanted is not None:
+        each = (
+            f"{_size(plan.weight_bytes)} of weights in the graphs and as much again for each of {len(wanted.compute)}"
+        )
+        _line("engines", f"by {wanted.builder} for {', '.join(wanted.compute)}: {each}")
     if plan.target is not None and plan.recipe.precision != "fp32":  # in which GPUs are not meant to serve
         _gpus(plan)
 
@@ -56,6 +63,10 @@ def show_manifest(bundle: Path, manifest: Manifest) -> None:
             size = sum(count for file, count in sizes.items() if file.startswith(f"{name}/"))
             table.add_row(name, f"{model.parameters:,}", _size(size))
     _CONSOLE.print(table)
+    if built := manifest.engines:
+        told = ", ".join(f"{count} in {model}" for model, count in built.plugins.items())
+        _line("engines", f"{', '.join(built.compute)} by {built.builder} {built.version}")
+        _line("", f"attention by plugins of ABI {built.plugin_abi}: {told}")
     for name, result in manifest.checks.items():
         for told in _told(name, result):
             _line("check", told)

@@ -22,6 +22,8 @@ from d2sd.train_recipe import TrainRecipe
 
 #: What the first drafter alone is worth, what a second pass of it is, and what the second drafter makes of that pass.
 _METHODS: tuple[PolicyName, ...] = ("chain", "reanchor", "d2sd")
+#: Prompts that a calibration is fitted on, at two temperatures each: thousands of candidates, minutes on a CPU.
+_CALIBRATION = 32
 
 
 def finish_pair(recipe: TrainRecipe, evaluator: Evaluator, work: Path, out: Path) -> None:
@@ -50,7 +52,7 @@ def finish_pair(recipe: TrainRecipe, evaluator: Evaluator, work: Path, out: Path
         tau = found[method]["tau"]
         click.echo(f"{method}: {tau:.3f} tokens a step on {len(evaluator.prompts)} held-out prompts")
     calibration = kept(
-        work / NAME, of_these | {"prompts": list(evaluator.requests)},
+        work / NAME, of_these | {"prompts": list(evaluator.requests), "last": _CALIBRATION},
         lambda: _calibration(evaluator, (marks[0], marks[1] if marks[1:] else None), *pair()),
     )  # fmt: skip
     write_calibration(out / NAME, CalibrationFile.model_validate(calibration))
@@ -78,6 +80,6 @@ def _judged(evaluator: Evaluator, first: Drafter, second: Drafter | None) -> dic
 def _calibration(
     evaluator: Evaluator, marks: tuple[str, str | None], first: Drafter, second: Drafter | None
 ) -> dict[str, Any]:
-    """On all held-out prompts: evaluations ask the first of them, without any calibration."""
-    pair = evaluator.serving(first, second)
-    return fit_calibration(pair, marks, list(evaluator.requests.values()), evaluator.device).model_dump(mode="json")
+    """On the last of the held-out prompts: evaluations ask the first of them, without any calibration."""
+    pair, requests = evaluator.serving(first, second), list(evaluator.requests.values())[-_CALIBRATION:]
+    return fit_calibration(pair, marks, requests, evaluator.device).model_dump(mode="json")

@@ -187,6 +187,25 @@ def test_a_method_looks_the_same_in_all_plots_and_like_no_other() -> None:
     assert all(style.colour(method) == look["color"] for method, look in looks.items())
 
 
+NAMES = ["uniform", "decay", "decay + focal", "decay + chain", "decay + focal + chain", "D-PACE", "D-PACE + focal"]
+
+
+def test_what_is_no_policy_is_told_apart_in_a_panel(tmp_path: Path, figures: list[Figure]) -> None:
+    plot_tau(result(*(cell(name, [2]) for name in NAMES)), tmp_path / "tau.png")
+    (axes,) = figures[0].axes
+    faces = {patch.get_facecolor() for container in bars(axes).values() for patch in container.patches}
+    assert len(faces) == len(NAMES)
+
+
+def test_no_entry_of_a_legend_is_cut(tmp_path: Path) -> None:
+    figure, ((panel,),) = style.panels(1, 1, 3.0)
+    for name in NAMES:
+        panel.plot([0, 1], label=style.name(Line(name, 8)))
+    style.finish(figure, "title", tmp_path / "plot.png")
+    (legend,) = figure.legends
+    assert legend.get_window_extent().width <= figure.bbox.width
+
+
 def test_reading_a_result_needs_neither_torch_nor_a_plotting_library() -> None:
     names = ("compare", "tables", "plots", "result")
     program = "import sys\n" + "".join(f"import d2sd.bench.{name}\n" for name in names)
