@@ -24,7 +24,8 @@ from d2sd.convert.progress import Progress, silent
 from d2sd.convert.quantization import DRAFTER_WIDE, Quantization
 from d2sd.errors import BuildError, CheckpointError
 from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.fp8 import LARGEST, linear_names, to_fp8
+from d2sd.modeling.fp8 import linear_names
+from d2sd.plugins.kv_pages.fp8 import LARGEST, to_pages
 
 PACKAGE = "nvidia-modelopt"
 
@@ -115,7 +116,7 @@ def quantize_drafter(
                     found=None if largest is None else largest.item(), expected="a positive number",
                 )  # fmt: skip
             tensors[f"{name}.{kind}_scale"] = largest.detach().float().reshape(()) / LARGEST
-        tensors[f"{name}.weight"] = to_fp8(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"])
+        tensors[f"{name}.weight"] = to_pages(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"])
     return tensors, described
 
 

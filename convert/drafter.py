@@ -44,23 +44,25 @@ def read_drafter_config(directory: Path, declared: Role | None = None) -> Drafte
     `declared` is the role of a drafter that does not say its own.
     """
     raw = HFConfig.read(directory)
-    if detect(HFConfig({k: v for k, v in raw.values.items() if k != KEY}, raw.where)) == "speculators":
+    plain = HFConfig({key: value for key, value in raw.values.items() if key != KEY}, raw.where)
+    if detect(plain) == "speculators":
         raise CheckpointError(
             "A recipe's drafter is a directory in the DFlash layout, and this is a speculators checkpoint.",
             where=raw.where, fix="d2sd convert it --to z-lab",
         )  # fmt: skip
-    _check_quantization(directory, raw)
-    config = read_layout(HFConfig({k: v for k, v in raw.values.items() if k != KEY}, raw.where), declared)
+    config = read_layout(plain, declared)
+    _check_quantization(directory, raw, config.body.num_layers)
     ids = read_draft_vocabulary(directory, config.vocab_size, config.mask_token_id)
     return replace(config, draft_vocabulary=ids)
 
 
-def _check_quantization(directory: Path, raw: HFConfig) -> None:
+def _check_quantization(directory: Path, raw: HFConfig, layers: int) -> None:
     """Refuse an FP8 drafter that engines would misread."""
     quantization = read_quantization(directory, raw)
     if quantization is None:
         return
-    narrow = quantization.of(("fc", *(f"layers.0.self_attn.{kind}_proj" for kind in "qkv")))
+    sliced = (f"layers.{layer}.self_attn.{kind}_proj" for layer in range(layers) for kind in "qkv")
+    narrow = quantization.of(("fc", *sliced))
     if narrow or quantization.kv:
         raise CheckpointError(
             "What is FP8 in this drafter, engines read as if it were not.", where=f"{directory}: {FILE} or {KEY}",

@@ -14,13 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-#: Largest E4M3 number.
-LARGEST = 448.0
-
-
-def to_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """fp8(x / scale): any shape, `scale` 0-dim fp32. Divided in fp32, because bf16 would round twice."""
-    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+from d2sd.plugins.kv_pages.fp8 import from_pages, to_pages
 
 
 def carrier(dtype: torch.dtype) -> torch.dtype:
@@ -32,7 +26,7 @@ def carried_product(
     x: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor, bias: Tensor | None
 ) -> Tensor:
     """The product of the head of this file, with `weight` the FP8 values in a type that carries them."""
-    product = F.linear(to_fp8(x, input_scale).to(weight.dtype), weight)
+    product = F.linear(to_pages(x, input_scale).to(weight.dtype), weight)
     wide = product.to(torch.promote_types(product.dtype, torch.float32))
     out = (wide * (input_scale * weight_scale)).to(x.dtype)
     return out if bias is None else out + bias
@@ -57,7 +51,7 @@ class Fp8Linear(nn.Module):
             weight = self.weight.to(carrier(x.dtype))
             return carried_product(x, weight, self.input_scale, self.weight_scale, self.bias)
         out: Tensor = torch._scaled_mm(
-            to_fp8(x.flatten(0, -2), self.input_scale), self.weight.t(),
+            to_pages(x.flatten(0, -2), self.input_scale), self.weight.t(),
             scale_a=self.input_scale, scale_b=self.weight_scale, out_dtype=x.dtype,
         )  # fmt: skip
         out = out.view(*x.shape[:-1], -1)
@@ -74,7 +68,7 @@ class Fp8Cache(nn.Module):
         self.register_buffer("scale", torch.empty((), dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (to_fp8(x, self.scale).float() * self.scale).to(x.dtype)
+        return from_pages(to_pages(x, self.scale), self.scale, x.dtype)
 
 
 def linear_names(model: nn.Module) -> list[str]:

@@ -123,7 +123,8 @@ class TorchExecutor:
         rows = Rows.chain(tokens.shape[1], page_table, context_len)
         out = self.target(tokens, rows, self._target_pool, self._taps)
         real = torch.arange(tokens.shape[1], device=tokens.device) < length[:, None]
-        self._append(out.k, out.v, out.features, page_table, rows.positions, real)
+        self._target_pool.write(out.k, out.v, page_table, rows.positions, real)
+        self._owe(out.features, page_table, rows.positions, real)
 
     @torch.inference_mode()
     def draft_first(self, batch: Batch, width: int) -> Draft:
@@ -152,16 +153,12 @@ class TorchExecutor:
         keep = (steps < accepted.count[:, None]) & batch.active[:, None]
         of_rows = torch.arange(len(path), device=path.device)[:, None]
         out = verified.rows
-        self._append(
-            out.k[:, of_rows, path], out.v[:, of_rows, path], out.features[of_rows, path],
-            batch.page_table, batch.context_len[:, None] + steps, keep,
-        )  # fmt: skip
+        places = batch.context_len[:, None] + steps
+        self._target_pool.write(out.k, out.v, batch.page_table, places, keep, path)
+        self._owe(out.features[of_rows, path], batch.page_table, places, keep)
 
-    def _append(
-        self, k: Tensor, v: Tensor, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor
-    ) -> None:
-        """Write rows to the target's pages, and owe their features' K/V to the drafters'."""
-        self._target_pool.write(k, v, page_table, positions, keep)
+    def _owe(self, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
+        """Owe the K/V of committed rows' features to the drafters' pages."""
         for debts in self._debts:
             debts.add(features, page_table, positions, keep)
 

@@ -1,12 +1,13 @@
 """Models whose bodies are graphs: the engine's executors run them like modules, over the same pools.
 
-A session takes and gives tensors by name: ONNX Runtime on a CPU (`OnnxSession`), or an engine. Embedding and head stay
-PyTorch's, because three models share them.
+A session takes and gives tensors by name: ONNX Runtime on a CPU (`OnnxSession`), or an engine (`tensorrt.py`).
+Embedding and head stay PyTorch's, because three models share them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.errors import BundleError
+from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.rows import KVPool, Rows
@@ -21,12 +23,42 @@ from d2sd.plugins.cascade_attention.visible import pack_visible
 
 # Shape letters: B requests, T rows, C new context rows, E hidden, n tapped layers, L layers, Hkv heads, D head size.
 
+#: Greatest C that graphs are exported for.
+CONTEXT_ROWS = 4096
+#: Fewest pages that graphs are exported for.
+_FEWEST_PAGES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """What a graph takes and gives: name -> type."""
+
+    inputs: Mapping[str, torch.dtype]
+    outputs: Mapping[str, torch.dtype]
+
+
+def target_surface(body: BodyConfig, dtype: torch.dtype) -> Surface:
+    """A target's, of weights and pages in `dtype`."""
+    return Surface(_of_rows(body, dtype), dict.fromkeys(("hidden", "features", "k", "v"), dtype))
+
+
+def drafter_surface(body: BodyConfig, dtype: torch.dtype) -> Surface:
+    """A drafter's, of weights and pages in `dtype`."""
+    of_features = {"features": dtype, "feature_positions": torch.int32, "feature_len": torch.int32}
+    return Surface(_of_rows(body, dtype) | of_features, dict.fromkeys(("hidden", "k", "v"), dtype))
+
+
+def _of_rows(body: BodyConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    integers = dict.fromkeys(("positions", "visible", "page_table", "context_len"), torch.int32)
+    pages = dict.fromkeys((f"{kind}_pages_{layer}" for kind in "kv" for layer in range(body.num_layers)), dtype)
+    return {"embedded": dtype} | integers | pages
+
 
 class Session(Protocol):
     """A graph that is ready to run."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All outputs by name."""
+        """All outputs by name. Inputs are contiguous, of the types of the graph's `Surface`."""
 
 
 class OnnxSession:
@@ -69,18 +101,24 @@ class GraphDecoder(Decoder):
 
 
 class GraphDrafter(Drafter):
-    """A drafter of the geometry of `config`, run by a graph."""
+    """A drafter of the geometry of `config`, run by a graph.
 
-    def __init__(self, drafter: Drafter, session: Session, page_size: int) -> None:
+    A plugin writes the K/V of real features to the pages, behind the context, before the block reads them. Where no
+    feature is real (length 0) it writes to page 0 at most, which nobody reads.
+    """
+
+    def __init__(self, drafter: Drafter, session: Session, page_size: int, context_rows: int = CONTEXT_ROWS) -> None:
+        """`context_rows` is the greatest C that the session takes for one request."""
         nn.Module.__init__(self)
         self.config, self._session = drafter.config, session
         self.register_buffer("draft_ids", drafter.draft_ids, persistent=False)
         self._width = len(drafter.config.target_layer_ids) * drafter.config.body.hidden_size
-        self._dtype, self._page_size = drafter.fc.weight.dtype, page_size
+        self._page_size, self._context_rows = page_size, context_rows
+        self._nowhere: KVPool | None = None
 
     def draft(self, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
-        batch = len(embedded)
-        nothing = embedded.new_zeros(batch, 1, self._width), _int32(batch, 1), _int32(batch)
+        batch, device = len(embedded), embedded.device
+        nothing = embedded.new_zeros(batch, 1, self._width), _zeros(device, batch, 1), _zeros(device, batch)
         return self.draft_behind(embedded, rows, pool, *nothing)
 
     def draft_behind(
@@ -88,27 +126,49 @@ class GraphDrafter(Drafter):
     ) -> Tensor:
         """As `draft`, with context behind `rows.context_len` that the pages do not hold yet.
 
-        Of its features [B, C, n·E] at `positions` [B, C] the first `length` [B] of each request are real.
+        Of its features [B, C, n·E] at `positions` [B, C] the first `length` [B] of each request are real. The page
+        table reaches them: a plugin leaves their K/V there, as committing them would.
         """
         return self._session.run(_inputs(embedded, rows, pool) | _features(features, positions, length))["hidden"]
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """As `Drafter`'s; one masked row is drafted beside it, for nothing."""
-        body, batch = self.config.body, len(features)
-        pool = KVPool(body.num_layers, 1, self._page_size, body.num_kv_heads, body.head_dim, self._dtype, "cpu")
-        rows = Rows.chain(1, torch.zeros(batch, 1, dtype=torch.long), torch.zeros(batch, dtype=torch.long))
+        count, most = features.shape[1], self._context_rows
+        if count <= most:
+            return self._keys_values(features, positions)
+        # copied: a part of a longer tensor may lie where an engine takes no address
+        parts = [
+            self._keys_values(features[:, at : at + most].clone(), positions[:, at : at + most])
+            for at in range(0, count, most)
+        ]
+        return torch.cat([k for k, _ in parts], 2), torch.cat([v for _, v in parts], 2)
+
+    def _keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        batch, device, body = len(features), features.device, self.config.body
+        if self._nowhere is None:
+            self._nowhere = KVPool(
+                body.num_layers, _FEWEST_PAGES, self._page_size, body.num_kv_heads, body.head_dim, features.dtype,
+                str(device),
+            )  # fmt: skip
+        # Nothing of this can reach a page that somebody reads: no feature is real, the page table names page 0 alone,
+        # and the pool is nobody's.
+        rows = Rows.chain(1, _zeros(device, batch, 1), _zeros(device, batch))
         embedded = features.new_zeros(batch, 1, body.hidden_size)
-        new = _features(features, positions, _int32(batch))
-        out = self._session.run(_inputs(embedded, rows, pool) | new)
+        new = _features(features, positions, _zeros(device, batch))
+        out = self._session.run(_inputs(embedded, rows, self._nowhere) | new)
         return out["k"], out["v"]
 
 
-def _int32(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.int32)
+def _zeros(device: torch.device, *shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device=device)
+
+
+def _int32(x: Tensor) -> Tensor:
+    return x.int().contiguous()
 
 
 def _features(features: Tensor, positions: Tensor, length: Tensor) -> dict[str, Tensor]:
-    return {"features": features.contiguous(), "feature_positions": positions.int(), "feature_len": length.int()}
+    return {"features": features.contiguous(), "feature_positions": _int32(positions), "feature_len": _int32(length)}
 
 
 def _inputs(embedded: Tensor, rows: Rows, pool: KVPool) -> dict[str, Tensor]:
@@ -117,9 +177,9 @@ def _inputs(embedded: Tensor, rows: Rows, pool: KVPool) -> dict[str, Tensor]:
     }
     return {
         "embedded": embedded.contiguous(),
-        "positions": rows.positions.int(),
+        "positions": _int32(rows.positions),
         "visible": pack_visible(rows.visible),
-        "page_table": rows.page_table.int(),
-        "context_len": rows.context_len.int(),
+        "page_table": _int32(rows.page_table),
+        "context_len": _int32(rows.context_len),
         **pages,
     }

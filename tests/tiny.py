@@ -5,14 +5,20 @@ Shape letters: B requests, T rows, M pages a request, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Family, Role, RopeConfig
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.rows import KVPool, Rows
+from d2sd.plugins.kv_pages.fp8 import LARGEST, to_pages
 
+Model = TypeVar("Model", Decoder, Drafter)
 ROPE = RopeConfig(10000.0)
 
 
@@ -201,3 +207,20 @@ def ancestor_mask(parents: list[int]) -> Tensor:
     for node in range(len(parents)):
         mask[node, path_to(node, parents)] = True
     return mask
+
+
+def in_fp8(plain: Model, linears: Sequence[str], *, cache: bool = False) -> Model:
+    """A model like this one with these layers in FP8, inputs between -8 and 8; and its K/V where `cache`."""
+    with torch.device("meta"):
+        model = type(plain)(plain.config)
+        make_fp8(model, linears, cache=cache)
+    tensors = plain.state_dict()
+    for name in linears:
+        scale = tensors[f"{name}.weight"].float().abs().max() / LARGEST
+        tensors[f"{name}.weight"] = to_pages(tensors[f"{name}.weight"], scale)
+        tensors |= {f"{name}.weight_scale": scale, f"{name}.input_scale": torch.tensor(8 / LARGEST)}
+    for index in range(plain.config.body.num_layers if cache else 0):
+        for kind in "kv":
+            tensors[f"layers.{index}.self_attn.{kind}_cache.scale"] = torch.tensor(0.05)
+    model.load_state_dict(tensors, strict=True, assign=True)
+    return model.eval().requires_grad_(False)

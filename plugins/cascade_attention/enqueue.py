@@ -25,6 +25,9 @@ def run(
     with torch.cuda.stream(theirs):
         q, k, v, *new, k_pages, v_pages, page_table, context_len, visible = given
         if name == BLOCK:
+            # New rows go to the pages before anything is read. Committed rows stay as they are: these lie behind the
+            # context, and none is written where `new_len` is 0. They are a request's until it commits them for good;
+            # were TensorRT to give us a copy of the pages, only that later commit would count, and nothing be wrong.
             new_k, new_v, new_len = new
             steps = torch.arange(new_k.shape[1], device=q.device)
             places, keep = context_len[:, None] + steps, steps < new_len[:, None]
@@ -44,4 +47,5 @@ class _Memory:
 
 def _tensor(shape: tuple[int, ...], kind: str, address: int) -> Tensor:
     tensor = torch.as_tensor(_Memory(shape, _TYPES[kind], address), device="cuda")
+    assert tensor.data_ptr() == address, "a copy would swallow what is written"
     return tensor.view(torch.bfloat16) if kind == "BF16" else tensor  # the interface knows no bf16

@@ -79,20 +79,23 @@ def functions() -> tuple[Any, ...]:
         return op.CastLike(op.Transpose(op.Reshape(out, merged), perm=[0, 2, 1, 3]), q)
 
     @script(ours, default_opset=op)
-    def TreeCascadeAttention(
-        q, k, v, k_pages, v_pages, page_table, context_len, visible, plugin_namespace: str, plugin_version: str
-    ):
-        old_k = PagedContext(k_pages, page_table)
-        old_v = PagedContext(v_pages, page_table)
-        inside = Before(context_len, op.Shape(old_k, start=1, end=2))  # [B, S]
+    def Cascade(q, k, v, old_k, old_v, inside, visible):
+        # old_k, old_v [B, N, Hkv, D] fp32, of which every row sees those `inside` [B, N]; k, v as far as `visible`
         valid = op.Unsqueeze(inside, [2, 3])
         nothing = op.Constant(value_float=0.0)  # what lies there may be NaN
         keys = op.Concat(op.Where(valid, old_k, nothing), op.Cast(k, to=1), axis=1)
         values = op.Concat(op.Where(valid, old_v, nothing), op.Cast(v, to=1), axis=1)
-        rows = op.Shape(q, start=1, end=2)
         everybody = op.Concat(op.Shape(q, end=2), op.Shape(old_k, start=1, end=2), axis=0)
-        seen = op.Concat(op.Expand(op.Unsqueeze(inside, [1]), everybody), Unpacked(visible, rows), axis=2)
-        return Attend(q, keys, values, seen)
+        own = Unpacked(visible, op.Shape(q, start=1, end=2))
+        return Attend(q, keys, values, op.Concat(op.Expand(op.Unsqueeze(inside, [1]), everybody), own, axis=2))
+
+    @script(ours, default_opset=op)
+    def TreeCascadeAttention(
+        q, k, v, k_pages, v_pages, page_table, context_len, visible, plugin_namespace: str, plugin_version: str
+    ):
+        old_k = PagedContext(k_pages, page_table)
+        inside = Before(context_len, op.Shape(old_k, start=1, end=2))
+        return Cascade(q, k, v, old_k, PagedContext(v_pages, page_table), inside, visible)
 
     @script(ours, default_opset=op)
     def BlockDraftAttention(
@@ -100,22 +103,11 @@ def functions() -> tuple[Any, ...]:
         plugin_namespace: str, plugin_version: str,
     ):  # fmt: skip
         old_k = PagedContext(k_pages, page_table)
-        old_v = PagedContext(v_pages, page_table)
-        inside = op.Concat(
-            Before(context_len, op.Shape(old_k, start=1, end=2)),
-            Before(new_len, op.Shape(new_k, start=1, end=2)),
-            axis=1,
-        )  # [B, S + C]
-        valid = op.Unsqueeze(inside, [2, 3])
-        nothing = op.Constant(value_float=0.0)
+        committed = Before(context_len, op.Shape(old_k, start=1, end=2))
+        inside = op.Concat(committed, Before(new_len, op.Shape(new_k, start=1, end=2)), axis=1)  # [B, S + C]
         all_k = op.Concat(old_k, op.Cast(new_k, to=1), axis=1)
-        all_v = op.Concat(old_v, op.Cast(new_v, to=1), axis=1)
-        keys = op.Concat(op.Where(valid, all_k, nothing), op.Cast(k, to=1), axis=1)
-        values = op.Concat(op.Where(valid, all_v, nothing), op.Cast(v, to=1), axis=1)
-        rows = op.Shape(q, start=1, end=2)
-        everybody = op.Concat(op.Shape(q, end=2), op.Shape(all_k, start=1, end=2), axis=0)
-        seen = op.Concat(op.Expand(op.Unsqueeze(inside, [1]), everybody), Unpacked(visible, rows), axis=2)
-        return Attend(q, keys, values, seen)
+        all_v = op.Concat(PagedContext(v_pages, page_table), op.Cast(new_v, to=1), axis=1)
+        return Cascade(q, k, v, all_k, all_v, inside, visible)
 
-    made = (PagedContext, Before, Unpacked, Attend, TreeCascadeAttention, BlockDraftAttention)
+    made = (PagedContext, Before, Unpacked, Attend, Cascade, TreeCascadeAttention, BlockDraftAttention)
     return tuple(function.to_function_proto() for function in made)

@@ -66,9 +66,9 @@ def write_target_dir(folder: Path, decoder: Decoder) -> Path:
     return folder
 
 
-def write_project(folder: Path, **changes: Any) -> Path:
+def write_project(folder: Path, decoder: Decoder | None = None, **changes: Any) -> Path:
     """Write target, drafters and recipe below `folder`; return the recipe's path. `changes` replace top-level keys."""
-    decoder = tiny_decoder()
+    decoder = decoder or tiny_decoder()
     write_target_dir(folder / "target", decoder)
     for name, role in (("first", "first"), ("second", "variable_prefix")):
         drafter = tiny_drafter(decoder.config, role=role)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.convert.helpers import edit_json, write_project
 from tests.tiny import tiny_decoder
 
 
-def make(folder: Path, **changes: object) -> Path:
+def make(folder: Path, **changes: Any) -> Path:
     build(load_recipe(write_project(folder / "project", **changes)), folder / "bundle", check=lambda bundle: {})
     return folder / "bundle"
 

@@ -18,7 +18,8 @@ from d2sd.convert.quantization import DRAFTER_WIDE, FILE, KEY, Quantization, des
 from d2sd.convert.target import load_target, write_target
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.fp8 import Fp8Linear, linear_names, to_fp8
+from d2sd.modeling.fp8 import Fp8Linear, linear_names
+from d2sd.plugins.kv_pages.fp8 import to_pages
 from tests.convert.helpers import edit_json, edit_tensors, hf_fields, hf_tensors, tree_bytes, write_target_dir
 from tests.tiny import full_logits, random_tokens, tiny_decoder, tiny_drafter
 
@@ -30,7 +31,7 @@ def fp8_tensors(tensors: dict[str, Tensor], names: list[str]) -> dict[str, Tenso
     out = dict(tensors)
     for name in names:
         scale = out[f"{name}.weight"].abs().max() / 448
-        out[f"{name}.weight"] = to_fp8(out[f"{name}.weight"], scale)
+        out[f"{name}.weight"] = to_pages(out[f"{name}.weight"], scale)
         out |= {f"{name}.weight_scale": scale, f"{name}.input_scale": torch.tensor(8 / 448)}
     return out
 
@@ -196,10 +197,10 @@ def test_a_drafter_round_trips(tmp_path: Path) -> None:
     assert tree_bytes(folder) == tree_bytes(tmp_path / "twice")
 
 
-@pytest.mark.parametrize("narrow", ["*fc", "*.q_proj", "*.v_proj"])
-def test_a_drafter_that_engines_would_misread_is_named(tmp_path: Path, narrow: str) -> None:
+@pytest.mark.parametrize(("narrow", "but"), [("*fc", []), ("*.q_proj", []), ("*.v_proj", ["layers.0.*"])])
+def test_a_drafter_that_engines_would_misread_is_named(tmp_path: Path, narrow: str, but: list[str]) -> None:
     folder = write_fp8_drafter(tmp_path)
-    wide = [pattern for pattern in DRAFTER_WIDE if pattern != narrow]
+    wide = [pattern for pattern in DRAFTER_WIDE if pattern != narrow] + but
     edit_json(folder / FILE, "quantization.exclude_modules", wide)
     edit_json(folder / "config.json", f"{KEY}.ignore", wide)
     with pytest.raises(CheckpointError, match="engines read"):

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear, linear_names, make_fp8, to_fp8
+from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear, linear_names
 from d2sd.modeling.packed import pack
-from tests.tiny import feed, pool_for, random_tokens, tiny_decoder, tiny_drafter
+from d2sd.plugins.kv_pages.fp8 import to_pages
+from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_drafter
 
 
 def e4m3_numbers() -> list[float]:
@@ -38,7 +39,7 @@ def test_rounding_is_to_nearest_even_and_saturates() -> None:
     halves = [(a + b) / 2 for a, b in pairwise(numbers)]
     values = [*numbers, *halves, *(h * 1.001 for h in halves), 449.0, 480.0, 1e9]
     scale = 0.25  # a power of two: the division is exact
-    found = to_fp8(torch.tensor(values + [-v for v in values]) * scale, torch.tensor(scale)).float().tolist()
+    found = to_pages(torch.tensor(values + [-v for v in values]) * scale, torch.tensor(scale)).float().tolist()
     expected = [rounded(v) for v in values]
     assert found == expected + [-v for v in expected]
 
@@ -50,7 +51,7 @@ def quantized_linear(bias: bool, gain: float = 1.0) -> tuple[Fp8Linear, Tensor]:
     weight = torch.randn(5, 16, generator=draw) * 0.1
     layer.weight_scale = weight.abs().max() / 448
     layer.input_scale = torch.tensor(1.7 * gain / 448)
-    layer.weight.data = to_fp8(weight, layer.weight_scale)
+    layer.weight.data = to_pages(weight, layer.weight_scale)
     if layer.bias is not None:
         layer.bias.data = torch.randn(5, generator=draw)
     return layer, torch.randn(2, 3, 16, generator=draw) * gain
@@ -109,19 +110,7 @@ def test_a_cache_gives_back_what_pages_would_hold() -> None:
 def fp8_decoder(*, cache: bool, head_dim: int = 8, dtype: torch.dtype = torch.float32) -> Decoder:
     """The tiny decoder with every linear layer but the head in FP8."""
     plain = tiny_decoder("qwen3", tie=False, head_dim=head_dim).to(dtype)
-    with torch.device("meta"):
-        model = Decoder(plain.config)
-        make_fp8(model, linear_names(model), cache=cache)
-    tensors = plain.state_dict()
-    for name in linear_names(plain):
-        scale = tensors[f"{name}.weight"].float().abs().max() / 448
-        tensors[f"{name}.weight"] = to_fp8(tensors[f"{name}.weight"], scale)
-        tensors |= {f"{name}.weight_scale": scale, f"{name}.input_scale": torch.tensor(8 / 448)}
-    for index in range(plain.config.body.num_layers if cache else 0):
-        for kind in "kv":
-            tensors[f"layers.{index}.self_attn.{kind}_cache.scale"] = torch.tensor(0.05)
-    model.load_state_dict(tensors, strict=True, assign=True)
-    return model.eval().requires_grad_(False)
+    return in_fp8(plain, linear_names(plain), cache=cache)
 
 
 def test_the_layers_of_models_that_become_fp8() -> None:

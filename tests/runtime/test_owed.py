@@ -17,8 +17,8 @@ from tests.runtime.helpers import BLOCK, check_pages, copies, expected, make_eng
 class Eager(TorchExecutor):
     """Pays at once."""
 
-    def _append(self, *arguments: Tensor) -> None:
-        super()._append(*arguments)
+    def _owe(self, *arguments: Tensor) -> None:
+        super()._owe(*arguments)
         settle(self)
 
 
