@@ -1,7 +1,9 @@
-"""Recipe -> bundle, in the stages fetch, target, drafter_first, drafter_second, calibration, trtllm, check, manifest.
+"""Recipe -> bundle, in the stages fetch, target, drafter_first, drafter_second, calibration, trtllm, onnx, engines/...,
+check, manifest.
 
 `Work` makes them survive a kill; a bundle's bytes depend on its recipe, its sources and the tools' versions alone (FP8
-scales also on the processor, whose sums round in their own order).
+scales also on the processor, whose sums round in their own order; TensorRT makes engines of the same size, but no two
+byte for byte).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from d2sd.calibration import CalibrationFile, write_calibration
 from d2sd.convert.bundle import Bundle, assemble
 from d2sd.convert.calibrate_fp8 import PACKAGE, load_modelopt
 from d2sd.convert.drafter import fingerprint, load_drafter, write_drafter
+from d2sd.convert.engines.stages import EngineBuild
 from d2sd.convert.fetch import fetch
 from d2sd.convert.files import hash_files, write_json
 from d2sd.convert.fp8_build import Fp8Build, Fp8Trials
@@ -72,8 +75,10 @@ def build(
 def _stages(plan: Plan, work: Work, check: Check, trials: Fp8Trials | None) -> Manifest:
     assert plan.target is not None, "the fetch stage has run"
     served = unserved(plan.recipe) is None
+    engines = EngineBuild.of(plan, work)
     optional = {"calibration": plan.calibration is not None, TRTLLM: served}
-    work.keep_only({part.name for part in plan.parts} | {name for name, wanted in optional.items() if wanted})
+    stages = {part.name for part in plan.parts} | {name for name, wanted in optional.items() if wanted}
+    work.keep_only(stages | set(engines.stages if engines else ()))
     unproven = Manifest(
         recipe=plan.recipe,
         target=_target_geometry(plan.target),
@@ -102,6 +107,11 @@ def _stages(plan: Plan, work: Work, check: Check, trials: Fp8Trials | None) -> M
     if served:
         inputs = common | {"recipe": plan.recipe.canonical(), "drafters": list(files.items())}
         files |= work.stage(TRTLLM, inputs, 1 << 20, lambda folder: write_faces(folder, plan.recipe)).files
+    if engines is not None:
+        models = {name: mark for name, mark in files.items() if name.partition("/")[0] in {p.name for p in plan.parts}}
+        made, built = engines.run(common, models)
+        files |= made
+        unproven = unproven.model_copy(update={"versions": unproven.versions | engines.tools, "engines": built})
     unproven = unproven.model_copy(update={"files": files})
 
     def prove(folder: Path) -> dict[str, Any]:

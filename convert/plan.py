@@ -16,6 +16,8 @@ from d2sd.convert.target import check_target_tensors, parse_target_config, targe
 from d2sd.convert.weights import DTYPES, stored_as
 from d2sd.errors import RecipeError
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role
+from d2sd.plugins.cascade_attention.blocks import HEAD_STEP, LARGEST_HEAD
+from d2sd.plugins.tensorrt import ALIGNMENT
 from d2sd.recipe import FP8, DrafterSource, Recipe, SecondSource
 
 #: Memory of GPUs as they are sold, in decimal bytes; each reports a little more.
@@ -93,7 +95,28 @@ def make_plan(recipe: Recipe) -> Plan:
         ("drafter_second", "variable_prefix", recipe.drafters.second),
     ]
     drafters = tuple(_drafter(recipe, name, role, drafter, config) for name, role, drafter in roles if drafter)
-    return Plan(recipe, target_file, target, drafters, _calibration(recipe))
+    plan = Plan(recipe, target_file, target, drafters, _calibration(recipe))
+    _check_engines(plan)
+    return plan
+
+
+def _check_engines(plan: Plan) -> None:
+    """Raise `RecipeError` for what kernels and TensorRT do not take, before hours of exporting it."""
+    for part in plan.parts if plan.recipe.engines else ():
+        body, limits = part.body, plan.recipe.limits
+        if body.head_dim % HEAD_STEP or body.head_dim > LARGEST_HEAD:
+            raise RecipeError(
+                "Engines cannot be built of heads of this size: the attention kernels do not take them.",
+                where=f"{part.source}: head_dim", found=body.head_dim,
+                expected=f"a multiple of {HEAD_STEP} up to {LARGEST_HEAD}", fix="remove engines from the recipe",
+            )  # fmt: skip
+        page = limits.page_size * body.num_kv_heads * body.head_dim * DTYPES[plan.recipe.precision].itemsize
+        if page % ALIGNMENT:  # a layer of a pool begins where the one before it ends
+            raise RecipeError(
+                "A page of K/V is no multiple of what TensorRT aligns to.", where="limits.page_size",
+                found=f"{limits.page_size} tokens, {page} bytes", expected=f"a multiple of {ALIGNMENT} bytes",
+                fix="double limits.page_size",
+            )  # fmt: skip
 
 
 def _calibration(recipe: Recipe) -> CalibrationFile | None:

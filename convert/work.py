@@ -86,15 +86,16 @@ class Work:
             remove(folder)
 
     def keep_only(self, stages: set[str]) -> None:
-        """Drop the folders that an earlier recipe left in the unpublished bundle."""
-        for path in self.bundle.glob("*"):
-            if path.is_dir() and path.name not in stages:
+        """Drop the folders that an earlier recipe left in the unpublished bundle; a stage may be of two names, a/b."""
+        above = {stage.partition("/")[0] for stage in stages if "/" in stage}
+        for path in (*self.bundle.glob("*"), *(below for name in above for below in (self.bundle / name).glob("*"))):
+            if path.is_dir() and path.relative_to(self.bundle).as_posix() not in stages | above:
                 remove(path)
 
     def stage(self, name: str, inputs: object, need: int, run: Run, *, hidden: bool = False) -> Marker:
         """Return the marker of the stage writing `bundle/<name>` (`need` bytes), running it unless it is finished."""
         root = self.hidden if hidden else self.bundle
-        folder, path = root / name, self.folder / "stages" / f"{name}.json"
+        folder, path = root / name, self.folder / "stages" / f"{name.replace('/', '-')}.json"
         marker = self._resume(path, root, name, digest(inputs))
         if marker is None:
             path.unlink(missing_ok=True)

@@ -1,5 +1,5 @@
 """`manifest.json`: what a bundle is, and the hash of everything in it. No dates and no places: equal
-inputs give equal bytes.
+inputs give equal bytes, engines apart.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from d2sd.errors import BundleError
-from d2sd.recipe import Recipe
+from d2sd.recipe import Builder, Recipe
 
 SCHEMA: Literal[1] = 1
 NAME = "manifest.json"
@@ -52,6 +52,21 @@ class DrafterGeometry(_Part):
     parameters: int
 
 
+#: Least, usual and greatest size of each dimension.
+Shapes = tuple[list[int], list[int], list[int]]
+
+
+class Engines(_Part):
+    """What lies in engines/<compute>/<model>.engine: without a GPU an engine cannot be asked."""
+
+    builder: Builder
+    version: str  # of the builder
+    plugin_abi: str
+    compute: tuple[str, ...]
+    profiles: dict[str, list[dict[str, Shapes]]]  # model -> optimisation profiles, by name of an input
+    plugins: dict[str, int]  # model -> attention layers that are our plugins
+
+
 class Manifest(_Part):
     """Precision, row budget and limits are the recipe's; they are not said twice."""
 
@@ -60,6 +75,7 @@ class Manifest(_Part):
     target: TargetGeometry
     first: DrafterGeometry | None
     second: DrafterGeometry | None
+    engines: Engines | None = None
     files: dict[FileName, Sha256]  # every file of the bundle but this one
     versions: dict[str, str]  # of the tools that decide the bytes
     checks: dict[str, JsonValue]  # what was proven at build time, with numbers

@@ -16,12 +16,16 @@ from d2sd.errors import RecipeError
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Policy = Literal["auto", "off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid"]
+Builder = Literal["tensorrt-rtx", "tensorrt"]
+Compute = Literal["sm75", "sm80", "sm86", "sm89", "sm120", "sm121", "portable", "native"]
 #: A plain name: it becomes a file or folder name, so it holds no separator and does not start with a dot.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
 Positive = Annotated[int, Field(ge=1)]
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
+#: Older than FP8.
+_NO_FP8 = {"sm75", "sm80", "sm86"}
 #: Arguments of a chat template that are not the recipe's to give.
 _OURS = {"conversation", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "chat_template"}
 
@@ -180,6 +184,26 @@ class FP8(Part):
     max_perplexity_rise: Annotated[float, Field(ge=0)] | None = None
 
 
+class Engines(Part):
+    """TensorRT engines of all models, with d2sd's plugins, beside the checkpoints; built on a CPU by TensorRT-RTX."""
+
+    #: compute capabilities, an engine each; portable is one for all that TensorRT-RTX knows, and native, of classic
+    #: TensorRT, is the GPU that builds
+    compute: Annotated[list[Compute], Field(min_length=1)]
+    #: from PyPI; tensorrt is NVIDIA's classic one, which needs a GPU
+    builder: Builder = "tensorrt-rtx"
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> Engines:
+        for place, compute in enumerate(self.compute):
+            if compute in self.compute[:place]:
+                raise ValueError(f"compute names {compute} twice; remove one")
+            if (compute == "native") != (self.builder == "tensorrt"):
+                goes = "native alone" if self.builder == "tensorrt" else "all but native"
+                raise ValueError(f"compute {compute} is not {self.builder}'s, which builds {goes}; change one of them")
+        return self
+
+
 class Recipe(RecipeFile):
     """The recipe of a bundle."""
 
@@ -193,6 +217,8 @@ class Recipe(RecipeFile):
     precision: Precision = "fp32"
     #: none: weights in `precision`
     fp8: FP8 | None = None
+    #: none: checkpoints alone, which PyTorch and TensorRT-LLM serve
+    engines: Engines | None = None
     #: a short run of each method
     checks: Checks = Checks()
     #: the paper's tree with our drafters' geometry
@@ -220,6 +246,8 @@ class Recipe(RecipeFile):
             raise ValueError("drafters.calibration is of drafters, and there are none; remove it")
         if self.fp8 is not None and self.precision == "fp32":
             raise ValueError("fp8 computes in 16 bits around its products; set precision to bf16 or fp16")
+        if self.fp8 is not None and self.engines is not None and (old := _NO_FP8 & set(self.engines.compute)):
+            raise ValueError(f"engines.compute {min(old)} has no FP8; remove it, or fp8")
         if self.drafters.second is not None and self.drafters.first is None:
             raise ValueError("drafters.second extends drafters.first, which is absent; add it")
         if limits.max_context % limits.page_size:

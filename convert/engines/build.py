@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes.util
+import importlib
 import json
 import os
 import subprocess
@@ -11,15 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from d2sd.convert.engines.seam import unversioned_library
 from d2sd.convert.engines.worker import Job, Report
 from d2sd.convert.progress import Progress, silent
 from d2sd.errors import BuildError
+from d2sd.plugins.tensorrt import Builder
 
 
-def build_engines(jobs: Sequence[Job], scratch: Path, *, at_once: int = 1, progress: Progress = silent) -> list[Report]:
+def build_engines(
+    jobs: Sequence[Job], scratch: Path, *, at_once: int = 1, progress: Progress = silent, what: str = "building engines"
+) -> list[Report]:
     """Build all engines; the first that fails is raised as `BuildError`, after those that have begun have ended."""
-    with progress("building engines", len(jobs)) as advance, ThreadPoolExecutor(at_once) as pool:
+    with progress(what, len(jobs)) as advance, ThreadPoolExecutor(at_once) as pool:
         futures = [pool.submit(_build, job, scratch / f"{place}") for place, job in enumerate(jobs)]
         reports = []
         for future in futures:
@@ -30,6 +34,7 @@ def build_engines(jobs: Sequence[Job], scratch: Path, *, at_once: int = 1, progr
 
 def _build(job: Job, folder: Path) -> Report:
     folder.mkdir(parents=True, exist_ok=True)
+    Path(job.report).unlink(missing_ok=True)  # an earlier run's would be taken for this one's
     file = folder / "job.json"
     file.write_text(json.dumps(asdict(job)), "utf-8")
     environment = dict(os.environ)
@@ -48,3 +53,20 @@ def _build(job: Job, folder: Path) -> Report:
     if "error" in said:
         raise BuildError(said["error"].pop("what"), **said["error"])
     return Report(**said)
+
+
+def unversioned_library(name: Builder, folder: Path) -> Path | None:
+    """Give TensorRT-RTX's library the name that its parser asks for when it meets a plugin, in a folder of ours.
+
+    The wheel carries libtensorrt_rtx.so.1 alone, and the parser opens libtensorrt_rtx.so. Returns what belongs on
+    LD_LIBRARY_PATH, which is read when a process starts.
+    """
+    if name != "tensorrt-rtx" or ctypes.util.find_library("tensorrt_rtx"):
+        return None
+    libraries = importlib.import_module("tensorrt_rtx_libs")
+    (real,) = sorted(Path(str(libraries.__file__)).parent.glob("libtensorrt_rtx.so.*"))[:1]
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "libtensorrt_rtx.so"
+    link.unlink(missing_ok=True)
+    link.symlink_to(real)
+    return folder

@@ -7,20 +7,19 @@ with it, and because several can run at once. The job says everything; the repor
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from d2sd.convert.engines.seam import COMPUTE, Builder, TensorRT, find_builder
+from d2sd.convert.engines.profiles import Profile
 from d2sd.errors import BuildError, D2SDError
 from d2sd.plugins.cascade_attention.blocks import HEAD_STEP, LARGEST_HEAD
 from d2sd.plugins.cascade_attention.onnx_function import BLOCK, TREE
 from d2sd.plugins.cascade_attention.tensorrt_plugin import register
-
-#: Input -> least, usual and greatest shape.
-Profile = dict[str, tuple[list[int], list[int], list[int]]]
+from d2sd.plugins.tensorrt import COMPUTE, Builder, Heard, TensorRT, find_tensorrt
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Job:
     compute: str  # of COMPUTE, "portable" or "native"
     profiles: list[Profile]
     plugins: bool = True  # without: the graph's functions are built
-    cache: str | None = None
+    timing: str | None = None  # file of classic TensorRT's timing cache; TensorRT-RTX times nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +50,13 @@ class Report:
 
 def build_engine(job: Job) -> Report:
     """Build one engine. Raises `BuildError` with what the parser or the builder said."""
-    trt = find_builder(job.builder)
+    trt = find_tensorrt(job.builder)
     if job.compute not in trt.targets:
         raise BuildError(
             f"{trt.name} builds no engines for this.", where="engines.compute", found=job.compute,
             expected=", ".join(trt.targets),
         )  # fmt: skip
-    heard = _Heard(trt.module)
+    heard = Heard(trt.module)
     if job.plugins:
         register(trt.module)
     builder = trt.module.Builder(heard.log)
@@ -74,17 +73,25 @@ def build_engine(job: Job) -> Report:
     for layer in (network.get_layer(i) for i in range(network.num_layers)):
         if str(layer.type).endswith("PLUGIN_V3"):
             _demand_head_size(job, layer.get_input(0).shape[3])
-    config = _config(trt, builder, job)
+    config = configure(trt, builder, job)
+    if job.timing is not None:
+        remember(config, Path(job.timing))
     blob = builder.build_serialized_network(network, config)
     if blob is None:
         raise BuildError("The engine cannot be built.", where=job.graph, found=heard.told(), expected=job.compute)
+    if job.timing is not None:
+        keep(config, Path(job.timing))
     engine = bytes(blob)
     Path(job.engine).write_bytes(engine)
     return Report(trt.name, trt.version, job.compute, dict(sorted(layers.items())), layers["PLUGIN_V3"], len(engine))
 
 
-def _config(trt: TensorRT, builder: Any, job: Job) -> Any:
+def configure(trt: TensorRT, builder: Any, job: Job) -> Any:
+    """Everything but the graph."""
     config = builder.create_builder_config()
+    config.clear_flag(trt.module.BuilderFlag.TF32)  # on by default: it would round fp32 to 10 bits
+    if trt.name == "tensorrt-rtx":  # which demands it of whoever records runs in a CUDA graph
+        config.set_flag(trt.module.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if job.compute in COMPUTE:
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(trt.module.ComputeCapability, COMPUTE[job.compute]), 0)
@@ -94,6 +101,21 @@ def _config(trt: TensorRT, builder: Any, job: Job) -> Any:
             profile.set_shape(name, least, usual, most)
         config.add_optimization_profile(profile)
     return config
+
+
+def remember(config: Any, file: Path) -> None:
+    """Give the builder what it measured before, on this GPU. **Not yet run** with classic TensorRT."""
+    known = file.read_bytes() if file.is_file() else b""
+    if not config.set_timing_cache(config.create_timing_cache(known), False):
+        config.set_timing_cache(config.create_timing_cache(b""), False)
+
+
+def keep(config: Any, file: Path) -> None:
+    """Keep what the builder measured, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f"{file.name}.{os.getpid()}")
+    partial.write_bytes(bytes(config.get_timing_cache().serialize()))
+    partial.replace(file)
 
 
 def _demand_plugins(job: Job, found: int) -> None:
@@ -115,26 +137,6 @@ def _demand_head_size(job: Job, size: int) -> None:
             "The attention kernels do not take heads of this size.", where=job.graph, found=size,
             expected=f"a multiple of {HEAD_STEP} up to {LARGEST_HEAD}",
         )  # fmt: skip
-
-
-class _Heard:
-    """A logger that keeps errors."""
-
-    def __init__(self, trt: Any) -> None:
-        errors: list[str] = []
-
-        class Log(trt.ILogger):  # type: ignore[misc]
-            def __init__(self) -> None:
-                trt.ILogger.__init__(self)
-
-            def log(self, severity: Any, message: str) -> None:
-                if severity <= trt.ILogger.ERROR:
-                    errors.append(message)
-
-        self.log, self._errors = Log(), errors
-
-    def told(self) -> str:
-        return "; ".join(self._errors) or "no reason given"
 
 
 def main(path: str) -> int:

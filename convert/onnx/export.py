@@ -32,6 +32,18 @@ _B, _T, _W, _M, _P, _C = (
 )  # fmt: skip
 
 
+def demand_exporter() -> None:
+    """Raise `BuildError` where what writes graphs is not installed."""
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise BuildError(
+            "Graphs are written with onnx and onnxscript, which are not installed.", where=str(error),
+            fix="pip install 'd2sd[engines]'",
+        ) from None  # fmt: skip
+
+
 def export_target(target: Decoder, taps: tuple[int, ...], page_size: int, file: Path) -> None:
     """Write the target's graph; `taps` are the layers that drafters read. Raises `BuildError` without the extra."""
     body, dtype = target.config.body, target.embed_tokens.weight.dtype
@@ -79,14 +91,9 @@ def _names(fixed: Sequence[str], body: BodyConfig) -> list[str]:
 def _export(
     body: nn.Module, inputs: list[Any], shapes: list[Any], names: list[str], outputs: Sequence[str], file: Path
 ) -> None:
-    try:
-        import onnx
-        import onnxscript  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise BuildError(
-            "Graphs are written with onnx and onnxscript, which are not installed.", where=str(error),
-            fix="pip install 'd2sd[engines]'",
-        ) from None  # fmt: skip
+    demand_exporter()
+    import onnx
+
     body = copy.deepcopy(body).eval().requires_grad_(False)
     spell_fp8(body, inputs[0].dtype)
     with torch.inference_mode(), warnings.catch_warnings():

@@ -20,6 +20,7 @@ def check_bundle(bundle: Bundle) -> dict[str, Any]:
     below `checks.min_tau`.
     """
     from d2sd.cli.fit import check_fit
+    from d2sd.cli.graph_check import check_graphs
     from d2sd.cli.serving import OWN_PROMPTS, chat_request, make_engine, read_prompts
     from d2sd.runtime.request import SamplingParams
     from d2sd.runtime.stats import mean_tau
@@ -51,7 +52,8 @@ def check_bundle(bundle: Bundle) -> dict[str, Any]:
             _explain(bundle, policy, [s.answer for s in sequences], plain, [r.prompt for r in requests])
         if policy == "chain":
             _demand(recipe, figures[policy]["tau"], len(requests))
-    return {"greedy": figures, "fit": fit}
+    graphs = check_graphs(bundle, requests, plain) if recipe.engines else {}
+    return {"greedy": figures, "fit": fit} | graphs
 
 
 def _demand(recipe: Recipe, tau: float, prompts: int) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
+from d2sd.cli.executors import ExecutorName
 from d2sd.cli.report import Reporting, bar
 from d2sd.recipe import Policy
 
@@ -37,11 +38,16 @@ if TYPE_CHECKING:
 @click.option("--show-tree", is_flag=True, help="Draw the tree of the step that accepted most.")
 @click.option("--tree-svg", type=click.Path(path_type=Path), help="Write that tree as an SVG picture to this file.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page that shows every step to this file.")
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda; of PyTorch.")
+@click.option(
+    "--executor", type=click.Choice(get_args(ExecutorName)), default="torch", show_default=True,
+    help="PyTorch, or the bundle's graphs in ONNX Runtime or as TensorRT engines.",
+)  # fmt: skip
 def generate(
     bundle: Path, prompts: tuple[str, ...], policy: Policy | None, max_new_tokens: int | None,
     temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None, stop: tuple[str, ...],
     raw: bool, stats: bool, show_tree: bool, tree_svg: Path | None, html: Path | None, device: str,
+    executor: ExecutorName,
 ) -> None:  # fmt: skip
     """Generate from the bundle at BUNDLE; a single answer streams as it is written.
 
@@ -69,7 +75,7 @@ def generate(
     length = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
     requests = [chat_request(loaded, text, sampling, length, raw=raw, stop=stop) for text in prompts]
     batch = min(len(prompts), loaded.recipe.limits.max_batch)
-    engine = make_engine(loaded, policy=policy, device=device, max_batch=batch)
+    engine = make_engine(loaded, policy=policy, device=device, executor=executor, max_batch=batch)
     sequences = [engine.submit(request) for request in requests]
     recordings: dict[Sequence, Recording] = {}
     if show_tree or tree_svg is not None or html is not None:
@@ -82,7 +88,7 @@ def generate(
     if stats:
         from d2sd.cli.stats import show_stats
 
-        baseline = make_engine(loaded, policy="off", device=device, max_batch=batch)
+        baseline = make_engine(loaded, policy="off", device=device, executor=executor, max_batch=batch)
         with bar("timing plain decoding"):
             baseline.generate([replace(request, max_new_tokens=min(8, length)) for request in requests])
         show_stats([s.stats for s in sequences], engine.clock, baseline.clock)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from d2sd.cli.executors import ExecutorName, make_executor
 from d2sd.cli.report import bar
 from d2sd.errors import BundleError, D2SDError
 from d2sd.recipe import Policy
@@ -30,6 +31,7 @@ def make_engine(
     policy: Policy | None = None,
     row_budget: int | None = None,
     device: str = "cpu",
+    executor: ExecutorName = "torch",
     max_batch: int | None = None,
     calibrated: bool = True,
     adaptive: Adaptive | None = None,
@@ -42,7 +44,6 @@ def make_engine(
     from d2sd.runtime.adaptive import buckets
     from d2sd.runtime.calibration import Calibration
     from d2sd.runtime.engine import Engine
-    from d2sd.runtime.executor import TorchExecutor
     from d2sd.runtime.request import Limits
 
     recipe = bundle.recipe
@@ -54,11 +55,10 @@ def make_engine(
             f"the policy needs {len(drafters)} drafters", where=bundle.path,
             found=f"{sum(d is not None for d in (bundle.first, bundle.second))}", fix="choose another with --policy",
         )  # fmt: skip
-    models = [drafter.to(device) for drafter in drafters if drafter is not None]
-    executor = TorchExecutor(bundle.target.to(device), *models, block_size=recipe.tree.block_size)
+    models = [drafter for drafter in drafters if drafter is not None]
     limits, file = recipe.limits, bundle.calibration
     engine = Engine(
-        executor,
+        make_executor(bundle, models, executor, device),
         candidates[-1],
         Limits(max_batch or limits.max_batch, limits.max_context, limits.page_size, limits.prefill_chunk),
         decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),

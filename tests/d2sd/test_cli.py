@@ -25,7 +25,7 @@ FLAGS = {
     "build": {"recipe", "--plan", "--set", "--out", "-v", "--verbose"},
     "generate": {
         *("bundle", "-p", "--prompt", "--policy", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed"),
-        *("--stop", "--raw", "--stats", "--show-tree", "--tree-svg", "--html", "--device"),
+        *("--stop", "--raw", "--stats", "--show-tree", "--tree-svg", "--html", "--device", "--executor"),
     },
     "calibrate": {"bundle", "--prompts", "--exclude", "--count", "--max-new-tokens", "--out"},
     "convert": {"source", "--to", "-o", "--out", "--target", "--role"},

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from d2sd.convert.engines import seam
-from d2sd.convert.engines.build import build_engines
-from d2sd.convert.engines.seam import find_builder, unversioned_library
-from d2sd.convert.engines.worker import Job, Profile, build_engine
+from d2sd.convert.engines.build import build_engines, unversioned_library
+from d2sd.convert.engines.profiles import Profile
+from d2sd.convert.engines.worker import Job, build_engine, configure, keep, remember
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.errors import BuildError
+from d2sd.plugins import tensorrt
 from tests.modeling.test_fp8 import fp8_decoder
 from tests.tiny import tiny_decoder, tiny_drafter
 
@@ -87,6 +88,15 @@ def test_fp8_is_built_where_there_is_fp8(tmp_path: Path) -> None:
         build_engines([job(tmp_path, "fp8", 3, compute="sm86")], tmp_path / "scratch")
 
 
+def test_fp32_stays_fp32_and_runs_can_be_recorded(graphs: Path) -> None:
+    trt = tensorrt.find_tensorrt("tensorrt-rtx")
+    builder, flags = trt.module.Builder(tensorrt.Heard(trt.module).log), trt.module.BuilderFlag
+    assert builder.create_builder_config().get_flag(flags.TF32), "on by default"
+    config = configure(trt, builder, job(graphs, "target", LAYERS))
+    assert not config.get_flag(flags.TF32)
+    assert config.get_flag(flags.REQUIRE_USER_ALLOCATION)
+
+
 def test_heads_that_the_kernels_do_not_take(graphs: Path, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"heads of this size[\s\S]*found: 8"):
         build_engines([job(graphs, "narrow", 1, profiles=[profile("narrow", 1, size=8)])], tmp_path)
@@ -104,6 +114,7 @@ def test_a_file_that_is_no_graph(graphs: Path, tmp_path: Path) -> None:
 
 
 def test_a_builder_that_dies_is_told(graphs: Path, tmp_path: Path) -> None:
+    (tmp_path / "r").write_text("{}")  # an earlier run's report is not this one's
     doomed = job(graphs, "target", LAYERS, engine=str(tmp_path / "nowhere" / "x"), report=str(tmp_path / "r"))
     with pytest.raises(BuildError, match=r"builder died[\s\S]*FileNotFoundError"):
         build_engines([doomed], tmp_path / "scratch")
@@ -111,9 +122,41 @@ def test_a_builder_that_dies_is_told(graphs: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "fix"), [("tensorrt", "TensorRT 10.14"), ("tensorrt-rtx", r"d2sd\[engines\]")])
 def test_a_builder_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, name: Any, fix: str) -> None:
-    monkeypatch.setattr(seam, "find_spec", lambda module: None)
+    monkeypatch.setattr(tensorrt, "find_spec", lambda module: None)
     with pytest.raises(BuildError, match=fix):
-        find_builder(name)
+        tensorrt.find_tensorrt(name)
+
+
+class Timing:
+    """Classic TensorRT's part in a timing cache: it takes one that was measured on this GPU."""
+
+    def __init__(self, measured: bytes) -> None:
+        self.measured = measured
+        self.taken: bytes | None = None
+
+    def create_timing_cache(self, known: bytes) -> bytes:
+        return known
+
+    def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> bool:
+        assert not ignore_mismatch, "times of another GPU are worth nothing"
+        if cache.startswith(b"other"):
+            return False
+        self.taken = cache
+        return True
+
+    def get_timing_cache(self) -> Any:
+        return SimpleNamespace(serialize=lambda: self.measured)
+
+
+def test_what_classic_tensorrt_measures_is_remembered(tmp_path: Path) -> None:
+    file = tmp_path / "timing" / "model"
+    for measured, taken in ((b"first", b""), (b"other GPU", b"first"), (b"last", b"")):
+        config = Timing(measured)
+        remember(config, file)
+        assert config.taken == taken
+        keep(config, file)
+        assert [path.name for path in file.parent.iterdir()] == ["model"]
+        assert file.read_bytes() == measured
 
 
 def test_the_librarys_other_name(tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""Optimisation profiles: which shapes an engine is built for, from the recipe's limits and tree.
+
+    target    decoding   B requests, as many rows as a tree may have
+              prefill    one request, a chunk of rows
+    drafters  drafting   B requests, K blocks of γ rows, behind at most γ new tokens each
+              injection  features of many tokens in one product, and one row for nothing
+
+Classic TensorRT chooses kernels when it builds, so it has a profile for each of the runtime's batch buckets, powers of
+two. TensorRT-RTX makes its kernels for the very shapes when it runs, and pays for each profile: with five instead of
+one a drafter of 17 MB makes an engine of 46 MB instead of 21, and SmolLM2's target builds four times as long. It has
+one for all buckets. The runtime takes the first profile that a shape fits in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from d2sd.manifest import Shapes
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig
+from d2sd.plugins.cascade_attention.visible import WORD
+from d2sd.recipe import Builder, Recipe
+
+#: Input -> its least, usual and greatest shape.
+Profile = dict[str, Shapes]
+#: Least, usual and greatest.
+_Size = tuple[int, int, int]
+#: Tokens whose K/V one injection computes: enough rows to fill a GPU.
+MOST_INJECTED = 1024
+
+# Shape letters: B requests, T rows, C new context rows, W words of visibility, M pages a request, P pages.
+
+
+def make_profiles(recipe: Recipe, builder: Builder, config: DecoderConfig | DrafterConfig) -> list[Profile]:
+    """All profiles of one model of a recipe, in the order in which the runtime looks."""
+    tree, limits = recipe.tree, recipe.limits
+    buckets = _buckets(limits.max_batch)
+    batches = [(1, buckets[-1], buckets[-1])] if builder == "tensorrt-rtx" else [_just(b) for b in buckets]
+    rows = max(tree.row_budget, tree.block_size)
+    if isinstance(config, DecoderConfig):
+        decoding = [_rows(recipe, config.body, b, (1, rows, rows)) for b in batches]
+        chunk = _bucket(limits.prefill_chunk)
+        return [*decoding, _rows(recipe, config.body, _just(1), (1, chunk, chunk))]
+    block, drafted = config.block_size, tree.branches * config.block_size
+    width = len(config.target_layer_ids) * config.body.hidden_size
+    drafting = [
+        _rows(recipe, config.body, b, (1, drafted, drafted)) | _features(b, (1, block, block), width) for b in batches
+    ]
+    injection = _features(_just(1), (1, MOST_INJECTED, MOST_INJECTED), width)
+    return [*drafting, _rows(recipe, config.body, _just(1), _just(1)) | injection]
+
+
+def _rows(recipe: Recipe, body: BodyConfig, b: _Size, t: _Size) -> Profile:
+    limits = recipe.limits
+    # what the scheduler holds for a request: its context, and the tokens that a step may add
+    most = -(-(limits.max_context + recipe.tree.block_size) // limits.page_size)
+    m = (1, max(1, most // 2), _bucket(most))
+    p = (2, 1 + limits.max_batch * most, 1 + limits.max_batch * most)
+    page = [p, _just(limits.page_size), _just(body.num_kv_heads), _just(body.head_dim)]
+    w = (-(-t[0] // WORD), -(-t[1] // WORD), -(-t[2] // WORD))
+    return {
+        "embedded": _shapes([b, t, _just(body.hidden_size)]), "positions": _shapes([b, t]),
+        "visible": _shapes([b, t, w]), "page_table": _shapes([b, m]), "context_len": _shapes([b]),
+        **{f"{kind}_pages_{layer}": _shapes(page) for kind in "kv" for layer in range(body.num_layers)},
+    }  # fmt: skip
+
+
+def _features(b: _Size, c: _Size, width: int) -> Profile:
+    return {
+        "features": _shapes([b, c, _just(width)]), "feature_positions": _shapes([b, c]), "feature_len": _shapes([b])
+    }  # fmt: skip
+
+
+def _shapes(sizes: Sequence[_Size]) -> Shapes:
+    least, usual, most = (list(shape) for shape in zip(*sizes, strict=True))
+    return least, usual, most
+
+
+def _just(size: int) -> _Size:
+    return size, size, size
+
+
+def _bucket(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def _buckets(most: int) -> list[int]:
+    return [1 << power for power in range((most - 1).bit_length() + 1)]

@@ -1,0 +1,105 @@
+"""Every shape that the runtime makes of a recipe fits a profile of that recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from d2sd.convert.engines.profiles import Profile, make_profiles
+from d2sd.convert.onnx.export import export_drafter, export_target
+from d2sd.recipe import Builder, Recipe, Tree
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.executor import TorchExecutor
+from d2sd.runtime.graphs import GraphDecoder, GraphDrafter, OnnxSession, Session
+from d2sd.runtime.policy import PolicyName, make_policy
+from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.scheduler import Scheduler
+from tests.tiny import random_tokens, tiny_decoder, tiny_drafter
+
+pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
+RECIPE = Recipe.model_validate(
+    {
+        "d2sd": 1, "name": "tiny", "target": {"path": "target"},
+        "drafters": {"first": {"path": "first"}, "second": {"path": "second"}},
+        "tree": {"block_size": 4, "branches": 3, "row_budget": 20}, "sampling": {"max_new_tokens": 12},
+        "limits": {"max_batch": 3, "max_context": 48, "page_size": 4, "prefill_chunk": 24},
+    }
+)  # fmt: skip
+_OF = RECIPE.limits
+LIMITS = Limits(_OF.max_batch, _OF.max_context, _OF.page_size, _OF.prefill_chunk)
+
+
+def fits(shapes: Mapping[str, tuple[int, ...]], profile: Profile) -> bool:
+    return shapes.keys() == profile.keys() and all(
+        all(low <= size <= high for low, size, high in zip(least, shapes[name], most, strict=True))
+        for name, (least, _, most) in profile.items()
+    )
+
+
+class Watched:
+    """A session that finds each run's profile."""
+
+    def __init__(self, session: Session, profiles: list[Profile]) -> None:
+        self._session, self._profiles = session, profiles
+        self.used: set[int] = set()
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+        fitting = [place for place, profile in enumerate(self._profiles) if fits(shapes, profile)]
+        assert fitting, shapes
+        self.used.add(fitting[0])
+        return self._session.run(inputs)
+
+
+@pytest.mark.parametrize("builder", ["tensorrt-rtx", "tensorrt"])
+@pytest.mark.parametrize("policy", ["off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid"])
+def test_all_that_runs_fits(graphs: Path, builder: Builder, policy: PolicyName) -> None:
+    target = tiny_decoder()
+    drafters = [tiny_drafter(target.config, block_size=4), tiny_drafter(target.config, block_size=4, seed=2)]
+    watched = [
+        Watched(OnnxSession(graphs / f"{name}.onnx"), make_profiles(RECIPE, builder, model.config))
+        for name, model in (("target", target), ("first", drafters[0]), ("second", drafters[1]))
+    ]
+    executor = TorchExecutor(
+        GraphDecoder(target, drafters[0].config.target_layer_ids, watched[0]),
+        *(GraphDrafter(drafter, session, 4, 1024) for drafter, session in zip(drafters, watched[1:], strict=True)),
+    )
+    tree = RECIPE.tree
+    made = make_policy(policy, block_size=tree.block_size, branches=tree.branches, row_budget=tree.row_budget)
+    engine = Engine(executor, made, LIMITS)
+    prompts = [random_tokens(target, 1, size, seed=size)[0].tolist() for size in (1, 36, 30)]
+    for sequence in engine.generate([Request(tuple(prompt), 12) for prompt in prompts]):
+        assert len(sequence.answer) == 12
+    assert watched[0].used == ({0, 1, 2, 3} if builder == "tensorrt" else {0, 1}), "batches of 1, 2, 3, and prefill"
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("graphs")
+    target = tiny_decoder()
+    first = tiny_drafter(target.config, block_size=4)
+    export_target(target, first.config.target_layer_ids, 4, folder / "target.onnx")
+    export_drafter(first, 4, folder / "first.onnx")
+    export_drafter(tiny_drafter(target.config, block_size=4, seed=2), 4, folder / "second.onnx")
+    return folder
+
+
+def test_profiles_hold_what_the_scheduler_lays_out() -> None:
+    scheduler = Scheduler(LIMITS, RECIPE.tree.block_size)
+    for profile in make_profiles(RECIPE, "tensorrt", tiny_decoder().config):
+        assert profile["k_pages_0"][2][0] == scheduler.page_count
+        assert profile["page_table"][2][1] == 16, "a bucket that holds 13 pages"
+
+
+def test_classic_tensorrt_has_a_profile_a_batch_bucket() -> None:
+    config = tiny_decoder().config
+    batches = [profile["embedded"] for profile in make_profiles(RECIPE, "tensorrt", config)]
+    assert [shapes[2][:2] for shapes in batches] == [[1, 20], [2, 20], [4, 20], [1, 32]]
+    assert all(least[0] == most[0] for least, _, most in batches)
+    batches = [profile["embedded"] for profile in make_profiles(RECIPE, "tensorrt-rtx", config)]
+    assert [(least[:2], most[:2]) for least, _, most in batches] == [([1, 1], [4, 20]), ([1, 1], [1, 32])]
+    wide = RECIPE.model_copy(update={"tree": Tree(block_size=4, branches=3, row_budget=33)})
+    assert make_profiles(wide, "tensorrt-rtx", config)[0]["visible"] == ([1, 1, 1], [4, 33, 2], [4, 33, 2])

@@ -1,0 +1,81 @@
+"""Engines of a whole bundle's models, built on a CPU for every GPU and for two: of SmolLM2, and of a tiny Qwen3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from d2sd.convert.bundle import load_bundle
+from d2sd.convert.engines.build import build_engines
+from d2sd.convert.engines.profiles import make_profiles
+from d2sd.convert.engines.worker import Job
+from d2sd.convert.onnx.export import export_drafter, export_target
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.fp8 import linear_names
+from d2sd.recipe import Recipe, load_recipe
+from tests.tiny import in_fp8, tiny_decoder, tiny_drafter
+
+pytest.importorskip("tensorrt_rtx", reason="the extra engines is not installed")
+COMPUTE = ("portable", "sm89", "sm120")
+ROOT = Path(__file__).parents[1]
+
+
+def build_all(folder: Path, recipe: Recipe, target: Decoder, drafters: dict[str, Drafter]) -> None:
+    """Graphs and engines of all models; every attention became our plugin."""
+    page, layers = recipe.limits.page_size, {"target": target.config.body.num_layers}
+    taps = next(iter(drafters.values())).config.target_layer_ids
+    export_target(target, taps, page, folder / "target.onnx")
+    for name, drafter in drafters.items():
+        export_drafter(drafter, page, folder / f"{name}.onnx")
+        layers[name] = drafter.config.body.num_layers
+    configs = {"target": target.config} | {name: drafter.config for name, drafter in drafters.items()}
+    jobs = [
+        Job(
+            str(folder / f"{name}.onnx"), str(folder / f"{name}.{compute}"), str(folder / f"{name}.{compute}.json"),
+            "tensorrt-rtx", compute, make_profiles(recipe, "tensorrt-rtx", config),
+        )
+        for compute in COMPUTE
+        for name, config in configs.items()
+    ]  # fmt: skip
+    for job, report in zip(jobs, build_engines(jobs, folder / "scratch", at_once=2), strict=True):
+        name = Path(job.graph).stem
+        assert (report.plugins, report.compute) == (layers[name], job.compute)
+        assert "SOFTMAX" not in report.layers
+        Path(job.engine).unlink()  # some hundred megabytes each
+
+
+def narrow(drafter: Drafter) -> Drafter:
+    """In FP8 as a build makes it: output projections and MLP."""
+    kept = ("o_proj", "gate_proj", "up_proj", "down_proj")
+    return in_fp8(drafter, [name for name in linear_names(drafter) if name.endswith(kept)])
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["fp16", "fp8"])
+def test_smollm2(smollm2_bundle: Path, tmp_path: Path, fp8: bool) -> None:
+    bundle = load_bundle(smollm2_bundle, verify=False)
+    assert bundle.first is not None
+    assert bundle.second is not None
+    target, pair = bundle.target.half(), {"drafter_first": bundle.first.half(), "drafter_second": bundle.second.half()}
+    if fp8:
+        target = in_fp8(target, linear_names(target), cache=True)
+        pair = {name: narrow(drafter) for name, drafter in pair.items()}
+    build_all(tmp_path, load_recipe(ROOT / "recipes" / "smollm2-135m.yaml"), target, pair)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["fp16", "fp8"])
+def test_tiny_qwen3(tmp_path: Path, fp8: bool) -> None:
+    target = tiny_decoder("qwen3", layers=2, head_dim=16).half()
+    pair = {name: tiny_drafter(target.config).half() for name in ("drafter_first", "drafter_second")}
+    if fp8:
+        target = in_fp8(target, linear_names(target))
+        pair = {name: narrow(drafter) for name, drafter in pair.items()}
+    recipe = Recipe.model_validate(
+        {
+            "d2sd": 1, "name": "tiny", "target": {"path": "target"}, "drafters": {"first": {"path": "first"}},
+            "tree": {"policy": "ddtree", "block_size": 4, "branches": 3}, "limits": {"page_size": 4},
+            "sampling": {"max_new_tokens": 8},
+        }
+    )  # fmt: skip
+    build_all(tmp_path, recipe, target, pair)
