@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 BUNDLE := bundles/smollm2-135m
 
-.PHONY: demo test lint verify kernels consumers bench train ablation train-gpu clean
+.PHONY: demo test lint verify gpu-suite kernels consumers bench train ablation train-gpu clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -27,6 +27,10 @@ PROMPTS ?= ../shared/data/eval
 verify: .venv/demo
 	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
 	$(BIN)/python benchmarks/lossless.py $(BUNDLE) --prompts $(PROMPTS) --out build/lossless
+
+## the GPU questions that one machine answers in nine minutes; benchmarks/pack_tensorrt_rtx.sh says what may go before
+gpu-suite:
+	sh benchmarks/gpu_suite.sh
 
 ## the Triton kernels compiled for every architecture, no GPU needed: minutes; shared memory and registers against bounds
 kernels: .venv/dev

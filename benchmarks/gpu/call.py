@@ -1,0 +1,124 @@
+"""Random calls of cascade attention on any device, the specification's result for them, and what may differ from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.shapes import PAGE_SIZE, Shape
+from d2sd.plugins.cascade_attention import cascade_attention
+from d2sd.plugins.cascade_attention.visible import pack_visible
+from d2sd.plugins.kv_pages.fp8 import from_pages, to_pages
+
+# Shape letters as in plugins/cascade_attention/op.py.
+
+#: Largest error as a part of the largest value, as the kernels' tests allow it (tests/plugins/kernels/calls.py).
+BUDGET = {torch.float32: 2e-6, torch.float16: 2 * 2**-11, torch.bfloat16: 2 * 2**-8}
+#: And largest ‖found - expected‖ / ‖expected‖: over thousands of random keys a result is so small that zeros would keep
+#: the budget above.
+RELATIVE = {torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
+
+
+class Wrong(Exception):
+    """A result that is not the specification's."""
+
+
+@dataclass
+class Call:
+    """The op's arguments but the packed mask, in its order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    page_table: Tensor
+    context_len: Tensor
+    visible: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+    def fused(self) -> tuple[Tensor | None, ...]:
+        """Arguments of the fused kernel: the mask packed."""
+        q, k, v, k_pages, v_pages, table, length, visible, k_scale, v_scale = vars(self).values()
+        return q, k, v, k_pages, v_pages, table, length, pack_visible(visible), k_scale, v_scale
+
+
+def make_call(shape: Shape, device: str, seed: int = 0) -> Call:
+    """Random numbers, pages in random order, another tree for every request; slots that no token owns hold NaN."""
+    draw = torch.Generator(device).manual_seed(seed)
+    batch, columns, token = len(shape.contexts), shape.columns, (shape.kv_heads, shape.size)
+    table = 1 + torch.randperm(batch * columns, generator=draw, device=device).view(batch, columns)
+    length = torch.tensor(shape.contexts, device=device)
+    owned = (torch.arange(shape.slots, device=device) < length[:, None]).view(batch, columns, PAGE_SIZE, 1, 1)
+    scales = [torch.tensor(scale, device=device) if shape.fp8 else None for scale in (0.011, 0.009)]
+
+    def numbers(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=draw, device=device, dtype=shape.dtype)
+
+    def pool(scale: Tensor | None) -> Tensor:
+        kind = torch.float8_e4m3fn if shape.fp8 else shape.dtype
+        pages = torch.full((1 + batch * columns, PAGE_SIZE, *token), torch.nan, device=device).to(kind)
+        filled = numbers(batch, columns, PAGE_SIZE, *token).masked_fill_(~owned, torch.nan)
+        if scale is None:
+            pages[table] = filled
+        else:  # index_put knows no FP8
+            pages.view(torch.uint8)[table] = to_pages(filled, scale).view(torch.uint8)
+        return pages
+
+    def new(scale: Tensor | None) -> Tensor:
+        rows = numbers(batch, shape.rows, *token)
+        return rows if scale is None else from_pages(to_pages(rows, scale), scale, shape.dtype)
+
+    return Call(
+        numbers(batch, shape.rows, shape.heads, shape.size), new(scales[0]), new(scales[1]),
+        pool(scales[0]), pool(scales[1]), table, length, trees(batch, shape.rows, seed).to(device), *scales,
+    )  # fmt: skip
+
+
+def trees(batch: int, rows: int, seed: int) -> Tensor:
+    """[B, T, T] bool: ancestors and itself, in random trees whose row t hangs behind one of the eight rows before."""
+    draw = torch.Generator().manual_seed(seed)
+    back = 1 + torch.randint(0, 8, (batch, rows), generator=draw)
+    visible = torch.eye(rows, dtype=torch.bool).repeat(batch, 1, 1)
+    every = torch.arange(batch)
+    for row in range(1, rows):
+        visible[:, row] |= visible[every, (row - back[:, row]).clamp(min=0)]
+    return visible
+
+
+def reference(call: Call, request: int) -> Tensor:
+    """[1, T, Hq, D] of one request by the specification, in fp32 inside."""
+    one = slice(request, request + 1)
+    return cascade_attention(
+        call.q[one], call.k[one], call.v[one], call.k_pages, call.v_pages, call.page_table[one],
+        call.context_len[one], call.visible[one], call.k_scale, call.v_scale,
+    )  # fmt: skip
+
+
+def compare(found: Tensor, call: Call, visible: Tensor | None = None) -> dict[str, float]:
+    """Errors of a result [B, T, Hq, D]; raises `Wrong` past the bounds.
+
+    Of a large batch the first and the last request are looked at. `visible` stands in for the call's own mask.
+    """
+    used = call if visible is None else Call(**vars(call) | {"visible": visible})
+    assert found.dtype == call.q.dtype, found.dtype
+    scale = 1.0 if call.v_scale is None else float(call.v_scale)
+    largest = max(
+        float(call.v.abs().max()), float(call.v_pages.to(torch.float32, copy=True).nan_to_num_(0).abs_().max()) * scale
+    )
+    budget, relative = 0.0, 0.0
+    batch = len(call.q)
+    for request in range(batch) if batch <= 8 else (0, batch - 1):
+        expected, got = reference(used, request).double(), found[request : request + 1].double()
+        error = got - expected
+        if not error.isfinite().all():
+            raise Wrong("the result is not finite")
+        budget = max(budget, float(error.abs().max()) / (BUDGET[found.dtype] * largest))
+        relative = max(relative, float(error.norm() / expected.norm()) / RELATIVE[found.dtype])
+    errors = {"error_of_budget": round(budget, 4), "relative_error_of_budget": round(relative, 4)}
+    if budget > 1 or relative > 1:
+        raise Wrong(f"past the bounds: {errors}")
+    return errors

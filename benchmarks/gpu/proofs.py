@@ -1,0 +1,57 @@
+"""The tests that need a GPU, counted: a line of pytest's a test, so that a run that is cut still counts."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.cases import Case, Note, Skip
+
+#: The first two are what `tests/plugins/test_triton_kernels.py` runs on a GPU, as one test each there.
+FILES = ("tests/plugins/kernels/pages.py", "tests/train/test_cuda.py", "tests/plugins/kernels/attention.py")
+#: Seconds for each.
+LIMITS = dict(zip(FILES, (40, 60, 110), strict=True))
+
+
+def cases(folder: Path) -> Iterator[Case]:
+    for file in FILES:
+        yield f"pytest/{file}", partial(run_file, folder, file)
+
+
+def run_file(folder: Path, file: str, note: Note) -> dict[str, Any]:
+    """Run one file of tests; its output goes to `folder`. Raises where it is cut or any test failed."""
+    for needed in ("pytest", "hypothesis", "pydantic"):
+        if find_spec(needed) is None:
+            raise Skip(f"{needed} is not installed; benchmarks/pack_tensorrt_rtx.sh packs it")
+    log = folder / f"{Path(file).stem}.log"
+    command = [sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider", "--tb=short", file]
+    with log.open("w") as output:
+        try:
+            done = subprocess.run(
+                command, stdout=output, stderr=subprocess.STDOUT, timeout=LIMITS[file], check=False,
+                env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONUNBUFFERED": "1"},
+            )  # fmt: skip
+            ended = f"exit status {done.returncode}"
+        except subprocess.TimeoutExpired:
+            ended = f"cut after {LIMITS[file]} s"
+    found = counted(log.read_text(errors="replace"))
+    note(**found)
+    if ended != "exit status 0":
+        raise RuntimeError(f"{ended}; {log.name} has the output")
+    if not found["passed"]:
+        raise Skip("no test ran")
+    return found
+
+
+def counted(output: str) -> dict[str, int]:
+    """Tests by how they ended, from the lines of `pytest -v`."""
+    ends = Counter(re.findall(r"^\S+::.* (PASSED|FAILED|ERROR|SKIPPED)\b", output, re.MULTILINE))
+    return {name: ends[name.upper()] for name in ("passed", "failed", "error", "skipped")}

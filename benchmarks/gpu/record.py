@@ -1,0 +1,82 @@
+"""What the suite has measured so far, in one JSON file written after every case: a kill loses the case in flight only.
+
+    {"schema": 1, "environment": {...}, "rows": {"times/8192x32 ...": {"status": "ok", ...}, ...}}
+
+status   ok        measured; never measured again
+         skipped   cannot be measured here, `reason` says why
+         failed    an error or a wrong result, in `reason`
+         started   in flight; found by the driver after a process has died, and made into
+         died      with the exit status; what the case had noted until then stays in its row
+         no time   its turn did not come
+
+The next call of the suite goes on: it keeps the rows that are ok and takes up the others.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from d2sd.errors import D2SDError
+
+SCHEMA = 1
+#: Figures under different ones of these must not stand in one file.
+SAME = ("device", "torch", "triton", "code")
+Row = dict[str, Any]
+
+
+class Record:
+    """The file `gpu.json` of a folder, read when made."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "gpu.json"
+        self.environment: dict[str, Any] = {}
+        self.rows: dict[str, Row] = {}
+        if self.path.exists():
+            found = _read(self.path)
+            self.environment, self.rows = found["environment"], found["rows"]
+
+    def resume(self, environment: dict[str, Any]) -> None:
+        """Keep what is measured; raises `D2SDError` where that was another machine, or other code."""
+        for name in SAME if self.rows else ():
+            if self.environment.get(name) != environment.get(name):
+                raise D2SDError(
+                    "Other measurements stand here.", where=f"{self.path}: {name}", found=self.environment.get(name),
+                    expected=environment.get(name), fix="another --out, or remove that file",
+                )  # fmt: skip
+        self.environment = environment
+        self.rows = {key: row for key, row in self.rows.items() if row["status"] == "ok"}
+        self.write()
+
+    def put(self, key: str, status: str, **more: Any) -> None:
+        """Set the status of a case, and add to its row."""
+        self.rows.setdefault(key, {}).update(more, status=status)
+        self.write()
+
+    def bury(self, reason: str) -> list[str]:
+        """Cases in flight have died. Their keys."""
+        dead = [key for key, row in self.rows.items() if row["status"] == "started"]
+        for key in dead:
+            self.put(key, "died", reason=reason)
+        return dead
+
+    def write(self) -> None:
+        """Whole or not at all."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"schema": SCHEMA, "environment": self.environment, "rows": self.rows}, indent=1)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(text + "\n")
+        partial.replace(self.path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+        schema = found["schema"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise D2SDError("This is no result of the suite.", where=path, found=error, fix="remove it") from error
+    if schema != SCHEMA:
+        raise D2SDError("A result of another schema.", where=path, found=schema, expected=SCHEMA, fix="another --out")
+    done: dict[str, Any] = found
+    return done

@@ -1,0 +1,57 @@
+"""One CUDA graph of the fused kernel, replayed with other queries, pages and context lengths: nothing is read on the
+host, so the same graph serves every step of a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.call import Call, compare, make_call
+from benchmarks.gpu.cases import Case, Note
+from benchmarks.gpu.shapes import Shape
+from benchmarks.gpu.timing import captured
+from d2sd.plugins.cascade_attention.launch import fused_cascade_attention
+from d2sd.plugins.cascade_attention.visible import pack_visible
+
+#: Captured with the first lengths, replayed with all; one request at least always fills the bucket's 2048 slots.
+LENGTHS = ((2048, 2048), (2048, 1), (0, 2048), (700, 2048), (2048, 1999))
+
+
+def cases() -> Iterator[Case]:
+    for shape in (Shape(LENGTHS[0], 64), Shape(LENGTHS[0], 64, fp8=True), Shape(LENGTHS[0], 1)):
+        yield f"replay/{shape.name}", partial(replayed, shape)
+
+
+def replayed(shape: Shape, _: Note, device: str = "cuda") -> dict[str, Any]:
+    """Errors of every replay as parts of what they may be: the worst."""
+    call = make_call(shape, device)
+    packed = pack_visible(call.visible)
+
+    def run() -> torch.Tensor:
+        return fused_cascade_attention(
+            call.q, call.k, call.v, call.k_pages, call.v_pages, call.page_table, call.context_len, packed,
+            call.k_scale, call.v_scale,
+        )  # fmt: skip
+
+    replay, out = captured(run)
+    worst: dict[str, float] = {}
+    for seed, lengths in enumerate(LENGTHS, start=1):
+        _fill(call, make_call(replace(shape, contexts=lengths), device, seed))
+        packed.copy_(pack_visible(call.visible))
+        out.fill_(float("nan"))
+        replay()
+        errors = compare(out, call)
+        worst = {name: max(error, worst.get(name, 0.0)) for name, error in errors.items()}
+    return worst | {"replays": len(LENGTHS)}
+
+
+def _fill(call: Call, other: Call) -> None:
+    """The numbers of another call, in the memory that the graph knows."""
+    for name, tensor in vars(call).items():
+        if tensor is not None:
+            tensor.copy_(getattr(other, name))

@@ -1,0 +1,103 @@
+"""The calls of cascade attention that are checked and timed, and the bytes that each must read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call: a request for each of `contexts` (tokens committed)."""
+
+    contexts: tuple[int, ...]
+    rows: int
+    heads: int = 32  # Qwen3-8B's and Llama-3.1-8B's
+    kv_heads: int = 8
+    size: int = 128
+    kind: str = "bf16"
+    fp8: bool = False  # pages
+
+    @property
+    def name(self) -> str:
+        lengths = sorted(set(self.contexts))
+        lengths_said = str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]}-{lengths[-1]}"
+        return f"{lengths_said}x{len(self.contexts)} r{self.rows} {self.group_name}"
+
+    @property
+    def group_name(self) -> str:
+        """What a line of the table takes together, but for the rows."""
+        return f"{self.heads}/{self.kv_heads}x{self.size} {self.kind}{'/fp8' if self.fp8 else ''}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return TYPES[self.kind]
+
+    @property
+    def columns(self) -> int:
+        """Pages a request, as the longest context needs."""
+        return max(1, -(-max(self.contexts) // PAGE_SIZE))
+
+    @property
+    def slots(self) -> int:
+        return self.columns * PAGE_SIZE
+
+    def bytes_read(self) -> int:
+        """Keys and values of all contexts and of the new rows, each once: what no kernel can do without."""
+        token = 2 * self.kv_heads * self.size
+        old = sum(self.contexts) * token * (1 if self.fp8 else self.dtype.itemsize)
+        return old + len(self.contexts) * self.rows * token * self.dtype.itemsize
+
+    def bytes_held(self) -> int:
+        """Device memory that timing it takes, roughly: pools, K and V side by side for the peers and once more for the
+        gather, FlashInfer's longer pools, a bias for every row, and the reference of one request.
+        """
+        batch, keys = len(self.contexts), self.slots + self.rows
+        numbers = 2 * batch * keys * self.kv_heads * self.size
+        bias = batch * self.rows * self.heads // self.kv_heads * keys
+        one = 4 * (2 * self.heads * self.rows * keys + 2 * self.kv_heads * keys * self.size)
+        return 6 * numbers * self.dtype.itemsize + 3 * bias * self.dtype.itemsize + one
+
+
+def timed() -> Iterator[Shape]:
+    """Most telling first: the time may not be enough for all."""
+    qwen = [
+        Shape((context,) * batch, rows)
+        for rows in (64, 16, 160) for context in (8192, 32768, 1024) for batch in (8, 32, 1)
+    ]  # fmt: skip
+    yield from qwen[:9]
+    yield from (replace(shape, fp8=True) for shape in qwen[:9] if len(shape.contexts) != 8)
+    yield from (
+        Shape((context,) * batch, 64, heads=9, kv_heads=3, size=64) for context in (8192, 1024) for batch in (8, 32, 1)
+    )
+    yield from qwen[9:]
+
+
+def flexed() -> Iterator[Shape]:
+    """A few of them for FlexAttention, which compiles anew for each."""
+    for context, batch, rows in (
+        (8192, 8, 64), (32768, 8, 64), (8192, 32, 64), (8192, 1, 64), (8192, 8, 160), (8192, 8, 16), (1024, 8, 64),
+    ):  # fmt: skip
+        yield Shape((context,) * batch, rows)
+
+
+def checked() -> Iterator[Shape]:
+    """Small and middle ones, of lengths that differ: every type, tile and head size."""
+    small, middle = (37, 0), (2048, 1000, 0, 517)
+    for kind in ("bf16", "fp16", "fp32"):
+        yield Shape(small, 5, kind=kind)
+        yield Shape(middle, 64, kind=kind)
+    yield Shape(middle, 64, fp8=True)
+    yield Shape(small, 5, fp8=True)
+    yield Shape(middle, 1)
+    yield Shape(middle, 160)
+    yield Shape(middle, 64, heads=9, kv_heads=3, size=64)
+    yield Shape(middle, 33, heads=16, kv_heads=2, size=64, fp8=True)
+    yield Shape(middle, 16, size=96)
+    yield Shape(middle, 16, size=256)
+    yield Shape((20000,), 16)

@@ -1,0 +1,132 @@
+"""A short table of what the suite found: a line for every group of cases, its worst and its best figure.
+
+Times stand in the JSON. Here they are shares of the copy rate of the same run, and ratios to peers of the same run:
+above 1 our kernel takes less time than they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.gpu.record import Row
+
+Rows = dict[str, Row]
+#: A figure and the case it is of.
+Figure = tuple[float, str]
+#: They compute something else, or only a part: no peers to be the best of.
+NO_PEERS = ("ours", "gather", "flash, no mask")
+
+
+def render(environment: dict[str, Any], rows: Rows) -> str:
+    """Markdown: the table, then every case that gave no figure, with its reason."""
+    about = ", ".join(f"{name} {environment.get(name) or 'none'}" for name in ("device", "torch", "triton", "commit"))
+    lines = [about, "", "| what | cases | worst | best |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(cells)} |" for cells in _lines(rows)]
+    missing = [
+        f"- {key}: {row['status']}, {row.get('reason', '')}" for key, row in rows.items() if row["status"] != "ok"
+    ]
+    lines += ["", *missing] if missing else []
+    peers = sorted({f"{name}: {why}" for row in rows.values() for name, why in row.get("reasons", {}).items()})
+    lines += ["", "Peers without a time:", *(f"- {line}" for line in peers)] if peers else []
+    return "\n".join(lines)
+
+
+def _lines(rows: Rows) -> Iterator[tuple[str, ...]]:
+    for key, row in _part(rows, "probe").items():
+        if "answer" in row:
+            yield f"TensorRT-RTX, engine {key.removeprefix('probe/')}", "1", row["answer"].replace("|", "/")[:160], ""
+    rate = rows.get("copy/rate", {}).get("gb_per_s")
+    if rate:
+        yield "copy, bytes read and written", "1", f"{rate:.0f} GB/s", ""
+    for part, what in (
+        ("checks", "attention: error, of its bound"),
+        ("replay", "one CUDA graph, other lengths: error"),
+    ):
+        found = {key: row for key, row in _part(rows, part).items() if row["status"] == "ok"}
+        errors = [(max(row["error_of_budget"], row["relative_error_of_budget"]), key) for key, row in found.items()]
+        yield from _line(what, errors, _plain, most_is_best=False)
+    if rate:
+        yield from _attention(_part(rows, "times"), rate)
+        shares = [(_share(row, rate), key) for key, row in _part(rows, "writes").items() if "times" in row]
+        yield from _line("paged write: share of copy rate", shares, _percent)
+    yield from _flex(_part(rows, "flex"))
+    for key, row in _part(rows, "pytest").items():
+        if "passed" in row:
+            counts = ", ".join(f"{row[name]} {name}" for name in ("passed", "failed", "error", "skipped"))
+            yield key.replace("/", " ", 1), str(row["passed"] + row["failed"] + row["error"]), counts, ""
+
+
+def _attention(rows: Rows, rate: float) -> Iterator[tuple[str, ...]]:
+    """Three lines for each kind of heads and pages and each number of rows."""
+    groups: dict[tuple[str, int], Rows] = {}
+    for key, row in rows.items():
+        if "ours" in row.get("times", {}):
+            groups.setdefault((row["group"], row["rows"]), {})[key] = row
+    for (group, count), found in sorted(groups.items()):
+        title = f"attention {group}, {count} rows"
+        yield from _line(f"{title}: share of copy rate", [(_share(r, rate), k) for k, r in found.items()], _percent)
+        best = [(_against(row, name := fastest(row)), f"{key}, {name}") for key, row in found.items() if fastest(row)]
+        yield from _line(f"{title}: against the best peer", best, _times)
+        flash = [(_against(row, NO_PEERS[2]), key) for key, row in found.items() if NO_PEERS[2] in row["times"]]
+        yield from _line(f"{title}: against FlashAttention without a mask", flash, _times)
+
+
+def _flex(rows: Rows) -> Iterator[tuple[str, ...]]:
+    found = {key: row["times"] for key, row in rows.items() if "flex" in row.get("times", {})}
+    alone = [(times["flex"]["ms"] / times["ours"]["ms"], key) for key, times in found.items()]
+    both = [
+        ((times["flex"]["ms"] + times["gather"]["ms"]) / times["ours"]["ms"], key)
+        for key, times in found.items() if "gather" in times
+    ]  # fmt: skip
+    yield from _line("attention: against FlexAttention, gather not counted", alone, _times)
+    yield from _line("attention: against FlexAttention and its gather", both, _times)
+
+
+def fastest(row: Row) -> str:
+    """The masked peer of a row that takes the least time; "" without one."""
+    peers = {name: found["ms"] for name, found in row["times"].items() if name not in NO_PEERS}
+    return min(peers, key=lambda name: peers[name], default="")
+
+
+def _against(row: Row, name: str) -> float:
+    ratio: float = row["times"][name]["ms"] / row["times"]["ours"]["ms"]
+    return ratio
+
+
+def _share(row: Row, rate: float) -> float:
+    """Bytes that it must move over its time, as a part of the copy rate (GB/s)."""
+    share: float = row["bytes"] / (row["times"]["ours"]["ms"] * 1e6) / rate
+    return share
+
+
+def _line(
+    what: str, figures: list[Figure], say: Callable[[float], str], most_is_best: bool = True
+) -> Iterator[tuple[str, ...]]:
+    if not figures:
+        return
+    ordered = sorted(figures, reverse=not most_is_best)
+    (worst, worst_key), (best, best_key) = ordered[0], ordered[-1]
+    cells = (f"{say(worst)} ({_short(worst_key)})", f"{say(best)} ({_short(best_key)})")
+    yield what, str(len(figures)), *cells
+
+
+def _short(key: str) -> str:
+    """A key without its part."""
+    return key.split("/", 1)[1]
+
+
+def _part(rows: Rows, part: str) -> Rows:
+    return {key: row for key, row in rows.items() if key.startswith(f"{part}/")}
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f} ×"
+
+
+def _plain(error: float) -> str:
+    return f"{error:.2f}"
