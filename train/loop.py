@@ -53,7 +53,7 @@ class Trainer:
         self._head, self._embedding = target.head.detach(), target.embed_tokens.weight.detach()
         self._frequent = data.frequent(settings.frequent, target.config.vocab_size)
         self._loss = BlockLoss(drafter, self._embedding, settings.objective)
-        self._wrapped = DistributedDataParallel(self._loss) if self.world.size > 1 else self._loss
+        self._wrapped = self.world.together(self._loss)
         self._optimizer = Optimizer(drafter, settings)
         self._draws = Draws(settings.seed, len(data), settings.batch, self.world)
         self._identity = {

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from d2sd.errors import D2SDError
 
@@ -40,9 +41,19 @@ class World:
         return World(distributed.get_rank(), size, device)
 
     def leave(self) -> None:
-        """Say goodbye to the others, if there are any."""
+        """Say goodbye to the others, if there are any.
+
+        The group's threads end here: one that let go of a Python tensor while Python exits would abort the process.
+        """
         if self.size > 1:
             distributed.destroy_process_group()
+
+    def together(self, module: nn.Module) -> nn.Module:
+        """`module`, its gradients averaged over all processes."""
+        if self.size == 1:
+            return module
+        # in a group of its own, because the wrapper never lets go of its group: `leave` could not end it
+        return DistributedDataParallel(module, process_group=distributed.new_group(timeout=_PATIENCE))
 
     def check(self, batch: int, where: str) -> None:
         """Raise D2SDError if the sequences of a step do not divide among the processes."""

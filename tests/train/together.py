@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from d2sd.modeling.drafter import Drafter
 from d2sd.train.loop import Trainer
@@ -33,14 +34,21 @@ def train_both(folder: Path, world: World | None = None) -> tuple[dict[str, Said
     return said, evaluated
 
 
+def threads() -> int:
+    """Of this process."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
 def main() -> None:
     folder, world = Path(sys.argv[1]), World.join()
     said, evaluated = train_both(folder, world)
     mean = world.mean({"rank": float(world.rank), "size": float(world.size)})
-    told = {"said": said, "evaluated": evaluated, "mean": mean, "leads": world.leads}
-    (folder / f"rank{world.rank}.json").write_text(json.dumps(told))
+    told: dict[str, Any] = {"said": said, "evaluated": evaluated, "mean": mean, "leads": world.leads}
     world.wait()
+    before = threads()
     world.leave()
+    told["threads"] = [before, threads()]
+    (folder / f"rank{world.rank}.json").write_text(json.dumps(told))
 
 
 if __name__ == "__main__":
