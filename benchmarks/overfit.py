@@ -1,7 +1,8 @@
 """Can both drafters learn 64 answers by heart? A training that cannot has a bug, whatever its loss says.
 
-Trains on the first 64 answers of a training's work folder, then lets the real runtime ask the same prompts: tau of
-`chain` for the first drafter, of `d2sd` for the pair, must exceed 0.9 of the block.
+Trains on 64 short answers to the first prompts of a training recipe, then lets the real runtime ask the same prompts:
+tau of `chain` for the first drafter, of `d2sd` for the pair, must exceed 0.9 of the block. Needs no training before it,
+and resumes.
 
     python benchmarks/overfit.py recipes/train/smollm2-135m.yaml --out build/overfit
 """
@@ -16,19 +17,29 @@ from d2sd.bench import metrics
 from d2sd.cli.report import Reporting, bar
 from d2sd.cli.train_answers import Answering
 from d2sd.cli.train_evaluate import Evaluator, written
+from d2sd.cli.train_target import pinned_target
 from d2sd.convert.bundle import load_bundle
 from d2sd.errors import D2SDError
 from d2sd.modeling.drafter import Drafter
 from d2sd.runtime.policy import PolicyName
-from d2sd.train.features import online_features
+from d2sd.train.features import cache_features
 from d2sd.train.initial import drafter_config, first_drafter
 from d2sd.train.loop import Trainer
 from d2sd.train.world import World
-from d2sd.train_recipe import TrainSettings, load_train_recipe
+from d2sd.train_recipe import TrainRecipe, TrainSettings, load_train_recipe
 
 SEQUENCES = 64
-TOKENS = 48  # asked of each: what was trained on, and no more
+TOKENS = 48  # asked of each: with a block more, what was trained on
 GATE = 0.9
+
+
+def few(recipe: TrainRecipe) -> TrainRecipe:
+    """The recipe with half as many prompts again as are needed: some are screened out, some answers are short."""
+    source = recipe.data.prompts[0].model_copy(update={"count": SEQUENCES + SEQUENCES // 2})
+    tokens = TOKENS + recipe.drafter.block_size
+    data = recipe.data.model_copy(update={"prompts": [source], "self_written": [], "max_new_tokens": tokens})
+    evaluation = recipe.evaluation.model_copy(update={"prompts": SEQUENCES, "max_new_tokens": TOKENS})
+    return recipe.model_copy(update={"data": data, "evaluation": evaluation})
 
 
 def settings(given: TrainSettings, steps: int) -> TrainSettings:
@@ -52,20 +63,23 @@ def judge(evaluator: Evaluator, method: PolicyName, size: int, *drafters: Drafte
 
 @click.command(cls=Reporting)
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--work", type=click.Path(path_type=Path), help="Of d2sd train.  [default: training/<name>]")
 @click.option("--steps", default=600, show_default=True, help="Of each drafter.")
 @click.option("--out", type=click.Path(path_type=Path), required=True)
-def main(recipe: Path, work: Path | None, steps: int, out: Path) -> None:
+def main(recipe: Path, steps: int, out: Path) -> None:
     """Train both drafters on 64 answers and ask for these again."""
-    loaded = load_train_recipe(recipe)
-    work = work or Path("training") / loaded.name
+    loaded = few(load_train_recipe(recipe))
+    assert loaded.first is not None
     assert loaded.second is not None
-    answers = Answering(loaded, load_bundle(work / "target", verify=False), work, World(), bar).all()
+    folder = out / "target"
+    answers = Answering(loaded, pinned_target(loaded, folder, bar), out, World(), bar).all()
     chosen = [answer for answer in answers if len(answer.answer_ids) >= TOKENS][:SEQUENCES]
-    bundle = load_bundle(work / "target", verify=False)
-    data = online_features(bundle.target, tuple(loaded.drafter.target_layer_ids), chosen)
-    asked = loaded.evaluation.model_copy(update={"prompts": SEQUENCES, "max_new_tokens": TOKENS})
-    evaluator = Evaluator(loaded.model_copy(update={"evaluation": asked}), bundle, chosen, "cpu", bar)
+    if len(chosen) < SEQUENCES:
+        raise D2SDError("too few answers", where=out, found=len(chosen), expected=f"{SEQUENCES} of {TOKENS} tokens")
+    bundle = load_bundle(folder, verify=False)  # not the one that has answered
+    taps = tuple(loaded.drafter.target_layer_ids)
+    with bar("features", SEQUENCES) as advance:
+        data = cache_features(bundle.target, taps, chosen, out / "features.bf16", advance)
+    evaluator = Evaluator(loaded, bundle, chosen, "cpu", bar)
     size = loaded.drafter.block_size
 
     start = first_drafter(loaded.drafter, bundle.target, data, loaded.first.seed)
