@@ -6,8 +6,10 @@ Shapes are symbols but for the geometry and the page size. The bytes depend on t
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +98,7 @@ def _export(
 
     body = copy.deepcopy(body).eval().requires_grad_(False)
     spell_fp8(body, inputs[0].dtype)
-    with torch.inference_mode(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with torch.inference_mode(), _quiet():
         program = torch.onnx.export(
             body, tuple(inputs), dynamo=True, opset_version=OPSET, dynamic_shapes=tuple(shapes), input_names=names,
             output_names=list(outputs), verbose=False,
@@ -110,6 +111,19 @@ def _export(
     _forget_origin(model)
     file.parent.mkdir(parents=True, exist_ok=True)
     onnx.save(model, file, save_as_external_data=True, location=f"{file.name}.data", size_threshold=1024)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Not a word of what the exporter deprecates, nor that torchvision, which has no part in this, is not there."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    before, logger.disabled = logger.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.disabled = before
 
 
 def _forget_origin(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,9 +125,14 @@ def test_context_that_is_not_in_the_pages_is_read_too(pair: Pair) -> None:
     close(found, pair.drafter.draft(embedded, Rows(rows.positions, visible, table, after), pool))
 
 
-def test_equal_models_give_equal_files(tmp_path: Path) -> None:
+def test_equal_models_give_equal_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("torch"), "handlers", [caplog.handler])
     for name in ("one", "other"):
         made(tmp_path / name, "llama", torch.float32)
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not said, "nobody who builds a bundle wants to know what the exporter thinks"
     assert tree_bytes(tmp_path / "one") == tree_bytes(tmp_path / "other")
     text = b"".join(tree_bytes(tmp_path / "one").values())
     assert b"/site-packages/" not in text
