@@ -1,14 +1,15 @@
 """Can both drafters learn 64 answers by heart? A training that cannot has a bug, whatever its loss says.
 
 Trains on 64 short answers to the first prompts of a training recipe, then lets the real runtime ask the same prompts:
-tau of `chain` for the first drafter, of `d2sd` for the pair, must exceed 0.9 of the block. Needs no training before it,
-and resumes.
+tau of `chain` for the first drafter, and of `d2sd` for the second behind an untrained first one, must exceed 0.9 of the
+block. Needs no training before it, and resumes.
 
     python benchmarks/overfit.py recipes/train/smollm2-135m.yaml --out build/overfit
 """
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import click
@@ -86,12 +87,12 @@ def main(recipe: Path, steps: int, out: Path) -> None:
     size = loaded.drafter.block_size
 
     start = first_drafter(loaded.drafter, bundle.target, data, loaded.first.seed)
-    first = trained(Trainer(bundle.target, start, data, settings(loaded.first, steps)), out / "first", "first")
-    judge(evaluator, "chain", size, first)
+    trainer = Trainer(bundle.target, copy.deepcopy(start), data, settings(loaded.first, steps))
+    judge(evaluator, "chain", size, trained(trainer, out / "first", "first"))
     second = Drafter(drafter_config(loaded.drafter, bundle.target.config, loaded.second.prefix_base))
-    second.load_state_dict(first.state_dict())
-    trainer = Trainer(bundle.target, second, data, settings(loaded.second, steps), first)
-    judge(evaluator, "d2sd", size, first, trained(trainer, out / "second", "second"))
+    second.load_state_dict(start.state_dict())
+    trainer = Trainer(bundle.target, second, data, settings(loaded.second, steps), start)
+    judge(evaluator, "d2sd", size, start, trained(trainer, out / "second", "second"))
 
 
 if __name__ == "__main__":

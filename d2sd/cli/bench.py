@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from d2sd.cli.executors import ExecutorName, executor_option
 from d2sd.cli.report import Reporting, bar
 from d2sd.errors import D2SDError
 from d2sd.recipe import Policy
@@ -63,7 +64,8 @@ class Method(click.ParamType):  # type: ignore[type-arg]
 @click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="Runs a cell; the median counts.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda; of PyTorch.")
+@executor_option
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: build/bench/<name>]")
 @click.option("--plan", is_flag=True, help="Print what would be measured.")
 @click.option(
@@ -76,7 +78,7 @@ class Method(click.ParamType):  # type: ignore[type-arg]
 def bench(
     bundle: Path | None, methods: list[str] | None, rows: list[int], prompts: tuple[Path, ...],
     temperatures: list[float], concurrency: list[int], per_set: int, max_new_tokens: int, repeat: int, seed: int,
-    device: str, out: Path | None, plan: bool, compare: tuple[Path, Path] | None,
+    device: str, executor: ExecutorName, out: Path | None, plan: bool, compare: tuple[Path, Path] | None,
 ) -> None:  # fmt: skip
     """Measure BUNDLE: tokens a step, acceptance, cost and speed of every method, as JSON, tables and plots.
 
@@ -110,7 +112,9 @@ def bench(
     settings = Settings(
         per_set=per_set, max_new_tokens=max_new_tokens, block_size=tree.block_size, branches=tree.branches, seed=seed,
     )  # fmt: skip
-    Run(loaded, matrix, sets, settings, repeat, device, out or Path("build/bench") / loaded.recipe.name).all()
+    device = {"torch": device, "onnx": "cpu", "tensorrt": "cuda"}[executor]
+    out = out or Path("build/bench") / loaded.recipe.name
+    Run(loaded, matrix, sets, settings, repeat, device, executor, out).all()
 
 
 def _runs(bundle: Bundle, name: Policy) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
+
+import click
 
 from d2sd.errors import BundleError
 
@@ -15,6 +17,10 @@ if TYPE_CHECKING:
     from d2sd.runtime.executor import TorchExecutor
 
 ExecutorName = Literal["torch", "onnx", "tensorrt"]
+executor_option = click.option(
+    "--executor", type=click.Choice(get_args(ExecutorName)), default="torch", show_default=True,
+    help="PyTorch, or the bundle's graphs in ONNX Runtime or as TensorRT engines.",
+)  # fmt: skip
 #: Their stages, and the names of their files.
 MODELS = ("target", "drafter_first", "drafter_second")
 

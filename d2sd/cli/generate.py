@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from d2sd.cli.executors import ExecutorName
+from d2sd.cli.executors import ExecutorName, executor_option
 from d2sd.cli.report import Reporting, bar
 from d2sd.recipe import Policy
 
@@ -39,10 +39,7 @@ if TYPE_CHECKING:
 @click.option("--tree-svg", type=click.Path(path_type=Path), help="Write that tree as an SVG picture to this file.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page that shows every step to this file.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda; of PyTorch.")
-@click.option(
-    "--executor", type=click.Choice(get_args(ExecutorName)), default="torch", show_default=True,
-    help="PyTorch, or the bundle's graphs in ONNX Runtime or as TensorRT engines.",
-)  # fmt: skip
+@executor_option
 def generate(
     bundle: Path, prompts: tuple[str, ...], policy: Policy | None, max_new_tokens: int | None,
     temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None, stop: tuple[str, ...],

@@ -20,7 +20,7 @@ from tests.convert.helpers import add_calibration, write_project
 FLAGS = {
     "bench": {
         *("bundle", "--methods", "--rows", "--prompts", "--temperatures", "--concurrency", "--per-set"),
-        *("--max-new-tokens", "--repeat", "--seed", "--device", "--out", "--plan", "--compare"),
+        *("--max-new-tokens", "--repeat", "--seed", "--device", "--executor", "--out", "--plan", "--compare"),
     },
     "build": {"recipe", "--plan", "--set", "--out", "-v", "--verbose"},
     "generate": {

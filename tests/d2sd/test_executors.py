@@ -10,6 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from d2sd.bench import metrics
+from d2sd.bench.result import load_result
 from d2sd.cli.checks import check_bundle
 from d2sd.cli.executors import choose_compute
 from d2sd.cli.main import main
@@ -121,6 +123,25 @@ def test_the_command(bundle: Bundle) -> None:
     code, told = generate(bundle.path, "--executor", "tensorrt")
     assert code == 2
     assert "PyTorch sees none" in told
+
+
+def test_a_benchmark_says_what_it_ran(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("d2sd.cli.bench_run.write_plots", lambda result, folder: [])
+    (tmp_path / "words.jsonl").write_text('{"id": "a", "turns": ["w1 w5 w9"]}\n{"id": "b", "turns": ["w7"]}\n')
+    small = ["--methods", "hybrid:8", "--temperatures", "0", "--max-new-tokens", "8"]
+    found = {}
+    for executor, code in (("torch", 0), ("onnx", 0), ("tensorrt", 2)):
+        # one folder: cells of another executor are not taken for finished
+        chosen = [*small, "--prompts", str(tmp_path / "words.jsonl"), "--out", str(tmp_path), "--executor", executor]
+        ended = CliRunner().invoke(main, ["bench", str(bundle.path), *chosen])
+        assert ended.exit_code == code, ended.output
+        if code == 0:
+            found[executor] = load_result(tmp_path / "result.json")
+    assert [result.provenance.device for result in found.values()] == ["cpu", "cpu, onnx"]
+    taus = [[metrics.tau(cell) for cell in result.cells] for result in found.values()]
+    assert taus[0] == taus[1]
+    assert found["torch"].cells[-1].wall_seconds != found["onnx"].cells[-1].wall_seconds
+    assert "PyTorch sees none" in ended.output
 
 
 def test_a_bundle_without_graphs(tmp_path: Path) -> None:
