@@ -30,12 +30,16 @@ from d2sd.runtime.tensorrt_check import (
 
 
 def current_stream() -> int:
-    """Handle of PyTorch's stream.
-
-    On the default one, 0, TensorRT documents that it waits for the device in every run: serve under
-    `torch.cuda.stream`, as recording a graph does.
-    """
+    """Handle of PyTorch's stream."""
     return int(torch.cuda.current_stream().cuda_stream)
+
+
+def leave_default_stream() -> None:
+    """Give this thread a stream of ours if it has the default one, where TensorRT waits for the device every run."""
+    if current_stream() == 0:
+        ours = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        ours.wait_stream(torch.cuda.current_stream())
+        torch.cuda.set_stream(ours)
 
 
 class EngineSession:
@@ -46,7 +50,7 @@ class EngineSession:
 
     A CUDA graph can record a run: inputs and outputs then lie in the graph's pool, where nothing else comes, and the
     scratch memory is one buffer that lives as long as the session, for all contexts, which never run at once. Run
-    each shape before it is recorded: contexts are made, and TensorRT-RTX compiles, at first use.
+    each shape before it is recorded: contexts are made, and TensorRT-RTX compiles its kernels, at first use.
     """
 
     def __init__(self, trt: TensorRT, engine: EngineFile, surface: Surface) -> None:
@@ -97,14 +101,28 @@ class EngineSession:
 
     def _context(self, profile: int) -> Any:
         if profile not in self._contexts:
-            managed = self._module.ExecutionContextAllocationStrategy.USER_MANAGED
-            context = self._engine.create_execution_context(managed)
+            context = self._engine.create_execution_context(self._configured())
             self._demand(context is not None, "an execution context")
             context.set_device_memory(self._scratch.data_ptr(), self._scratch_size)
             # on the stream of the runs, so none of them overtakes it
             self._demand(context.set_optimization_profile_async(profile, current_stream()), f"profile {profile}")
             self._contexts[profile] = context
         return self._contexts[profile]
+
+    def _configured(self) -> Any:
+        """How a context is to run: in our scratch memory, and by kernels that were made for its shapes.
+
+        Left to itself TensorRT-RTX makes them beside the runs, which meanwhile take slower ones: what is timed, or
+        recorded in a CUDA graph, would be those.
+        """
+        managed = self._module.ExecutionContextAllocationStrategy.USER_MANAGED
+        kernels = getattr(self._module, "DynamicShapesKernelSpecializationStrategy", None)
+        if kernels is None:  # classic TensorRT made its kernels when it built
+            return managed
+        config = self._engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(managed)
+        config.dynamic_shapes_kernel_specialization_strategy = kernels.EAGER
+        return config
 
     def _profile(self, inputs: Mapping[str, Tensor]) -> int:
         """The first that admits all shapes."""
@@ -143,11 +161,13 @@ def engine_executor(
 ) -> TorchExecutor:
     """The executor over engines: of the target and of its drafters, first and second.
 
-    Of the models only embedding, head and draft vocabulary are used; these lie on the GPU, in the engines' type. `taps`
-    are the layers whose features the target's engine gives. Without drafters blocks are of `block_size`. Raises
-    `BundleError` where an engine does not run here.
+    Of the models only embedding, head and draft vocabulary are used, and moved to the GPU; they are in the engines'
+    type. `taps` are the layers whose features the target's engine gives. Without drafters blocks are of `block_size`.
+    Raises `BundleError` where an engine does not run here.
     """
     decoder, engine = target
+    device = this_device(engine.path).name
+    leave_default_stream()
     dtype = decoder.embed_tokens.weight.dtype
     session = EngineSession(trt, engine, target_surface(decoder.config.body, dtype))
     drafting = [
@@ -156,7 +176,7 @@ def engine_executor(
             EngineSession(trt, engine, drafter_surface(drafter.config.body, dtype)),
             page_size,
             context_rows=max(profile["features"][2][1] for profile in engine.profiles),
-        )
+        ).to(device)
         for drafter, engine in drafters
     ]
-    return TorchExecutor(GraphDecoder(decoder, taps, session), *drafting, block_size=block_size)
+    return TorchExecutor(GraphDecoder(decoder, taps, session).to(device), *drafting, block_size=block_size)

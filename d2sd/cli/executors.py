@@ -28,7 +28,8 @@ MODELS = ("target", "drafter_first", "drafter_second")
 def make_executor(bundle: Bundle, drafters: Sequence[Drafter], name: ExecutorName, device: str) -> TorchExecutor:
     """An executor over the target and these drafters, the first ones of the bundle.
 
-    Raises `BundleError` where the bundle has no graphs or engines, or they do not run here.
+    Raises `BundleError` where the bundle has no graphs or engines, or they do not run here, `BuildError` where TensorRT
+    is not installed.
     """
     from d2sd.runtime.executor import TorchExecutor
 
@@ -81,8 +82,8 @@ def _tensorrt(bundle: Bundle, drafters: Sequence[Drafter], built: Engines) -> To
     taps = bundle.first.config.target_layer_ids if bundle.first else ()
     return engine_executor(
         trt,
-        (bundle.target.to("cuda"), files[0]),
-        *((drafter.to("cuda"), file) for drafter, file in zip(drafters, files[1:], strict=True)),
+        (bundle.target, files[0]),
+        *zip(drafters, files[1:], strict=True),
         taps=taps,
         page_size=recipe.limits.page_size,
         block_size=recipe.tree.block_size,

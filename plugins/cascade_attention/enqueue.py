@@ -21,7 +21,8 @@ def run(
 
     given = [_tensor(shape, kind, at) for (shape, kind), at in zip(described, inputs_at, strict=True)]
     out = _tensor(*described[0], output_at)
-    theirs = torch.cuda.ExternalStream(stream)  # type: ignore[no-untyped-call]
+    # not ExternalStream: of the default stream's handle, 0, it makes a new one
+    theirs = torch.cuda.get_stream_from_external(stream, out.device)
     with torch.cuda.stream(theirs):
         q, k, v, *new, k_pages, v_pages, page_table, context_len, visible = given
         if name == BLOCK:

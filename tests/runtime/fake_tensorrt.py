@@ -155,9 +155,33 @@ class ICudaEngine:
         (kind,) = (kind for kind, dtype in TYPES.items() if dtype == self._graph.types[name])
         return DataType[kind]
 
-    def create_execution_context(self, strategy: ExecutionContextAllocationStrategy) -> IExecutionContext:
-        assert strategy is ExecutionContextAllocationStrategy.USER_MANAGED
+    def create_runtime_config(self) -> IRuntimeConfig:
+        return IRuntimeConfig()
+
+    def create_execution_context(
+        self, runtime_config: IRuntimeConfig | ExecutionContextAllocationStrategy
+    ) -> IExecutionContext:
+        if isinstance(runtime_config, IRuntimeConfig):
+            assert runtime_config._managed
+            assert runtime_config.dynamic_shapes_kernel_specialization_strategy is _EAGER
+        else:
+            assert runtime_config is ExecutionContextAllocationStrategy.USER_MANAGED
         return IExecutionContext(self._graph, self._logger)
+
+
+class DynamicShapesKernelSpecializationStrategy(Enum):
+    LAZY, EAGER = range(2)
+
+
+_EAGER = DynamicShapesKernelSpecializationStrategy.EAGER
+
+
+class IRuntimeConfig:
+    dynamic_shapes_kernel_specialization_strategy = DynamicShapesKernelSpecializationStrategy.LAZY
+    _managed = False
+
+    def set_execution_context_allocation_strategy(self, strategy: ExecutionContextAllocationStrategy) -> None:
+        self._managed = strategy is ExecutionContextAllocationStrategy.USER_MANAGED
 
 
 class IExecutionContext:

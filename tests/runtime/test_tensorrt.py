@@ -7,6 +7,7 @@ import re
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +109,19 @@ def test_pools_are_bound_where_they_lie(tmp_path: Path) -> None:
         for kind, pages in (("k", pool.k), ("v", pool.v)):
             for layer in range(len(pages)):
                 assert {address[f"{kind}_pages_{layer}"] for address in bound} == {pages[layer].data_ptr()}
+
+
+@pytest.mark.parametrize("current", [0, STREAM])
+def test_engines_leave_the_default_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, current: int) -> None:
+    """Behind what it was asked before; a stream that the caller chose is kept."""
+    done: list[tuple[str, object]] = []
+    ours = SimpleNamespace(wait_stream=lambda other: done.append(("waits for", other)))
+    monkeypatch.setattr(tensorrt, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "default")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: ours)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: done.append(("serves on", stream)))
+    executor(tmp_path)
+    assert done == ([] if current else [("waits for", "default"), ("serves on", ours)])
 
 
 def test_a_profile_has_one_context_and_all_share_their_memory(tmp_path: Path, target: EngineFile) -> None:
@@ -299,6 +313,7 @@ def test_classic_tensorrt_is_not_asked_what_it_does_not_know(
     target: EngineFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(Runtime, "get_engine_validity")
+    monkeypatch.delattr(fake_tensorrt, "DynamicShapesKernelSpecializationStrategy")
     classic = TensorRT("tensorrt", fake_tensorrt, "10.14.1")
     engine = replace(target, builder="tensorrt", version="10.14.1", compute="native")
     EngineSession(classic, engine, target_surface(models()[0].config.body, torch.float32)).run(inputs_of(1, 1))
@@ -344,7 +359,7 @@ def test_the_fake_has_nothing_that_tensorrt_lacks() -> None:
     real = pytest.importorskip("tensorrt_rtx", reason="the extra engines is not installed")
     names = [n for n, o in vars(fake_tensorrt).items() if getattr(o, "__module__", "") == fake_tensorrt.__name__]
     public = [name for name in names if not name.startswith("_")]
-    assert len(public) == 18
+    assert len(public) == 20
     for name in public:
         fake, true = getattr(fake_tensorrt, name), getattr(real, name)
         members = {member for member in vars(fake) if not member.startswith("_")}
