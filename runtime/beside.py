@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from d2sd.errors import BuildError
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.rows import KVPool, Rows
@@ -18,18 +19,29 @@ from d2sd.runtime.graphs import GraphDecoder, GraphDrafter, Session
 class Errors:
     """Of one model's outputs, by name."""
 
+    of: str  # the model
     largest: dict[str, float] = field(default_factory=dict)  # |graph - model|
     scale: dict[str, float] = field(default_factory=dict)  # |model|, its largest
 
     def compare(self, name: str, found: Tensor, expected: Tensor) -> None:
-        """Keep the largest difference seen."""
+        """Keep the largest difference seen. Raises `BuildError` where only the model's numbers are finite.
+
+        A target without drafters has features of no layer: nothing to compare.
+        """
+        if not expected.numel():
+            return
+        if expected.isfinite().all() and not found.isfinite().all():
+            raise BuildError(
+                f"The graph of {self.of} gives numbers that are not finite, and its model does not.", where=name,
+                fix="this is a bug in d2sd: report it",
+            )  # fmt: skip
         apart = (found.float() - expected.float()).abs().max().item()
-        self.largest[name] = max(self.largest.get(name, 0.0), apart) if apart == apart else float("nan")
+        self.largest[name] = max(self.largest.get(name, 0.0), apart)
         self.scale[name] = max(self.scale.get(name, 0.0), expected.float().abs().max().item())
 
     def relative(self) -> dict[str, float]:
-        """Largest difference as a share of the output's largest number."""
-        return {name: apart / self.scale[name] for name, apart in self.largest.items()}
+        """Largest difference as a share of the output's largest number; 0 where there is none."""
+        return {name: apart and apart / max(self.scale[name], 1e-30) for name, apart in self.largest.items()}
 
 
 class BesideDecoder(GraphDecoder):
@@ -37,7 +49,7 @@ class BesideDecoder(GraphDecoder):
 
     def __init__(self, target: Decoder, taps: tuple[int, ...], session: Session) -> None:
         super().__init__(target, taps, session)
-        self._plain, self.errors = target, Errors()
+        self._plain, self.errors = target, Errors("target")
         self.length: Tensor | None = None  # [B] rows that are of a text; all of them where None
 
     def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, taps: tuple[int, ...] = ()) -> DecoderOutput:
@@ -67,9 +79,9 @@ class BesideExecutor(TorchExecutor):
 class BesideDrafter(GraphDrafter):
     """A drafter's graph, whose outputs are served, and the drafter."""
 
-    def __init__(self, drafter: Drafter, session: Session, page_size: int) -> None:
+    def __init__(self, drafter: Drafter, session: Session, page_size: int, name: str) -> None:
         super().__init__(drafter, session, page_size)
-        self._plain, self.errors = drafter, Errors()
+        self._plain, self.errors = drafter, Errors(name)
 
     def draft(self, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         hidden = super().draft(embedded, rows, pool)

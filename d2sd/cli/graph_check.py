@@ -34,7 +34,7 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
     taps = bundle.first.config.target_layer_ids if bundle.first else ()
     target = BesideDecoder(bundle.target, taps, OnnxSession(folder / "target.onnx"))
     drafters = {
-        name: BesideDrafter(drafter, OnnxSession(folder / f"{name}.onnx"), recipe.limits.page_size)
+        name: BesideDrafter(drafter, OnnxSession(folder / f"{name}.onnx"), recipe.limits.page_size, name)
         for name, drafter in pairs.items()
         if drafter is not None
     }
@@ -54,8 +54,7 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
     for which, model in models.items():
         relative = model.errors.relative()
         figures[which] = {output: float(f"{error:.2g}") for output, error in relative.items()}
-        worst = max(relative.values())
-        if recipe.fp8 is None and not worst <= _BOUND[recipe.precision]:
+        if recipe.fp8 is None and max(relative.values()) > _BOUND[recipe.precision]:
             raise BuildError(
                 f"The graph of {which} does not compute what the model computes.", where=folder / f"{which}.onnx",
                 found=figures[which], expected=f"errors of at most {_BOUND[recipe.precision]} of an output's largest",

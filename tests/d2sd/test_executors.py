@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from d2sd.errors import BuildError, BundleError
 from d2sd.modeling.rows import Rows
 from d2sd.recipe import Policy, load_recipe
 from d2sd.runtime.beside import BesideDecoder
+from d2sd.runtime.graphs import OnnxSession
 from d2sd.runtime.request import Request
 from tests.convert.helpers import write_project
 from tests.tiny import pool_for, random_tokens, tiny_decoder
@@ -86,6 +88,33 @@ def test_a_graph_that_computes_something_else_fails_the_build(bundle: Bundle, tm
         check_bundle(spoilt)
 
 
+class Spoilt(OnnxSession):
+    """NaN in what drafters say, as numbers too large for fp16 would make it; K/V are in order."""
+
+    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        out = super().run(inputs)
+        return out if "features" in out else out | {"hidden": out["hidden"] * torch.nan}
+
+
+def test_a_graph_that_gives_nan_fails_the_build(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("d2sd.runtime.graphs.OnnxSession", Spoilt)
+    with pytest.raises(BuildError, match=r"graph of drafter_first[\s\S]*not finite[\s\S]*hidden"):
+        check_bundle(assemble(bundle.path, bundle.manifest))
+
+
+def test_a_bundle_without_drafters_has_graphs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "build_engines", no_engines)
+    changes: dict[str, Any] = {
+        "engines": {"compute": ["sm89"]}, "checks": {"count": 2, "tokens": 6}, "drafters": {},
+        "tree": {"policy": "off"},
+    }  # fmt: skip
+    recipe = write_project(tmp_path / "project", tiny_decoder("qwen3", layers=2, head_dim=16), **changes)
+    build(load_recipe(recipe), tmp_path / "bundle", check=check_bundle)
+    figures: Any = load_bundle(tmp_path / "bundle").manifest.checks["graphs"]
+    assert (figures["policy"], figures["equal_to_plain_decoding"]) == ("off", 2)
+    assert sorted(figures["target"]) == ["hidden", "k", "v"]
+
+
 def test_what_is_no_text_is_not_compared() -> None:
     """Rows behind the text of a prefill chunk, and requests that only fill up a batch."""
 
@@ -120,6 +149,10 @@ def test_the_command(bundle: Bundle) -> None:
     code, plain = generate(bundle.path)
     assert (code, plain) == generate(bundle.path, "--executor", "onnx")
     assert code == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_engines_without_a_gpu(bundle: Bundle) -> None:
     code, told = generate(bundle.path, "--executor", "tensorrt")
     assert code == 2
     assert "PyTorch sees none" in told
@@ -130,18 +163,16 @@ def test_a_benchmark_says_what_it_ran(bundle: Bundle, tmp_path: Path, monkeypatc
     (tmp_path / "words.jsonl").write_text('{"id": "a", "turns": ["w1 w5 w9"]}\n{"id": "b", "turns": ["w7"]}\n')
     small = ["--methods", "hybrid:8", "--temperatures", "0", "--max-new-tokens", "8"]
     found = {}
-    for executor, code in (("torch", 0), ("onnx", 0), ("tensorrt", 2)):
+    for executor in ("torch", "onnx"):
         # one folder: cells of another executor are not taken for finished
         chosen = [*small, "--prompts", str(tmp_path / "words.jsonl"), "--out", str(tmp_path), "--executor", executor]
         ended = CliRunner().invoke(main, ["bench", str(bundle.path), *chosen])
-        assert ended.exit_code == code, ended.output
-        if code == 0:
-            found[executor] = load_result(tmp_path / "result.json")
+        assert ended.exit_code == 0, ended.output
+        found[executor] = load_result(tmp_path / "result.json")
     assert [result.provenance.device for result in found.values()] == ["cpu", "cpu, onnx"]
     taus = [[metrics.tau(cell) for cell in result.cells] for result in found.values()]
     assert taus[0] == taus[1]
     assert found["torch"].cells[-1].wall_seconds != found["onnx"].cells[-1].wall_seconds
-    assert "PyTorch sees none" in ended.output
 
 
 def test_a_bundle_without_graphs(tmp_path: Path) -> None:
