@@ -8,7 +8,7 @@
       scratch/                    while a stage runs
 
 A stage is skipped when its marker carries the same inputs and its folder still has the same files: a run that follows a
-kill, even by the kernel, ends in the same bytes as one that was never killed.
+kill, even by the kernel, ends in the same bytes as one that was never killed (engines apart, which are no two alike).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ runs them. Classic engines are of the GPU that builds them ("native").
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -38,10 +38,15 @@ class TensorRT:
 
 def find_tensorrt(name: Builder) -> TensorRT:
     """Import it. Raises `BuildError` saying what to install."""
+    fix = "pip install 'd2sd[engines]'" if name == "tensorrt-rtx" else "install TensorRT 10.14 or later"
     if find_spec(_MODULES[name]) is None:
-        fix = "pip install 'd2sd[engines]'" if name == "tensorrt-rtx" else "install TensorRT 10.14 or later"
         raise BuildError(f"Engines need {name}, which is not installed.", where="engines", fix=fix)
-    module = importlib.import_module(_MODULES[name])
+    try:
+        module = import_module(_MODULES[name])
+    except (ImportError, OSError) as error:  # a library that it lacks, or one of another system
+        raise BuildError(
+            f"{name} is installed and cannot be imported.", where="engines", found=error, fix=fix
+        ) from None
     return TensorRT(name, module, str(module.__version__))
 
 

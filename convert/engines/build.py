@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes.util
-import importlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 from d2sd.convert.engines.worker import Job, Report
@@ -25,11 +25,14 @@ def build_engines(
     """Build all engines; the first that fails is raised as `BuildError`, after those that have begun have ended."""
     with progress(what, len(jobs)) as advance, ThreadPoolExecutor(at_once) as pool:
         futures = [pool.submit(_build, job, scratch / f"{place}") for place, job in enumerate(jobs)]
-        reports = []
-        for future in futures:
-            reports.append(future.result())
-            advance(1)
-    return reports
+        try:
+            for future in as_completed(futures):
+                future.result()
+                advance(1)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # those that have not begun
+            raise
+    return [future.result() for future in futures]
 
 
 def _build(job: Job, folder: Path) -> Report:
@@ -63,10 +66,16 @@ def unversioned_library(name: Builder, folder: Path) -> Path | None:
     """
     if name != "tensorrt-rtx" or ctypes.util.find_library("tensorrt_rtx"):
         return None
-    libraries = importlib.import_module("tensorrt_rtx_libs")
-    (real,) = sorted(Path(str(libraries.__file__)).parent.glob("libtensorrt_rtx.so.*"))[:1]
+    libraries = find_spec("tensorrt_rtx_libs")
+    folders = libraries.submodule_search_locations if libraries else None
+    found = [file for place in folders or () for file in sorted(Path(place).glob("libtensorrt_rtx.so.*"))]
+    if not found:
+        raise BuildError(
+            "TensorRT-RTX's library is not where its parser, once it meets a plugin, looks for it.", where="engines",
+            expected="libtensorrt_rtx.so", fix="put its folder on LD_LIBRARY_PATH, or pip install 'd2sd[engines]'",
+        )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     link = folder / "libtensorrt_rtx.so"
     link.unlink(missing_ok=True)
-    link.symlink_to(real)
+    link.symlink_to(found[0])
     return folder

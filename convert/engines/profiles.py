@@ -7,8 +7,8 @@
 
 Classic TensorRT chooses kernels when it builds, so it has a profile for each of the runtime's batch buckets, powers of
 two. TensorRT-RTX makes its kernels for the very shapes when it runs, and pays for each profile: with five instead of
-one a drafter of 17 MB makes an engine of 46 MB instead of 21, and SmolLM2's target builds four times as long. It has
-one for all buckets. The runtime takes the first profile that a shape fits in.
+one a drafter of two layers, 17 MB, made an engine of 46 MB instead of 21, and SmolLM2's target took four times as long
+to build. It has one for all buckets. The runtime takes the first profile that a shape fits in.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from typing import Any
 from d2sd.convert.drafter import load_drafter
 from d2sd.convert.engines.build import build_engines
 from d2sd.convert.engines.profiles import make_profiles
-from d2sd.convert.engines.worker import Job
+from d2sd.convert.engines.worker import SETTINGS, Job
 from d2sd.convert.files import cache_folder
-from d2sd.convert.onnx.export import demand_exporter, export_drafter, export_target
+from d2sd.convert.onnx.export import TOOLS, demand_exporter, export_drafter, export_target
 from d2sd.convert.plan import Plan
 from d2sd.convert.target import load_target
 from d2sd.convert.weights import DTYPES
@@ -60,8 +60,8 @@ class EngineBuild:
 
     @property
     def tools(self) -> dict[str, str]:
-        """Versions of what decides a graph's bytes beside its model."""
-        return {tool: version(tool) for tool in ("onnx", "onnxscript")}
+        """Versions of what decides a graph's bytes beside its model, and its figures."""
+        return {tool: version(tool) for tool in TOOLS}
 
     def run(self, common: Mapping[str, object], models: Mapping[str, str]) -> tuple[dict[str, str], Built]:
         """Run all stages behind the models' `files` -> hash; returns the new files' and what was built."""
@@ -75,8 +75,9 @@ class EngineBuild:
         profiles = {part.name: make_profiles(recipe, self.trt.name, part.config) for part in self.plan.parts}
         plugins: dict[str, int] = {}
         for compute in self.wanted.compute:
-            inputs = {
-                "graphs": graphs, "profiles": profiles, "builder": [self.trt.name, self.trt.version], "abi": PLUGIN_ABI
+            inputs = dict(common) | {
+                "graphs": graphs, "profiles": profiles, "builder": [self.trt.name, self.trt.version],
+                "abi": PLUGIN_ABI, "settings": SETTINGS,
             }  # fmt: skip
             made = self.work.stage(f"engines/{compute}", inputs, size, partial(self._build, compute=compute))
             files |= made.files

@@ -21,6 +21,9 @@ from d2sd.plugins.cascade_attention.onnx_function import BLOCK, TREE
 from d2sd.plugins.cascade_attention.tensorrt_plugin import register
 from d2sd.plugins.tensorrt import COMPUTE, Builder, Heard, TensorRT, find_tensorrt
 
+#: Rises with every change of `configure`: engines that were built otherwise are built again.
+SETTINGS = 1
+
 
 @dataclass(frozen=True, slots=True)
 class Job:

@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.plugins.cascade_attention.onnx_function import DOMAIN, OPSET, functions
 
+#: Packages that decide what a graph is, and what its check finds.
+TOOLS = ("onnx", "onnxscript", "onnxruntime")
 #: Names of the graphs' outputs.
 TARGET_OUTPUTS, DRAFTER_OUTPUTS = ("hidden", "features", "k", "v"), ("hidden", "k", "v")
 _ROWS = ("embedded", "positions", "visible", "page_table", "context_len")
@@ -35,15 +38,12 @@ _B, _T, _W, _M, _P, _C = (
 
 
 def demand_exporter() -> None:
-    """Raise `BuildError` where what writes graphs is not installed."""
-    try:
-        import onnx  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ModuleNotFoundError as error:
+    """Raise `BuildError` where what writes graphs, or runs them to check them, is not installed."""
+    if missing := [tool for tool in TOOLS if find_spec(tool) is None]:
         raise BuildError(
-            "Graphs are written with onnx and onnxscript, which are not installed.", where=str(error),
-            fix="pip install 'd2sd[engines]'",
-        ) from None  # fmt: skip
+            "Graphs are written and checked with packages that are not installed.", where="engines",
+            found=f"no {', no '.join(missing)}", fix="pip install 'd2sd[engines]'",
+        )  # fmt: skip
 
 
 def export_target(target: Decoder, taps: tuple[int, ...], page_size: int, file: Path) -> None:

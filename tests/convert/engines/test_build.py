@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from d2sd.convert.engines import build as build_module
 from d2sd.convert.engines.build import build_engines, unversioned_library
 from d2sd.convert.engines.profiles import Profile
-from d2sd.convert.engines.worker import Job, build_engine, configure, keep, remember
+from d2sd.convert.engines.worker import Job, Report, build_engine, configure, keep, remember
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.errors import BuildError
 from d2sd.plugins import tensorrt
@@ -125,6 +126,29 @@ def test_a_builder_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, name: 
     monkeypatch.setattr(tensorrt, "find_spec", lambda module: None)
     with pytest.raises(BuildError, match=fix):
         tensorrt.find_tensorrt(name)
+
+
+def test_a_builder_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("libnvinfer.so.10: cannot open shared object file")
+
+    monkeypatch.setattr(tensorrt, "import_module", broken)
+    with pytest.raises(BuildError, match=r"cannot be imported[\s\S]*libnvinfer"):
+        tensorrt.find_tensorrt("tensorrt-rtx")
+
+
+def test_nothing_is_begun_behind_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begun: list[str] = []
+
+    def fails(job: Job, folder: Path) -> Report:
+        begun.append(folder.name)
+        raise BuildError("The engine cannot be built.", where=job.graph)
+
+    monkeypatch.setattr(build_module, "_build", fails)
+    with pytest.raises(BuildError, match="cannot be built"):
+        build_engines([job(tmp_path, "target", LAYERS)] * 9, tmp_path)
+    assert begun[0] == "0"
+    assert len(begun) < 9, "a few may begin while the failure is noticed"
 
 
 class Timing:

@@ -14,7 +14,7 @@ from d2sd.recipe import Builder, Recipe, Tree
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.executor import TorchExecutor
 from d2sd.runtime.graphs import GraphDecoder, GraphDrafter, OnnxSession, Session
-from d2sd.runtime.policy import PolicyName, make_policy
+from d2sd.runtime.policy import Policy, PolicyName, make_policy
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.scheduler import Scheduler
 from tests.tiny import random_tokens, tiny_decoder, tiny_drafter
@@ -54,9 +54,12 @@ class Watched:
         return self._session.run(inputs)
 
 
-@pytest.mark.parametrize("builder", ["tensorrt-rtx", "tensorrt"])
-@pytest.mark.parametrize("policy", ["off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid"])
-def test_all_that_runs_fits(graphs: Path, builder: Builder, policy: PolicyName) -> None:
+def policy_of(name: PolicyName) -> Policy:
+    tree = RECIPE.tree
+    return make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=tree.row_budget)
+
+
+def watched_engine(graphs: Path, builder: Builder, policy: PolicyName) -> tuple[Engine, list[Watched]]:
     target = tiny_decoder()
     drafters = [tiny_drafter(target.config, block_size=4), tiny_drafter(target.config, block_size=4, seed=2)]
     watched = [
@@ -67,13 +70,26 @@ def test_all_that_runs_fits(graphs: Path, builder: Builder, policy: PolicyName) 
         GraphDecoder(target, drafters[0].config.target_layer_ids, watched[0]),
         *(GraphDrafter(drafter, session, 4, 1024) for drafter, session in zip(drafters, watched[1:], strict=True)),
     )
-    tree = RECIPE.tree
-    made = make_policy(policy, block_size=tree.block_size, branches=tree.branches, row_budget=tree.row_budget)
-    engine = Engine(executor, made, LIMITS)
-    prompts = [random_tokens(target, 1, size, seed=size)[0].tolist() for size in (1, 36, 30)]
+    return Engine(executor, policy_of(policy), LIMITS), watched
+
+
+@pytest.mark.parametrize("builder", ["tensorrt-rtx", "tensorrt"])
+@pytest.mark.parametrize("policy", ["off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid"])
+def test_all_that_runs_fits(graphs: Path, builder: Builder, policy: PolicyName) -> None:
+    engine, watched = watched_engine(graphs, builder, policy)
+    prompts = [random_tokens(tiny_decoder(), 1, size, seed=size)[0].tolist() for size in (1, 36, 30)]
     for sequence in engine.generate([Request(tuple(prompt), 12) for prompt in prompts]):
         assert len(sequence.answer) == 12
     assert watched[0].used == ({0, 1, 2, 3} if builder == "tensorrt" else {0, 1}), "batches of 1, 2, 3, and prefill"
+
+
+@pytest.mark.parametrize("builder", ["tensorrt-rtx", "tensorrt"])
+def test_what_auto_measures_fits(graphs: Path, builder: Builder) -> None:
+    engine, watched = watched_engine(graphs, builder, "hybrid")
+    engine.adapt(
+        [policy_of(name) for name in ("off", "chain", "hybrid")], {"chain": ([9.0], [9.0]), "hybrid": ([9.0], [9.0])}
+    )
+    assert all(session.used for session in watched)
 
 
 @pytest.fixture(scope="module")

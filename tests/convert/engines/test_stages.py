@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from d2sd.convert.build import build
 from d2sd.convert.bundle import load_bundle
 from d2sd.convert.engines import stages
 from d2sd.convert.engines.worker import Job, Report
+from d2sd.convert.onnx import export
 from d2sd.convert.plan import make_plan
 from d2sd.errors import BuildError, RecipeError
 from d2sd.plugins import tensorrt
@@ -154,14 +155,12 @@ def test_pages_that_tensorrt_does_not_align_are_seen_in_the_plan(recipe: Path) -
     make_plan(load_recipe(recipe))
 
 
-@pytest.mark.parametrize("missing", ["tensorrt_rtx", "onnxscript"])
+@pytest.mark.parametrize("missing", ["tensorrt_rtx", "onnxscript", "onnxruntime"])
 def test_what_is_not_installed_is_named_before_anything_is_written(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    if missing == "tensorrt_rtx":
-        monkeypatch.setattr(tensorrt, "find_spec", lambda module: None)
-    else:
-        monkeypatch.setitem(sys.modules, missing, None)
+    for place in (tensorrt, export):
+        monkeypatch.setattr(place, "find_spec", lambda name: None if name == missing else find_spec(name))
     (tmp_path / "out").mkdir()
     with pytest.raises(BuildError, match=r"d2sd\[engines\]"):
         run(recipe, tmp_path / "out" / "bundle")
