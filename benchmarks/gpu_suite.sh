@@ -4,7 +4,8 @@
 #   sh benchmarks/gpu_suite.sh [--out build/gpu] [--budget 500]
 #
 # Ends in a table; everything is in OUT/gpu.json. Another call with the same OUT measures what is missing. The TensorRT-RTX
-# probe and the tests need what benchmarks/pack_tensorrt_rtx.sh packs and `take`s; without it they say so.
+# probe and the tests need what benchmarks/pack_tensorrt_rtx.sh packs and `take`s; without it they say so. The tests are
+# those of the kernels and of training, not tests/runtime/test_tensorrt_cuda.py.
 set -eu
 cd "$(dirname "$0")/.."
 KEEP=${KEEP:-$HOME/.cache/d2sd-gpu}
@@ -32,4 +33,4 @@ done
 case $OUT in /*) ;; *) OUT=$root/$OUT ;; esac
 mkdir -p "$OUT"
 cd "$tree"
-$PYTHON -m benchmarks.gpu.suite "$@" --engines "$KEEP/rtx/engines" --out "$OUT"
+$PYTHON -m benchmarks.gpu.suite --engines "$KEEP/rtx/engines" "$@" --out "$OUT"

@@ -7,7 +7,8 @@
 #                        sh benchmarks/gpu_suite.sh                          # unpacks them
 #
 # A call carries this checkout too, so a part is what then is left of 64 MiB. What is taken stays in KEEP, outside of the
-# repository. The libraries travel as they are, packed: their licence allows no changed copies, nor are they committed.
+# repository, until a part of another pack replaces it. The libraries travel as they are, packed: their licence allows
+# no changed copies, nor are they committed.
 set -eu
 cd "$(dirname "$0")/.."
 KEEP=${KEEP:-$HOME/.cache/d2sd-gpu}
@@ -15,7 +16,8 @@ PYTHON=${PYTHON:-python3}
 OUT=${OUT:-build/rtx}
 VERSION=1.7.1.116
 LIMIT=67108864
-SPARE=2097152 # bytes: names, folders, and what changes in the checkout until the call
+LIST=pack.sha256 # every part has the list of all files of its pack
+SPARE=2097152 # bytes: names, folders, that list, and what changes in the checkout until the call
 
 # Wheels for the GPU machine: fetch FOLDER NAME...
 fetch() {
@@ -47,9 +49,11 @@ pack() {
 
 # Bytes that a call has left beside the files of this checkout that git does not ignore, or beside HELD bytes.
 room() {
-    : "${HELD:=$(git ls-files -z --cached --others --exclude-standard | xargs -0 stat -c %s 2>/dev/null |
-        awk '{ sum += $1 } END { print sum + 0 }')}"
-    left=$((LIMIT - SPARE - HELD))
+    # A checkout holds this script at least: a sum of 0 is git's failure.
+    held=${HELD:-$(git ls-files -z --cached --others --exclude-standard | xargs -0 stat -c %s 2>/dev/null |
+        awk '{ sum += $1 } END { print sum + 0; exit !sum }')} ||
+        { echo "git cannot list the files of this checkout: give their bytes as HELD" >&2; exit 1; }
+    left=$((LIMIT - SPARE - held))
     [ $left -gt 4194304 ] || { echo "this checkout leaves $left bytes of $LIMIT: too few" >&2; exit 1; }
     echo $left
 }
@@ -57,6 +61,7 @@ room() {
 # Share out the files of OUT/all over folders of at most $1 bytes each: large ones first, small ones fill the last.
 parts() {
     part=1 filled=0
+    (cd "$OUT/all" && sha256sum -- *) >"$OUT/$LIST"
     for name in $(ls -S "$OUT/all"); do
         file=$OUT/all/$name
         size=$(stat -c %s "$file")
@@ -67,17 +72,25 @@ parts() {
         echo "part $part: $name $size"
     done
     rmdir "$OUT/all"
+    for part in "$OUT"/[0-9]*; do cp "$OUT/$LIST" "$part/"; done
+    rm "$OUT/$LIST"
 }
 
+# What was unpacked, and parts of another pack, are gone then.
 take() {
+    [ -e "$1/$LIST" ] || { echo "$1 is no part of a pack: it has no $LIST" >&2; exit 1; }
+    cmp -s "$1/$LIST" "$KEEP/rtx/taken/$LIST" || rm -rf "$KEEP/rtx/taken"
+    rm -rf "$KEEP/rtx/unpacked" "$KEEP/rtx/site" "$KEEP/rtx/engines"
     mkdir -p "$KEEP/rtx/taken" && cp "$1"/* "$KEEP/rtx/taken/"
     ls "$KEEP/rtx/taken"
 }
 
-# Into KEEP/rtx/site, once; nothing where nothing was taken.
+# Into KEEP/rtx/site and KEEP/rtx/engines, once, when all parts are there; nothing where nothing was taken.
 unpack() {
     taken=$KEEP/rtx/taken
-    [ -e "$taken/rest.tar" ] && [ ! -e "$KEEP/rtx/unpacked" ] || return 0
+    [ -e "$taken/$LIST" ] && [ ! -e "$KEEP/rtx/unpacked" ] || return 0
+    (cd "$taken" && sha256sum --check --quiet $LIST) >&2 ||
+        { echo "the pack is not whole: take the parts that have these files" >&2; exit 1; }
     site=$KEEP/rtx/site
     mkdir -p "$site"
     tar -C "$KEEP/rtx" -xf "$taken/rest.tar"

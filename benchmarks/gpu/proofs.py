@@ -1,4 +1,8 @@
-"""The tests that need a GPU, counted: a line of pytest's a test, so that a run that is cut still counts."""
+"""Tests that need a GPU, counted: a line of pytest's a test, so that a run that is cut still counts.
+
+They are those of the kernels and of training. `tests/runtime/test_tensorrt_cuda.py` asks for onnxscript, which is not
+packed for a machine without an index, and is run by itself.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -15,33 +20,36 @@ from typing import Any
 
 from benchmarks.gpu.cases import Case, Note, Skip
 
-#: The first two are what `tests/plugins/test_triton_kernels.py` runs on a GPU, as one test each there.
+#: The first and the third are what `tests/plugins/test_triton_kernels.py` runs on a GPU, as one test there.
 FILES = ("tests/plugins/kernels/pages.py", "tests/train/test_cuda.py", "tests/plugins/kernels/attention.py")
-#: Seconds for each.
+#: Most seconds for each; less where less is left of the part's time, so that what was counted is not lost with it.
 LIMITS = dict(zip(FILES, (40, 60, 110), strict=True))
 
 
-def cases(folder: Path) -> Iterator[Case]:
+def cases(folder: Path, until: float) -> Iterator[Case]:
     for file in FILES:
-        yield f"pytest/{file}", partial(run_file, folder, file)
+        yield f"pytest/{file}", partial(run_file, folder, file, until)
 
 
-def run_file(folder: Path, file: str, note: Note) -> dict[str, Any]:
-    """Run one file of tests; its output goes to `folder`. Raises where it is cut or any test failed."""
+def run_file(folder: Path, file: str, until: float, note: Note) -> dict[str, Any]:
+    """Run one file of tests until `until` (seconds of `time.time`) at the latest; its output goes to `folder`. Raises
+    where it is cut or any test failed.
+    """
     for needed in ("pytest", "hypothesis", "pydantic"):
         if find_spec(needed) is None:
             raise Skip(f"{needed} is not installed; benchmarks/pack_tensorrt_rtx.sh packs it")
     log = folder / f"{Path(file).stem}.log"
     command = [sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider", "--tb=short", file]
+    limit = max(1.0, min(LIMITS[file], until - time.time()))
     with log.open("w") as output:
         try:
             done = subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, timeout=LIMITS[file], check=False,
+                command, stdout=output, stderr=subprocess.STDOUT, timeout=limit, check=False,
                 env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONUNBUFFERED": "1"},
             )  # fmt: skip
             ended = f"exit status {done.returncode}"
         except subprocess.TimeoutExpired:
-            ended = f"cut after {LIMITS[file]} s"
+            ended = f"cut after {limit:.0f} s"
     found = counted(log.read_text(errors="replace"))
     note(**found)
     if ended != "exit status 0":

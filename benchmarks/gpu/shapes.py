@@ -64,6 +64,10 @@ class Shape:
         return 6 * numbers * self.dtype.itemsize + 3 * bias * self.dtype.itemsize + one
 
 
+#: What the kernel is judged by: docs/gpu.md, row 20.
+GATE = Shape((32768,) * 8, 64)
+
+
 def timed() -> Iterator[Shape]:
     """Most telling first: the time may not be enough for all."""
     qwen = [

@@ -1,15 +1,17 @@
 """Every open question about a GPU that one machine can answer in minutes, the most telling first.
 
-    sh benchmarks/gpu_suite.sh [--out build/gpu] [--budget 500] [--engines FOLDER]
+    sh benchmarks/gpu_suite.sh [--out build/gpu] [--budget 500]
 
 Each part is a process of its own with a share of the time; one that dies is started again behind the case that killed
-it. `gpu.json` grows case by case, and another call with the same --out goes on with what is missing. **Not yet run** on
-a GPU.
+it. `gpu.json` grows case by case, and another call with the same --out goes on with what is missing. Of the tests that
+need a GPU it runs those of the kernels and of training (`proofs.FILES`); `tests/runtime/test_tensorrt_cuda.py` is not
+among them. **Not yet run** on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib
 import os
@@ -44,15 +46,16 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/gpu"))
     parser.add_argument("--budget", type=float, default=500, help="seconds in all")
-    parser.add_argument(
-        "--engines", type=Path, default=Path("build/gpu/engines"), help="folder of prebuilt ones to probe with"
-    )
+    parser.add_argument("--engines", type=Path, default=Path("build/gpu/engines"), help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.part:
-        run_cases(Record(chosen.out), cases_of(chosen.part, chosen.out, chosen.engines), chosen.until)
+        cases = cases_of(chosen.part, chosen.out, chosen.engines, chosen.until)
+        run_cases(Record(chosen.out), cases, chosen.until)
         return 0
+    # A caller's time limit is to end it as Ctrl-C does, its processes with it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     deadline = time.time() + chosen.budget
     try:
         record = Record(chosen.out)
@@ -67,12 +70,12 @@ def main(arguments: list[str]) -> int:
     return 0 if all(row["status"] in ("ok", "skipped") for row in record.rows.values()) else 1
 
 
-def cases_of(part: str, out: Path, engines: Path) -> Iterable[Case]:
+def cases_of(part: str, out: Path, engines: Path, until: float) -> Iterable[Case]:
     """The cases of a part; its modules are imported by its own process only."""
     if part == "probe":
         return importlib.import_module("benchmarks.gpu.probe").cases(engines)  # type: ignore[no-any-return]
     if part == "pytest":
-        return importlib.import_module("benchmarks.gpu.proofs").cases(out)  # type: ignore[no-any-return]
+        return importlib.import_module("benchmarks.gpu.proofs").cases(out, until)  # type: ignore[no-any-return]
     if part in ("checks", "times", "flex"):
         kernels = importlib.import_module("benchmarks.gpu.kernels")
         return {"checks": kernels.check_cases, "times": kernels.time_cases, "flex": kernels.flex_cases}[part]()  # type: ignore[no-any-return]
@@ -104,14 +107,18 @@ def run_part(part: str, out: Path, engines: Path, deadline: float) -> None:
 
 
 def _process(arguments: list[str], seconds: float) -> int | str:
-    """Exit status of this module as a process group of its own, which is ended whole when its time is up."""
+    """Exit status of this module as a process group of its own, of which nothing is left on the device, however the
+    wait ends.
+    """
     child = subprocess.Popen([sys.executable, "-m", "benchmarks.gpu.suite", *arguments], start_new_session=True)
     try:
         return child.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
         return "its time"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def environment() -> dict[str, Any]:

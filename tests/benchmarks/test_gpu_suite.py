@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -101,16 +103,50 @@ def test_a_part_goes_on_behind_a_case_that_died(tmp_path: Path, monkeypatch: pyt
     assert statuses(tmp_path)["flex/all"] == "no time"
 
 
-def test_a_process_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    child = tmp_path / "child"
-    sleeper = tmp_path / "sleeper"
-    sleeper.write_text(f"#!/bin/sh\nsleep 60 & echo $! >{child}\nwait\n")
-    sleeper.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(sleeper))
-    assert suite._process([], 3.0) == "its time"
+def sleeper(folder: Path, end: str) -> Path:
+    """A program that begins another one, writes the id of that to `folder`/child, and ends by `end`."""
+    program = folder / "sleeper"
+    program.write_text(f"#!/bin/sh\nsleep 60 & echo $! >{folder}/child\n{end}\n")
+    program.chmod(0o755)
+    return program
+
+
+def child_lives(folder: Path) -> bool:
     time.sleep(0.5)
-    stat = Path(f"/proc/{child.read_text().strip()}/stat")
-    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+    stat = Path(f"/proc/{(folder / 'child').read_text().strip()}/stat")
+    return stat.exists() and stat.read_text().split()[2] != "Z"
+
+
+@pytest.mark.parametrize(("end", "ended"), [("wait", "its time"), ("exit 3", 3)])
+def test_a_process_is_ended_with_its_children(
+    end: str, ended: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(sleeper(tmp_path, end)))
+    assert suite._process([], 3.0) == ended
+    assert not child_lives(tmp_path)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_suite_leaves_no_process(sent: signal.Signals, tmp_path: Path) -> None:
+    program = sleeper(tmp_path, "wait")
+    code = (  # where tests run in the background, Ctrl-C is ignored unless it is said
+        "import signal, sys; from benchmarks.gpu import suite\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"sys.executable = {str(program)!r}; suite.main(['--out', {str(tmp_path)!r}])"
+    )
+    running = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.time() + 60
+        while not ((tmp_path / "child").exists() and (tmp_path / "child").read_text().strip()):
+            assert running.poll() is None, "the suite ended by itself"
+            assert time.time() < deadline, "the suite started nothing"
+            time.sleep(0.1)
+        running.send_signal(sent)
+        assert running.wait(timeout=30) != 0
+    finally:
+        running.kill()
+        running.wait()
+    assert not child_lives(tmp_path)
 
 
 def test_pytest_lines_are_counted_also_of_a_cut_run() -> None:
@@ -119,6 +155,21 @@ def test_pytest_lines_are_counted_also_of_a_cut_run() -> None:
         "tests/a.py::test_y FAILED   [ 50%]\ntests/a.py::test_z SKIPPED (no GPU)  [ 75%]\ntests/a.py::test_w "
     )
     assert proofs.counted(output) == {"passed": 1, "failed": 1, "error": 0, "skipped": 1}
+
+
+def test_a_proof_is_cut_while_there_is_time_to_count_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file's own limit is longer than what is left of the part's time."""
+
+    def cut(*_: Any, stdout: TextIO, timeout: float, **__: Any) -> None:
+        stdout.write("tests/a.py::test_x PASSED [ 50%]\n")
+        raise subprocess.TimeoutExpired("pytest", timeout)
+
+    monkeypatch.setattr(subprocess, "run", cut)
+    cases = suite.cases_of("pytest", tmp_path, tmp_path, time.time() + 20)
+    run_cases(Record(tmp_path), cases, time.time() + 60)
+    for row in Record(tmp_path).rows.values():
+        assert row["passed"] == 1
+        assert 0 < int(row["reason"].removeprefix("RuntimeError: cut after ").split()[0]) <= 20
 
 
 def test_a_probes_answer() -> None:
@@ -136,6 +187,18 @@ def script(name: str, *arguments: str, **environment: str) -> subprocess.Complet
         ["sh", str(ROOT / "benchmarks" / name), *arguments], capture_output=True, text=True, check=False,
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHON": sys.executable} | environment,
     )  # fmt: skip
+
+
+def test_engines_are_the_scripts_own_matter(tmp_path: Path) -> None:
+    """No option that is offered; one that is given all the same is not overridden."""
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "$@"\n')
+    program.chmod(0o755)
+    keep = str(tmp_path / "keep")
+    said = script("gpu_suite.sh", "--engines", "/mine", "--out", str(tmp_path), PYTHON=str(program), KEEP=keep).stdout
+    assert re.findall(r"--engines (\S+)", said) == [f"{keep}/rtx/engines", "/mine"]
+    assert "--engines" not in script("gpu_suite.sh", "--help", "--out", str(tmp_path), KEEP=keep).stdout
+    assert "--engines" not in (suite.__doc__ or "")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what it says without a GPU")

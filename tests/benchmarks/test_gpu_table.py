@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from benchmarks.gpu import timing
+from benchmarks.gpu.shapes import GATE, timed
 from benchmarks.gpu.table import render
 
 
 def times(**ms: float) -> dict[str, Any]:
-    return {name.replace("_", " "): {"ms": value} for name, value in ms.items()}
+    return {name.replace("_", " "): {"ms": value, "graph": True} for name, value in ms.items()}
 
 
 #: The copy moves 4000 GB/s: 1 GB in half a millisecond is half of it.
@@ -21,7 +25,7 @@ ROWS: dict[str, Any] = {
     "times/1024x1": {
         "status": "ok", "group": "32/8x128 bf16", "rows": 64, "bytes": 10**9,
         "reasons": {"flashinfer": "not installed"},
-        "times": times(ours=0.5, gather=0.1, sdpa_math=3.0, sdpa_efficient=1.0) | {"flash, no mask": {"ms": 0.4}},
+        "times": times(ours=0.5, gather=0.1, sdpa_math=3.0, sdpa_efficient=1.0, **{"flash, no mask": 0.4}),
     },
     "times/8192x1": {
         "status": "died", "reason": "-11", "group": "32/8x128 bf16", "rows": 64, "bytes": 10**9,
@@ -67,6 +71,55 @@ Peers without a time:
 
 def test_table_of_a_recorded_result() -> None:
     assert render({"device": "H200", "torch": "2.11", "triton": None}, ROWS) == EXPECTED
+
+
+def gate_rows() -> dict[str, Any]:
+    row = {"status": "ok", "group": GATE.group_name, "rows": GATE.rows, "bytes": 10**9}
+    return {
+        "copy/rate": ROWS["copy/rate"],
+        f"times/{GATE.name}": row | {"times": times(ours=0.3125, gather=0.1, sdpa_efficient=0.375, flashinfer=0.25)},
+        f"flex/{GATE.name}": {"status": "ok", "times": times(ours=0.25, flex=0.5)},
+    }
+
+
+def gate_line(rows: dict[str, Any]) -> str:
+    return next(line for line in render({}, rows).splitlines() if line.startswith("| gate, "))
+
+
+def test_the_gate_has_a_line() -> None:
+    """Its share of the copy rate, and every peer's ratio, FlexAttention's of its own case too."""
+    assert GATE in timed()
+    what = "| gate, 32768x8 r64 32/8x128 bf16: share of copy rate; against peers | 1 |"
+    assert gate_line(gate_rows()) == f"{what} 80%; 0.80 × (flashinfer), 1.20 × (sdpa efficient), 2.00 × (flex) |  |"
+    alone = gate_rows()
+    del alone[f"flex/{GATE.name}"]
+    alone[f"times/{GATE.name}"]["times"] = times(ours=0.3125)
+    assert gate_line(alone) == f"{what} 80%; no peer |  |"
+
+
+def test_a_peer_that_was_no_graph_is_none() -> None:
+    """Its time holds what the host needs; where ours was none either, both do."""
+    rows = gate_rows()
+    found, flex = rows[f"times/{GATE.name}"]["times"], rows[f"flex/{GATE.name}"]["times"]
+    found["flashinfer"]["graph"] = flex["flex"]["graph"] = False
+    text = render({}, rows)
+    assert "80%; 1.20 × (sdpa efficient) |" in text
+    assert "against the best peer | 1 | 1.20 × (32768x8 r64 32/8x128 bf16, sdpa efficient)" in text
+    assert "FlexAttention" not in text
+    assert text.endswith(
+        "Peers without a time:\n- flashinfer: not captured as a CUDA graph\n- flex: not captured as a CUDA graph"
+    )
+    found["ours"]["graph"] = False
+    assert "80%; 0.80 × (flashinfer), 1.20 × (sdpa efficient) |" in render({}, rows)
+
+
+def test_a_graph_is_one_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = iter([True, False, True])
+    monkeypatch.setattr(timing, "once", lambda run: (0.5, next(rounds)))
+    measured = timing.Times()
+    measured.add("peer", lambda: None)
+    measured.again()
+    assert measured.figures()["peer"]["graph"] is False
 
 
 def test_nothing_measured_is_no_line() -> None:

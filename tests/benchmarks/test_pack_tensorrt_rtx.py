@@ -30,10 +30,9 @@ def sized(folder: Path, sizes: dict[str, int]) -> None:
 def test_no_part_exceeds_its_room(tmp_path: Path) -> None:
     sized(tmp_path, {"a": 25_000_000, "b": 1_000_000, "c": 25_000_000, "d": 237_323})
     assert run("parts", "26237323", OUT=str(tmp_path)).returncode == 0
-    found = [sorted(file.name for file in (tmp_path / part).iterdir()) for part in ("1", "2")]
-    assert found == [["a"], ["b", "c", "d"]]  # the second one is filled to the last byte
-    assert not (tmp_path / "3").exists()
-    assert not (tmp_path / "all").exists()
+    found = {part.name: sorted(file.name for file in part.iterdir()) for part in tmp_path.iterdir()}
+    # The second one is filled to the last byte; the list of all is beside that.
+    assert found == {"1": ["a", "pack.sha256"], "2": ["b", "c", "d", "pack.sha256"]}
 
 
 def test_a_file_larger_than_a_part_is_refused(tmp_path: Path) -> None:
@@ -52,40 +51,84 @@ def test_room_is_what_the_checkout_leaves_of_64_mib() -> None:
     assert "too few" in done.stderr
 
 
-def test_parts_are_put_together_once(tmp_path: Path) -> None:
-    """From two parts of a library, in any order of taking; the bytes are the library's."""
-    library = os.urandom(5000)
+def test_room_is_no_guess_without_git(tmp_path: Path) -> None:
+    done = run("room", GIT_DIR=str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "git cannot list the files" in done.stderr
+
+
+def make_parts(out: Path, library: bytes, engine: str, room: int) -> list[Path]:
+    """What `pack` leaves, of small stand-ins: the library in pieces of 3000 bytes, parts of at most `room`."""
+    files = out / "all"
+    files.mkdir(parents=True)
     packed = lzma.compress(library, filters=[{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9}])
-    parts = tmp_path / "1", tmp_path / "2"
-    for part in parts:
-        part.mkdir()
-    (parts[0] / "rtx.xz.aa").write_bytes(packed[:3000])
-    (parts[1] / "rtx.xz.ab").write_bytes(packed[3000:])
+    for number, begin in enumerate(range(0, len(packed), 3000)):
+        (files / f"rtx.xz.a{'abcd'[number]}").write_bytes(packed[begin : begin + 3000])
     for name in ("parser", "bindings"):
-        (parts[1] / f"{name}.xz").write_bytes(lzma.compress(name.encode()))
-    rest = tmp_path / "rest"
-    for name in (
-        "engines/portable.engine",
-        "site/tensorrt_rtx_libs/__init__.py",
-        "site/tensorrt_rtx_bindings/__init__.py",
-    ):
+        (files / f"{name}.xz").write_bytes(lzma.compress(name.encode()))
+    rest = out / "rest"
+    for name in (f"engines/{engine}", "site/tensorrt_rtx_libs/__init__.py", "site/tensorrt_rtx_bindings/__init__.py"):
         (rest / name).parent.mkdir(parents=True)
         (rest / name).write_text(name)
-    with tarfile.open(parts[0] / "rest.tar", "w") as tar:
+    with tarfile.open(files / "rest.tar", "w") as tar:
         tar.add(rest, arcname=".")
-    with zipfile.ZipFile(parts[0] / "tool-1-py3-none-any.whl", "w") as wheel:
+    with zipfile.ZipFile(files / "tool-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("tool/__init__.py", "x = 1")
-    keep = tmp_path / "keep"
-    for part in reversed(parts):
-        assert run("take", str(part), KEEP=str(keep)).returncode == 0
+    assert run("parts", str(room), OUT=str(out)).returncode == 0
+    return sorted(out.glob("[0-9]*"))
+
+
+def take(parts: list[Path], keep: Path) -> None:
+    for part in parts:
+        done = run("take", str(part), KEEP=str(keep))
+        assert done.returncode == 0, done.stderr
+
+
+def unpacked_library(keep: Path) -> bytes:
+    return (keep / "rtx" / "site" / "tensorrt_rtx_libs" / "libtensorrt_rtx.so").read_bytes()  # through the link
+
+
+def test_parts_are_put_together_once(tmp_path: Path) -> None:
+    """From two parts, in any order of taking; the bytes are the library's."""
+    library, keep = os.urandom(5000), tmp_path / "keep"
+    parts = make_parts(tmp_path / "out", library, "portable.engine", 22_000)
+    assert len(parts) == 2
+    take(parts[::-1], keep)
     done = run("unpack", KEEP=str(keep))
     assert done.returncode == 0, done.stderr
     site = keep / "rtx" / "site"
-    assert (site / "tensorrt_rtx_libs" / "libtensorrt_rtx.so").read_bytes() == library  # through the link
+    assert unpacked_library(keep) == library
     assert (site / "tensorrt_rtx_bindings" / "tensorrt_rtx.so").read_text() == "bindings"
     assert (keep / "rtx" / "engines" / "portable.engine").exists()
     assert (site / "tool" / "__init__.py").exists()
     (site / "tensorrt_rtx_libs" / "libtensorrt_rtx.so.1").write_text("as it is")
     assert run("unpack", KEEP=str(keep)).returncode == 0
-    assert (site / "tensorrt_rtx_libs" / "libtensorrt_rtx.so.1").read_text() == "as it is"
+    assert unpacked_library(keep) == b"as it is"
     assert run("unpack", KEEP=str(tmp_path / "nothing taken")).returncode == 0
+
+
+def test_a_pack_replaces_the_one_before(tmp_path: Path) -> None:
+    """Nothing of the old one is left, which had more pieces and another engine; half of the new one is no pack."""
+    library, keep = os.urandom(5000), tmp_path / "keep"
+    take(make_parts(tmp_path / "old", os.urandom(8000), "old.engine", 100_000), keep)
+    assert run("unpack", KEEP=str(keep)).returncode == 0
+    parts = make_parts(tmp_path / "new", library, "new.engine", 22_000)
+    take(parts[:1], keep)
+    done = run("unpack", KEEP=str(keep))
+    assert done.returncode == 1
+    assert "the pack is not whole" in done.stderr
+    assert not (keep / "rtx" / "site").exists()
+    assert not (keep / "rtx" / "engines").exists()
+    take(parts[1:], keep)
+    taken = {file.name for file in (keep / "rtx" / "taken").iterdir()}
+    assert taken == {file.name for part in parts for file in part.iterdir()}
+    assert run("unpack", KEEP=str(keep)).returncode == 0
+    assert unpacked_library(keep) == library
+    assert [file.name for file in (keep / "rtx" / "engines").iterdir()] == ["new.engine"]
+
+
+def test_what_is_no_part_is_not_taken(tmp_path: Path) -> None:
+    done = run("take", str(tmp_path), KEEP=str(tmp_path / "keep"))
+    assert done.returncode == 1
+    assert "is no part of a pack" in done.stderr
+    assert not (tmp_path / "keep").exists()
