@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -99,4 +100,6 @@ def candidates(logits: Tensor, context_len: Tensor, sampling: Sampling, width: i
         tokens = tokens.gather(-1, order)
         total = torch.where(random, scores.logsumexp(-1, keepdim=True), total)
     width = min(width, size)
-    return Draft(tokens[..., :width], (scores - total)[..., :width])
+    # a drafter whose numbers outgrew their type is of no use for a while; nothing else may come of it
+    logprob = (scores - total)[..., :width].nan_to_num(-math.inf, neginf=-math.inf)
+    return Draft(tokens[..., :width], logprob)

@@ -302,3 +302,14 @@ class Poisoned(TorchExecutor):
 def test_nobody_reads_what_padding_writes(policy: PolicyName) -> None:
     way = Way(max_batch=7, gap=1, prefill_chunk=5)  # batches of 3, 5, 6 and 7 are padded to 4 and 8
     way.run(way.engine(Poisoned(*copies()), policy), some_requests())
+
+
+@pytest.mark.parametrize("spoilt", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("policy", NAMES)
+def test_drafters_that_say_nan_change_no_text(policy: PolicyName, spoilt: tuple[int, ...]) -> None:
+    """As drafters do whose numbers outgrow fp16: they are useless then, not the end of the answer."""
+    target, *drafters = copies()
+    for which in spoilt:
+        drafters[which].norm.weight.data.fill_(torch.nan)
+    engine = make_engine(TorchExecutor(target, *drafters), policy)
+    assert [s.answer for s in run_staggered(engine, some_requests())] == [expected(r) for r in some_requests()]
