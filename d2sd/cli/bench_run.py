@@ -131,4 +131,5 @@ class Run:
         ]  # fmt: skip
 
     def _gap(self, request: Request) -> float:
-        return score_gap(self.bundle.target, list(request.prompt), request.sampling)
+        target = self.bundle.target.to(self.device)  # engines have moved its tables alone
+        return score_gap(target, list(request.prompt), request.sampling)
