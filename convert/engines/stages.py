@@ -16,7 +16,7 @@ from typing import Any
 
 from d2sd.convert.drafter import load_drafter
 from d2sd.convert.engines.build import build_engines
-from d2sd.convert.engines.profiles import make_profiles
+from d2sd.convert.engines.profiles import Profile, make_profiles
 from d2sd.convert.engines.worker import SETTINGS, Job
 from d2sd.convert.files import cache_folder
 from d2sd.convert.onnx.export import TOOLS, demand_exporter, export_drafter, export_target
@@ -79,7 +79,9 @@ class EngineBuild:
                 "graphs": graphs, "profiles": profiles, "builder": [self.trt.name, self.trt.version],
                 "abi": PLUGIN_ABI, "settings": SETTINGS,
             }  # fmt: skip
-            made = self.work.stage(f"engines/{compute}", inputs, size, partial(self._build, compute=compute))
+            made = self.work.stage(
+                f"engines/{compute}", inputs, size, partial(self._build, compute=compute, profiles=profiles)
+            )
             files |= made.files
             plugins = {model: report["plugins"] for model, report in (made.result or {}).items()}
         built = Built(
@@ -111,7 +113,7 @@ class EngineBuild:
             return None
         return str(cache_folder() / "timing" / f"{self.plan.recipe.name}-{model}-{self.trt.version}")
 
-    def _build(self, folder: Path, compute: str) -> dict[str, Any]:
+    def _build(self, folder: Path, compute: str, profiles: Mapping[str, list[Profile]]) -> dict[str, Any]:
         """Engines of one compute capability, and what became of each graph."""
         folder.mkdir(parents=True)
         with self.work.scratch() as scratch:
@@ -122,7 +124,7 @@ class EngineBuild:
                     report=str(scratch / f"{part.name}.json"),
                     builder=self.trt.name,
                     compute=compute,
-                    profiles=make_profiles(self.plan.recipe, self.trt.name, part.config),
+                    profiles=profiles[part.name],
                     timing=self._timing(part.name),
                 )
                 for part in self.plan.parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,6 +143,7 @@ def test_nothing_is_begun_behind_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_
 
     def fails(job: Job, folder: Path) -> Report:
         begun.append(folder.name)
+        time.sleep(0.1)  # a builder takes longer, and whoever waits for it wakes meanwhile
         raise BuildError("The engine cannot be built.", where=job.graph)
 
     monkeypatch.setattr(build_module, "_build", fails)
