@@ -21,23 +21,25 @@ from d2sd.bench import metrics
 from d2sd.bench.bootstrap import tau_interval, tau_ratio
 from d2sd.bench.markdown import number, table
 from d2sd.bench.measure import measure_cell
-from d2sd.bench.plot_tau import plot_tau
+from d2sd.bench.plots.tau import plot_tau
 from d2sd.bench.provenance import provenance
 from d2sd.bench.result import Cell, Key, Result, Settings, save
 from d2sd.bench.tables import provenance as told
 from d2sd.bench.tables import span
 from d2sd.bench.views import pool
-from d2sd.cli.report import Reporting, bar
-from d2sd.cli.serving import chat_request, make_engine, read_prompts
-from d2sd.cli.train_answers import Answering
-from d2sd.cli.train_evaluate import written
-from d2sd.convert.bundle import Bundle, load_bundle
+from d2sd.cli.report import Reporting
+from d2sd.convert.bundle.load import Bundle, load_bundle
+from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.modeling.drafter import Drafter
+from d2sd.progress import bar
+from d2sd.prompts import read_prompts
 from d2sd.runtime.request import SamplingParams
-from d2sd.train.features import TrainingData, cache_features
-from d2sd.train.initial import first_drafter
+from d2sd.train.data.features import TrainingData, cache_features
+from d2sd.train.dist import World
+from d2sd.train.init_from_target import first_drafter
 from d2sd.train.loop import Trainer
-from d2sd.train.world import World
+from d2sd.train.pipeline.evaluate import written
+from d2sd.train.pipeline.responses import Answering
 from d2sd.train_recipe import TrainRecipe, TrainSettings, load_train_recipe
 
 SETS = ("gsm8k", "humaneval", "mbpp", "mt_bench")

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from d2sd.plugins.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
-from d2sd.plugins.cascade_attention import launch as attention
-from d2sd.plugins.cascade_attention.blocks import choose_blocks
-from d2sd.plugins.cascade_attention.triton_kernel import cascade_attention_kernel, merge_kernel
-from d2sd.plugins.kv_pages import launch as pages
-from d2sd.plugins.kv_pages.triton_kernel import write_rows_kernel
+from benchmarks.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
+from d2sd.plugins.cascade_attention.triton import launch as attention
+from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel
+from d2sd.plugins.cascade_attention.triton.tiles import choose_blocks
+from d2sd.plugins.kv_pages.triton import launch as pages
+from d2sd.plugins.kv_pages.triton.kernel import write_rows_kernel
 
 KV_HEADS, GROUP, PAGE = 8, 4, 16  # Qwen3-8B's and Llama-3.1-8B's; they change addresses, not tiles
 FP8 = "fp8e4nv"

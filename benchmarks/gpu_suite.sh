@@ -5,7 +5,7 @@
 #
 # Ends in a table; everything is in OUT/gpu.json. Another call with the same OUT measures what is missing. The TensorRT-RTX
 # probe and the tests need what benchmarks/pack_tensorrt_rtx.sh packs and `take`s; without it they say so. The tests are
-# those of the kernels and of training, not tests/runtime/test_tensorrt_cuda.py.
+# those of the kernels and of training, not tests/runtime/backends/test_tensorrt_cuda.py.
 set -eu
 cd "$(dirname "$0")/.."
 KEEP=${KEEP:-$HOME/.cache/d2sd-gpu}

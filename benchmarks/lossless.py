@@ -19,13 +19,15 @@ from typing import Any
 
 import click
 
-from d2sd.cli.report import Reporting, bar
-from d2sd.cli.serving import chat_request, make_engine, read_prompts
-from d2sd.convert.bundle import Bundle, load_bundle
+from d2sd.cli.report import Reporting
+from d2sd.convert.bundle.load import Bundle, load_bundle
+from d2sd.convert.bundle.serving import chat_request, make_engine
+from d2sd.convert.validate.near_ties import TIE, first_difference, score_gap
 from d2sd.errors import D2SDError
-from d2sd.runtime.policy import NAMES, PolicyName
+from d2sd.progress import bar
+from d2sd.prompts import read_prompts
 from d2sd.runtime.request import Request, SamplingParams
-from d2sd.runtime.ties import TIE, first_difference, score_gap
+from d2sd.runtime.speculation.policy import NAMES, PolicyName
 
 SETS = ("gsm8k", "humaneval", "mbpp", "mt_bench")
 #: name -> (sampling of the i-th prompt without its seed, share of the prompts used)

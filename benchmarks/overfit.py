@@ -15,18 +15,19 @@ from pathlib import Path
 import click
 
 from d2sd.bench import metrics
-from d2sd.cli.report import Reporting, bar
-from d2sd.cli.train_answers import Answering
-from d2sd.cli.train_evaluate import Evaluator, written
-from d2sd.cli.train_target import pinned_target
-from d2sd.convert.bundle import load_bundle
+from d2sd.cli.report import Reporting
+from d2sd.convert.bundle.load import load_bundle
 from d2sd.errors import D2SDError
 from d2sd.modeling.drafter import Drafter
-from d2sd.runtime.policy import PolicyName
-from d2sd.train.features import cache_features
-from d2sd.train.initial import drafter_config, first_drafter
+from d2sd.progress import bar
+from d2sd.runtime.speculation.policy import PolicyName
+from d2sd.train.data.features import cache_features
+from d2sd.train.dist import World
+from d2sd.train.init_from_target import drafter_config, first_drafter
 from d2sd.train.loop import Trainer
-from d2sd.train.world import World
+from d2sd.train.pipeline.evaluate import Evaluator, written
+from d2sd.train.pipeline.responses import Answering
+from d2sd.train.pipeline.target import pinned_target
 from d2sd.train_recipe import TrainRecipe, TrainSettings, load_train_recipe
 
 SEQUENCES = 64

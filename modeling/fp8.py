@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from d2sd.plugins.kv_pages.fp8 import from_pages, to_pages
+from d2sd.plugins.fp8 import from_pages, to_pages
 
 
 def carrier(dtype: torch.dtype) -> torch.dtype:

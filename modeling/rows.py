@@ -10,8 +10,8 @@ from torch import Tensor
 
 from d2sd.modeling.layers import Attend
 from d2sd.plugins.cascade_attention import cascade_attention
-from d2sd.plugins.cascade_attention.visible import pack_visible
-from d2sd.plugins.fused import runs_fused
+from d2sd.plugins.cascade_attention.mask import pack_visible
+from d2sd.plugins.dispatch import runs_fused
 from d2sd.plugins.kv_pages import write_rows
 
 # Shape letters: B requests, T rows, M pages a request, Z tokens a page, P pages, L layers, Hkv heads, D head size.
@@ -55,7 +55,7 @@ class KVPool:
         """
         write = write_rows
         if runs_fused(self.k):
-            from d2sd.plugins.kv_pages.launch import fused_write_rows
+            from d2sd.plugins.kv_pages.triton.launch import fused_write_rows
 
             write = fused_write_rows
         write(k, v, self.k, self.v, page_table, positions, keep, path)
@@ -65,7 +65,7 @@ class KVPool:
         attention: Callable[..., Tensor] = cascade_attention
         visible = rows.visible
         if runs_fused(self.k):
-            from d2sd.plugins.cascade_attention.launch import fused_cascade_attention
+            from d2sd.plugins.cascade_attention.triton.launch import fused_cascade_attention
 
             attention, visible = fused_cascade_attention, pack_visible(visible)  # packed once for all layers
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from d2sd.runtime.sampling import Sampling
+from d2sd.runtime.sampling.sample import Sampling
 
 # Shape letters: B requests, M pages a request (both buckets).
 

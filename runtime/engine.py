@@ -9,21 +9,21 @@ from dataclasses import dataclass
 import torch
 
 from d2sd.errors import RequestError
-from d2sd.runtime.accept import Accepted, accept
-from d2sd.runtime.adaptive import Adaptive, Forecast, measure
+from d2sd.runtime.backends.model_runner import Executor, Verified
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.calibration import Calibration
-from d2sd.runtime.draft import Branches, Draft
-from d2sd.runtime.executor import Executor, Verified
-from d2sd.runtime.lookup import lookup
-from d2sd.runtime.policy import Policy
+from d2sd.runtime.policy_selector import Adaptive, Forecast, measure
 from d2sd.runtime.request import Limits, Request, SamplingParams
-from d2sd.runtime.sampling import Sampling, choose
+from d2sd.runtime.sampling.sample import Sampling, choose
 from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import FinishReason, Sequence
+from d2sd.runtime.speculation.accept import Accepted, accept
+from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.draft import Branches, Draft
+from d2sd.runtime.speculation.policy import Policy
+from d2sd.runtime.speculation.prompt_lookup import lookup
+from d2sd.runtime.speculation.tree import Tree
 from d2sd.runtime.stats import Clock
 from d2sd.runtime.text import Decode, TextStream
-from d2sd.runtime.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from d2sd.cli.fit import check_fit
-from d2sd.cli.serving import OWN_PROMPTS, chat_request, make_engine, read_prompts
-from d2sd.convert.bundle import Bundle, load_bundle
+from d2sd.convert.bundle.load import Bundle, load_bundle
+from d2sd.convert.bundle.serving import chat_request, make_engine
+from d2sd.convert.validate.drafter_config import check_fit
+from d2sd.convert.validate.near_ties import TIE, first_difference, score_gap
 from d2sd.errors import BuildError
+from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.recipe import Policy
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.stats import mean_tau
-from d2sd.runtime.ties import TIE, first_difference, score_gap
 
 TOKENS = 24
 POLICIES: tuple[Policy, ...] = ("lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid", "auto")

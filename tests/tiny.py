@@ -16,7 +16,7 @@ from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.rows import KVPool, Rows
-from d2sd.plugins.kv_pages.fp8 import LARGEST, to_pages
+from d2sd.plugins.fp8 import LARGEST, to_pages
 
 Model = TypeVar("Model", Decoder, Drafter)
 ROPE = RopeConfig(10000.0)

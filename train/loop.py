@@ -16,14 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.train.draws import Draws
-from d2sd.train.features import TrainingData
-from d2sd.train.loss import BlockLoss, Candidates, first_rejections
+from d2sd.train.data.features import TrainingData
+from d2sd.train.data.packing import Packed, draw_anchors, pack_blocks
+from d2sd.train.data.prefixes import choose_prefixes
+from d2sd.train.data.rng import Draws
+from d2sd.train.dist import World
+from d2sd.train.objectives.loss import BlockLoss, Candidates, first_rejections
 from d2sd.train.optimizer import Optimizer
-from d2sd.train.packing import Packed, draw_anchors, pack_blocks
-from d2sd.train.prefixes import choose_prefixes
 from d2sd.train.state import load_state, save_state
-from d2sd.train.world import World
 from d2sd.train_recipe import SecondSettings, TrainSettings
 
 #: report(step, what it says of itself): loss, gradient norm, learning rate, each term.

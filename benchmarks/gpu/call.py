@@ -9,10 +9,10 @@ from torch import Tensor
 
 from benchmarks.gpu.shapes import PAGE_SIZE, Shape
 from d2sd.plugins.cascade_attention import cascade_attention
-from d2sd.plugins.cascade_attention.visible import pack_visible
-from d2sd.plugins.kv_pages.fp8 import from_pages, to_pages
+from d2sd.plugins.cascade_attention.mask import pack_visible
+from d2sd.plugins.fp8 import from_pages, to_pages
 
-# Shape letters as in plugins/cascade_attention/op.py.
+# Shape letters as in plugins/cascade_attention/reference.py.
 
 #: Largest error as a part of the largest value, as the kernels' tests allow it (tests/plugins/kernels/calls.py).
 BUDGET = {torch.float32: 2e-6, torch.float16: 2 * 2**-11, torch.bfloat16: 2 * 2**-8}

@@ -21,7 +21,7 @@ from benchmarks.gpu.flashinfer_peer import NAME as FLASHINFER
 from benchmarks.gpu.flashinfer_peer import flashinfer
 from benchmarks.gpu.shapes import Shape, checked, flexed, timed
 from benchmarks.gpu.timing import Run, Times
-from d2sd.plugins.cascade_attention.launch import fused_cascade_attention
+from d2sd.plugins.cascade_attention.triton.launch import fused_cascade_attention
 
 OURS = "ours"
 #: A run, and what turns its result into [B, T, Hq, D] of the call; None: there is no result to check.

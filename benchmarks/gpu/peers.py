@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.gpu.call import Call
-from d2sd.plugins.kv_pages.fp8 import from_pages
+from d2sd.plugins.fp8 import from_pages
 
-# Shape letters as in plugins/cascade_attention/op.py; L = S + T.
+# Shape letters as in plugins/cascade_attention/reference.py; L = S + T.
 
 Run = Callable[[], Tensor]
 #: Masked ones. "math" is PyTorch's own fallback, and the only one on a CPU.

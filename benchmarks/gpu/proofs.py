@@ -1,7 +1,7 @@
 """Tests that need a GPU, counted: a line of pytest's a test, so that a run that is cut still counts.
 
-They are those of the kernels and of training. `tests/runtime/test_tensorrt_cuda.py` asks for onnxscript, which is not
-packed for a machine without an index, and is run by itself.
+They are those of the kernels and of training. `tests/runtime/backends/test_tensorrt_cuda.py` asks
+for onnxscript, which is not packed for a machine without an index, and is run by itself.
 """
 
 from __future__ import annotations

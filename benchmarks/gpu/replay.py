@@ -15,8 +15,8 @@ from benchmarks.gpu.call import Call, compare, make_call
 from benchmarks.gpu.cases import Case, Note
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.timing import captured
-from d2sd.plugins.cascade_attention.launch import fused_cascade_attention
-from d2sd.plugins.cascade_attention.visible import pack_visible
+from d2sd.plugins.cascade_attention.mask import pack_visible
+from d2sd.plugins.cascade_attention.triton.launch import fused_cascade_attention
 
 #: Captured with the first lengths, replayed with all; one request at least always fills the bucket's 2048 slots.
 LENGTHS = ((2048, 2048), (2048, 1), (0, 2048), (700, 2048), (2048, 1999))

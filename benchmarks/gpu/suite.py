@@ -4,8 +4,8 @@
 
 Each part is a process of its own with a share of the time; one that dies is started again behind the case that killed
 it. `gpu.json` grows case by case, and another call with the same --out goes on with what is missing. Of the tests that
-need a GPU it runs those of the kernels and of training (`proofs.FILES`); `tests/runtime/test_tensorrt_cuda.py` is not
-among them. **Not yet run** on a GPU.
+need a GPU it runs those of the kernels and of training (`proofs.FILES`);
+`tests/runtime/backends/test_tensorrt_cuda.py` is not among them. **Not yet run** on a GPU.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from torch import Tensor
 from benchmarks.gpu.cases import Case, Note
 from benchmarks.gpu.timing import Times
 from d2sd.plugins.kv_pages import write_rows
-from d2sd.plugins.kv_pages.launch import fused_write_rows
+from d2sd.plugins.kv_pages.triton.launch import fused_write_rows
 
-# Shape letters as in plugins/kv_pages/op.py. Qwen3-8B: 36 layers of 8 K/V heads of 128.
+# Shape letters as in plugins/kv_pages/reference.py. Qwen3-8B: 36 layers of 8 K/V heads of 128.
 
 PAGE_SIZE, KV_HEADS, SIZE = 16, 8, 128
 

@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from d2sd.convert.engines.worker import Job, Report
-from d2sd.convert.progress import Progress, silent
 from d2sd.errors import BuildError
-from d2sd.plugins.tensorrt import Builder
+from d2sd.progress import Progress, silent
+from d2sd.tensorrt_env import Builder
 
 
 def build_engines(

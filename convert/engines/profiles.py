@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from d2sd.manifest import Shapes
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig
-from d2sd.plugins.cascade_attention.visible import WORD
+from d2sd.plugins.cascade_attention.mask import WORD
 from d2sd.recipe import Builder, Recipe
 
 #: Input -> its least, usual and greatest shape.

@@ -16,10 +16,10 @@ from typing import Any
 
 from d2sd.convert.engines.profiles import Profile
 from d2sd.errors import BuildError, D2SDError
-from d2sd.plugins.cascade_attention.blocks import HEAD_STEP, LARGEST_HEAD
-from d2sd.plugins.cascade_attention.onnx_function import BLOCK, TREE
-from d2sd.plugins.cascade_attention.tensorrt_plugin import register
-from d2sd.plugins.tensorrt import COMPUTE, Builder, Heard, TensorRT, find_tensorrt
+from d2sd.plugins.cascade_attention.onnx import BLOCK, TREE
+from d2sd.plugins.cascade_attention.tensorrt.plugin import register
+from d2sd.plugins.cascade_attention.triton.tiles import HEAD_STEP, LARGEST_HEAD
+from d2sd.tensorrt_env import COMPUTE, Builder, Heard, TensorRT, find_tensorrt
 
 #: Rises with every change of `configure`: engines that were built otherwise are built again.
 SETTINGS = 1

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from d2sd.convert.files import disk_space, remove
-from d2sd.convert.formats.borrowed import TargetParts, read_target_parts
 from d2sd.convert.formats.canonical import CanonicalDrafter, Format
 from d2sd.convert.formats.read import read_drafter
+from d2sd.convert.formats.shared_tensors import TargetParts, read_target_parts
 from d2sd.convert.formats.write import Writable, write
 from d2sd.errors import BuildError
+from d2sd.io import disk_space, remove
 from d2sd.modeling.config import Role
 
 

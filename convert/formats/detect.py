@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
+from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.formats import modelopt, specforge
 from d2sd.convert.formats.canonical import Format
-from d2sd.convert.formats.foreign import refuse_foreign
-from d2sd.convert.hf_config import HFConfig
+from d2sd.convert.formats.unsupported import refuse_foreign
 from d2sd.errors import CheckpointError
 
 

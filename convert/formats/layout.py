@@ -6,11 +6,11 @@ so one strict reader serves the three. A key that no reader of ours knows is ref
 
 from __future__ import annotations
 
+from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.formats import specforge
-from d2sd.convert.formats.body import INERT, READ, read_body
-from d2sd.convert.formats.foreign import KEYS
+from d2sd.convert.formats.backbone import INERT, READ, read_body
 from d2sd.convert.formats.layer_ids import fault, from_convention, usual_ids
-from d2sd.convert.hf_config import HFConfig
+from d2sd.convert.formats.unsupported import KEYS
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig, Role
 

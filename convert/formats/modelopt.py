@@ -7,7 +7,7 @@ their keys. Quantized exports carry `quantization_config`, or `hf_quant_config.j
 
 from __future__ import annotations
 
-from d2sd.convert.hf_config import HFConfig
+from d2sd.convert.checkpoint.hf_config import HFConfig
 
 #: Files beside the weights that change what they mean: nothing is read then.
 QUANTIZED = ("hf_quant_config.json", "quantize_config.json", "quant_cfg.json")

@@ -10,17 +10,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from d2sd.convert.draft_vocab import read_draft_vocabulary
-from d2sd.convert.drafter import check_target, drafter_shapes
+from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary
+from d2sd.convert.checkpoint.drafter import check_target, drafter_shapes
+from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.weights import TensorInfo, read_headers, read_tensors
 from d2sd.convert.formats import modelopt, specforge, speculators
-from d2sd.convert.formats.borrowed import EMBEDDING, HEAD, TargetParts
 from d2sd.convert.formats.canonical import CanonicalDrafter, Format, Source
 from d2sd.convert.formats.detect import detect
 from d2sd.convert.formats.layer_ids import sort_columns
 from d2sd.convert.formats.layout import read_layout
+from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts
 from d2sd.convert.formats.speculators_tensors import EXTRA, read_extra
-from d2sd.convert.hf_config import HFConfig
-from d2sd.convert.weights import TensorInfo, read_headers, read_tensors
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig, Role
 

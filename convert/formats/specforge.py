@@ -7,7 +7,7 @@ drafter that looks like a first one; only its owner can say so (`declared`).
 
 from __future__ import annotations
 
-from d2sd.convert.hf_config import HFConfig
+from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.modeling.config import Role
 
 #: `training_mode`, or `loss_type` where there is none. D-PACE weighs the loss of a first drafter, no more.

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from d2sd.convert.draft_vocab import check_ids
-from d2sd.convert.formats.borrowed import EMBEDDING, HEAD, TargetParts, borrowed, check_copies
+from d2sd.convert.checkpoint.draft_vocab import check_ids
+from d2sd.convert.checkpoint.weights import TensorInfo, read_tensor
+from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts, borrowed, check_copies
 from d2sd.convert.formats.vocabulary import from_tensors, to_tensors
-from d2sd.convert.weights import TensorInfo, read_tensor
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig
 

@@ -16,14 +16,14 @@ from typing import Literal
 from safetensors.torch import save
 from torch import Tensor
 
-from d2sd.convert.draft_vocab import write_draft_vocabulary
+from d2sd.convert.checkpoint.draft_vocab import write_draft_vocabulary
+from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.weights import write_tensors
 from d2sd.convert.formats import speculators, zlab
-from d2sd.convert.formats.borrowed import EMBEDDING, HEAD, TargetParts
 from d2sd.convert.formats.canonical import CanonicalDrafter
 from d2sd.convert.formats.read import read_config
+from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts
 from d2sd.convert.formats.speculators_tensors import extra_tensors
-from d2sd.convert.hf_config import HFConfig
-from d2sd.convert.weights import write_tensors
 from d2sd.errors import CheckpointError
 
 Writable = Literal["z-lab", "speculators"]

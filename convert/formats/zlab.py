@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 import torch
 
-from d2sd.convert.formats.body import INERT, body_fields
+from d2sd.convert.checkpoint.hf_config import rope_fields
+from d2sd.convert.formats.backbone import INERT, body_fields
 from d2sd.convert.formats.layer_ids import to_convention
-from d2sd.convert.hf_config import rope_fields
 from d2sd.modeling.config import DrafterConfig
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
-from d2sd.plugins.cascade_attention.onnx_function import BLOCK, DOMAIN, TREE, attributes
+from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, attributes
 
 # Shape letters: B requests, T rows, C new context rows, W words of visibility, M pages a request, P pages, Z tokens a
 # page, E hidden, n tapped layers, L layers, Hkv heads, D head size.

@@ -23,7 +23,7 @@ from d2sd.errors import BuildError
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.plugins.cascade_attention.onnx_function import DOMAIN, OPSET, functions
+from d2sd.plugins.cascade_attention.onnx import DOMAIN, OPSET, functions
 
 #: Packages that decide what a graph is, and what its check finds.
 TOOLS = ("onnx", "onnxscript", "onnxruntime")

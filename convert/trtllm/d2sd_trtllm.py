@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 try:
-    _register = import_module("d2sd.runtime.trtllm.register").register
+    _register = import_module("d2sd.integrations.trtllm.register").register
 except ImportError as error:
     if os.environ.get("D2SD_TRTLLM") == "require":
         raise

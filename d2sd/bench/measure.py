@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from d2sd.bench.result import Bin, Cell, Difference, Drafter, Key, Response
+from d2sd.convert.validate.near_ties import TIE, first_difference
 from d2sd.runtime.engine import Engine, StepTrace
 from d2sd.runtime.observe import Observation, observe
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence as Running
-from d2sd.runtime.ties import TIE, first_difference
 
 #: Tokens of the warm-up: all shapes of a step are met, and what it counted is thrown away.
 _WARM_UP = 8

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from d2sd.cli.executors import ExecutorName, executor_option
-from d2sd.cli.report import Reporting, bar
+from d2sd.cli.report import Reporting
+from d2sd.convert.bundle.backends import ExecutorName, executor_option
 from d2sd.errors import D2SDError
+from d2sd.progress import bar
 from d2sd.recipe import Policy
 
 if TYPE_CHECKING:
     from d2sd.bench.matrix import Matrix
-    from d2sd.convert.bundle import Bundle
+    from d2sd.convert.bundle.load import Bundle
 
 
 class Listed(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of Click only
@@ -98,8 +99,8 @@ def bench(
         raise click.UsageError("name a bundle, or two results with --compare")
     from d2sd.bench.matrix import Matrix
     from d2sd.bench.result import Settings
-    from d2sd.cli.bench_run import Run
-    from d2sd.convert.bundle import load_bundle
+    from d2sd.bench.run import Run
+    from d2sd.convert.bundle.load import load_bundle
 
     loaded = load_bundle(bundle, progress=bar)
     tree = loaded.recipe.tree
@@ -124,7 +125,7 @@ def _runs(bundle: Bundle, name: Policy) -> bool:
 
 def _sets(prompts: tuple[Path, ...], per_set: int) -> dict[str, list[tuple[str, str]]]:
     """(id, text) of the first prompts of every set, by name."""
-    from d2sd.cli.serving import OWN_PROMPTS, read_prompts
+    from d2sd.prompts import OWN_PROMPTS, read_prompts
 
     files: list[Path] = []
     for path in prompts or (OWN_PROMPTS,):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from d2sd.cli.report import Reporting, bar
+from d2sd.cli.report import Reporting
+from d2sd.progress import bar
 
 
 @click.command(cls=Reporting)
@@ -31,13 +32,13 @@ def build(recipe: Path, plan: bool, overrides: tuple[str, ...], out: Path | None
     output = out or (loaded.path(loaded.output) if loaded.output else Path("bundles") / loaded.name)
     if plan:
         from d2sd.cli.tables import show_plan
-        from d2sd.convert.plan import make_plan
+        from d2sd.convert.build.plan import make_plan
 
         show_plan(make_plan(loaded), output)
         return
-    from d2sd.cli.checks import check_bundle
-    from d2sd.cli.fp8_trials import fp8_trials
-    from d2sd.convert.build import build as build_bundle
+    from d2sd.convert.build.pipeline import build as build_bundle
+    from d2sd.convert.validate.checks import check_bundle
+    from d2sd.convert.validate.fp8 import fp8_trials
 
     start = time.monotonic()
 

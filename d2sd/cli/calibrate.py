@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from d2sd.cli.report import Reporting, bar
+from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError
+from d2sd.progress import bar
 
 
 @click.command(cls=Reporting)
@@ -33,12 +34,13 @@ def calibrate(
         d2sd calibrate bundles/smollm2-135m --prompts held_out.jsonl --out calibration.json
     """
     from d2sd.calibration import write_calibration
-    from d2sd.cli.calibrate_fit import fit_calibration
-    from d2sd.cli.pictures.files import check_writable
-    from d2sd.cli.serving import OWN_PROMPTS, chat_request
-    from d2sd.convert.bundle import load_bundle
-    from d2sd.convert.drafter import fingerprint
+    from d2sd.convert.bundle.load import load_bundle
+    from d2sd.convert.bundle.serving import chat_request
+    from d2sd.convert.checkpoint.drafter import fingerprint
+    from d2sd.prompts import OWN_PROMPTS
     from d2sd.runtime.request import SamplingParams
+    from d2sd.train.confidence.fit import fit_calibration
+    from d2sd.viz.files import check_writable
 
     check_writable(out)
     loaded = load_bundle(bundle, progress=bar)
@@ -65,7 +67,7 @@ def calibrate(
 
 
 def _prompts(path: Path, exclude: Path | None, count: int) -> list[str]:
-    from d2sd.cli.serving import read_prompts
+    from d2sd.prompts import read_prompts
 
     try:
         lines = exclude.read_text("utf-8").split("\n") if exclude else []

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from d2sd.cli.executors import ExecutorName, executor_option
-from d2sd.cli.report import Reporting, bar
+from d2sd.cli.report import Reporting
+from d2sd.convert.bundle.backends import ExecutorName, executor_option
+from d2sd.progress import bar
 from d2sd.recipe import Policy
 
 if TYPE_CHECKING:
-    from d2sd.cli.pictures.record import Recording
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.sequence import Sequence
+    from d2sd.viz.record import Recording
 
 
 @click.command(cls=Reporting)
@@ -52,11 +53,11 @@ def generate(
 
         d2sd generate bundles/smollm2-135m -p "Why is the sky blue?" --stats
     """
-    from d2sd.cli.pictures.files import check_writable
-    from d2sd.cli.pictures.record import Recording
-    from d2sd.cli.serving import chat_request, make_engine
-    from d2sd.convert.bundle import load_bundle
+    from d2sd.convert.bundle.load import load_bundle
+    from d2sd.convert.bundle.serving import chat_request, make_engine
     from d2sd.runtime.request import SamplingParams
+    from d2sd.viz.files import check_writable
+    from d2sd.viz.record import Recording
 
     for path in (tree_svg, html):
         if path is not None:
@@ -110,22 +111,22 @@ def _write(engine: Engine, prompts: dict[Sequence, str], recordings: dict[Sequen
 
 def _picture(recordings: list[Recording], show_tree: bool, tree_svg: Path | None, html: Path | None) -> None:
     """The tree of the step that accepted most, and the page of all steps."""
-    from d2sd.cli.pictures.files import write_whole
+    from d2sd.viz.files import write_whole
 
     best = max(recordings, key=lambda recording: len(recording.turns[recording.best].pieces))
     step = best.turns[best.best].step
     if show_tree:
         from rich.console import Console
 
-        from d2sd.cli.draw import draw_tree
+        from d2sd.viz.terminal import draw_tree
 
         Console().print(draw_tree(step))
     if tree_svg is not None:
-        from d2sd.cli.pictures.svg import standalone
-        from d2sd.cli.pictures.words import caption
+        from d2sd.viz.svg import standalone
+        from d2sd.viz.words import caption
 
         write_whole(tree_svg, standalone(step, caption(step, best.best + 1, len(best.turns))))
     if html is not None:
-        from d2sd.cli.pictures.page import page
+        from d2sd.viz.page import page
 
         write_whole(html, page(recordings))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from d2sd.cli.report import Reporting, bar
+from d2sd.cli.report import Reporting
+from d2sd.progress import bar
 
 
 @click.command(cls=Reporting)
@@ -19,7 +20,7 @@ def inspect(bundle: Path) -> None:
         d2sd inspect bundles/smollm2-135m
     """
     from d2sd.cli.tables import show_manifest
-    from d2sd.convert.bundle import verify_files
+    from d2sd.convert.bundle.load import verify_files
     from d2sd.manifest import load_manifest
 
     manifest = load_manifest(bundle)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -33,16 +31,3 @@ class Reporting(click.Command):
 
 class ReportingGroup(Reporting, click.Group):
     """The same for a group."""
-
-
-@contextmanager
-def bar(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Draw a bar while work runs (`d2sd.convert.progress.Progress`); nothing remains of it, and none off a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda count: progress.advance(task, count)

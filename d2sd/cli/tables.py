@@ -12,7 +12,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
-    from d2sd.convert.plan import Plan
+    from d2sd.convert.build.plan import Plan
     from d2sd.manifest import Manifest
     from d2sd.modeling.config import DecoderConfig, DrafterConfig
     from d2sd.recipe import Recipe
@@ -118,7 +118,7 @@ def _pool(plan: Plan) -> int:
 
 def _gpus(plan: Plan) -> None:
     """Arithmetic of weights and K/V alone: activations, logits and CUDA's own come on top."""
-    from d2sd.convert.plan import GPUS
+    from d2sd.convert.build.plan import GPUS
 
     needed, context = plan.weight_bytes + _pool(plan), plan.recipe.limits.max_context
     _line("a request", f"{_size(plan.request_bytes)} of K/V for {context:,} tokens")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from d2sd.cli.report import Reporting, bar
+from d2sd.cli.report import Reporting
+from d2sd.progress import bar
 
 
 @click.command(cls=Reporting)
@@ -32,13 +33,13 @@ def train(recipe: Path, work: Path | None, out: Path, plan: bool) -> None:
     loaded = load_train_recipe(recipe)
     work = work or Path("training") / loaded.name
     if plan:
-        from d2sd.cli.train_plan import show_plan
+        from d2sd.train.pipeline.plan import show_plan
 
         show_plan(loaded, work, out)
         return
-    from d2sd.cli.train_run import Run
-    from d2sd.convert.progress import silent
-    from d2sd.train.world import World
+    from d2sd.progress import silent
+    from d2sd.train.dist import World
+    from d2sd.train.pipeline.run import Run
 
     world = World.join()
     try:

@@ -11,7 +11,7 @@ from d2sd.cli.report import Reporting, ReportingGroup
 
 @click.group(cls=ReportingGroup)
 def trtllm() -> None:
-    """Hold the installed TensorRT-LLM against what d2sd knows of it, or write a target for an old one.
+    """Compare the installed TensorRT-LLM with the version d2sd was written against.
 
     For example:
 
@@ -31,9 +31,9 @@ def check(context: click.Context, bundle: Path | None) -> None:
 
         d2sd trtllm check bundles/qwen3-8b
     """
-    from d2sd.runtime.trtllm.contract import COMMITS
-    from d2sd.runtime.trtllm.probe import failures, probe
-    from d2sd.runtime.trtllm.register import unfit
+    from d2sd.integrations.trtllm.contract import COMMITS
+    from d2sd.integrations.trtllm.probe import failures, probe
+    from d2sd.integrations.trtllm.register import unfit
 
     rows = probe()
     for row in rows:
@@ -44,7 +44,7 @@ def check(context: click.Context, bundle: Path | None) -> None:
         click.echo(f"    read: {module} at {commit}")
     reasons = failures(rows)
     if bundle is not None:
-        from d2sd.convert.trtllm.faces import check_faces
+        from d2sd.convert.trtllm.llm_args import check_faces
 
         for name in check_faces(bundle):
             click.echo(f"{name}: every key as in TensorRT-LLM's sources")
@@ -54,21 +54,3 @@ def check(context: click.Context, bundle: Path | None) -> None:
     click.echo(f"both drafters, one chain: {told}")
     click.echo("D²SD's tree: not available in TensorRT-LLM; d2sd serves it on its own runtime")
     context.exit(1 if reasons else 0)
-
-
-@trtllm.command(cls=Reporting)
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="A new folder.")
-def legacy(bundle: Path, out: Path) -> None:
-    """Write BUNDLE's target in the old checkpoint layout, for TensorRT-LLM <= 1.2.1 / 1.3.0rc20 and one GPU.
-
-    Later versions load BUNDLE/target itself. The drafters have no place in the old layout. Not yet run.
-
-    For example:
-
-        d2sd trtllm legacy bundles/qwen3-8b --out checkpoints/qwen3-8b
-    """
-    from d2sd.convert.trtllm.legacy import STAMP, write_legacy
-
-    write_legacy(bundle / "target", out)
-    click.echo(f"{out}: for {STAMP}, not yet run")

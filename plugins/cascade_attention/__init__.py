@@ -1,3 +1,3 @@
-from d2sd.plugins.cascade_attention.op import cascade_attention
+from d2sd.plugins.cascade_attention.reference import cascade_attention
 
 __all__ = ["cascade_attention"]

@@ -1,3 +1,3 @@
-from d2sd.plugins.kv_pages.op import write_rows
+from d2sd.plugins.kv_pages.reference import write_rows
 
 __all__ = ["write_rows"]

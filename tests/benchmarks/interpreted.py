@@ -14,7 +14,7 @@ from benchmarks.gpu import copy_rate, kernels, peers, replay, timing, writes
 from benchmarks.gpu.call import Wrong, make_call
 from benchmarks.gpu.cases import Skip
 from benchmarks.gpu.shapes import Shape
-from d2sd.plugins.cascade_attention.launch import fused_cascade_attention
+from d2sd.plugins.cascade_attention.triton.launch import fused_cascade_attention
 from tests.plugins.kernels.calls import DEVICE  # mends the interpreter
 
 TINY = Shape((32, 32), 5, heads=6, kv_heads=2, size=16, kind="fp16")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from d2sd.cli.fp8_trials import fp8_trials
-from d2sd.convert.build import build
-from d2sd.convert.drafter import write_drafter
+from d2sd.convert.build.pipeline import build
+from d2sd.convert.checkpoint.drafter import write_drafter
+from d2sd.convert.validate.fp8 import fp8_trials
 from d2sd.modeling.config import Family, Role
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from d2sd.convert.drafter import read_drafter_config
-from d2sd.convert.target import read_target_config
+from d2sd.convert.checkpoint.drafter import read_drafter_config
+from d2sd.convert.checkpoint.target import read_target_config
 from tests.consumers.helpers import needs, python_of, run, run_child
 
 pytestmark = needs("edgellm")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from d2sd.convert.drafter import write_drafter
+from d2sd.convert.checkpoint.drafter import write_drafter
 from d2sd.convert.formats.convert import convert
 from d2sd.modeling.drafter import Drafter
 from tests.consumers.helpers import TOLERANCE, expected_logits, needs, run_child, write_prompt

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from d2sd.calibration import CalibrationFile, write_calibration
-from d2sd.convert.drafter import fingerprint, load_drafter, write_drafter
-from d2sd.convert.hf_config import rope_fields
+from d2sd.convert.checkpoint.drafter import fingerprint, load_drafter, write_drafter
+from d2sd.convert.checkpoint.hf_config import rope_fields
 from d2sd.modeling.decoder import Decoder
 from tests.tiny import tiny_decoder, tiny_drafter
 

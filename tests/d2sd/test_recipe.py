@@ -12,7 +12,7 @@ import yaml
 import d2sd.recipe
 from d2sd.errors import RecipeError
 from d2sd.recipe import Policy, Recipe, load_recipe
-from d2sd.runtime.policy import NAMES
+from d2sd.runtime.speculation.policy import NAMES
 
 ROOT = Path(__file__).parents[2]
 MINIMAL: dict[str, Any] = {

@@ -16,11 +16,11 @@ import torch
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.runtime.accept import Accepted
+from d2sd.runtime.backends.model_runner import TorchExecutor, Verified
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.draft import Branches, Draft
-from d2sd.runtime.executor import TorchExecutor, Verified
-from d2sd.runtime.tree import Tree
+from d2sd.runtime.speculation.accept import Accepted
+from d2sd.runtime.speculation.draft import Branches, Draft
+from d2sd.runtime.speculation.tree import Tree
 
 Slot = list[tuple[int, float]]
 

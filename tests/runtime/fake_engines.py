@@ -15,13 +15,13 @@ from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.layers import Attend
 from d2sd.modeling.rows import KVPool, Rows
 from d2sd.plugins.cascade_attention import cascade_attention
-from d2sd.plugins.cascade_attention.onnx_function import VERSION
-from d2sd.plugins.cascade_attention.visible import WORD
+from d2sd.plugins.cascade_attention.mask import WORD
+from d2sd.plugins.cascade_attention.onnx import VERSION
 from d2sd.plugins.kv_pages import write_rows
-from d2sd.plugins.tensorrt import TensorRT
 from d2sd.recipe import Recipe
-from d2sd.runtime.graphs import drafter_surface, target_surface
-from d2sd.runtime.tensorrt_check import EngineFile
+from d2sd.runtime.backends.exported import drafter_surface, target_surface
+from d2sd.runtime.backends.tensorrt_checks import EngineFile
+from d2sd.tensorrt_env import TensorRT
 from tests.runtime import fake_tensorrt
 from tests.runtime.fake_tensorrt import GRAPHS, Dims, _Graph
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention.onnx_function import BLOCK, DOMAIN, TREE, VERSION
-from d2sd.runtime.tensorrt_check import TYPES, Profile
+from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, VERSION
+from d2sd.runtime.backends.tensorrt_checks import TYPES, Profile
 
 Dims = tuple[int | str, ...]
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.rows import KVPool
-from d2sd.runtime.calibration import Calibration
+from d2sd.runtime.backends.model_runner import Executor, TorchExecutor
 from d2sd.runtime.engine import Engine, Output
-from d2sd.runtime.executor import Executor, TorchExecutor
-from d2sd.runtime.policy import PolicyName, make_policy
 from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.policy import PolicyName, make_policy
 from d2sd.runtime.text import Decode
 from tests.runtime.cheating import CheatingExecutor
 from tests.runtime.oracle import plain_text

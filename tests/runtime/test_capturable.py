@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.calibration import Calibration
 from d2sd.runtime.engine import Engine, StepTrace
-from d2sd.runtime.policy import NAMES, PolicyName
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.policy import NAMES, PolicyName
 from tests.runtime.helpers import BLOCK, honest, make_engine
 
 #: Operators whose result has the shape of its data, or is a number on the host.

@@ -9,8 +9,8 @@ import pytest
 
 from d2sd.errors import RequestError
 from d2sd.runtime.engine import Engine, Output
-from d2sd.runtime.policy import PolicyName
 from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.speculation.policy import PolicyName
 from tests.runtime.helpers import (
     BLOCK,
     BUDGET,

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.config import Family
-from d2sd.runtime.accept import Accepted
+from d2sd.runtime.backends.model_runner import TorchExecutor, Verified
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.draft import Branches, Draft
 from d2sd.runtime.engine import Engine, Output
-from d2sd.runtime.executor import TorchExecutor, Verified
-from d2sd.runtime.policy import NAMES, PolicyName
 from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.speculation.accept import Accepted
+from d2sd.runtime.speculation.draft import Branches, Draft
+from d2sd.runtime.speculation.policy import NAMES, PolicyName
 from d2sd.runtime.stats import SequenceStats
 from tests.runtime.cheating import CheatingExecutor
 from tests.runtime.helpers import (

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from d2sd.runtime.backends.model_runner import TorchExecutor
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.calibration import Calibration
-from d2sd.runtime.draft import Branches, Draft
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.executor import TorchExecutor
-from d2sd.runtime.policy import NAMES, WIDTH, PolicyName
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.draft import Branches, Draft
+from d2sd.runtime.speculation.policy import NAMES, WIDTH, PolicyName
 from tests.runtime.helpers import (
     BLOCK,
     BRANCHES,

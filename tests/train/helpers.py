@@ -8,12 +8,12 @@ import torch
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.train.answers import Answer
-from d2sd.train.features import TrainingData
-from d2sd.train.initial import drafter_config, drafter_from_target
-from d2sd.train.loss import block_hidden
-from d2sd.train.packing import pack_blocks
-from d2sd.train.prefixes import first_errors
+from d2sd.train.data.features import TrainingData
+from d2sd.train.data.packing import pack_blocks
+from d2sd.train.data.prefixes import first_errors
+from d2sd.train.data.responses import Answer
+from d2sd.train.init_from_target import drafter_config, drafter_from_target
+from d2sd.train.objectives.loss import block_hidden
 from d2sd.train_recipe import Geometry, SecondSettings
 from tests.tiny import full_pass, greedy_text, random_tokens, tiny_decoder
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.train.features import online_features
-from d2sd.train.flex import attend_flex
+from d2sd.train.data.features import online_features
+from d2sd.train.data.packing import attend_packed
+from d2sd.train.flex_attention import attend_flex
 from d2sd.train.loop import Trainer
-from d2sd.train.packing import attend_packed
 from tests.tiny import tiny_decoder, tiny_drafter
 from tests.train.helpers import TAPS, greedy_answers, new_drafter, settings, target
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from d2sd.modeling.drafter import Drafter
+from d2sd.train.dist import World
 from d2sd.train.loop import Trainer
-from d2sd.train.world import World
 from d2sd.train_recipe import TrainSettings
 from tests.train.helpers import exact_features, greedy_answers, new_drafter, settings, target
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from d2sd import tensorrt_env as tensorrt
 from d2sd.convert.engines import build as build_module
 from d2sd.convert.engines.build import build_engines, unversioned_library
 from d2sd.convert.engines.profiles import Profile
 from d2sd.convert.engines.worker import Job, Report, build_engine, configure, keep, remember
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.errors import BuildError
-from d2sd.plugins import tensorrt
 from tests.modeling.test_fp8 import fp8_decoder
 from tests.tiny import tiny_decoder, tiny_drafter
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from d2sd.convert.drafter import write_drafter
-from d2sd.convert.formats.borrowed import read_target_parts
+from d2sd.convert.checkpoint.drafter import write_drafter
+from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.target import parse_target_config
 from d2sd.convert.formats.convert import convert
 from d2sd.convert.formats.read import read_drafter
-from d2sd.convert.hf_config import HFConfig
-from d2sd.convert.target import parse_target_config
+from d2sd.convert.formats.shared_tensors import read_target_parts
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import Family, RopeConfig
 from tests.convert.formats.helpers import (

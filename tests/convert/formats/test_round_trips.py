@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.convert.drafter import load_drafter, read_drafter_config, write_drafter
+from d2sd.convert.checkpoint.drafter import load_drafter, read_drafter_config, write_drafter
 from d2sd.convert.formats.convert import convert
 from d2sd.convert.formats.read import read_drafter
 from d2sd.convert.formats.write import Writable

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.offline import offline_transformers
 from d2sd.convert.formats.convert import convert
 from d2sd.convert.formats.read import read_drafter
 from d2sd.convert.formats.speculators import QWEN3_DEFAULTS, config_text, read_speculators
 from d2sd.convert.formats.vocabulary import from_tensors, to_tensors
-from d2sd.convert.hf_config import HFConfig
-from d2sd.convert.offline import offline_transformers
 from d2sd.modeling.config import RopeConfig
 from tests.convert.formats.helpers import IDS, extra, reduced, speculators_fields, tiny_pair, write_foreign
 from tests.convert.helpers import write_project

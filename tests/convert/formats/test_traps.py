@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from d2sd.convert.drafter import check_fit, read_drafter_config
-from d2sd.convert.formats.borrowed import read_target_parts
+from d2sd.convert.checkpoint.drafter import check_fit, read_drafter_config
 from d2sd.convert.formats.convert import convert
 from d2sd.convert.formats.read import read_drafter
+from d2sd.convert.formats.shared_tensors import read_target_parts
 from d2sd.errors import BuildError, CheckpointError
 from d2sd.modeling.config import RopeConfig
 from tests.convert.formats.helpers import (

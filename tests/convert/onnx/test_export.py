@@ -15,7 +15,7 @@ from d2sd.modeling.config import Family
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.rows import KVPool, Rows
-from d2sd.runtime.graphs import GraphDecoder, GraphDrafter, OnnxSession
+from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession
 from tests.convert.helpers import tree_bytes
 from tests.tiny import ancestor_mask, pool_for, random_tokens, random_tree, tiny_decoder, tiny_drafter
 

@@ -15,10 +15,10 @@ import torch
 import triton  # type: ignore[import-untyped]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 
-from d2sd.plugins.cascade_attention import launch as attention
-from d2sd.plugins.cascade_attention.triton_kernel import cascade_attention_kernel, merge_kernel
-from d2sd.plugins.kv_pages import launch as pages
-from d2sd.plugins.kv_pages.triton_kernel import write_rows_kernel
+from d2sd.plugins.cascade_attention.triton import launch as attention
+from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel
+from d2sd.plugins.kv_pages.triton import launch as pages
+from d2sd.plugins.kv_pages.triton.kernel import write_rows_kernel
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "compile_kernels.py"))
 triton.runtime.driver.set_active(

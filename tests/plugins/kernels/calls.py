@@ -13,9 +13,9 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.runtime import interpreter  # type: ignore[import-untyped]
 
-from d2sd.plugins.cascade_attention.launch import launch
-from d2sd.plugins.cascade_attention.visible import pack_visible
-from d2sd.plugins.kv_pages.fp8 import from_pages, to_pages
+from d2sd.plugins.cascade_attention.mask import pack_visible
+from d2sd.plugins.cascade_attention.triton.launch import launch
+from d2sd.plugins.fp8 import from_pages, to_pages
 from tests.plugins.test_cascade_attention import Call
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"

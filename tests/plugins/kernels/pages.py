@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins.kv_pages import write_rows
-from d2sd.plugins.kv_pages.launch import fused_write_rows
+from d2sd.plugins.kv_pages.triton.launch import fused_write_rows
 from tests.plugins.kernels.calls import DEVICE
 from tests.plugins.test_kv_pages import KEEP, PATH, POSITIONS, TABLE
 

@@ -1,0 +1,143 @@
+"""The stages of a build that makes FP8: what ModelOpt needs is made of the unquantized models, which stay hidden.
+
+plain_target   the target in the recipe's precision, where its source is not a folder of that kind already
+texts          prompts with answers that the unquantized target samples: calibration, and comparison afterwards
+target         calibrated on the texts
+drafter_*      each calibrated while it drafts for the target of the bundle, the second behind the first
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from d2sd.convert.build.fp8_scales import ModelOpt, quantize_drafter, quantize_target
+from d2sd.convert.build.plan import Part, Plan
+from d2sd.convert.build.stage_cache import Work
+from d2sd.convert.bundle.load import Bundle
+from d2sd.convert.checkpoint.drafter import load_drafter, write_drafter
+from d2sd.convert.checkpoint.offline import load_tokenizer
+from d2sd.convert.checkpoint.target import load_target, stop_tokens, write_target
+from d2sd.convert.checkpoint.weights import DTYPES
+from d2sd.io import digest, write_json
+from d2sd.manifest import Manifest
+from d2sd.modeling.config import DrafterConfig
+from d2sd.modeling.drafter import Drafter
+from d2sd.recipe import FP8
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Token ids, the first `prompt` of which are a prompt."""
+
+    ids: list[int]
+    prompt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Trials:
+    """What FP8 asks of the runtime, which converters do not know."""
+
+    #: prompts, each with an answer of the bundle's target
+    texts: Callable[[Bundle], list[Text]]
+    #: draft with every drafter of the bundle
+    exercise: Callable[[Bundle], None]
+    #: what FP8 changed: the unquantized bundle, the FP8 one, the texts -> figures for `manifest.checks`
+    compare: Callable[[Bundle, Bundle, list[Text]], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Build:
+    """`plain` is the manifest of the same bundle without FP8; `source` a folder with the target in 16 bits."""
+
+    plan: Plan
+    work: Work
+    trials: Fp8Trials
+    modelopt: ModelOpt
+    plain: Manifest
+    source: Path
+
+    @property
+    def wanted(self) -> FP8:
+        assert self.plan.recipe.fp8 is not None
+        return self.plan.recipe.fp8
+
+    def texts(self) -> list[Text]:
+        """The stage `texts`, read back."""
+        values = json.loads((self.work.hidden / "texts" / "texts.json").read_text("utf-8"))["texts"]
+        return [Text(**text) for text in values]
+
+    def inputs(self) -> dict[str, object]:
+        """What decides an FP8 model beside its source."""
+        return {"fp8": self.wanted.model_dump(mode="json"), "texts": digest([asdict(text) for text in self.texts()])}
+
+    def write_texts(self, folder: Path) -> None:
+        texts = self.trials.texts(self._bundle(first=None, second=None, target=self.source))
+        folder.mkdir(parents=True)
+        write_json(folder / "texts.json", {"texts": [asdict(text) for text in texts]})
+
+    def makes(self, part: Part) -> bool:
+        """Whether FP8 is made of this part."""
+        return self.wanted.target if part is self.plan.target else self.wanted.drafters
+
+    def write(self, part: Part, folder: Path) -> None:
+        """Write `folder`, the FP8 model of a part."""
+        if part is self.plan.target:
+            self._write_target(folder)
+        else:
+            self._write_drafter(part, folder)
+
+    def _write_target(self, folder: Path) -> None:
+        precision, progress = self.plan.recipe.precision, self.work.progress
+        with self.work.scratch() as exported:
+            quantize_target(
+                self.modelopt, self.source, exported, [text.ids for text in self.texts()],
+                dtype=DTYPES[precision], kv=self.wanted.kv, progress=progress,
+            )  # fmt: skip
+            write_target(exported, folder, precision, progress, text_side=self.source)
+
+    def _write_drafter(self, part: Part, folder: Path) -> None:
+        """Write a drafter, calibrated behind the models that the bundle holds by now."""
+        drafter = self._drafter(part)
+        first = self.work.bundle / "drafter_first"
+        if part.name == first.name:
+            bundle = self._bundle(first=drafter, second=None)
+        else:
+            bundle = self._bundle(first=load_drafter(first, self._dtype), second=drafter)
+        with self.work.progress(f"calibrating {part.name}"):
+            tensors, quantization = quantize_drafter(self.modelopt, drafter, lambda: self.trials.exercise(bundle))
+        write_drafter(folder, drafter.config, tensors, quantization)
+
+    def compare(self, bundle: Bundle) -> dict[str, Any]:
+        """Figures of the finished bundle against the unquantized one."""
+        drafters = {part.name: self._drafter(part) for part in self.plan.drafters}
+        plain = self._bundle(
+            first=drafters.get("drafter_first"), second=drafters.get("drafter_second"), target=self.source
+        )
+        return self.trials.compare(plain, bundle, self.texts())
+
+    def _drafter(self, part: Part) -> Drafter:
+        assert isinstance(part.config, DrafterConfig)
+        return load_drafter(Path(part.source), self._dtype, part.config.role)
+
+    def _bundle(self, *, first: Drafter | None, second: Drafter | None, target: Path | None = None) -> Bundle:
+        """A bundle in memory: with the target of the bundle under construction if it is there, else the plain one."""
+        made = self.work.bundle / "target"
+        folder = target or (made if made.is_dir() else self.source)
+        return Bundle(
+            path=self.work.bundle,
+            manifest=self.plain,
+            target=load_target(folder, self._dtype),
+            first=first,
+            second=second,
+            tokenizer=load_tokenizer(self.source),
+            stop_token_ids=stop_tokens(self.source),
+            calibration=None,
+        )
+
+    @property
+    def _dtype(self) -> Any:
+        return DTYPES[self.plan.recipe.precision]

@@ -1,0 +1,143 @@
+"""FP8 scales by NVIDIA ModelOpt (extra `fp8`): largest values of weights and inputs, over what models really read.
+
+The target is quantized as transformers' model and exported by ModelOpt itself; a drafter, which transformers does not
+know, in place, while d2sd's own loop runs it.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from d2sd.convert.checkpoint.offline import offline_transformers
+from d2sd.convert.checkpoint.quantization import DRAFTER_WIDE, Quantization
+from d2sd.errors import BuildError, CheckpointError
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.fp8 import linear_names
+from d2sd.plugins.fp8 import LARGEST, to_pages
+from d2sd.progress import Progress, silent
+
+PACKAGE = "nvidia-modelopt"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOpt:
+    """What is used of it."""
+
+    version: str
+    quantization: Any  # modelopt.torch.quantization
+    export: Any  # modelopt.torch.export
+
+
+def load_modelopt(progress: Progress = silent) -> ModelOpt:
+    """Import ModelOpt, which takes half a minute on a slow machine. Raises `BuildError` where it is not installed."""
+    try:
+        found = version(PACKAGE)
+    except PackageNotFoundError:
+        raise BuildError(
+            "FP8 is calibrated by NVIDIA ModelOpt, which is not installed.", where="fp8", fix="pip install 'd2sd[fp8]'"
+        ) from None
+    offline_transformers()
+    with progress("starting ModelOpt"), _quiet():
+        import modelopt.torch.export as export
+        import modelopt.torch.quantization as quantization
+    return ModelOpt(found, quantization, export)
+
+
+def quantize_target(
+    modelopt: ModelOpt,
+    source: Path,
+    directory: Path,
+    texts: Sequence[Sequence[int]],
+    *,
+    dtype: torch.dtype,
+    kv: bool,
+    progress: Progress = silent,
+) -> None:
+    """Export the 16-bit checkpoint `source` to `directory` as unified FP8, calibrated on token ids `texts`.
+
+    Every linear layer but the head is FP8; K/V where `kv`. The tokenizer is not copied.
+    """
+    model = _pretrained(source, dtype)
+    config = modelopt.quantization.FP8_DEFAULT_CFG
+    if kv:
+        with _quiet():
+            config = modelopt.quantization.utils.update_quant_cfg_with_kv_cache_quant(
+                config, modelopt.quantization.FP8_KV_CFG["quant_cfg"]
+            )
+
+    def read_all(model: Any) -> None:
+        with progress("calibrating the target", len(texts)) as advance:
+            for text in texts:
+                model(torch.tensor([text]))
+                advance(1)
+
+    with torch.inference_mode(), _quiet():
+        modelopt.quantization.quantize(model, config, read_all)
+        modelopt.export.export_hf_checkpoint(model, export_dir=directory)
+
+
+def quantize_drafter(
+    modelopt: ModelOpt, drafter: Drafter, run: Callable[[], None]
+) -> tuple[dict[str, Tensor], Quantization]:
+    """Calibrate `drafter` in place while `run` drafts with it. Return its FP8 tensors, and what they say of themselves.
+
+    Raises `BuildError` where a layer was never run or its input was zero.
+    """
+    described = Quantization(DRAFTER_WIDE, kv=False, producer=("modelopt", modelopt.version))
+    names = described.of(linear_names(drafter))
+    tensors = drafter.state_dict()
+    per_tensor = {"num_bits": (4, 3), "axis": None}
+    wanted = [
+        {"quantizer_name": f"*{name}.{kind}_quantizer", "cfg": per_tensor}
+        for name in names
+        for kind in ("weight", "input")
+    ]
+    config = {"quant_cfg": [{"quantizer_name": "*", "enable": False}, *wanted], "algorithm": "max"}
+    with _quiet():
+        modelopt.quantization.quantize(drafter, config, lambda _: run())
+    for name in names:
+        layer: Any = drafter.get_submodule(name)
+        for kind, quantizer in (("weight", layer.weight_quantizer), ("input", layer.input_quantizer)):
+            largest = quantizer.amax
+            if largest is None or not 0 < largest.item() < float("inf"):
+                raise BuildError(
+                    "A drafter's layer cannot be calibrated.", where=f"{name}: largest {kind}",
+                    found=None if largest is None else largest.item(), expected="a positive number",
+                )  # fmt: skip
+            tensors[f"{name}.{kind}_scale"] = largest.detach().float().reshape(()) / LARGEST
+        tensors[f"{name}.weight"] = to_pages(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"])
+    return tensors, described
+
+
+def _pretrained(source: Path, dtype: torch.dtype) -> Any:
+    try:
+        model = offline_transformers().AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError("transformers cannot read the target.", where=source, found=error) from None
+    return model.eval()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Swallow what ModelOpt prints and warns of, without touching stderr, where progress is drawn."""
+    level = logging.root.manager.disable
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(level)

@@ -1,0 +1,226 @@
+"""Recipe -> bundle, in the stages fetch, target, drafter_first, drafter_second, calibration, trtllm, onnx, engines/...,
+check, manifest.
+
+`Work` makes them survive a kill; a bundle's bytes depend on its recipe, its sources and the tools' versions alone (FP8
+scales also on the processor, whose sums round in their own order; TensorRT makes engines of the same size, but no two
+byte for byte).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from d2sd.calibration import NAME as CALIBRATION_NAME
+from d2sd.calibration import CalibrationFile, write_calibration
+from d2sd.convert.build.engines import EngineBuild
+from d2sd.convert.build.fetch import fetch
+from d2sd.convert.build.fp8 import Fp8Build, Fp8Trials
+from d2sd.convert.build.fp8_scales import PACKAGE, load_modelopt
+from d2sd.convert.build.plan import Part, Plan, make_plan
+from d2sd.convert.build.stage_cache import Run, Work
+from d2sd.convert.bundle.load import Bundle, assemble
+from d2sd.convert.checkpoint.drafter import fingerprint, load_drafter, write_drafter
+from d2sd.convert.checkpoint.gguf import convert_gguf
+from d2sd.convert.checkpoint.target import source_files, write_target
+from d2sd.convert.checkpoint.weights import DTYPES
+from d2sd.convert.trtllm.llm_args import FOLDER as TRTLLM
+from d2sd.convert.trtllm.llm_args import unserved, write_faces
+from d2sd.errors import BuildError
+from d2sd.io import hash_files, write_json
+from d2sd.manifest import NAME, DrafterGeometry, Manifest, TargetGeometry
+from d2sd.modeling.config import DecoderConfig, DrafterConfig
+from d2sd.progress import Progress, silent
+from d2sd.recipe import Recipe
+
+#: Proves the unpublished bundle and returns figures for `manifest.checks`; equal bundles must give equal figures.
+Check = Callable[[Bundle], dict[str, Any]]
+_TOOLS = ("d2sd", "torch", "transformers", "tokenizers", "safetensors", "gguf")
+#: Tokenizer and JSON beside the weights.
+_SMALL_FILES = 32 << 20
+
+
+def build(
+    recipe: Recipe,
+    output: Path,
+    *,
+    check: Check,
+    fp8: Fp8Trials | None = None,
+    progress: Progress = silent,
+    finished: Callable[[str], None] = lambda stage: None,
+) -> Manifest:
+    """Build the bundle of `recipe` at `output`, resuming what an earlier run finished; `finished` hears of each stage.
+
+    Raises `D2SDError`. Whatever configs and headers show to be wrong is reported before anything is written.
+    """
+    work = Work.beside(output, progress, finished)
+    plan = make_plan(recipe)
+    if recipe.target.pypi and plan.target is None:
+        fetch(recipe.target.pypi, progress)
+        plan = make_plan(recipe)
+    finished("fetch")
+    with work.exclusively():
+        manifest = _stages(plan, work, check, fp8)
+        write_json(work.bundle / NAME, manifest.model_dump(mode="json"))
+        work.publish()
+    finished("manifest")
+    return manifest
+
+
+def _stages(plan: Plan, work: Work, check: Check, trials: Fp8Trials | None) -> Manifest:
+    assert plan.target is not None, "the fetch stage has run"
+    served = unserved(plan.recipe) is None
+    engines = EngineBuild.of(plan, work)
+    optional = {"calibration": plan.calibration is not None, TRTLLM: served}
+    stages = {part.name for part in plan.parts} | {name for name, wanted in optional.items() if wanted}
+    work.keep_only(stages | set(engines.stages if engines else ()))
+    unproven = Manifest(
+        recipe=plan.recipe,
+        target=_target_geometry(plan.target),
+        first=_drafter_geometry(plan, "drafter_first"),
+        second=_drafter_geometry(plan, "drafter_second"),
+        files={},
+        versions={tool: version(tool) for tool in _TOOLS},
+        checks={},
+    )
+    fp8 = _fp8(plan, work, trials, unproven) if plan.recipe.fp8 is not None else None
+    if fp8 is not None:
+        unproven = unproven.model_copy(update={"versions": unproven.versions | {PACKAGE: fp8.modelopt.version}})
+    common: dict[str, object] = {"versions": unproven.versions, "precision": plan.recipe.precision}
+    files: dict[str, str] = {}
+    for part in plan.parts:
+        source, need, write = _target(plan, part, work) if part is plan.target else _drafter(plan, part, work)
+        inputs = common | {"source": source}
+        if fp8 is not None and fp8.makes(part):
+            inputs |= fp8.inputs() | {"behind": list(files.items())}
+            write = partial(fp8.write, part)
+        files |= work.stage(part.name, inputs, need, write).files
+    if plan.calibration is not None:
+        need, write = _calibration(plan, plan.calibration)
+        inputs = common | {"source": plan.calibration.model_dump(mode="json"), "drafters": list(files.items())}
+        files |= work.stage("calibration", inputs, need, write).files
+    if served:
+        inputs = common | {"recipe": plan.recipe.canonical(), "drafters": list(files.items())}
+        files |= work.stage(TRTLLM, inputs, 1 << 20, lambda folder: write_faces(folder, plan.recipe)).files
+    if engines is not None:
+        models = {name: mark for name, mark in files.items() if name.partition("/")[0] in {p.name for p in plan.parts}}
+        made, built = engines.run(common, models)
+        files |= made
+        unproven = unproven.model_copy(update={"versions": unproven.versions | engines.tools, "engines": built})
+    unproven = unproven.model_copy(update={"files": files})
+
+    def prove(folder: Path) -> dict[str, Any]:
+        bundle = assemble(work.bundle, unproven)
+        return check(bundle) | ({"fp8": fp8.compare(bundle)} if fp8 is not None else {})
+
+    result = work.stage("check", unproven.model_dump(mode="json"), 0, prove).result
+    return unproven.model_copy(update={"checks": result})
+
+
+def _fp8(plan: Plan, work: Work, trials: Fp8Trials | None, manifest: Manifest) -> Fp8Build:
+    """Make what FP8 needs of the unquantized target, out of the bundle."""
+    assert trials is not None, "a recipe with FP8 needs trials"
+    assert plan.target is not None
+    assert plan.target_file is not None
+    recipe = plan.recipe
+    common: dict[str, object] = {"versions": manifest.versions, "precision": recipe.precision}
+    source, need, write = _target(plan, plan.target, work)
+    folder, common = plan.target_file, common | {"source": source}
+    if recipe.target.pypi:
+        work.stage("plain_target", common, need, write, hidden=True)
+        folder = work.hidden / "plain_target"
+    plain = manifest.model_copy(update={"recipe": recipe.model_copy(update={"fp8": None})})
+    made = Fp8Build(plan, work, trials, load_modelopt(work.progress), plain, folder)
+    prompts = recipe.path(made.wanted.prompts) if made.wanted.prompts else None
+    inputs = common | {
+        "prompts": hash_files(prompts.parent, [prompts.name]) if prompts else None,
+        "count": made.wanted.count, "tokens": made.wanted.tokens,
+    }  # fmt: skip
+    work.stage("texts", inputs, 1 << 20, made.write_texts, hidden=True)
+    return made
+
+
+def _target(plan: Plan, part: Part, work: Work) -> tuple[object, int, Run]:
+    """Inputs, bytes needed and writer of the target's stage."""
+    file, precision, pypi = plan.target_file, plan.recipe.precision, plan.recipe.target.pypi
+    assert file is not None
+    need = part.weight_bytes + _SMALL_FILES
+    if not pypi:
+        hashes = hash_files(file, source_files(file), work.progress)
+        return hashes, need, lambda folder: write_target(file, folder, precision, work.progress)
+
+    def write(folder: Path) -> None:
+        with work.scratch() as converted:
+            with work.progress(f"converting {file.name}"):
+                convert_gguf(file, converted)
+            write_target(converted, folder, precision, work.progress)
+
+    return pypi.model_dump(), need + part.parameters * 4 + _SMALL_FILES, write  # 4: the conversion is in fp32
+
+
+def _drafter(plan: Plan, part: Part, work: Work) -> tuple[object, int, Run]:
+    """Inputs, bytes needed and writer of a drafter's stage: it is rewritten with every field explicit."""
+    source, config = Path(part.source), part.config
+    assert isinstance(config, DrafterConfig)
+
+    def write(folder: Path) -> None:
+        drafter = load_drafter(source, DTYPES[plan.recipe.precision], config.role)
+        write_drafter(folder, drafter.config, drafter.state_dict())
+
+    inputs = {"role": config.role, "files": hash_files(source, source_files(source), work.progress)}
+    return inputs, part.weight_bytes + _SMALL_FILES, write
+
+
+def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:
+    """Bytes needed and writer of the calibration, which must be of these very drafters."""
+
+    def write(folder: Path) -> None:
+        for place, part in enumerate(plan.drafters):
+            assert isinstance(part.config, DrafterConfig)
+            mark = fingerprint(load_drafter(Path(part.source), torch.float32, part.config.role))
+            if mark != calibration.drafters[place]:
+                raise BuildError(
+                    f"The calibration was fitted to another {('first', 'second')[place]} drafter.",
+                    where=f"{plan.recipe.path(plan.recipe.drafters.calibration or '')}: drafters.{place}",
+                    found=calibration.drafters[place], expected=mark,
+                    fix="run d2sd calibrate on a bundle with these drafters",
+                )  # fmt: skip
+        folder.mkdir(parents=True)
+        write_calibration(folder / CALIBRATION_NAME, calibration)
+
+    return 1 << 20, write
+
+
+def _target_geometry(part: Part) -> TargetGeometry:
+    assert isinstance(part.config, DecoderConfig)
+    body = part.body
+    return TargetGeometry(
+        family=part.config.family,
+        num_layers=body.num_layers,
+        hidden_size=body.hidden_size,
+        num_heads=body.num_heads,
+        num_kv_heads=body.num_kv_heads,
+        head_dim=body.head_dim,
+        vocab_size=part.config.vocab_size,
+        parameters=part.parameters,
+    )
+
+
+def _drafter_geometry(plan: Plan, name: str) -> DrafterGeometry | None:
+    for part in plan.drafters:
+        if part.name == name:
+            assert isinstance(part.config, DrafterConfig)
+            return DrafterGeometry(
+                role=part.config.role,
+                num_layers=part.body.num_layers,
+                block_size=part.config.block_size,
+                mask_token_id=part.config.mask_token_id,
+                target_layer_ids=part.config.target_layer_ids,
+                parameters=part.parameters,
+            )
+    return None

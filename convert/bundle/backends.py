@@ -1,0 +1,102 @@
+"""What runs a bundle's models: PyTorch, or their graphs in ONNX Runtime or as TensorRT engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+import click
+
+from d2sd.errors import BundleError
+
+if TYPE_CHECKING:
+    from d2sd.convert.bundle.load import Bundle
+    from d2sd.manifest import Engines
+    from d2sd.modeling.drafter import Drafter
+    from d2sd.runtime.backends.model_runner import TorchExecutor
+
+ExecutorName = Literal["torch", "onnx", "tensorrt"]
+executor_option = click.option(
+    "--executor", type=click.Choice(get_args(ExecutorName)), default="torch", show_default=True,
+    help="PyTorch, or the bundle's graphs in ONNX Runtime or as TensorRT engines.",
+)  # fmt: skip
+#: Their stages, and the names of their files.
+MODELS = ("target", "drafter_first", "drafter_second")
+
+
+def make_executor(bundle: Bundle, drafters: Sequence[Drafter], name: ExecutorName, device: str) -> TorchExecutor:
+    """An executor over the target and these drafters, the first ones of the bundle.
+
+    Raises `BundleError` where the bundle has no graphs or engines, or they do not run here, `BuildError` where TensorRT
+    is not installed.
+    """
+    from d2sd.runtime.backends.model_runner import TorchExecutor
+
+    if name == "torch":
+        models = [drafter.to(device) for drafter in drafters]
+        return TorchExecutor(bundle.target.to(device), *models, block_size=bundle.recipe.tree.block_size)
+    built = bundle.manifest.engines
+    if built is None:
+        raise BundleError(
+            "The bundle has neither graphs nor engines.", where=bundle.path,
+            fix="build it with --set 'engines={compute: [portable]}', or serve it with --executor torch",
+        )  # fmt: skip
+    if name == "onnx":
+        return _onnx(bundle, drafters)
+    return _tensorrt(bundle, drafters, built)
+
+
+def _onnx(bundle: Bundle, drafters: Sequence[Drafter]) -> TorchExecutor:
+    from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession
+    from d2sd.runtime.backends.model_runner import TorchExecutor
+
+    recipe = bundle.recipe
+    if recipe.precision == "bf16":
+        raise BundleError(
+            "ONNX Runtime computes no bf16 on a CPU.", where=f"{bundle.path}: precision",
+            fix="build the bundle in fp16 or fp32, or serve it with --executor torch",
+        )  # fmt: skip
+    sessions = [OnnxSession(bundle.path / "onnx" / f"{model}.onnx") for model in MODELS[: 1 + len(drafters)]]
+    graphs = [GraphDrafter(d, s, recipe.limits.page_size) for d, s in zip(drafters, sessions[1:], strict=True)]
+    taps = bundle.first.config.target_layer_ids if bundle.first else ()
+    return TorchExecutor(GraphDecoder(bundle.target, taps, sessions[0]), *graphs, block_size=recipe.tree.block_size)
+
+
+def _tensorrt(bundle: Bundle, drafters: Sequence[Drafter], built: Engines) -> TorchExecutor:
+    from d2sd.runtime.backends.tensorrt import engine_executor
+    from d2sd.runtime.backends.tensorrt_checks import EngineFile, this_device
+    from d2sd.tensorrt_env import find_tensorrt
+
+    trt, folder = find_tensorrt(built.builder), bundle.path / "engines"
+    capability = this_device(folder).capability
+    compute = choose_compute(built.compute, capability, folder)
+    files = [
+        EngineFile(
+            folder / compute / f"{model}.engine", built.builder, built.version, built.plugin_abi, compute,
+            built.profiles[model],
+        )
+        for model in MODELS[: 1 + len(drafters)]
+    ]  # fmt: skip
+    recipe = bundle.recipe
+    taps = bundle.first.config.target_layer_ids if bundle.first else ()
+    return engine_executor(
+        trt,
+        (bundle.target, files[0]),
+        *zip(drafters, files[1:], strict=True),
+        taps=taps,
+        page_size=recipe.limits.page_size,
+        block_size=recipe.tree.block_size,
+    )
+
+
+def choose_compute(built: Sequence[str], capability: tuple[int, int], folder: Path) -> str:
+    """The engines of a bundle for a GPU of this capability: its own, else those that may run anywhere."""
+    own = "sm{}{}".format(*capability)
+    for compute in (own, "native", "portable"):
+        if compute in built:
+            return compute
+    raise BundleError(
+        "The bundle has no engines for this GPU.", where=folder, found=", ".join(built), expected=own,
+        fix="build it with engines.compute for this GPU, or serve it with --executor torch",
+    )  # fmt: skip

@@ -1,0 +1,84 @@
+"""Open a bundle: verify every byte, then load its models onto the CPU in the bundle's precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from d2sd.calibration import NAME as CALIBRATION_NAME
+from d2sd.calibration import CalibrationFile, load_calibration
+from d2sd.convert.checkpoint.drafter import load_drafter
+from d2sd.convert.checkpoint.offline import load_tokenizer
+from d2sd.convert.checkpoint.target import load_target, stop_tokens
+from d2sd.convert.checkpoint.weights import DTYPES
+from d2sd.errors import BundleError
+from d2sd.io import hash_files, list_files
+from d2sd.manifest import NAME, Manifest, load_manifest
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from d2sd.progress import Progress, silent
+from d2sd.recipe import Recipe
+
+CALIBRATION = f"calibration/{CALIBRATION_NAME}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A loaded bundle. Models are in eval mode, without gradients, on the CPU."""
+
+    path: Path
+    manifest: Manifest
+    target: Decoder
+    first: Drafter | None
+    second: Drafter | None
+    tokenizer: Any  # a transformers tokenizer with its chat template
+    stop_token_ids: tuple[int, ...]
+    calibration: CalibrationFile | None
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.manifest.recipe
+
+
+def load_bundle(path: Path, *, verify: bool = True, progress: Progress = silent) -> Bundle:
+    """Open the bundle at `path`; raises `BundleError`. `verify=False` trusts files checked a moment ago."""
+    manifest = load_manifest(path)
+    if verify:
+        verify_files(path, manifest, progress)
+    return assemble(path, manifest)
+
+
+def verify_files(path: Path, manifest: Manifest, progress: Progress = silent) -> None:
+    """Demand exactly the manifest's files, byte for byte."""
+    present = [name for name in list_files(path) if name != NAME]
+    for what, names in {
+        "A file of the bundle is missing.": manifest.files.keys() - set(present),
+        "The bundle holds a file that is not its own.": set(present) - manifest.files.keys(),
+    }.items():
+        if names:
+            raise BundleError(what, where=path, found=", ".join(sorted(names)), fix="build it again")
+    for name, found in hash_files(path, present, progress).items():
+        if found != manifest.files[name]:
+            raise BundleError(
+                "A file of the bundle has changed.",
+                where=path / name,
+                found=found,
+                expected=manifest.files[name],
+                fix="build it again",
+            )
+
+
+def assemble(path: Path, manifest: Manifest) -> Bundle:
+    """Load the models of a folder that is known to be whole."""
+    dtype = DTYPES[manifest.recipe.precision]
+    return Bundle(
+        path=path,
+        manifest=manifest,
+        target=load_target(path / "target", dtype),
+        first=load_drafter(path / "drafter_first", dtype) if manifest.first else None,
+        second=load_drafter(path / "drafter_second", dtype) if manifest.second else None,
+        tokenizer=load_tokenizer(path / "target"),
+        stop_token_ids=stop_tokens(path / "target"),
+        calibration=load_calibration(path / CALIBRATION) if manifest.recipe.drafters.calibration else None,
+    )

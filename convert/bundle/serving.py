@@ -1,0 +1,111 @@
+"""From a loaded bundle to a running engine: the place where recipe, converters and runtime meet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from d2sd.convert.bundle.backends import ExecutorName, make_executor
+from d2sd.errors import BundleError
+from d2sd.progress import bar
+from d2sd.recipe import Policy
+
+if TYPE_CHECKING:
+    from d2sd.convert.bundle.load import Bundle
+    from d2sd.runtime.engine import Engine
+    from d2sd.runtime.policy_selector import Adaptive
+    from d2sd.runtime.request import Request, SamplingParams
+    from d2sd.runtime.speculation.policy import Policy as TreePolicy
+    from d2sd.runtime.speculation.policy import PolicyName
+
+#: Trees that `auto` weighs, each about twice the last: between them the best is flat.
+_ROWS = (4, 8, 16, 32, 64)
+
+
+def make_engine(
+    bundle: Bundle,
+    *,
+    policy: Policy | None = None,
+    row_budget: int | None = None,
+    device: str = "cpu",
+    executor: ExecutorName = "torch",
+    max_batch: int | None = None,
+    calibrated: bool = True,
+    adaptive: Adaptive | None = None,
+) -> Engine:
+    """An engine over the bundle's models; what is not given is the recipe's.
+
+    Raises BundleError if the policy needs a drafter the bundle has not. `calibrated=False` takes the drafters at their
+    word. `adaptive` is what another engine of the same bundle, device and batch has measured and learnt.
+    """
+    from d2sd.runtime.engine import Engine
+    from d2sd.runtime.policy_selector import buckets
+    from d2sd.runtime.request import Limits
+    from d2sd.runtime.speculation.calibration import Calibration
+
+    recipe = bundle.recipe
+    name, rows = policy or recipe.tree.policy, row_budget or recipe.tree.row_budget
+    candidates = _policies(bundle, name, rows)
+    drafters = [bundle.first, bundle.second][: max(len(candidate.runs) for candidate in candidates)]
+    if None in drafters:
+        raise BundleError(
+            f"the policy needs {len(drafters)} drafters", where=bundle.path,
+            found=f"{sum(d is not None for d in (bundle.first, bundle.second))}", fix="choose another with --policy",
+        )  # fmt: skip
+    models = [drafter for drafter in drafters if drafter is not None]
+    limits, file = recipe.limits, bundle.calibration
+    engine = Engine(
+        make_executor(bundle, models, executor, device),
+        candidates[-1],
+        Limits(max_batch or limits.max_batch, limits.max_context, limits.page_size, limits.prefill_chunk),
+        decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),
+        calibration=Calibration.of(file.slope, file.offset) if file and calibrated else None,
+    )
+    if adaptive is not None:
+        engine.adaptive = adaptive
+    elif len(candidates) > 1 and file is not None:
+        curves = {name: (file.tau["0"][name], file.tau["1"][name]) for name in file.tau["0"]}
+        with bar("measuring step costs", len(buckets(engine.limits.max_batch))) as advance:
+            engine.adapt(candidates, curves, advance)
+    return engine
+
+
+def _policies(bundle: Bundle, name: Policy, rows: int) -> list[TreePolicy]:
+    """The one asked for; for `auto` all that the bundle can run, by rows, the last one for when nothing is known."""
+    from d2sd.runtime.speculation.policy import make_policy
+
+    tree = bundle.recipe.tree
+
+    def made(name: PolicyName, rows: int) -> TreePolicy:
+        return make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=rows)
+
+    if name != "auto":
+        return [made(name, rows)]
+    found = [made("off", 1)]
+    if bundle.first is not None:
+        trees: list[PolicyName] = ["ddtree"] if bundle.second is None else ["ddtree", "hybrid"]
+        found.append(made("chain", rows))
+        found += [made(tree, size) for size in _ROWS if size <= rows for tree in trees]
+    return found
+
+
+def chat_request(
+    bundle: Bundle,
+    prompt: str,
+    sampling: SamplingParams,
+    max_new_tokens: int,
+    *,
+    raw: bool = False,
+    stop: tuple[str, ...] = (),
+) -> Request:
+    """One user turn in the target's chat template (or the bare text if `raw`), stopping at the target's stop tokens."""
+    from d2sd.runtime.request import Request
+
+    tokenizer = bundle.tokenizer
+    if raw or not tokenizer.chat_template:
+        ids = tokenizer(prompt).input_ids
+    else:
+        turns = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, tokenize=True, return_dict=False, **bundle.recipe.target.template
+        )
+    return Request(tuple(ids), max_new_tokens, sampling, frozenset(bundle.stop_token_ids), stop)

@@ -1,0 +1,180 @@
+"""Drafters as bundles and training hold them: a directory in the DFlash layout, and the module it fills.
+
+Read: z-lab's layout and its dialects, by `formats/`, which also reads others and says how to convert them. Written:
+z-lab's, every field. A reduced draft vocabulary has no spelling there: it stands in a file of its own
+(`draft_vocab.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary, write_draft_vocabulary
+from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_quantization
+from d2sd.convert.checkpoint.weights import (
+    check_headers,
+    expected_shapes,
+    fill,
+    read_headers,
+    read_tensors,
+    stored_as,
+    write_tensors,
+)
+from d2sd.convert.formats.detect import detect
+from d2sd.convert.formats.layout import read_layout
+from d2sd.convert.formats.zlab import config_text
+from d2sd.errors import CheckpointError
+from d2sd.io import write_json
+from d2sd.modeling.config import DecoderConfig, DrafterConfig, Role
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.fp8 import linear_names, make_fp8
+
+
+def read_drafter_config(directory: Path, declared: Role | None = None) -> DrafterConfig:
+    """Read a `config.json` of the DFlash layout and the draft vocabulary; raises `CheckpointError` naming file and key.
+
+    `declared` is the role of a drafter that does not say its own.
+    """
+    raw = HFConfig.read(directory)
+    plain = HFConfig({key: value for key, value in raw.values.items() if key != KEY}, raw.where)
+    if detect(plain) == "speculators":
+        raise CheckpointError(
+            "A recipe's drafter is a directory in the DFlash layout, and this is a speculators checkpoint.",
+            where=raw.where, fix="d2sd convert it --to z-lab",
+        )  # fmt: skip
+    config = read_layout(plain, declared)
+    _check_quantization(directory, raw, config.body.num_layers)
+    ids = read_draft_vocabulary(directory, config.vocab_size, config.mask_token_id)
+    return replace(config, draft_vocabulary=ids)
+
+
+def _check_quantization(directory: Path, raw: HFConfig, layers: int) -> None:
+    """Refuse an FP8 drafter that engines would misread."""
+    quantization = read_quantization(directory, raw)
+    if quantization is None:
+        return
+    sliced = (f"layers.{layer}.self_attn.{kind}_proj" for layer in range(layers) for kind in "qkv")
+    narrow = quantization.of(("fc", *sliced))
+    if narrow or quantization.kv:
+        raise CheckpointError(
+            "What is FP8 in this drafter, engines read as if it were not.", where=f"{directory}: {FILE} or {KEY}",
+            found=", ".join(narrow) or "K/V", expected="FP8 in o_proj and the MLP alone",
+            fix="name the drafter from before it was quantized, and set fp8.drafters",
+        )  # fmt: skip
+
+
+def check_fit(config: DrafterConfig, target: DecoderConfig, *, role: Role, block_size: int, where: Path) -> None:
+    """Refuse a drafter that was not made for this target, this role or this block size.
+
+    Every one of these would run, and quietly accept nothing.
+    """
+    if config.role != role:
+        raise CheckpointError(
+            "The drafter does not fit.", where=f"{where / 'config.json'}: dflash_config.training_mode",
+            found=config.role, expected=role,
+            fix="if it was trained on variable prefixes and does not say so: d2sd convert it --role variable_prefix"
+            if role == "variable_prefix" else None,
+        )  # fmt: skip
+    check_target(config, target, where)
+    ids = config.target_layer_ids
+    if not all(a < b for a, b in pairwise(ids)):
+        # fc's columns follow the config's order, and TensorRT-LLM sorts the ids: ascending means the same to all.
+        raise CheckpointError(
+            "The target layer ids are not in ascending order.",
+            where=f"{where / 'config.json'}: dflash_config.target_layer_ids",
+            found=list(ids), expected=sorted(ids), fix="d2sd convert it --to z-lab: that moves the columns of fc too",
+        )  # fmt: skip
+    if config.block_size != block_size:
+        raise CheckpointError(
+            "The drafter was trained for another block size.",
+            where=f"{where / 'config.json'}: block_size", found=config.block_size, expected=block_size,
+            fix=f"set tree.block_size to {config.block_size} in the recipe",
+        )  # fmt: skip
+
+
+def check_target(config: DrafterConfig, target: DecoderConfig, where: Path) -> None:
+    """Refuse a drafter that was made for another target."""
+    pairs: list[tuple[str, object, object]] = [
+        ("hidden_size", config.body.hidden_size, target.body.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("rope_theta and rope_scaling", config.body.rope, target.body.rope),
+        ("num_target_layers", config.num_target_layers, target.body.num_layers),
+    ]
+    for key, found, expected in pairs:
+        if found != expected:
+            raise CheckpointError(
+                "The drafter was made for another target.",
+                where=f"{where / 'config.json'}: {key}", found=found, expected=expected,
+            )  # fmt: skip
+
+
+def drafter_shapes(config: DrafterConfig, quantization: Quantization | None = None) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a drafter's tensors."""
+    return expected_shapes(_empty(config, quantization))
+
+
+def check_drafter_tensors(directory: Path, config: DrafterConfig) -> Quantization | None:
+    """Check names, shapes and types of a drafter's tensors from headers alone. Return how it is quantized."""
+    quantization = read_quantization(directory, HFConfig.read(directory))
+    check_headers(directory, read_headers(directory), drafter_shapes(config, quantization), lambda name: name)
+    return quantization
+
+
+def load_drafter(directory: Path, dtype: torch.dtype, declared: Role | None = None) -> Drafter:
+    """Read a drafter onto the CPU in `dtype`, in eval mode and without gradients; for `declared` see above."""
+    config = read_drafter_config(directory, declared)
+    module = _empty(config, read_quantization(directory, HFConfig.read(directory)))
+    tensors: dict[str, Tensor] = {}
+    for _, part in read_tensors(directory, expected_shapes(module), dtype):
+        tensors |= part
+    fill(module, tensors)
+    return module
+
+
+def write_drafter(
+    directory: Path,
+    config: DrafterConfig,
+    tensors: Mapping[str, Tensor],
+    quantization: Quantization | None = None,
+) -> None:
+    """Write a drafter's directory; `tensors` is `Drafter.state_dict()`, of one dtype but for what is FP8."""
+    expected = drafter_shapes(config, quantization)
+    given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert given == expected, f"not this drafter's tensors: {sorted(given.items() ^ expected.items())}"
+    (dtype,) = {tensor.dtype for name, tensor in tensors.items() if stored_as(name, expected) == "wide"}
+    write_tensors(directory / "model.safetensors", tensors)
+    beside, inline = described(quantization) if quantization else (None, None)
+    (directory / "config.json").write_text(config_text(config, dtype, inline), "utf-8")
+    if beside is not None:
+        write_json(directory / FILE, beside)
+    write_draft_vocabulary(directory, config.draft_vocabulary, config.vocab_size)
+
+
+def _empty(config: DrafterConfig, quantization: Quantization | None) -> Drafter:
+    with torch.device("meta"):
+        module = Drafter(config)
+        if quantization is not None:
+            make_fp8(module, quantization.of(linear_names(module)))
+    return module
+
+
+def fingerprint(drafter: Drafter) -> str:
+    """SHA-256 of a drafter's weights in bf16, by name, and of its draft vocabulary: all that decides what it says.
+
+    It is the same in fp32 and bf16, of which drafters come.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(drafter.state_dict().items()):
+        digest.update(f"{name} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    if drafter.config.draft_vocabulary is not None:
+        digest.update(f"draft_vocabulary {list(drafter.config.draft_vocabulary)}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,130 @@
+"""How a checkpoint says that it is FP8: ModelOpt's unified layout, read strictly and written in full.
+
+`hf_quant_config.json` and `quantization_config` in config.json say the same twice, because readers differ in which of
+the two they look at. Weights are E4M3 with a `weight_scale` and an `input_scale` beside each; K/V have `k_scale` and
+`v_scale` at their projections.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.errors import CheckpointError
+
+FILE, KEY = "hf_quant_config.json", "quantization_config"
+#: What stays wide in a drafter: engines slice q, k and v out of one projection and add up `fc` in fp32.
+DRAFTER_WIDE = ("lm_head", "*embed_tokens", "*fc", "*.q_proj", "*.k_proj", "*.v_proj")
+_FLOAT8 = {"dynamic": False, "num_bits": 8, "type": "float"}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """FP8 of every linear layer that no pattern of `exclude` matches (`*` is any text), and of K/V where `kv`."""
+
+    exclude: tuple[str, ...]
+    kv: bool
+    producer: tuple[str, str]  # name and version
+
+    def of(self, names: Iterable[str], prefix: str = "") -> list[str]:
+        """Return those of the linear layers `names` that are FP8; patterns are of names behind `prefix`."""
+        return [name for name in names if not any(fnmatchcase(prefix + name, pattern) for pattern in self.exclude)]
+
+
+def read_quantization(directory: Path, config: HFConfig) -> Quantization | None:
+    """Read what `directory` and its config.json say of FP8; None where they say nothing.
+
+    Raises `CheckpointError` for any other quantisation, and where the two disagree.
+    """
+    inline = _read_inline(config.part(KEY)) if config.values.get(KEY) is not None else None
+    path = directory / FILE
+    if not path.is_file():
+        return inline
+    try:
+        values = json.loads(path.read_text("utf-8"))
+        beside = _read_beside(HFConfig(values, str(path)))
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError("The quantisation is not described.", where=path, found=repr(error)) from None
+    if inline is not None and (set(inline.exclude), inline.kv) != (set(beside.exclude), beside.kv):
+        raise CheckpointError(
+            "Two files describe the quantisation, differently.", where=f"{path} and {config.where}: {KEY}",
+            found=f"{_told(beside)}; {_told(inline)}", expected="the same",
+        )  # fmt: skip
+    return beside
+
+
+def described(quantization: Quantization) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what goes into `hf_quant_config.json`, and under `quantization_config` in config.json."""
+    producer = dict(zip(("name", "version"), quantization.producer, strict=True))
+    exclude = list(quantization.exclude)
+    beside = {
+        "producer": producer,
+        "quantization": {
+            "quant_algo": "FP8",
+            "kv_cache_quant_algo": "FP8" if quantization.kv else None,
+            "exclude_modules": exclude,
+        },
+    }
+    inline: dict[str, Any] = {
+        "config_groups": {"group_0": {"input_activations": _FLOAT8, "weights": _FLOAT8, "targets": ["Linear"]}},
+        "ignore": exclude,
+        "quant_algo": "FP8",
+        "producer": producer,
+        "quant_method": "modelopt",
+    }
+    return beside, inline | ({"kv_cache_scheme": _FLOAT8} if quantization.kv else {})
+
+
+def _read_beside(file: HFConfig) -> Quantization:
+    part = file.part("quantization")
+    _only_fp8(part)
+    if part.values.get("kv_cache_quant_algo") not in (None, "FP8"):
+        raise part.refuse("This K/V quantisation is not supported.", "kv_cache_quant_algo", "FP8 or null")
+    part.only("group_size", None)
+    part.only("has_zero_point", False, None)
+    part.only("pre_quant_scale", False, None)
+    kv = part.values.get("kv_cache_quant_algo") == "FP8"
+    return Quantization(_names(part, "exclude_modules"), kv, _producer(file))
+
+
+def _read_inline(part: HFConfig) -> Quantization:
+    if part.values.get("quant_method") != "modelopt":
+        raise part.refuse(
+            "This quantisation is not supported.", "quant_method", "modelopt",
+            "start from the checkpoint from before it was quantized",
+        )  # fmt: skip
+    _only_fp8(part)
+    part.only("kv_cache_scheme", None, _FLOAT8)
+    for group in part.get("config_groups", dict, {}).values():
+        if group != {"input_activations": _FLOAT8, "weights": _FLOAT8, "targets": ["Linear"]}:
+            raise part.refuse("This quantisation is not supported.", "config_groups", json.dumps(_FLOAT8))
+    return Quantization(_names(part, "ignore"), part.values.get("kv_cache_scheme") is not None, _producer(part))
+
+
+def _only_fp8(part: HFConfig) -> None:
+    if part.values.get("quant_algo") != "FP8":
+        raise part.refuse(
+            "This quantisation is not supported.", "quant_algo", "FP8",
+            "start from the checkpoint from before it was quantized",
+        )  # fmt: skip
+
+
+def _names(part: HFConfig, key: str) -> tuple[str, ...]:
+    names = part.get(key, list, [])
+    if not all(isinstance(name, str) for name in names):
+        raise part.refuse("A list holds something else than names.", key, "names of modules")
+    return tuple(names)
+
+
+def _producer(config: HFConfig) -> tuple[str, str]:
+    part = HFConfig(config.get("producer", dict, {}), f"{config.where}: producer")
+    return part.get("name", str, "unknown"), part.get("version", str, "unknown")
+
+
+def _told(quantization: Quantization) -> str:
+    return f"all but {', '.join(quantization.exclude)}{' and K/V' if quantization.kv else ''}"

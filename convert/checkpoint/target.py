@@ -1,0 +1,231 @@
+"""The target's checkpoint: a Hugging Face Llama, Qwen2 or Qwen3 folder, read strictly and written in one precision.
+
+What would change the mathematics and is not modelled (quantised weights but FP8, windows, partial rotary, other
+activations) is refused by key. Tensors carry Hugging Face's names; our module's are the same without the leading
+`model.`, but for the scales of K/V.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from d2sd.convert.checkpoint.draft_vocab import NAME as DRAFT_VOCABULARY
+from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_quantization
+from d2sd.convert.checkpoint.weights import (
+    DTYPES,
+    INDEX,
+    Rename,
+    check_headers,
+    expected_shapes,
+    fill,
+    read_headers,
+    read_tensor,
+    read_tensors,
+    write_tensors,
+)
+from d2sd.errors import CheckpointError
+from d2sd.io import write_json
+from d2sd.modeling.config import BodyConfig, DecoderConfig, Family
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.fp8 import linear_names, make_fp8
+from d2sd.progress import Progress, silent
+
+_FAMILIES: dict[str, tuple[Family, str]] = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+}
+#: Copied beside the weights where present; code, pickles and anything else stay behind.
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
+_KV_SCALE, _KV_CACHE = re.compile(r"\b([kv])_proj\.\1_scale$"), re.compile(r"\b([kv])_cache\.scale$")
+#: Config keys that tell of the machine that wrote them, not of the model.
+_PROVENANCE = ("_name_or_path", "_model_name_or_path", "auto_map", "torch_dtype")
+
+
+def read_target_config(directory: Path) -> DecoderConfig:
+    """Read a target's `config.json`; raises `CheckpointError` naming file and key."""
+    return parse_target_config(HFConfig.read(directory))
+
+
+def parse_target_config(config: HFConfig) -> DecoderConfig:
+    """Turn a Hugging Face config into our geometry, refusing what `Decoder` does not model."""
+    model_type = config.get("model_type", str)
+    if model_type not in _FAMILIES:
+        raise config.refuse("This architecture is not supported.", "model_type", ", ".join(_FAMILIES))
+    family, architecture = _FAMILIES[model_type]
+    num_layers = config.size("num_hidden_layers")
+    config.only("architectures", [architecture], None)
+    config.only("hidden_act", "silu")
+    config.only("mlp_bias", False, None)
+    config.only("partial_rotary_factor", 1.0, None)
+    config.only("layer_types", ["full_attention"] * num_layers, None)
+    config.only("use_sliding_window", False, None)
+    if family == "llama":
+        config.only("sliding_window", None)  # Qwen writes a width beside use_sliding_window: false
+    heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
+    if config.values.get("head_dim") is None and hidden % heads:
+        raise config.refuse("hidden_size is no multiple of the heads.", "hidden_size", f"a multiple of {heads}")
+    kv_heads = config.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise config.refuse("Heads do not share K/V heads evenly.", "num_key_value_heads", f"a divisor of {heads}")
+    bias = family != "qwen2" and config.get("attention_bias", bool, False)
+    return DecoderConfig(
+        family=family,
+        body=BodyConfig(
+            hidden_size=hidden,
+            intermediate_size=config.size("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=config.size("head_dim", hidden // heads),
+            rms_norm_eps=config.get("rms_norm_eps", float),
+            rope=config.rope(),
+            max_positions=config.size("max_position_embeddings"),
+            qk_norm=family == "qwen3",
+            qkv_bias=family == "qwen2" or bias,
+            o_bias=bias,
+        ),
+        vocab_size=config.size("vocab_size"),
+        # transformers' own default for these three families
+        tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
+    )
+
+
+def target_shapes(config: DecoderConfig, quantization: Quantization | None = None) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of our module's tensors; a tied head counts once."""
+    return expected_shapes(_empty(config, quantization))
+
+
+def check_target_tensors(directory: Path, config: DecoderConfig) -> Quantization | None:
+    """Check names, shapes and types from headers alone. Return how the target is quantized."""
+    quantization = read_quantization(directory, HFConfig.read(directory))
+    check_headers(directory, read_headers(directory), target_shapes(config, quantization), _rename(config))
+    return quantization
+
+
+def load_target(directory: Path, dtype: torch.dtype) -> Decoder:
+    """Read a target onto the CPU in `dtype`, in eval mode and without gradients."""
+    raw = HFConfig.read(directory)
+    config = parse_target_config(raw)
+    module = _empty(config, read_quantization(directory, raw))
+    tensors: dict[str, Tensor] = {}
+    for _, part in read_tensors(directory, expected_shapes(module), dtype, _rename(config)):
+        tensors |= part
+    fill(module, tensors)
+    return module
+
+
+def write_target(
+    source: Path, directory: Path, precision: str, progress: Progress = silent, *, text_side: Path | None = None
+) -> None:
+    """Copy a checkpoint in `precision`, shard by shard under its own file names, with tokenizer and stop tokens.
+
+    What is FP8 stays FP8. Tokenizer and stop tokens are those of the folder `text_side` where one is given.
+    """
+    raw = HFConfig.read(source)
+    config, quantization = parse_target_config(raw), read_quantization(source, raw)
+    _check_tied_head(source, config)
+    shapes = target_shapes(config, quantization)
+    directory.mkdir(parents=True, exist_ok=True)
+    weight_map: dict[str, str] = {}
+    with progress("writing the target", len(shapes)) as advance:
+        for file, tensors in read_tensors(source, shapes, DTYPES[precision], _rename(config)):
+            named = {_hf_name(name): tensor for name, tensor in tensors.items()}
+            if named:  # a shard may have held nothing but a tied head
+                write_tensors(directory / file, named)
+            weight_map |= dict.fromkeys(named, file)
+            advance(len(named))
+    if "model.safetensors" not in weight_map.values():
+        write_json(directory / INDEX, {"metadata": {}, "weight_map": weight_map})
+    dtype = str(DTYPES[precision]).removeprefix("torch.")
+    kept = {key: value for key, value in raw.values.items() if key not in _PROVENANCE}
+    kept |= {"architectures": [_FAMILIES[config.family][1]], "dtype": dtype}
+    if quantization is not None:
+        beside, kept[KEY] = described(quantization)
+        write_json(directory / FILE, beside)
+    write_json(directory / "config.json", kept)
+    _copy_text_side(text_side or source, directory)
+
+
+def source_files(directory: Path) -> list[str]:
+    """Names of the files of a checkpoint folder that decide what is built from it."""
+    texts = ("config.json", FILE, DRAFT_VOCABULARY, "generation_config.json", INDEX, *_TOKENIZER_FILES)
+    weights = {info.file.name for info in read_headers(directory).values()}
+    return sorted({name for name in texts if (directory / name).is_file()} | weights)
+
+
+def stop_tokens(directory: Path) -> tuple[int, ...]:
+    """Token ids that end an answer, from `generation_config.json`, or from `config.json` where there is none."""
+    path = directory / "generation_config.json"
+    path = path if path.is_file() else directory / "config.json"
+    try:
+        found = json.loads(path.read_text("utf-8"))["eos_token_id"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError("No stop tokens.", where=f"{path}: eos_token_id", found=repr(error)) from None
+    ids = found if isinstance(found, list) else [found]
+    if not ids or not all(type(token) is int for token in ids):
+        raise CheckpointError("Stop tokens are not ids.", where=f"{path}: eos_token_id", found=found)
+    return tuple(ids)
+
+
+def _copy_text_side(source: Path, directory: Path) -> None:
+    """Copy the tokenizer, and the stop tokens into `generation_config.json`."""
+    if not any((source / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise CheckpointError("No tokenizer found.", where=source, expected="tokenizer.json")
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+    ids = stop_tokens(source)
+    if (source / "generation_config.json").is_file():
+        shutil.copyfile(source / "generation_config.json", directory / "generation_config.json")
+    else:
+        write_json(directory / "generation_config.json", {"eos_token_id": list(ids) if len(ids) > 1 else ids[0]})
+
+
+def _empty(config: DecoderConfig, quantization: Quantization | None) -> Decoder:
+    with torch.device("meta"):
+        module = Decoder(config)
+        if quantization is not None:
+            make_fp8(module, quantization.of(linear_names(module), "model."), cache=quantization.kv)
+    return module
+
+
+def _rename(config: DecoderConfig) -> Rename:
+    def rename(name: str) -> str | None:
+        if name.endswith("rotary_emb.inv_freq"):
+            return None  # early Llama checkpoints store what RoPE computes
+        if name == "lm_head.weight":
+            return None if config.tie_word_embeddings else name  # see _check_tied_head
+        ours = name[len("model.") :] if name.startswith("model.") else f"outside model.: {name}"
+        return _KV_SCALE.sub(r"\1_cache.scale", ours)
+
+    return rename
+
+
+def _hf_name(ours: str) -> str:
+    """Return Hugging Face's name of a tensor of our module."""
+    return ours if ours.startswith("lm_head") else _KV_CACHE.sub(r"\1_proj.\1_scale", f"model.{ours}")
+
+
+def _check_tied_head(source: Path, config: DecoderConfig) -> None:
+    """A tied checkpoint may store its head again; another head than the embedding would be dropped in silence."""
+    found = read_headers(source)
+    if not config.tie_word_embeddings or "lm_head.weight" not in found:
+        return
+    head, embedding = (read_tensor(found[name].file, name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    if not torch.equal(head, embedding):
+        raise CheckpointError(
+            "The head differs from the embedding, but the config ties them.",
+            where=f"{found['lm_head.weight'].file}: lm_head.weight",
+            fix="set tie_word_embeddings to false in config.json",
+        )

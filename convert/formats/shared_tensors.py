@@ -1,0 +1,76 @@
+"""What a drafter borrows from its target: the embedding, the head, and how many layers there are to read.
+
+z-lab's files leave the tensors out; a speculators checkpoint may hold copies. A copy is dropped only as a copy: where
+the target is at hand it is compared, row by row of the draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.target import parse_target_config
+from d2sd.convert.checkpoint.weights import read_headers, read_tensor
+from d2sd.errors import CheckpointError
+from d2sd.manifest import NAME as MANIFEST
+from d2sd.modeling.config import DecoderConfig
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetParts:
+    """The parts of a target that converters need."""
+
+    folder: Path
+    architectures: list[str]
+    config: DecoderConfig
+    embedding: Tensor  # [V, E]
+    head: Tensor  # [V, E]; the embedding where they are tied
+
+
+def read_target_parts(path: Path) -> TargetParts:
+    """Read them from a Hugging Face folder or a bundle; raises `CheckpointError`."""
+    folder = path / "target" if (path / MANIFEST).is_file() else path
+    raw = HFConfig.read(folder)
+    config = parse_target_config(raw)
+    found = read_headers(folder)
+    wanted = {"model.embed_tokens.weight"} | (set() if config.tie_word_embeddings else {HEAD})
+    for name in sorted(wanted):
+        shape = (config.vocab_size, config.body.hidden_size)
+        if name not in found or found[name].shape != shape:
+            raise CheckpointError(
+                "The target lacks a tensor that drafters borrow.", where=f"{folder}: {name}",
+                found=list(found[name].shape) if name in found else "no such tensor", expected=list(shape),
+            )  # fmt: skip
+    embedding = read_tensor(found["model.embed_tokens.weight"].file, "model.embed_tokens.weight")
+    head = embedding if config.tie_word_embeddings else read_tensor(found[HEAD].file, HEAD)
+    architectures = raw.get("architectures", list, [])
+    return TargetParts(folder, architectures, config, embedding, head)
+
+
+def borrowed(target: TargetParts, ids: tuple[int, ...] | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Copies for a drafter of `dtype`: the embedding [V, E] and the head's rows of the draft vocabulary [Vd, E]."""
+    head = target.head if ids is None else target.head[torch.tensor(ids)]
+    if head is target.embedding:
+        head = head.clone()  # safetensors writes no tensor twice
+    return {EMBEDDING: target.embedding.to(dtype), HEAD: head.to(dtype)}
+
+
+def check_copies(
+    copies: Mapping[str, Tensor], target: TargetParts, ids: tuple[int, ...] | None, dtype: torch.dtype, where: str
+) -> None:
+    """Refuse copies that are none: a drafter with a head of its own would lose it."""
+    for name, expected in borrowed(target, ids, dtype).items():
+        if name in copies and not torch.equal(copies[name], expected):
+            row = int((copies[name] != expected).any(dim=1).nonzero()[0])
+            raise CheckpointError(
+                "A tensor that drafters borrow from their target is not the target's.", where=f"{where}: {name}",
+                found=f"another row {row} than {target.folder} has", expected="a copy: d2sd reads the target's own",
+                fix="name the target it was trained for; a head or an embedding of the drafter's own cannot be run",
+            )  # fmt: skip

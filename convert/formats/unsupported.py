@@ -1,0 +1,119 @@
+"""What looks like a drafter of ours and is another model: recognised by its config, refused by its name.
+
+Most of these would load as plain DFlash, run, and be accepted next to never; one of them would read other tokens than
+it may. A key that marks one of them is harmless with the values beside it, and then no reader minds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.errors import CheckpointError
+
+_SHIFTED = "its slots predict the token after their own position, the first slot too"
+_OFF = (None, False)
+_NOTHING = (None, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One other model."""
+
+    name: str
+    reason: str
+    architectures: tuple[str, ...] = ()
+    keys: Mapping[str, tuple[object, ...]] = field(default_factory=dict)  # key -> values that do not mark this kind
+    fix: str | None = None
+
+
+#: The first that fits is named, so the special stand before the general.
+_KINDS = (
+    Kind(
+        "quantized checkpoint", "scales and low-precision weights are not read here", (),
+        {"quantization_config": (None,)}, "convert the checkpoint from before it was quantized",
+    ),
+    Kind(
+        "DFlash 2 drafter", "it has convolutions and a candidate selector", ("DFlash2DraftModel", "DFlash2Speculator"),
+        dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"), _NOTHING),
+    ),
+    Kind(
+        "Domino drafter", f"it has a recurrent correction head, and {_SHIFTED}", ("DominoDraftModel",),
+        dict.fromkeys(("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len"), _NOTHING),
+    ),
+    Kind(
+        "DSpark drafter", f"it has a Markov head, and {_SHIFTED}", ("DSparkDraftModel", "DSparkSpeculator"),
+        {"markov_rank": _NOTHING, "enable_confidence_head": _OFF, "use_confidence_head": _OFF},
+    ),
+    Kind(
+        "DeepSpec drafter", f"of a block of B it drafts B tokens: {_SHIFTED}", ("Qwen3DSparkModel",),
+        {"num_anchors": _NOTHING, "markov_head_type": (None,), "confidence_head_with_markov": _OFF},
+    ),
+    Kind(
+        "FlexDraft drafter", "its layer ids are layers of the target that draft, not features that a drafter reads", (),
+        {"flexdraft_config": (None,), "enable_anchor_bias_logits": _OFF, "anchor_bias_rank": _NOTHING},
+    ),
+    Kind(
+        "EAGLE-3 drafter", "it drafts one token after another", ("LlamaForCausalLMEagle3", "Eagle3Speculator"),
+        {"eagle_config": (None,)},
+    ),
+    Kind("Laguna drafter", "its projections are fused, and gated", ("DFlashLagunaForCausalLM",)),
+    Kind(
+        "TensorRT Edge-LLM export", "it is a graph, not a checkpoint", (),
+        {"spec_decode_type": (None,), "engine_role": (None,)}, "convert the checkpoint it was exported from",
+    ),
+    Kind(
+        "TensorRT-LLM checkpoint", "that layout, of 1.2.1 and older, has no DFlash drafters", (), {"mapping": (None,)},
+        "convert the Hugging Face checkpoint it was made from",
+    ),
+    Kind("drafter with a projector", "its head is not the target's alone", (), {"projector_type": (None, "none")}),
+    Kind("drafter with shifted slots", _SHIFTED, (), {"shift_label": _OFF, "sample_from_anchor": _OFF}),
+    Kind(
+        "drafter with a causal block", "ours see their whole block", (), {"causal": _OFF, "is_causal": _OFF},
+    ),
+    Kind(
+        "drafter with a sliding window", "ours see all of the context", (),
+        {"use_swa": _OFF, "swa_window_size": (None,), "use_sliding_window": _OFF, "sliding_window": (None,)},
+    ),
+    Kind(
+        "drafter with another attention", "ours is plain grouped-query attention", (),
+        {"attention_sink_bias": _OFF, "attention_value_scale": (None, 1.0), "attention_mode": (None, "gqa")},
+    ),
+    Kind(
+        "drafter with altered logits", "ours are the target's head, as it is", (),
+        {"output_multiplier": (None, 1.0), "final_logit_softcapping": (None,)},
+    ),
+    Kind(
+        "drafter without target features", "a DFlash drafter reads the target's layers", (),
+        {"use_aux_hidden_state": (None, True)},
+    ),
+)  # fmt: skip
+#: Keys that a config may have wherever it likes, for they said nothing.
+KEYS = frozenset(key for kind in _KINDS for key in kind.keys)
+_PARTS = ("dflash_config", "transformer_layer_config")
+
+
+def refuse_foreign(config: HFConfig) -> None:
+    """Raise `CheckpointError` naming the model, file and key where `config` is of none that d2sd runs."""
+    for kind in _KINDS:
+        names: Any = config.values.get("architectures")
+        if isinstance(names, list) and any(name in kind.architectures for name in names):
+            raise _refusal(kind, config, "architectures")
+        for part in _parts(config):
+            for key, harmless in kind.keys.items():
+                if part.values.get(key) not in harmless:
+                    raise _refusal(kind, part, key)
+
+
+def _refusal(kind: Kind, config: HFConfig, key: str) -> CheckpointError:
+    what = f"This is a {kind.name}, which d2sd does not run: {kind.reason}."
+    return config.refuse(what, key, "a plain DFlash drafter", kind.fix)
+
+
+def _parts(config: HFConfig) -> Iterator[HFConfig]:
+    yield config
+    for key in _PARTS:
+        if isinstance(config.values.get(key), dict):
+            yield config.part(key)

@@ -1,0 +1,119 @@
+"""`trtllm/` of a bundle: arguments for TensorRT-LLM without and with our second drafter, and a module for the latter.
+
+    trtllm/llm_args.dflash.yaml     the first drafter, by TensorRT-LLM alone
+    trtllm/llm_args.d2sd.yaml       the same arguments, for a server that imports the module
+    trtllm/d2sd_trtllm/__init__.py  the module (`trtllm-serve --custom_module_dirs`)
+
+The arguments are the same because their schema is closed: it has no place for a second drafter, so the module finds it
+beside the first one. Paths start at the bundle's folder.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.trtllm.fields import COMMIT, check_arguments
+from d2sd.errors import BundleError
+from d2sd.recipe import Recipe
+
+FOLDER, MODULE = "trtllm", "d2sd_trtllm"
+DFLASH, D2SD = "llm_args.dflash.yaml", "llm_args.d2sd.yaml"
+
+_HEADER = """\
+# {title}
+# Not yet run. Every key was checked against TensorRT-LLM's llm_args.py at {commit}.
+# From this bundle's folder:
+#   {command}
+# enable_block_reuse is off because DFlash learns of a prompt while it is computed: a prompt found in the K/V cache
+# would leave the drafter without its context. max_seq_len is given because the drafter's cache is sized by it.
+"""
+_TITLES = {
+    DFLASH: "The first drafter by TensorRT-LLM alone: plain DFlash, one chain.",
+    D2SD: "Both drafters, one chain (no tree). Where the module cannot be sure of the installed version, plain DFlash.",
+}
+_COMMANDS = {
+    DFLASH: f"trtllm-serve target --config {FOLDER}/{DFLASH}",
+    # One process, or the workers would not see the module; no bytecode, or the bundle would hold a file not its own.
+    D2SD: "PYTHONDONTWRITEBYTECODE=1 TLLM_WORKER_USE_SINGLE_PROCESS=1 trtllm-serve target "
+    f"--config {FOLDER}/{D2SD} --custom_module_dirs {FOLDER}/{MODULE}",
+}
+
+
+def unserved(recipe: Recipe) -> str | None:
+    """Why TensorRT-LLM cannot serve what `recipe` makes; None where it can."""
+    if recipe.drafters.first is None:
+        return "there is no drafter"
+    if recipe.precision == "fp32":
+        return "its drafter attention takes 16-bit numbers, and precision is fp32"
+    return None
+
+
+def write_faces(folder: Path, recipe: Recipe) -> None:
+    """Write `folder`, a bundle's `trtllm`, beside drafters that are there already. Raises `D2SDError`.
+
+    Not for what is `unserved`.
+    """
+    assert unserved(recipe) is None
+    values = arguments(HFConfig.read(folder.parent / "drafter_first"), recipe)
+    names = [DFLASH] if recipe.drafters.second is None else [DFLASH, D2SD]
+    folder.mkdir(parents=True)
+    for name in names:
+        check_arguments(values, str(folder / name))
+        header = _HEADER.format(title=_TITLES[name], commit=COMMIT[:12], command=_COMMANDS[name])
+        (folder / name).write_text(header + yaml.safe_dump(values, sort_keys=False), "utf-8")
+    if D2SD in names:
+        (folder / MODULE).mkdir()
+        shutil.copyfile(Path(__file__).with_name(f"{MODULE}.py"), folder / MODULE / "__init__.py")
+
+
+def arguments(drafter: HFConfig, recipe: Recipe) -> dict[str, Any]:
+    """Return the LLM-API arguments for a first drafter's config; nothing that decides the output is left to a default.
+
+    The drafter computes max_draft_len + 1 slots, and was trained with `block_size` of them.
+    """
+    part = drafter.part("dflash_config")
+    return {
+        "backend": "pytorch",
+        "tensor_parallel_size": 1,
+        "max_batch_size": recipe.limits.max_batch,
+        "max_seq_len": recipe.limits.max_context,
+        "kv_cache_config": {"enable_block_reuse": False},
+        "speculative_config": {
+            "decoding_type": "DFlash",
+            "speculative_model": "drafter_first",
+            "max_draft_len": drafter.size("block_size") - 1,
+            "mask_token_id": part.get("mask_token_id", int),
+            "target_layer_ids": list(part.integers("target_layer_ids")),
+            "attention_backend": "VANILLA",  # FlashAttention; TRTLLM is for SM100 and SM103 alone
+        },
+    }
+
+
+def check_faces(bundle: Path) -> list[str]:
+    """Check the YAML of a bundle, which may have been edited, and return its names. Raises `BundleError`."""
+    folder = bundle / FOLDER
+    names = [name for name in (DFLASH, D2SD) if (folder / name).is_file()]
+    if not names:
+        raise BundleError("The bundle has no TensorRT-LLM face.", where=folder, fix="build it in bf16 or fp16")
+    for name in names:
+        try:
+            values = yaml.safe_load((folder / name).read_text("utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise BundleError("Not valid YAML.", where=folder / name, found=error) from None
+        if not isinstance(values, dict):
+            raise BundleError("Arguments are a mapping of keys.", where=folder / name, found=type(values).__name__)
+        given = check_arguments(values, str(folder / name)).speculative_config
+        drafter = HFConfig.read(bundle / "drafter_first")
+        most = drafter.size("block_size") - 1
+        if given is not None and not 1 <= (given.max_draft_len or 0) <= most:
+            raise BundleError(
+                "The drafter was not trained for this many drafts.",
+                where=f"{folder / name}: speculative_config.max_draft_len", found=given.max_draft_len,
+                expected=f"1 to {most}",
+            )  # fmt: skip
+    return names

@@ -1,0 +1,87 @@
+"""What a build proves about its bundle before publishing it; the figures go into `manifest.checks`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from d2sd.errors import BuildError
+from d2sd.recipe import Policy, Recipe
+
+if TYPE_CHECKING:
+    from d2sd.convert.bundle.load import Bundle
+
+
+def check_bundle(bundle: Bundle) -> dict[str, Any]:
+    """Greedy smoke test: do the drafters fit, do chains and trees write what plain decoding writes, in how many steps?
+
+    Returns figures as JSON values, no times among them: equal bundles must give equal figures. In fp32 any difference
+    that is no tie fails the build; in half precision rounding differs between batch shapes, so agreement is a figure
+    there. A drafter that is accepted better when its config is read otherwise fails it (`fit.py`), and so does a chain
+    below `checks.min_tau`.
+    """
+    from d2sd.convert.bundle.serving import chat_request, make_engine
+    from d2sd.convert.validate.drafter_config import check_fit
+    from d2sd.convert.validate.graph_parity import check_graphs
+    from d2sd.prompts import OWN_PROMPTS, read_prompts
+    from d2sd.runtime.request import SamplingParams
+    from d2sd.runtime.stats import mean_tau
+
+    recipe = bundle.recipe
+    budget = min(recipe.checks.tokens, recipe.limits.max_context // 2)
+    prompts = read_prompts(recipe.path(recipe.checks.prompts) if recipe.checks.prompts else OWN_PROMPTS)
+    requests = [chat_request(bundle, text, SamplingParams(), budget) for _, text in prompts[: recipe.checks.count]]
+    requests = [r for r in requests if len(r.prompt) + budget <= recipe.limits.max_context]
+    sequences = make_engine(bundle, policy="off").generate(requests)
+    plain = [s.answer for s in sequences]
+    fit = check_fit(bundle, sequences)
+    runnable: tuple[tuple[Policy, object], ...] = (
+        ("chain", bundle.first), ("d2sd", bundle.second), ("hybrid", bundle.second),
+    )  # fmt: skip
+    figures: dict[str, Any] = {}
+    for policy, needed in runnable:
+        if needed is None:
+            continue
+        sequences = make_engine(bundle, policy=policy).generate(requests)
+        equal = sum(s.answer == answer for s, answer in zip(sequences, plain, strict=True))
+        figures[policy] = {
+            "prompts": len(requests),
+            "tokens_each": budget,
+            "equal_to_plain_decoding": equal,
+            "tau": round(mean_tau(s.stats for s in sequences), 4),
+        }
+        if recipe.precision == "fp32" and equal < len(requests):
+            _explain(bundle, policy, [s.answer for s in sequences], plain, [r.prompt for r in requests])
+        if policy == "chain":
+            _demand(recipe, figures[policy]["tau"], len(requests))
+    graphs = check_graphs(bundle, requests, plain) if recipe.engines else {}
+    return {"greedy": figures, "fit": fit} | graphs
+
+
+def _demand(recipe: Recipe, tau: float, prompts: int) -> None:
+    """Raise BuildError where the first drafter's chain commits fewer tokens a step than the recipe asks for."""
+    least = recipe.checks.min_tau
+    if least is not None and tau < least:
+        raise BuildError(
+            "The first drafter is accepted less than the recipe demands.", where="recipe: checks.min_tau",
+            found=f"{tau} tokens a step on {prompts} prompts", expected=f"at least {least}",
+            fix="use the drafter that was trained for this target, or lower checks.min_tau",
+        )  # fmt: skip
+
+
+def _explain(
+    bundle: Bundle, policy: str, answers: list[list[int]], plain: list[list[int]], prompts: list[tuple[int, ...]]
+) -> None:
+    """Raise BuildError for the first difference where plain decoding's two best logits are no tie."""
+    from d2sd.convert.validate.near_ties import TIE, first_difference, score_gap
+
+    for prompt, answer, expected in zip(prompts, answers, plain, strict=True):
+        place = first_difference(answer, expected)
+        if place is None:
+            continue
+        gap = score_gap(bundle.target, [*prompt, *expected[:place]])
+        if gap > TIE:
+            raise BuildError(
+                f"{policy} does not write what plain decoding writes", where=f"token {place} of an answer",
+                found=answer[place : place + 1], expected=f"{expected[place : place + 1]} (logit gap {gap:.2g})",
+                fix="this is a bug in d2sd: report it",
+            )  # fmt: skip

@@ -1,0 +1,147 @@
+"""Does a drafter fit its target? Other readings of its config are tried against the one that it declares.
+
+A layer id that is off by one, or another mask, is an error nowhere: the drafter loads, runs and is accepted less. Only
+acceptance tells, so plain decoding's answers are drafted under each reading (`fit_guesses.py`).
+
+Layer ids are written as "output of layer i" or, counting the embedding, as i + 1 (`convert/formats/layer_ids.py`). A
+mask is a row of the target's embedding, and trainers take it from different places: the tokenizer's mask token
+(ModelOpt, SpecForge), the first id after the tokenizer (z-lab's Qwen3 drafters: 151669), a reserved token (Llama 3),
+the padding token, often itself the end of text, or a row that no token uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from math import comb
+from typing import Any
+
+import click
+
+from d2sd.convert.bundle.load import Bundle
+from d2sd.convert.validate.drafter_predictions import Guesses, Reading, all_guesses
+from d2sd.errors import BuildError
+from d2sd.modeling.config import DrafterConfig
+from d2sd.runtime.sequence import Sequence
+
+#: Another reading must commit so much more to fail the build: below, a drafter is worth serving, and a hint is enough.
+_RATIO = 1.05
+#: And win more tokens than chance lets it in this share of builds: neighbouring tokens are not quite independent and
+#: several readings are tried, so it is far below what one test of independent trials would ask.
+_CHANCE = 1e-4
+#: Below this many tokens a step a drafter is accepted next to never: one draft in ten steps.
+_NEVER = 1.1
+
+
+def check_fit(bundle: Bundle, plain: SequenceOf[Sequence]) -> dict[str, Any]:
+    """Tokens a step of each drafter under each reading; `plain` are finished requests of plain decoding.
+
+    Raises BuildError where another reading is clearly better than the declared one. Tells of a drafter that is accepted
+    next to never.
+    """
+    named = (("first", bundle.first), ("second", bundle.second))
+    drafters = {name: drafter for name, drafter in named if drafter is not None}
+    if not plain:  # no prompt fits the context
+        return {}
+    tried = {name: readings(drafter.config, bundle.tokenizer) for name, drafter in drafters.items()}
+    found = all_guesses(bundle, drafters, {name: some for name, (some, _) in tried.items()}, plain)
+    figures: dict[str, Any] = {}
+    for name, ((declared, *others), left_out) in tried.items():
+        guesses = found[name]
+        longest = guesses[declared].mean
+        better = [reading for reading in others if more_often_right(guesses[reading], guesses[declared])]
+        best = max(better, key=lambda reading: guesses[reading].mean, default=declared)
+        if best is not declared and guesses[best].mean >= _RATIO * longest:
+            raise _misfit(bundle, name, declared, best, guesses)
+        if guesses[best].mean > longest:
+            click.echo(
+                f"the {name} drafter may not be what its config says: it commits {guesses[best].mean:.3f} tokens a "
+                f"step with {best.name}, {longest:.3f} as declared",
+                err=True,
+            )
+        if guesses[declared].mean < _NEVER:
+            click.echo(
+                f"the {name} drafter is accepted next to never: {guesses[declared].mean:.2f} tokens a step on the "
+                "check prompts, and no other reading of its config is clearly better",
+                err=True,
+            )
+        figures[name] = {
+            "places": len(guesses[declared].lengths),
+            "tokens a step": {reading.name: guesses[reading].mean for reading in (declared, *others)},
+            "left out": left_out,
+        }
+    return figures
+
+
+def readings(config: DrafterConfig, tokenizer: Any) -> tuple[list[Reading], dict[str, str]]:
+    """What to try: the declared reading first, each other one thing away from it; and why the rest cannot be run.
+
+    `tokenizer` is the target's, of transformers.
+    """
+    ids, mask = config.target_layer_ids, config.mask_token_id
+    found, left_out = [Reading("as declared", ids, mask)], {}
+    for name, step in (("layer ids minus one", -1), ("layer ids plus one", 1)):
+        moved = tuple(i + step for i in ids)
+        outside = [i for i in moved if not 0 <= i < config.num_target_layers]
+        if outside:
+            left_out[name] = f"the target has no layer {outside[0]}"
+        else:
+            found.append(Reading(name, moved, mask))
+    seen: set[int | None] = {None, mask}
+    for what, token in _masks(tokenizer, config.vocab_size).items():
+        if token in seen or token is None:
+            continue
+        seen.add(token)
+        name = f"mask {token} ({what})"
+        if token >= config.vocab_size:
+            left_out[name] = f"the vocabulary ends at {config.vocab_size - 1}"
+        elif token in (config.draft_vocabulary or ()):
+            left_out[name] = "it is in the draft vocabulary"
+        else:
+            found.append(Reading(name, ids, token))
+    return found, left_out
+
+
+def _masks(tokenizer: Any, vocab_size: int) -> dict[str, int | None]:
+    """Candidates by where they come from; None where there is no such token."""
+    added = sorted((token, text.lower()) for text, token in tokenizer.get_added_vocab().items())
+
+    def spelled(word: str) -> int | None:
+        return next((token for token, text in added if word in text), None)
+
+    mask = tokenizer.mask_token_id
+    return {
+        "the tokenizer's mask token": spelled("mask") if mask is None else mask,
+        "the first id after the tokenizer": len(tokenizer),
+        "the padding token": tokenizer.pad_token_id,
+        "the end of text": tokenizer.eos_token_id,
+        "the first reserved token": spelled("reserved"),
+        "the last id of the vocabulary": vocab_size - 1,
+    }
+
+
+def more_often_right(one: Guesses, other: Guesses) -> bool:
+    """A sign test over the tokens: many more are guessed more often than are guessed less often.
+
+    Tokens, not steps: one hard token ends all the up to γ - 1 steps that reach it, and would count as often.
+    """
+    won, lost = int((one.hits > other.hits).sum()), int((one.hits < other.hits).sum())
+    chance = sum(comb(won + lost, n) for n in range(won, won + lost + 1)) / 2 ** (won + lost)
+    return bool(chance <= _CHANCE)
+
+
+def _misfit(
+    bundle: Bundle, name: str, declared: Reading, better: Reading, guesses: dict[Reading, Guesses]
+) -> BuildError:
+    """Which key of the drafter's config says it wrongly, and what it should say."""
+    config = bundle.recipe.path(getattr(bundle.recipe.drafters, name).path) / "config.json"
+    if better.layer_ids != declared.layer_ids:
+        key, found, expected = "target_layer_ids", f"{list(declared.layer_ids)}", f"{list(better.layer_ids)}"
+        fix = "write these ids there: i is the output of layer i; d2sd convert reads formats that count otherwise"
+    else:
+        key, found, expected = "mask_token_id", f"{declared.mask}", f"{better.mask}"
+        fix = "write the id there that the drafter was trained with"
+    return BuildError(
+        f"The {name} drafter does not fit: acceptance rises from {guesses[declared].mean:.2f} to "
+        f"{guesses[better].mean:.2f} tokens a step with {better.name}.",
+        where=f"{config}: dflash_config.{key}", found=found, expected=expected, fix=fix,
+    )  # fmt: skip

@@ -1,0 +1,123 @@
+"""What drafters say under several readings of their configs, about answers that are known already.
+
+The serving executor drafts behind every token of them: one target pass for each set of layer ids, no decoding, and
+every reading answers the same questions, so that few prompts tell much. The second drafter is asked like the first,
+with blocks of an anchor and masks: the shortest of its prefixes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from d2sd.convert.bundle.load import Bundle
+from d2sd.modeling.drafter import Drafter
+from d2sd.progress import bar
+from d2sd.runtime.backends.model_runner import TorchExecutor
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.speculation.draft import Branches
+
+# Shape letters: P places (the tokens of the answers, and the steps that start before each), S = γ - 1 slots.
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One way to read a drafter's config; `layer_ids` as in `DrafterConfig.target_layer_ids`."""
+
+    name: str
+    layer_ids: tuple[int, ...]
+    mask: int
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """What a drafter says under one reading."""
+
+    lengths: Tensor  # [P] int64, tokens that the step would commit, bonus included
+    hits: Tensor  # [P] int64, how often the token was guessed by the steps before it, at most S times
+
+    @property
+    def mean(self) -> float:
+        """Tokens a step, over all places. A served chain starts at some of them only: its tau differs a little."""
+        return round(float(self.lengths.double().mean()), 4)
+
+
+def all_guesses(
+    bundle: Bundle,
+    drafters: Mapping[str, Drafter],
+    tried: Mapping[str, SequenceOf[Reading]],
+    plain: SequenceOf[Sequence],
+) -> dict[str, dict[Reading, Guesses]]:
+    """Try every reading of every drafter on `plain`, finished requests of plain decoding.
+
+    One target pass serves all that read the same layers.
+    """
+    found: dict[str, dict[Reading, Guesses]] = {name: {} for name in drafters}
+    with bar("checking that the drafters fit", sum(map(len, tried.values()))) as advance:
+        for ids in sorted({reading.layer_ids for some in tried.values() for reading in some}):
+            asked = {name: [reading for reading in some if reading.layer_ids == ids] for name, some in tried.items()}
+            readers = [name for name, some in asked.items() if some]
+            executor = _executor(bundle, [_reads(drafters[name], ids) for name in readers], plain)
+            for which, name in enumerate(readers):
+                for reading in asked[name]:
+                    found[name][reading] = _guesses(executor, which, reading.mask, plain, bundle)
+                    advance(1)
+    return found
+
+
+def _reads(drafter: Drafter, ids: tuple[int, ...]) -> Drafter:
+    """The same weights, told to read other layers."""
+    other = copy.copy(drafter)
+    other.config = replace(drafter.config, target_layer_ids=ids)
+    return other
+
+
+def _executor(bundle: Bundle, drafters: SequenceOf[Drafter], plain: SequenceOf[Sequence]) -> TorchExecutor:
+    """An executor with the whole of every text in its pages, one page a text, from page 1."""
+    executor = TorchExecutor(bundle.target, *drafters)
+    executor.allocate(1 + len(plain), max(len(sequence.tokens) for sequence in plain))
+    chunk = bundle.recipe.limits.prefill_chunk
+    for page, sequence in enumerate(plain, 1):
+        for start in range(0, len(sequence.tokens), chunk):
+            tokens = torch.tensor([sequence.tokens[start : start + chunk]])
+            length, table = torch.tensor([tokens.shape[1]]), torch.tensor([[page]])
+            executor.prefill(tokens, length, table, torch.tensor([start]))
+    executor.settle(range(len(drafters)))
+    return executor
+
+
+def _guesses(executor: TorchExecutor, which: int, mask: int, plain: SequenceOf[Sequence], bundle: Bundle) -> Guesses:
+    """Draft before every token, as many at once as the bundle serves."""
+    slots = executor.block_size - 1
+    lengths, hits = [], []
+    for page, sequence in enumerate(plain, 1):
+        text = torch.tensor(sequence.tokens)
+        anchors = torch.arange(len(sequence.request.prompt) - 1, len(text) - 1)
+        parts = torch.split(anchors, bundle.recipe.limits.max_batch)
+        best = torch.cat([_draft(executor, which, mask, page, text[part], part) for part in parts])
+        guessed = anchors[:, None] + 1 + torch.arange(slots)  # [P, S], which token a slot guesses
+        right = (best == F.pad(text, (0, slots), value=-1)[guessed]).long()  # what follows the text is not known
+        lengths.append(1 + right.cumprod(1).sum(1))
+        of_token = torch.zeros(len(text) + slots, dtype=torch.long)
+        hits.append(of_token.index_add_(0, guessed.flatten(), right.flatten())[anchors + 1])
+    return Guesses(torch.cat(lengths), torch.cat(hits))
+
+
+def _draft(executor: TorchExecutor, which: int, mask: int, page: int, anchor: Tensor, position: Tensor) -> Tensor:
+    """The best tokens [P, S] behind `anchor [P]` at `position [P]` of one text."""
+    count, slots = len(anchor), executor.block_size - 1
+    sampling = Sampling.of([SamplingParams()] * count, executor.vocab_size, executor.device)
+    batch = Batch(anchor, torch.full((count, 1), page), position, torch.ones(count, dtype=torch.bool), sampling)
+    # To the executor these masks are tokens that it keeps: so it drafts with another mask than its config's.
+    masks = torch.full((count, 1, slots), mask)
+    kept = Branches(masks, torch.full((count, 1), slots), rejected=torch.full((count, 1), -1))
+    return executor.draft_second(batch, kept, which, 1).best[:, 0]

@@ -1,0 +1,63 @@
+"""What a build proves about its graphs: ONNX Runtime serves them beside the models they were made of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from d2sd.errors import BuildError
+
+if TYPE_CHECKING:
+    from d2sd.convert.bundle.load import Bundle
+    from d2sd.convert.validate.shadow import BesideDecoder, BesideDrafter
+    from d2sd.runtime.request import Request
+
+#: Largest difference that is rounding's, as a share of an output's largest number.
+_BOUND = {"fp32": 1e-4, "fp16": 2e-2}
+
+
+def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]) -> dict[str, Any]:
+    """Greedy answers of the graphs against `plain`, those of plain decoding, and the largest error of every output.
+
+    Raises `BuildError` where an error is beyond rounding; not with FP8, where one input that rounds the other way
+    moves all that follows it. ONNX Runtime computes no bf16 on a CPU: then a word says so.
+    """
+    from d2sd.convert.validate.shadow import BesideDecoder, BesideDrafter, BesideExecutor
+    from d2sd.runtime.backends.exported import OnnxSession
+    from d2sd.runtime.engine import Engine
+    from d2sd.runtime.request import Limits
+    from d2sd.runtime.speculation.policy import PolicyName, make_policy
+
+    recipe, folder = bundle.recipe, bundle.path / "onnx"
+    if recipe.precision == "bf16":
+        return {"graphs": "not run: ONNX Runtime computes no bf16 on a CPU"}
+    pairs = {"drafter_first": bundle.first, "drafter_second": bundle.second}
+    taps = bundle.first.config.target_layer_ids if bundle.first else ()
+    target = BesideDecoder(bundle.target, taps, OnnxSession(folder / "target.onnx"))
+    drafters = {
+        name: BesideDrafter(drafter, OnnxSession(folder / f"{name}.onnx"), recipe.limits.page_size, name)
+        for name, drafter in pairs.items()
+        if drafter is not None
+    }
+    limits, tree = recipe.limits, recipe.tree
+    names: tuple[PolicyName, ...] = ("off", "ddtree", "hybrid")
+    name = names[len(drafters)]
+    policy = make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=tree.row_budget)
+    engine = Engine(
+        BesideExecutor(target, *drafters.values(), block_size=tree.block_size),
+        policy,
+        Limits(limits.max_batch, limits.max_context, limits.page_size, limits.prefill_chunk),
+    )
+    answers = [sequence.answer for sequence in engine.generate(requests)]
+    equal = sum(answer == expected for answer, expected in zip(answers, plain, strict=True))
+    figures: dict[str, Any] = {"policy": name, "prompts": len(requests), "equal_to_plain_decoding": equal}
+    models: dict[str, BesideDecoder | BesideDrafter] = {"target": target, **drafters}
+    for which, model in models.items():
+        relative = model.errors.relative()
+        figures[which] = {output: float(f"{error:.2g}") for output, error in relative.items()}
+        if recipe.fp8 is None and max(relative.values()) > _BOUND[recipe.precision]:
+            raise BuildError(
+                f"The graph of {which} does not compute what the model computes.", where=folder / f"{which}.onnx",
+                found=figures[which], expected=f"errors of at most {_BOUND[recipe.precision]} of an output's largest",
+                fix="this is a bug in d2sd: report it",
+            )  # fmt: skip
+    return {"graphs": figures}

@@ -1,0 +1,71 @@
+"""Two targets over the same texts: how much worse the second predicts people, and how far it is from the first.
+
+Perplexity is of the prompts' own words, which people wrote: between what all prompts begin and end with, for that is
+the chat template. Divergence is KL(first ‖ second) in nats behind the tokens of answers that the first has sampled:
+what serving asks of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from d2sd.modeling.decoder import Decoder
+from d2sd.runtime.forced import forced_logits
+
+if TYPE_CHECKING:
+    from d2sd.convert.build.fp8 import Text
+
+
+def compare_texts(
+    first: Decoder, second: Decoder, texts: Sequence[Text], advance: Callable[[int], None]
+) -> dict[str, Any]:
+    """Figures of `second` against `first`; the interval of the perplexity's change is over tokens, 95 %."""
+    prompts = [text.ids[: text.prompt] for text in texts]
+    head, tail = common(prompts), common([prompt[::-1] for prompt in prompts])
+    losses: list[Tensor] = []  # [2, tokens] each
+    divergence: list[Tensor] = []
+    equal: list[Tensor] = []
+    for text in texts:
+        said = [forced_logits(target, text.ids) for target in (first, second)]
+        start = max(head, 1) - 1
+        words = slice(start, max(start, text.prompt - tail - 1))  # where a word of the prompt is predicted
+        following = torch.tensor([*text.ids[1:], 0])
+        losses.append(torch.stack([F.cross_entropy(x[words], following[words], reduction="none") for x in said]))
+        answered = [x[text.prompt - 1 : -1].log_softmax(-1) for x in said]
+        divergence.append((answered[0].exp() * (answered[0] - answered[1])).sum(-1))
+        equal.append(answered[0].argmax(-1) == answered[1].argmax(-1))
+        advance(1)
+    figures = {
+        "divergence": round(float(torch.cat(divergence).mean()), 5),
+        "same_greedy_token": round(float(torch.cat(equal).double().mean()), 4),
+        "answer_tokens": int(sum(map(len, equal))),
+    }
+    return figures | _perplexity(torch.cat(losses, dim=1).double())
+
+
+def _perplexity(loss: Tensor) -> dict[str, Any]:
+    """`loss` [2, tokens] in nats. No figures of too few tokens for an interval."""
+    change = loss[1] - loss[0]
+    if len(change) < 2:
+        return {}
+    mean, error = float(change.mean()), 1.96 * float(change.std()) / len(change) ** 0.5
+    return {
+        "perplexity": [round(math.exp(float(x)), 4) for x in loss.mean(1)],
+        "perplexity_change": round(math.expm1(mean), 4),
+        "perplexity_change_95": [round(math.expm1(mean - error), 4), round(math.expm1(mean + error), 4)],
+        "prompt_tokens": len(change),
+    }
+
+
+def common(texts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all texts begin with; none where there is but one."""
+    if len(texts) < 2:
+        return 0
+    shortest = min(map(len, texts))
+    return next((i for i in range(shortest) if len({text[i] for text in texts}) > 1), shortest)

@@ -1,0 +1,29 @@
+"""The plots of a result, one PNG each. A plot without data is not written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from d2sd.bench.plots.drafts import plot_acceptance, plot_calibration
+from d2sd.bench.plots.speed import plot_cost, plot_speedup
+from d2sd.bench.plots.tau import plot_tau, plot_tau_by_rows
+from d2sd.bench.result import Result
+
+PLOTS: dict[str, Callable[[Result, Path], None]] = {
+    "tau.png": plot_tau,
+    "tau-by-rows.png": plot_tau_by_rows,
+    "acceptance.png": plot_acceptance,
+    "calibration.png": plot_calibration,
+    "cost.png": plot_cost,
+    "speedup.png": plot_speedup,
+}
+
+
+def write_plots(result: Result, folder: Path) -> list[Path]:
+    """Write all plots that have data into an existing folder, and remove those of an earlier result that have not."""
+    paths = [folder / name for name in PLOTS]
+    for path, plot in zip(paths, PLOTS.values(), strict=True):
+        path.unlink(missing_ok=True)
+        plot(result, path)
+    return [path for path in paths if path.exists()]

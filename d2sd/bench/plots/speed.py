@@ -1,0 +1,136 @@
+"""What a step costs and what is gained: time by stage, and speedup by concurrency. Of all sets together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from d2sd.bench import metrics, views
+from d2sd.bench.result import Cell, Result
+from d2sd.bench.views import Line
+from d2sd.viz import plot_style as style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+#: In the order of a step; Paul Tol's light colours, so that no stage looks like a method.
+STAGES = {
+    "draft_first": "#77AADD",
+    "pick_boundaries": "#99DDFF",
+    "draft_second": "#44BB99",
+    "build_tree": "#BBCC33",
+    "verify": "#EE8866",
+    "accept": "#EEDD88",
+    "commit": "#FFAABB",
+    "retire": "#AAAA00",
+    "other": "#DDDDDD",
+}
+OTHER = "other"
+
+
+def plot_cost(result: Result, path: Path) -> None:
+    """Milliseconds a step by stage, prefill left out: a bar a line, at the lowest temperature, a panel each for the
+    lowest and the highest concurrency.
+
+    The upper axis counts the same in plain steps, where plain decoding was measured.
+    """
+    temperature = views.temperatures(result)[0]
+    concurrencies = views.concurrencies(result, temperature)
+    concurrencies = sorted({concurrencies[0], concurrencies[-1]})
+    lines = [views.lines(result, temperature, concurrency) for concurrency in concurrencies]
+    if not any(metrics.step_seconds(cell) for cell in result.cells if cell.temperature == temperature):
+        return
+    heights = [len(found) for found in lines]
+    figure, axes = style.panels(
+        len(lines), 1, 1.1 + 0.32 * sum(heights) / len(heights), height_ratios=[h + 2 for h in heights]
+    )
+    for (panel,), concurrency, found in zip(axes, concurrencies, lines, strict=True):
+        cells = [views.pooled(result, line, temperature, concurrency) for line in found]
+        places = list(range(len(found)))
+        left = [0.0] * len(found)
+        stages = [_milliseconds(cell) for cell, _ in cells]
+        for stage, colour in STAGES.items():
+            spent = [times[stage] for times in stages]
+            if not any(spent):
+                continue
+            panel.barh(places, spent, left=left, color=colour, label=stage, edgecolor="white", linewidth=0.5)
+            left = [a + b for a, b in zip(left, spent, strict=True)]
+        panel.set_yticks(places, [style.name(line) for line in found])
+        panel.invert_yaxis()
+        panel.grid(axis="y", visible=False)
+        panel.grid(axis="x", color="#DDDDDD", linewidth=0.8)
+        panel.set_xlabel("milliseconds a step")
+        panel.set_title(f"{concurrency} in flight", loc="left", fontsize=11)
+        plain = next((plain for _, plain in cells if plain), None)
+        if plain and (unit := 1e3 * metrics.step_seconds(plain)):
+            panel.secondary_xaxis("top", functions=_units(unit)).set_xlabel("plain steps")
+    title = f"Where the time of a step goes (T = {temperature:g}): a bar of n plain steps must yield more than n tokens"
+    style.finish(figure, title, path)
+
+
+def _milliseconds(cell: Cell) -> dict[str, float]:
+    """By stage and a step; together they are `metrics.step_seconds`."""
+    found = dict.fromkeys(STAGES, 0.0)
+    for stage, spent in cell.stage_seconds.items():
+        if stage != "prefill":
+            found[stage if stage in STAGES else OTHER] += 1e3 * spent / cell.steps
+    return found
+
+
+def _units(unit: float) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """From milliseconds to plain steps and back, of numbers and arrays."""
+    return lambda milliseconds: milliseconds / unit, lambda steps: steps * unit
+
+
+def plot_speedup(result: Result, path: Path) -> None:
+    """Tokens per second over plain decoding's by requests in flight, a panel a temperature; every method at the row
+    budget that is fastest there. Of a single concurrency there are bars, for points would hide each other.
+    """
+    gains = {t: found for t in views.temperatures(result) if (found := _speedups(result, t))}
+    if not gains:
+        return
+    figure, axes = style.panels(1, len(gains), 4.6, sharey=True)
+    for panel, (temperature, found) in zip(axes[0], gains.items(), strict=True):
+        panel.axhline(1.0, color=style.colour(views.PLAIN), linestyle="--", linewidth=1.5, label="plain decoding")
+        counts = views.concurrencies(result, temperature)
+        (_draw_curves if len(counts) > 1 else _draw_bars)(panel, found, counts)
+        panel.set_title(f"T = {temperature:g}", loc="left", fontsize=11)
+        panel.set_ylim(bottom=0)
+    axes[0][0].set_ylabel("speedup (tokens/s over plain decoding)")
+    style.finish(figure, "Where speculation pays: above the line (each method at its fastest row budget)", path)
+
+
+def _draw_curves(panel: Axes, found: dict[str, dict[int, float]], counts: list[int]) -> None:
+    for method, points in found.items():
+        panel.plot(list(points), list(points.values()), **style.curve(Line(method, 1)))
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(counts, [str(count) for count in counts])
+    panel.minorticks_off()
+    panel.set_xlabel("requests in flight")
+
+
+def _draw_bars(panel: Axes, found: dict[str, dict[int, float]], counts: list[int]) -> None:
+    (count,) = counts
+    panel.bar(
+        list(found), [points[count] for points in found.values()], color=[style.colour(method) for method in found]
+    )
+    panel.tick_params(axis="x", rotation=30)
+    panel.set_xlabel(f"method, {count} in flight")
+
+
+def _speedups(result: Result, temperature: float) -> dict[str, dict[int, float]]:
+    """Method -> concurrency -> the best speedup of its row budgets."""
+    found: dict[str, dict[int, float]] = {}
+    for concurrency in views.concurrencies(result, temperature):
+        for line in views.lines(result, temperature, concurrency):
+            cell, plain = views.pooled(result, line, temperature, concurrency)
+            gained = _gain(cell, plain)
+            if line.method != views.PLAIN and gained is not None:
+                points = found.setdefault(line.method, {})
+                points[concurrency] = max(gained, points.get(concurrency, 0.0))
+    return found
+
+
+def _gain(cell: Cell, plain: Cell | None) -> float | None:
+    return metrics.speedup(cell, plain) if plain else None

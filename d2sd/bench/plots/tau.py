@@ -1,0 +1,73 @@
+"""Tokens a step: by method and set, and against the row budget. At the lowest concurrency, which does not change it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from d2sd.bench import metrics, views
+from d2sd.bench.bootstrap import Interval, tau_interval
+from d2sd.bench.result import Cell, Result
+from d2sd.viz import plot_style as style
+
+
+def plot_tau(result: Result, path: Path) -> None:
+    """Bars by set and for their mean, a panel a temperature; every method at its largest row budget."""
+    temperatures, names = views.temperatures(result), views.sets(result)
+    figure, axes = style.panels(len(temperatures), 1, 3.4)
+    for (panel,), temperature in zip(axes, temperatures, strict=True):
+        concurrency = views.concurrencies(result, temperature)[0]
+        lines = views.widest(result, temperature, concurrency)
+        width = 0.84 / len(lines)
+        for place, line in enumerate(lines):
+            cells = views.cells_of(result, line, temperature, concurrency)
+            groups = [[cells[name]] if name in cells else [] for name in names]
+            groups.append(list(cells.values()) if len(cells) == len(names) else [])
+            xs = [g + (place - (len(lines) - 1) / 2) * width for g, group in enumerate(groups) if group]
+            told = [(metrics.mean_tau(group), tau_interval(group)) for group in groups if group]
+            panel.bar(
+                xs, [value for value, _ in told], width * 0.92,
+                color=style.colour(line.method, place), label=style.name(line),
+                yerr=_errors(told), error_kw={"elinewidth": 1.1, "ecolor": "#333333", "capsize": 2},
+            )  # fmt: skip
+        panel.set_xticks(range(len(names) + 1), [*names, "mean of sets"])
+        panel.axvline(len(names) - 0.5, color="#AAAAAA", linewidth=0.8)
+        panel.set_ylabel("tokens a step (τ)")
+        panel.set_title(f"T = {temperature:g}", loc="left", fontsize=11)
+    style.finish(figure, "How many tokens a target pass yields: higher is better (95 % intervals over prompts)", path)
+
+
+def plot_tau_by_rows(result: Result, path: Path) -> None:
+    """Mean of sets by row budget, a panel a temperature. Not written where no method has two budgets."""
+    budgets: dict[tuple[float, str], dict[int, list[Cell]]] = {}
+    for temperature in views.temperatures(result):
+        concurrency = views.concurrencies(result, temperature)[0]
+        for line in views.lines(result, temperature, concurrency):
+            cells = list(views.cells_of(result, line, temperature, concurrency).values())
+            if line.method != views.PLAIN and len(cells) == len(views.sets(result)):
+                budgets.setdefault((temperature, line.method), {})[line.rows] = cells
+    temperatures = sorted({t for (t, _), found in budgets.items() if len(found) > 1})
+    if not temperatures:
+        return
+    figure, axes = style.panels(1, len(temperatures), 4.6, sharey=True)
+    ticks = sorted({rows for found in budgets.values() for rows in found})
+    for panel, temperature in zip(axes[0], temperatures, strict=True):
+        for (of, method), found in budgets.items():
+            if of == temperature:
+                told = [(metrics.mean_tau(cells), tau_interval(cells)) for cells in found.values()]
+                look = style.curve(views.Line(method, 1))
+                panel.errorbar(list(found), [value for value, _ in told], yerr=_errors(told), capsize=3, **look)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(ticks, [str(rows) for rows in ticks])
+        panel.minorticks_off()
+        panel.set_xlabel("row budget (tree nodes the target verifies a step)")
+        panel.set_title(f"T = {temperature:g}", loc="left", fontsize=11)
+    axes[0][0].set_ylabel("tokens a step (τ), mean of sets")
+    style.finish(figure, "What more rows buy: the steeper, the better a method uses them (95 % intervals)", path)
+
+
+def _errors(told: list[tuple[float, Interval | None]]) -> list[list[float]]:
+    """Lengths of the error bars below and above; none where there is no interval."""
+    below = [value - interval.low if interval else 0.0 for value, interval in told]
+    above = [interval.high - value if interval else 0.0 for value, interval in told]
+    # A resampled mean may miss the value by a rounding; matplotlib takes no negative length.
+    return [[max(0.0, length) for length in side] for side in (below, above)]

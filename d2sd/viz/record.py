@@ -1,0 +1,62 @@
+"""The steps of one answer, recorded while it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from d2sd.viz.nodes import Step, read_step, token_text
+
+if TYPE_CHECKING:
+    from d2sd.runtime.engine import Output, StepTrace
+    from d2sd.runtime.speculation.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One step, and what the answer got from it."""
+
+    step: Step
+    pieces: tuple[str, ...]  # what each token wrote; fewer than the step gained where the answer ends
+
+
+class Recording:
+    """One answer, fed with every output of its request. No tensor of a trace is kept."""
+
+    def __init__(self, prompt: str, token: Callable[[list[int]], str], text: Callable[[list[int]], str]) -> None:
+        """`token` decodes for a tree, special tokens and all; `text` as the engine does."""
+        from d2sd.runtime.text import TextStream
+
+        self.prompt = prompt
+        self.turns: list[Turn] = []
+        self.policies: dict[str, Policy] = {}  # those that served it, by name, in the order of their first steps
+        self._show = token_text(token)
+        self._stream = TextStream(text)
+        self._room = 0  # characters the engine has let out and no piece has taken yet
+
+    def add(self, trace: StepTrace, output: Output) -> None:
+        """Record one step of the request."""
+        step = read_step(trace, trace.sequences.index(output.sequence), self._show)
+        self.policies.setdefault(trace.policy.name, trace.policy)
+        pieces = [self._stream.feed(token) for token in output.tokens]
+        if output.finish is not None:
+            pieces[-1] += self._stream.flush()
+        self.turns.append(Turn(step, tuple(pieces)))
+        self._room += len(output.text)
+        if output.finish is not None:
+            self._cut()
+
+    @property
+    def best(self) -> int:
+        """Place of the turn that gave most tokens, the first of equals."""
+        return max(range(len(self.turns)), key=lambda place: len(self.turns[place].pieces))
+
+    def _cut(self) -> None:
+        """A stop string is no part of the answer, nor is what a token wrote behind it."""
+        for place, turn in enumerate(self.turns):
+            kept = []
+            for piece in turn.pieces:
+                kept.append(piece[: self._room])
+                self._room -= len(kept[-1])
+            self.turns[place] = Turn(turn.step, tuple(kept))

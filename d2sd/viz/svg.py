@@ -1,0 +1,142 @@
+"""The tree of a step as SVG text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from d2sd.viz.layout import BOX, HEAD, MARGIN, MOST_CELLS, PAD, Box, Layout, arrange
+from d2sd.viz.legend import legend
+from d2sd.viz.nodes import Node, Step
+from d2sd.viz.style import TREE_STYLE
+from d2sd.viz.text import cells, cut, token_markup, visible
+
+_CAPTION = 34  # height of the line that only a picture on its own has
+_KEY_WIDTH = 860  # of a legend on a page, before it breaks
+_BEND = 9  # radius of an edge's corners
+
+
+def standalone(step: Step, caption: str) -> str:
+    """A whole SVG document: caption, tree and legend on a white card."""
+    layout = arrange(step)
+    least = cells(caption) * 8.5 + 2 * MARGIN
+    width = max(layout.width, least, 760)
+    keys, below, _ = legend([step], width - 2 * MARGIN)
+    height = _CAPTION + layout.height + below
+    body = [
+        f"<style>{TREE_STYLE}</style>",
+        f'<rect class="card" x="0.5" y="0.5" width="{width - 1:g}" height="{height - 1:g}" rx="10"/>',
+        f'<text class="caption" x="{MARGIN}" y="{MARGIN + 12}">{escape(caption)}</text>',
+        f'<g transform="translate(0 {_CAPTION})">{_tree(step, layout)}</g>',
+        f'<g transform="translate({MARGIN} {_CAPTION + layout.height:g})">{keys}</g>',
+    ]
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + _svg(step, caption, width, height, "\n".join(body)) + "\n"
+
+
+def inline(step: Step, caption: str) -> str:
+    """An <svg> element for a page that holds TREE_STYLE and a legend already."""
+    layout = arrange(step)
+    return _svg(step, caption, layout.width, layout.height, _tree(step, layout))
+
+
+def key(steps: Sequence[Step]) -> str:
+    """An <svg> element with what the marks of several trees mean."""
+    keys, height, width = legend(steps, _KEY_WIDTH)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="tree" role="img" width="{width + 2 * MARGIN:g}" '
+        f'height="{height + 4:g}" viewBox="0 0 {width + 2 * MARGIN:g} {height + 4:g}">\n<title>legend</title>\n'
+        f'<g transform="translate({MARGIN} 8)">{keys}</g>\n</svg>'
+    )
+
+
+def _svg(step: Step, caption: str, width: float, height: float, body: str) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="tree" role="img" width="{width:g}" height="{height:g}" '
+        f'viewBox="0 0 {width:g} {height:g}">\n<title>{escape(caption)}</title>\n<desc>{escape(_told(step))}</desc>\n'
+        f"{body}\n</svg>"
+    )
+
+
+def _told(step: Step) -> str:
+    """The picture for those who do not see it."""
+    *drafts, bonus = (repr(node.text) for node in step.gained)
+    accepted = ", ".join(drafts) or "none"
+    return (
+        f"A tree of {len(step.nodes) - 2} drafted tokens behind the anchor {step.nodes[0].text!r}. "
+        f"Accepted: {accepted}. Bonus token: {bonus}."
+    )
+
+
+def _tree(step: Step, layout: Layout) -> str:
+    parts = []
+    for depth, column in enumerate(layout.columns):
+        if depth % 2:
+            height = layout.height - MARGIN / 2
+            parts.append(
+                f'<rect class="band" x="{column.x - 8:g}" y="4" width="{column.width + 16:g}" '
+                f'height="{height - 4:g}" rx="6"/>'
+            )
+        name = f"+{depth}" if depth else "anchor"
+        parts.append(f'<text class="head" x="{column.x + column.width / 2:g}" y="{HEAD - 7}">{name}</text>')
+    drawn = sorted(enumerate(step.nodes), key=lambda item: item[1].accepted)  # the accepted path lies on top
+    parts += [_halo(layout.boxes[step.nodes.index(node)]) for node in step.gained[step.right :][: step.saved > 0]]
+    parts += [_edge(layout.boxes[n.parent], layout.boxes[i], n) for i, n in drawn if n.parent >= 0]
+    parts += [_node(layout.boxes[i], n, i == step.miss) for i, n in enumerate(step.nodes)]
+    return "\n".join(parts)
+
+
+def _halo(box: Box) -> str:
+    """Behind the node that saved the step."""
+    place = f'x="{box.x - 5:g}" y="{box.y - 5:g}" width="{box.width + 10:g}" height="{BOX + 10}"'
+    return f'<rect class="halo" {place} rx="17"/>'
+
+
+def _node(box: Box, node: Node, miss: bool) -> str:
+    """Corners tell who drafted it where colours do not: square the first pass, round the second."""
+    radius = BOX / 2 if node.source == "second" else 5
+    shown = cut(visible(node.text), MOST_CELLS)
+    # A font without the character borrows a glyph of another width.
+    fitted = "" if shown.replace("·", "").isascii() else f' textLength="{cells(shown) * 7.2:.4g}" lengthAdjust="spacing'
+    fitted += 'AndGlyphs"' if fitted else ""
+    number = ""
+    if node.source in ("first", "second"):
+        number = f'<text class="p" x="{box.x + box.width - PAD + 1:g}" y="{box.y + 15.5:g}">{_percent(node)}</text>'
+    return (
+        f'<g class="{_classes(node)}{" miss" * miss}"><title>{escape(_tip(node))}</title>'
+        f'<rect class="box" x="{box.x:g}" y="{box.y:g}" width="{box.width:g}" height="{BOX}" rx="{radius:g}"/>'
+        f'<text class="token" x="{box.x + PAD:g}" y="{box.y + 16:g}"{fitted}>{token_markup(node.text, MOST_CELLS)}'
+        f"</text>{number}</g>"
+    )
+
+
+def _edge(parent: Box, child: Box, node: Node) -> str:
+    start, end = parent.x + parent.width, child.x
+    if parent.y == child.y:
+        line = f"M{start:g} {parent.middle:g}H{end:g}"
+    else:  # siblings share the trunk
+        trunk = start + (end - start) * 0.42
+        line = (
+            f"M{start:g} {parent.middle:g}H{trunk - _BEND:g}q{_BEND} 0 {_BEND} {_BEND}"
+            f"V{child.middle - _BEND:g}q0 {_BEND} {_BEND} {_BEND}H{end:g}"
+        )
+    return f'<path class="edge {_classes(node)}" d="{line}"/>'
+
+
+def _classes(node: Node) -> str:
+    return f"{node.source} yes" if node.accepted and node.source in ("first", "second") else node.source
+
+
+def _percent(node: Node) -> str:
+    return f"{node.probability:.0%}" if node.probability >= 0.005 else "&lt;1%"
+
+
+def _tip(node: Node) -> str:
+    """What the pointer reads."""
+    if node.source == "anchor":
+        return f"{node.text!r}\nanchor: the last token of the answer so far"
+    if node.source == "bonus":
+        return f"{node.text!r}\nbonus: the target's own choice behind the accepted path"
+    who = f"branch {node.branch} of the second pass" if node.source == "second" else "first pass"
+    who += f", sample {node.branch}" if node.source == "first" and node.branch else ""
+    fate = "accepted" if node.accepted else "rejected"
+    return f"{node.text!r}\n{who}, {fate}\nprobability behind its parent: {node.probability:.1%}"

@@ -1,0 +1,70 @@
+"""What the pictures say in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from d2sd.viz.nodes import Step
+from d2sd.viz.text import visible
+
+if TYPE_CHECKING:
+    from d2sd.runtime.speculation.policy import Policy
+
+_CHECKED = (
+    "The target model checks the whole tree in one pass and keeps the path that it would have written itself (green), "
+    "then adds one token of its own (amber), so the answer is word for word the target's, in fewer steps."
+)
+
+
+def introduction(policies: Collection[Policy]) -> str:
+    """What one sees, for the policies that wrote it."""
+    first = {policy.first for policy in policies}
+    if first == {"nothing"}:
+        return (
+            "Plain decoding: nothing is drafted, and every pass of the target model gives one token. "
+            "This is what speculation is measured against."
+        )
+    if "drafter" not in first:
+        return f"At each step, what followed the last time the text ended like this is taken as a draft. {_CHECKED}"
+    drafted = (
+        "At each step a small diffusion drafter fills in the next tokens all at once (grey boxes), none of "
+        "them knowing what the others will be"
+    )
+    if any(policy.second is not None for policy in policies):
+        return f"{drafted}; where it is likely to go wrong, a second pass drafts again from there (violet). {_CHECKED}"
+    return f"{drafted}. {_CHECKED}"
+
+
+def counted(count: int, what: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def rescue(step: Step) -> str:
+    """What saved how many tokens; empty where the first draft's best chain would have given as many."""
+    if not step.saved:
+        return ""
+    return f"{'second pass' if step.by_second else 'another guess of the first pass'} saved {step.saved}"
+
+
+def caption(step: Step, number: int, steps: int) -> str:
+    """One line above a tree."""
+    told = f"Step {number} of {steps}: {counted(len(step.gained), 'token')}"
+    return f"{told}, {rescue(step)}" if step.saved else told
+
+
+def story(step: Step) -> str:
+    """What happened in a step."""
+    if not step.draft:
+        return "Nothing was drafted: the target wrote one token."
+    if step.right == len(step.draft):
+        begun = "The first draft was right to its end"
+    elif step.right:
+        begun = f"The first draft was right for {step.right} of its {counted(len(step.draft), 'token')}"
+    else:
+        begun = "The first draft was wrong at once"
+    if step.saved:
+        which = "a branch of the second pass" if step.by_second else "another guess of the first pass"
+        begun += f"; {which} was right for {step.saved} more"
+    return f"{begun}. The target added “{visible(step.gained[-1].text)}”."

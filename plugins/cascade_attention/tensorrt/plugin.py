@@ -1,0 +1,133 @@
+"""Both attention nodes as TensorRT plugins, of classic TensorRT and of TensorRT-RTX alike.
+
+    register(trt)     before a graph is parsed, and before an engine that holds them is opened
+
+A plugin is found by name, version and namespace, so the version is the ABI: it rises whenever inputs, their order or
+their meaning change, and an engine of another one is refused by TensorRT. There are no attributes: everything is in the
+shapes. `enqueue` launches the kernels of `launch.py` on TensorRT's stream, so a CUDA graph records them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, VERSION
+
+#: Inputs by name, in the order of the nodes.
+INPUTS = {
+    TREE: ("q", "k", "v", "k_pages", "v_pages", "page_table", "context_len", "visible"),
+    BLOCK: (
+        "q", "k", "v", "new_k", "new_v", "new_len", "k_pages", "v_pages", "page_table", "context_len", "visible",
+    ),
+}  # fmt: skip
+_INTEGERS = {"page_table", "context_len", "visible", "new_len"}
+
+
+def register(trt: Any) -> None:
+    """Make both plugins known to this module's registry, once a process."""
+    registry = trt.get_plugin_registry()
+    if registry.get_creator(TREE, VERSION, DOMAIN) is not None:
+        return
+    for name in INPUTS:
+        creator = _creator(trt, name)
+        _KEPT.append(creator)  # the registry holds no reference
+        if not registry.register_creator(creator, DOMAIN):
+            raise AssertionError(f"TensorRT did not take the plugin {name}")
+
+
+_KEPT: list[Any] = []
+
+
+def _creator(trt: Any, name: str) -> Any:
+    plugin = _plugin(trt, name)
+
+    class Creator(trt.IPluginCreatorV3One):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IPluginCreatorV3One.__init__(self)
+            self.name, self.plugin_version, self.plugin_namespace = name, VERSION, DOMAIN
+            self.field_names = trt.PluginFieldCollection([])
+
+        def create_plugin(self, layer: str, fields: Any, phase: Any) -> Any:
+            del layer, fields
+            return plugin(phase)
+
+    return Creator()
+
+
+def _plugin(trt: Any, name: str) -> type[Any]:
+    inputs = INPUTS[name]
+
+    class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):  # type: ignore[misc]
+        def __init__(self, phase: Any) -> None:
+            for base in Plugin.__bases__:
+                base.__init__(self)
+            self._phase = phase
+            self.plugin_name, self.plugin_version, self.plugin_namespace = name, VERSION, DOMAIN
+            self.num_outputs = 1
+
+        def get_capability_interface(self, kind: Any) -> Any:
+            return self
+
+        def clone(self) -> Any:
+            return Plugin(self._phase)
+
+        # -- building --------------------------------------------------------------------------------------------------
+
+        def get_output_data_types(self, types: list[Any]) -> list[Any]:
+            return [types[0]]
+
+        def get_output_shapes(self, given: list[Any], shape_inputs: list[Any], exprs: Any) -> list[Any]:
+            out = trt.DimsExprs(4)
+            for axis in range(4):
+                out[axis] = given[0][axis]
+            return [out]
+
+        def supports_format_combination(self, place: int, descriptions: list[Any], count: int) -> bool:
+            """Everything row-major; integers are int32, all the rest is of q's type, which a tensor core takes."""
+            described = descriptions[place].desc
+            if described.format != trt.TensorFormat.LINEAR:
+                return False
+            if place < count and inputs[place] in _INTEGERS:
+                return bool(described.type == trt.DataType.INT32)
+            wanted = descriptions[0].desc.type
+            if place == 0:
+                return described.type in (trt.DataType.HALF, trt.DataType.BF16, trt.DataType.FLOAT)
+            return bool(described.type == wanted)
+
+        def configure_plugin(self, given: list[Any], out: list[Any]) -> None:
+            del given, out
+
+        def get_workspace_size(self, given: list[Any], out: list[Any]) -> int:
+            return 0  # partial results of a split context lie in PyTorch's pool, which a CUDA graph records too
+
+        def get_valid_tactics(self) -> list[int]:
+            return []
+
+        # -- running ---------------------------------------------------------------------------------------------------
+
+        def get_fields_to_serialize(self) -> Any:
+            return trt.PluginFieldCollection([])
+
+        def attach_to_context(self, context: Any) -> Any:
+            return self.clone()
+
+        def set_tactic(self, tactic: int) -> None:
+            del tactic
+
+        def on_shape_change(self, given: list[Any], out: list[Any]) -> None:
+            del given, out
+
+        def enqueue(
+            self, given: list[Any], made: list[Any], inputs_at: list[int], outputs_at: list[int], workspace: int,
+            stream: int,
+        ) -> None:  # fmt: skip
+            from d2sd.plugins.cascade_attention.tensorrt.enqueue import run
+
+            del made, workspace
+            if self._phase == trt.TensorRTPhase.BUILD:
+                return  # a builder that times layers invents their inputs, and such page tables lead anywhere
+            run(
+                name, [(tuple(d.dims), str(d.type).rpartition(".")[2]) for d in given], inputs_at, outputs_at[0], stream
+            )
+
+    return Plugin

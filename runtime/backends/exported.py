@@ -1,0 +1,185 @@
+"""Models whose bodies are graphs: the engine's executors run them like modules, over the same pools.
+
+A session takes and gives tensors by name: ONNX Runtime on a CPU (`OnnxSession`), or an engine (`tensorrt.py`).
+Embedding and head stay PyTorch's, because three models share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from d2sd.errors import BundleError
+from d2sd.modeling.config import BodyConfig
+from d2sd.modeling.decoder import Decoder, DecoderOutput
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.rows import KVPool, Rows
+from d2sd.plugins.cascade_attention.mask import pack_visible
+
+# Shape letters: B requests, T rows, C new context rows, E hidden, n tapped layers, L layers, Hkv heads, D head size.
+
+#: Greatest C that graphs are exported for.
+CONTEXT_ROWS = 4096
+#: Fewest pages that graphs are exported for.
+_FEWEST_PAGES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """What a graph takes and gives: name -> type."""
+
+    inputs: Mapping[str, torch.dtype]
+    outputs: Mapping[str, torch.dtype]
+
+
+def target_surface(body: BodyConfig, dtype: torch.dtype) -> Surface:
+    """A target's, of weights and pages in `dtype`."""
+    return Surface(_of_rows(body, dtype), dict.fromkeys(("hidden", "features", "k", "v"), dtype))
+
+
+def drafter_surface(body: BodyConfig, dtype: torch.dtype) -> Surface:
+    """A drafter's, of weights and pages in `dtype`."""
+    of_features = {"features": dtype, "feature_positions": torch.int32, "feature_len": torch.int32}
+    return Surface(_of_rows(body, dtype) | of_features, dict.fromkeys(("hidden", "k", "v"), dtype))
+
+
+def _of_rows(body: BodyConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    integers = dict.fromkeys(("positions", "visible", "page_table", "context_len"), torch.int32)
+    pages = dict.fromkeys((f"{kind}_pages_{layer}" for kind in "kv" for layer in range(body.num_layers)), dtype)
+    return {"embedded": dtype} | integers | pages
+
+
+class Session(Protocol):
+    """A graph that is ready to run."""
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All outputs by name. Inputs are contiguous, of the types of the graph's `Surface`."""
+
+
+class OnnxSession:
+    """ONNX Runtime on the CPU: attention runs as the functions that the graph carries."""
+
+    def __init__(self, file: Path) -> None:
+        """Raises `BundleError` where ONNX Runtime is not installed or does not take the file."""
+        try:
+            import onnxruntime
+        except ModuleNotFoundError:
+            raise BundleError("ONNX Runtime is not installed.", where=file, fix="pip install 'd2sd[engines]'") from None
+        options = onnxruntime.SessionOptions()
+        options.add_session_config_entry("session.disable_quant_qdq", "1")  # it would look for FP8 products it has not
+        try:
+            self._session: Any = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # its own classes, none public
+            raise BundleError("ONNX Runtime does not take the graph.", where=file, found=error) from None
+        self._outputs = [output.name for output in self._session.get_outputs()]
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        out = self._session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+        return {name: torch.from_numpy(array) for name, array in zip(self._outputs, out, strict=True)}
+
+
+class GraphDecoder(Decoder):
+    """A target: embedding and head of `tables`, and a graph between them that reads the features of `taps`."""
+
+    def __init__(self, tables: Decoder, taps: tuple[int, ...], session: Session) -> None:
+        nn.Module.__init__(self)
+        self.config, self.packed_head = tables.config, tables.packed_head
+        self.embed_tokens = tables.embed_tokens
+        if not tables.config.tie_word_embeddings:
+            self.lm_head = tables.lm_head
+        self._taps, self._session = taps, session
+
+    def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, taps: tuple[int, ...] = ()) -> DecoderOutput:
+        assert taps in ((), self._taps), "a graph's features are fixed"
+        out = self._session.run(_inputs(self.embed_tokens(tokens), rows, pool))
+        return DecoderOutput(out["hidden"], out["features"], out["k"], out["v"])
+
+
+class GraphDrafter(Drafter):
+    """A drafter of the geometry of `config`, run by a graph.
+
+    A plugin writes the K/V of real features to the pages, behind the context, before the block reads them. Where no
+    feature is real (length 0) it writes to page 0 at most, which nobody reads.
+    """
+
+    def __init__(self, drafter: Drafter, session: Session, page_size: int, context_rows: int = CONTEXT_ROWS) -> None:
+        """`context_rows` is the greatest C that the session takes for one request."""
+        nn.Module.__init__(self)
+        self.config, self._session = drafter.config, session
+        self.register_buffer("draft_ids", drafter.draft_ids, persistent=False)
+        self._width = len(drafter.config.target_layer_ids) * drafter.config.body.hidden_size
+        self._page_size, self._context_rows = page_size, context_rows
+        self._nowhere: KVPool | None = None
+
+    def draft(self, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
+        batch, device = len(embedded), embedded.device
+        nothing = embedded.new_zeros(batch, 1, self._width), _zeros(device, batch, 1), _zeros(device, batch)
+        return self.draft_behind(embedded, rows, pool, *nothing)
+
+    def draft_behind(
+        self, embedded: Tensor, rows: Rows, pool: KVPool, features: Tensor, positions: Tensor, length: Tensor
+    ) -> Tensor:
+        """As `draft`, with context behind `rows.context_len` that the pages do not hold yet.
+
+        Of its features [B, C, n·E] at `positions` [B, C] the first `length` [B] of each request are real. The page
+        table reaches them: a plugin leaves their K/V there, as committing them would.
+        """
+        return self._session.run(_inputs(embedded, rows, pool) | _features(features, positions, length))["hidden"]
+
+    def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Drafter`'s; one masked row is drafted beside it, for nothing."""
+        count, most = features.shape[1], self._context_rows
+        if count <= most:
+            return self._keys_values(features, positions)
+        # copied: a part of a longer tensor may lie where an engine takes no address
+        parts = [
+            self._keys_values(features[:, at : at + most].clone(), positions[:, at : at + most])
+            for at in range(0, count, most)
+        ]
+        return torch.cat([k for k, _ in parts], 2), torch.cat([v for _, v in parts], 2)
+
+    def _keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        batch, device, body = len(features), features.device, self.config.body
+        if self._nowhere is None:
+            self._nowhere = KVPool(
+                body.num_layers, _FEWEST_PAGES, self._page_size, body.num_kv_heads, body.head_dim, features.dtype,
+                str(device),
+            )  # fmt: skip
+        # Nothing of this can reach a page that somebody reads: no feature is real, the page table names page 0 alone,
+        # and the pool is nobody's.
+        rows = Rows.chain(1, _zeros(device, batch, 1), _zeros(device, batch))
+        embedded = features.new_zeros(batch, 1, body.hidden_size)
+        new = _features(features, positions, _zeros(device, batch))
+        out = self._session.run(_inputs(embedded, rows, self._nowhere) | new)
+        return out["k"], out["v"]
+
+
+def _zeros(device: torch.device, *shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device=device)
+
+
+def _int32(x: Tensor) -> Tensor:
+    return x.int().contiguous()
+
+
+def _features(features: Tensor, positions: Tensor, length: Tensor) -> dict[str, Tensor]:
+    return {"features": features.contiguous(), "feature_positions": _int32(positions), "feature_len": _int32(length)}
+
+
+def _inputs(embedded: Tensor, rows: Rows, pool: KVPool) -> dict[str, Tensor]:
+    pages = {
+        f"{kind}_pages_{i}": layer for kind, pages in (("k", pool.k), ("v", pool.v)) for i, layer in enumerate(pages)
+    }
+    return {
+        "embedded": embedded.contiguous(),
+        "positions": _int32(rows.positions),
+        "visible": pack_visible(rows.visible),
+        "page_table": _int32(rows.page_table),
+        "context_len": _int32(rows.context_len),
+        **pages,
+    }

@@ -1,0 +1,200 @@
+"""Running the models of one bundle: what the engine needs of an executor, and the PyTorch one (one code for CPU and
+CUDA).
+
+Every method takes and returns tensors of shapes that depend only on the batch bucket and the policy, and none reads a
+value back to the host, so a decode step from `draft_first` to `commit` can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from d2sd.errors import CheckpointError
+from d2sd.modeling.decoder import Decoder, DecoderOutput
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.packed import pack, reduced_head
+from d2sd.modeling.rows import KVPool, Rows
+from d2sd.runtime.backends.pending_context import MOST_OWED, Debts
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.speculation.accept import Accepted
+from d2sd.runtime.speculation.draft import Branches, Draft, candidates
+from d2sd.runtime.speculation.tree import Tree
+
+# Shape letters: B requests, M pages a request (both buckets), G block size γ, S = γ - 1
+# slots, K branches, N nodes, E hidden, V tokens, Vd of them in a draft vocabulary.
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What the target says about every node; nothing of it is committed yet."""
+
+    logits: Tensor  # [B, N, V] fp32
+    rows: DecoderOutput
+
+
+class Executor(Protocol):
+    """The models of a bundle behind one small surface."""
+
+    device: str
+    vocab_size: int
+    block_size: int
+
+    def allocate(self, pages: int, page_size: int) -> None:
+        """Make the K/V pools."""
+
+    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
+        """Compute and commit a chunk: tokens [1, T], of which the first `length [1]` are real."""
+
+    def settle(self, drafters: Collection[int]) -> None:
+        """Bring these drafters' pages up to date with what was committed; they are about to run.
+
+        The others may be left behind for a while: read once, a drafter's weights serve many steps. No part of a graph.
+        """
+
+    def forget(self, first_page: int) -> None:
+        """The request whose first page this is has left its pages: nothing is owed for it any more."""
+
+    def draft_first(self, batch: Batch, width: int) -> Draft:
+        """One block per request: [B, S, M] with M = `width`."""
+
+    def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
+        """K branches per request, [B, K, S, M], by the first drafter (0) or the second (1)."""
+
+    def verify(self, batch: Batch, tree: Tree) -> Verified:
+        """The target over all nodes."""
+
+    def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
+        """Append the accepted path to every model's pages."""
+
+
+class TorchExecutor:
+    """PyTorch, on whatever device and in whatever dtype the target is."""
+
+    def __init__(
+        self, target: Decoder, first: Drafter | None = None, second: Drafter | None = None, *, block_size: int = 1
+    ) -> None:
+        """Without drafters there is plain decoding and prompt lookup, in blocks of `block_size`; drafters have theirs.
+
+        On a CPU fp32 models are packed in place (`d2sd.modeling.packed`): they can serve, but not be saved or trained.
+        Raises CheckpointError if the drafters do not read the same features or draft the same blocks.
+        """
+        assert first is not None or second is None
+        if first is not None and second is not None:
+            for name in ("block_size", "target_layer_ids"):
+                one, other = getattr(first.config, name), getattr(second.config, name)
+                if one != other:
+                    raise CheckpointError(
+                        f"the two drafters differ in {name}",
+                        where="the second drafter's config",
+                        found=other,
+                        expected=one,
+                    )
+        self.target, self.first, self.second = target, first, second
+        self.vocab_size = target.config.vocab_size
+        self.block_size = first.config.block_size if first else block_size
+        weight = target.embed_tokens.weight
+        self.device, self._dtype = str(weight.device), weight.dtype
+        self._drafters = [d for d in (first, second) if d is not None]
+        if weight.device.type == "cpu":
+            pack(target)
+            for drafter in self._drafters:
+                pack(drafter)
+        self._heads = self._draft_heads()
+        # Most candidates a slot can have in both drafts: these become one tree.
+        self._widest = min([self.vocab_size, *(len(d.draft_ids) for d in self._drafters if d.draft_ids is not None)])
+        self._taps = first.config.target_layer_ids if first else ()
+
+    def allocate(self, pages: int, page_size: int) -> None:
+        def pool(model: Decoder | Drafter) -> KVPool:
+            body = model.config.body
+            return KVPool(body.num_layers, pages, page_size, body.num_kv_heads, body.head_dim, self._dtype, self.device)
+
+        self._target_pool = pool(self.target)
+        self._pools = [pool(drafter) for drafter in self._drafters]
+        self._debts = [Debts() for _ in self._drafters]
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
+        rows = Rows.chain(tokens.shape[1], page_table, context_len)
+        out = self.target(tokens, rows, self._target_pool, self._taps)
+        real = torch.arange(tokens.shape[1], device=tokens.device) < length[:, None]
+        self._target_pool.write(out.k, out.v, page_table, rows.positions, real)
+        self._owe(out.features, page_table, rows.positions, real)
+
+    @torch.inference_mode()
+    def draft_first(self, batch: Batch, width: int) -> Draft:
+        anchor = batch.anchor[:, None, None]
+        masks = torch.full_like(anchor, self._drafters[0].config.mask_token_id).expand(-1, -1, self.block_size - 1)
+        logits = self._draft(0, batch, torch.cat([anchor, masks], dim=-1))
+        draft = self._candidates(0, batch, logits, width)
+        return Draft(draft.tokens[:, 0], draft.logprob[:, 0])
+
+    @torch.inference_mode()
+    def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
+        blocks = branches.blocks(batch.anchor, self._drafters[drafter].config.mask_token_id)
+        logits = branches.forbid(self._draft(drafter, batch, blocks), self._drafters[drafter].draft_ids)
+        return self._candidates(drafter, batch, logits, width)
+
+    @torch.inference_mode()
+    def verify(self, batch: Batch, tree: Tree) -> Verified:
+        rows = Rows(batch.context_len[:, None] + tree.depth, tree.visible, batch.page_table, batch.context_len)
+        out = self.target(tree.tokens, rows, self._target_pool, self._taps)
+        return Verified(self.target.logits(out.hidden), out)
+
+    @torch.inference_mode()
+    def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
+        path = accepted.path  # [B, G]
+        steps = torch.arange(path.shape[1], device=path.device)
+        keep = (steps < accepted.count[:, None]) & batch.active[:, None]
+        of_rows = torch.arange(len(path), device=path.device)[:, None]
+        out = verified.rows
+        places = batch.context_len[:, None] + steps
+        self._target_pool.write(out.k, out.v, batch.page_table, places, keep, path)
+        self._owe(out.features[of_rows, path], batch.page_table, places, keep)
+
+    def _owe(self, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
+        """Owe the K/V of committed rows' features to the drafters' pages."""
+        for debts in self._debts:
+            debts.add(features, page_table, positions, keep)
+
+    @torch.inference_mode()
+    def settle(self, drafters: Collection[int]) -> None:
+        for which, (drafter, pool, debts) in enumerate(zip(self._drafters, self._pools, self._debts, strict=True)):
+            if which in drafters or debts.rows >= MOST_OWED:
+                debts.pay(drafter, pool)
+
+    def forget(self, first_page: int) -> None:
+        for debts in self._debts:
+            debts.forget(first_page)
+
+    def _draft(self, which: int, batch: Batch, blocks: Tensor) -> Tensor:
+        """blocks [B, K, G], invisible to each other -> logits [B, K, G-1, V or Vd] of slots 1 .. γ-1, in fp32."""
+        assert not self._debts[which].rows, "settle comes first"
+        drafter, pool = self._drafters[which], self._pools[which]
+        _, count, size = blocks.shape
+        of_block = torch.arange(count, device=blocks.device).repeat_interleave(size)
+        visible = (of_block[:, None] == of_block).expand(len(blocks), -1, -1)
+        slots = torch.arange(size, device=blocks.device).repeat(count)
+        positions = batch.context_len[:, None] + slots
+        rows = Rows(positions, visible, batch.page_table, batch.context_len)
+        hidden = drafter.draft(self.target.embed_tokens(blocks.flatten(1)), rows, pool)
+        # contiguous: over a view PyTorch multiplies batch by batch, in bf16 on a CPU sixty times slower
+        return self._heads[which](hidden.view(len(blocks), count, size, -1)[:, :, 1:].contiguous()).float()
+
+    def _candidates(self, which: int, batch: Batch, logits: Tensor, width: int) -> Draft:
+        ids = self._drafters[which].draft_ids
+        return candidates(logits, batch.context_len, batch.sampling, min(width, self._widest), ids)
+
+    def _draft_heads(self) -> list[Callable[[Tensor], Tensor]]:
+        """What turns each drafter's rows into logits; drafters of one vocabulary share the copy."""
+        heads: dict[tuple[int, ...] | None, Callable[[Tensor], Tensor]] = {None: self.target.logits}
+        for drafter in self._drafters:
+            ids = drafter.draft_ids
+            if ids is not None and drafter.config.draft_vocabulary not in heads:
+                heads[drafter.config.draft_vocabulary] = reduced_head(self.target, ids)
+        return [heads[drafter.config.draft_vocabulary] for drafter in self._drafters]

@@ -1,0 +1,155 @@
+"""What must hold before an engine runs here, each with an error that says what to do; and opening it.
+
+TensorRT's engines are of one version of TensorRT, of one GPU architecture or several, and ours of one set of plugins.
+What the bundle says of itself is compared first, because TensorRT says less. **Not yet run** on a GPU.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from d2sd.errors import BundleError
+from d2sd.plugins.cascade_attention.onnx import VERSION
+from d2sd.plugins.cascade_attention.tensorrt.plugin import register
+from d2sd.runtime.backends.exported import Surface
+from d2sd.tensorrt_env import COMPUTE, NATIVE, PORTABLE, Builder, Heard, TensorRT
+
+#: Input -> least, usual and greatest shape.
+Profile = Mapping[str, tuple[list[int], list[int], list[int]]]
+#: Types of our graphs, by TensorRT's names.
+TYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "INT32": torch.int32}
+_AGAIN = "build the bundle again"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFile:
+    """An engine of a bundle, and what the bundle says of it."""
+
+    path: Path
+    builder: Builder
+    version: str  # of the builder
+    plugin_abi: str
+    compute: str  # of COMPUTE, "portable" or "native"
+    profiles: Sequence[Profile]  # number i is the engine's i-th optimisation profile
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The GPU that engines are opened on."""
+
+    name: torch.device
+    capability: tuple[int, int]
+
+
+def this_device(file: Path) -> Device:
+    """PyTorch's current GPU. Raises `BundleError` where there is none; `file` is the engine that wants one."""
+    if not torch.cuda.is_available():
+        raise BundleError(
+            "Engines run on an NVIDIA GPU, and PyTorch sees none.", where=file,
+            fix="serve the bundle with PyTorch, or install a CUDA build of torch and the driver",
+        )  # fmt: skip
+    index = torch.cuda.current_device()
+    return Device(torch.device("cuda", index), torch.cuda.get_device_capability(index))
+
+
+def unfit(compute: str, capability: tuple[int, int]) -> str | None:
+    """What an engine built for `compute` runs on, where that is not this `capability`; None: nothing known against it.
+
+    Portable engines are TensorRT-RTX's to judge: it documents 8.0, 8.6, 8.9, 12.0 and later. Whether it takes one on
+    9.0 (H100, H200), which its builder does not name, has **not been run**. Native ones are judged by classic TensorRT.
+    """
+    if compute in (PORTABLE, NATIVE) or compute == "sm{}{}".format(*capability):
+        return None
+    digits = compute.removeprefix("sm")
+    return f"{digits[:-1]}.{digits[-1:]}"
+
+
+def demand_fit(trt: TensorRT, engine: EngineFile, capability: tuple[int, int]) -> None:
+    """Raise `BundleError` where the bundle says that this is not the place for this engine."""
+    if engine.plugin_abi != VERSION:
+        raise BundleError(
+            "The engine was built with other plugins than this d2sd has.", where=engine.path,
+            found=f"plugin ABI {engine.plugin_abi}", expected=VERSION, fix=_AGAIN,
+        )  # fmt: skip
+    # Both TensorRTs document that an engine is of the version that built it, unless it was built to outlive it.
+    if (engine.builder, engine.version) != (trt.name, trt.version):
+        raise BundleError(
+            "The engine was built by another TensorRT than is installed.", where=engine.path,
+            found=f"{engine.builder} {engine.version}", expected=f"{trt.name} {trt.version}",
+            fix=f"{_AGAIN}, or install {engine.builder} {engine.version}",
+        )  # fmt: skip
+    for_others = unfit(engine.compute, capability)
+    if for_others is not None:
+        raise BundleError(
+            "The engine was built for another GPU.", where=engine.path, found=f"compute capability {for_others}",
+            expected=_spelled(capability), fix=_elsewhere(trt, capability),
+        )  # fmt: skip
+
+
+def open_engine(trt: TensorRT, engine: EngineFile, heard: Heard, capability: tuple[int, int]) -> tuple[Any, Any]:
+    """TensorRT's runtime and engine. Raises `BundleError` with what TensorRT said where it does not take the file."""
+    if not engine.path.is_file() or not engine.path.stat().st_size:
+        raise BundleError("The engine is missing.", where=engine.path, fix=_AGAIN)
+    register(trt.module)
+    runtime = trt.module.Runtime(heard.log)
+    with engine.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as blob:
+        if hasattr(runtime, "get_engine_validity"):  # TensorRT-RTX alone
+            validity, reasons = runtime.get_engine_validity(blob)
+            if validity == trt.module.EngineValidity.INVALID:
+                kinds = trt.module.EngineInvalidityDiagnostics.__members__.items()
+                named = ", ".join(name for name, bit in kinds if int(bit) & int(reasons))
+                of_others = "UNSUPPORTED_CC" in named
+                raise BundleError(
+                    f"{trt.name} does not take the engine here.", where=engine.path, found=named or heard.told(),
+                    expected=f"an engine for {_spelled(capability)}" if of_others else None,
+                    fix=_elsewhere(trt, capability) if of_others else None,
+                )  # fmt: skip
+        opened = runtime.deserialize_cuda_engine(blob)
+    if opened is None:
+        raise BundleError(f"{trt.name} cannot open the engine.", where=engine.path, found=heard.told(), fix=_AGAIN)
+    return runtime, opened
+
+
+def demand_surface(trt: TensorRT, engine: EngineFile, opened: Any, surface: Surface) -> None:
+    """Raise `BundleError` where the engine is not of the graph that this d2sd runs."""
+    wanted = {("input", *item) for item in surface.inputs.items()} | {
+        ("output", *item) for item in surface.outputs.items()
+    }
+    found: set[tuple[Any, ...]] = set()
+    for name in map(opened.get_tensor_name, range(opened.num_io_tensors)):
+        side = "input" if opened.get_tensor_mode(name) == trt.module.TensorIOMode.INPUT else "output"
+        kind = str(opened.get_tensor_dtype(name)).rpartition(".")[2]
+        found.add((side, name, TYPES.get(kind, kind)))
+    if found != wanted:
+        raise BundleError(
+            "The engine is not of a graph that this d2sd runs.", where=engine.path,
+            found=_listed(found - wanted), expected=_listed(wanted - found), fix=_AGAIN,
+        )  # fmt: skip
+    if opened.num_optimization_profiles != len(engine.profiles):
+        raise BundleError(
+            "The engine's profiles are not those that the bundle tells of.", where=engine.path,
+            found=opened.num_optimization_profiles, expected=len(engine.profiles), fix=_AGAIN,
+        )  # fmt: skip
+
+
+def _listed(tensors: set[tuple[Any, ...]]) -> str:
+    return ", ".join(sorted(" ".join(map(str, tensor)) for tensor in tensors)) or "nothing else"
+
+
+def _spelled(capability: tuple[int, int]) -> str:
+    return "compute capability {}.{}".format(*capability)
+
+
+def _elsewhere(trt: TensorRT, capability: tuple[int, int]) -> str:
+    name = "sm{}{}".format(*capability)
+    if NATIVE in trt.targets:
+        return f"{_AGAIN} on this machine"
+    if name in COMPUTE:
+        return f"{_AGAIN} with engines.compute: [{name}]"
+    return f"serve the bundle with PyTorch: {trt.name} builds for no {name}, and portable engines were not tried there"

@@ -1,0 +1,156 @@
+"""Which tree pays at this batch size: a forecast of tokens a step, over measured costs of a step.
+
+A tree's rows are nearly free while the device waits for weights and cost their full price once it computes, so what
+pays for one request does not pay for sixteen. Costs are measured when the engine is made; the forecast comes from the
+bundle's calibration and is corrected by what is accepted while serving. Where nothing pays, plain decoding is served.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from d2sd.runtime.backends.model_runner import Executor
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.request import Limits, SamplingParams
+from d2sd.runtime.sampling.sample import Sampling, choose
+from d2sd.runtime.speculation.accept import accept
+from d2sd.runtime.speculation.policy import Off, Policy
+
+#: Tokens a step at T = 0 and at T = 1 by policy name; entry n is with n + 1 rows.
+Forecast = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+
+#: Speculation must promise this much more than plain decoding: forecasts and clocks err.
+MARGIN = 1.05
+#: Request-steps after which what was observed outweighs what was believed: a few answers.
+_LEARNS = 32
+#: Plain steps after which it is forgotten: long, for to try again costs as much as it could gain.
+_FORGETS = 2048
+_REPEATS = 5
+#: Tokens of the requests that costs are measured with: a chat turn. Longer contexts make all steps dearer alike.
+_CONTEXT = 256
+
+
+@dataclass(slots=True)
+class Adaptive:
+    """Chooses a policy for every step; plain decoding is among them."""
+
+    policies: Sequence[Policy]
+    seconds: Mapping[tuple[Policy, int], float]  # of a step, by batch bucket; where one is missing it does not pay
+    forecast: Forecast
+    trust: float = 1.0  # observed drafts accepted over those forecast
+    off: Policy = field(init=False)
+
+    def __post_init__(self) -> None:
+        (self.off,) = (policy for policy in self.policies if isinstance(policy, Off))
+
+    def choose(self, bucket: int, temperature: float) -> Policy:
+        """The policy with the most tokens a second for a batch of `bucket` requests at a mean temperature."""
+        rates = {p: self.expected(p, temperature) / s for p in self.policies if (s := self.seconds.get((p, bucket)))}
+        best = max(rates, key=lambda policy: rates[policy])
+        return best if rates[best] > MARGIN * rates[self.off] else self.off
+
+    def expected(self, policy: Policy, temperature: float) -> float:
+        """Tokens a step, with what serving has taught."""
+        return 1 + self.trust * (forecast_tau(self.forecast, policy, temperature) - 1)
+
+    def learn(self, policy: Policy, temperature: float, accepted: Sequence[int]) -> None:
+        """Hear what every request of a step accepted, bonus included."""
+        promised = forecast_tau(self.forecast, policy, temperature) - 1
+        if promised > 0:
+            observed = (sum(accepted) / len(accepted) - 1) / promised
+            self.trust += (observed - self.trust) * len(accepted) / (_LEARNS + len(accepted))
+        else:  # nothing was drafted: the texts may have changed, so speculation gets another chance in time
+            self.trust += (1 - self.trust) / _FORGETS
+
+
+def forecast_tau(forecast: Forecast, policy: Policy, temperature: float) -> float:
+    """Tokens a step of a policy; between T = 0 and T = 1 a straight line."""
+    if policy.name not in forecast:
+        return 1.0
+    cold, hot = (curve[min(policy.rows, len(curve)) - 1] for curve in forecast[policy.name])
+    warm = min(max(temperature, 0.0), 1.0)
+    return cold + warm * (hot - cold)
+
+
+def measure(
+    executor: Executor,
+    policies: Sequence[Policy],
+    forecast: Forecast,
+    limits: Limits,
+    advance: Callable[[int], None] = lambda buckets: None,
+) -> dict[tuple[Policy, int], float]:
+    """Median seconds of a step of every policy that may pay, by batch bucket 1, 2, 4, … up to the limits' batch.
+
+    A policy whose smaller trees cost too much already is not tried: `policies` stand in order of their rows. The
+    executor's pools must be allocated; page 0 alone is written.
+    """
+    (off,) = (policy for policy in policies if isinstance(policy, Off))
+    found: dict[tuple[Policy, int], float] = {}
+    for bucket in buckets(limits.max_batch):
+        batch = _batch(executor, limits, bucket)
+        plain = found[off, bucket] = _time(executor, off, batch)
+        hopeless: set[str] = set()
+        for policy in policies:
+            if policy is off or policy.name in hopeless:
+                continue
+            seconds = found[policy, bucket] = _time(executor, policy, batch)
+            best = max(max(curve) for curve in forecast.get(policy.name, ([1.0],)))
+            if seconds > best * plain:
+                hopeless.add(policy.name)
+        advance(1)
+    return found
+
+
+def buckets(max_batch: int) -> list[int]:
+    """Powers of two up to the first that holds `max_batch` requests."""
+    return [1 << n for n in range((max_batch - 1).bit_length() + 1)]
+
+
+def _time(executor: Executor, policy: Policy, batch: Batch) -> float:
+    _cycle(executor, policy, batch)
+    taken = []
+    for _ in range(_REPEATS):
+        _wait(executor)
+        start = time.perf_counter()
+        _cycle(executor, policy, batch)
+        _wait(executor)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def _cycle(executor: Executor, policy: Policy, batch: Batch) -> None:
+    """What `Engine.step` does on the device."""
+    executor.settle(policy.runs)
+    first = executor.draft_first(batch, policy.width) if policy.first == "drafter" else None
+    branches = policy.branches(batch, first) if first is not None else None
+    second = None
+    if branches is not None and policy.second is not None:
+        second = executor.draft_second(batch, branches, policy.second, policy.width)
+    tree = policy.build(batch, first, branches, second)
+    verified = executor.verify(batch, tree)
+    depths = min(executor.block_size, policy.rows)
+    accepted = accept(tree, choose(verified.logits, tree.depth, batch.context_len, depths, batch.sampling), depths)
+    executor.commit(batch, verified, accepted)
+
+
+def _batch(executor: Executor, limits: Limits, bucket: int) -> Batch:
+    """Greedy requests of a usual length, whose pages are all page 0."""
+    pages = limits.pages_for(min(_CONTEXT, limits.max_context)) + 1
+    zeros = torch.zeros(bucket, dtype=torch.long, device=executor.device)
+    return Batch(
+        anchor=zeros,
+        page_table=zeros[:, None].expand(-1, pages),
+        context_len=zeros + (pages - 1) * limits.page_size,
+        active=zeros.bool(),
+        sampling=Sampling.of([SamplingParams()] * bucket, executor.vocab_size, executor.device),
+    )
+
+
+def _wait(executor: Executor) -> None:
+    if executor.device.startswith("cuda"):
+        torch.cuda.synchronize()

@@ -1,0 +1,205 @@
+"""Tree policies: what is drafted and how it becomes a tree. All are lossless; rows and tokens a step differ.
+
+policy     first pass      second pass                          tree
+off        -               -                                    the anchor: plain decoding
+lookup     prompt lookup   -                                    a chain: what every drafter must beat
+chain      first drafter   -                                    a chain: DFlash (arXiv 2602.06036)
+samples    first drafter   -                                    the chain and K samples of the same pass
+reanchor   first drafter   first drafter at K boundaries        the chain and K branches
+d2sd       first drafter   second drafter at K boundaries       the same: D²SD (arXiv 2606.04446)
+ddtree     first drafter   -                                    likeliest paths of one pass: DDTree
+hybrid     first drafter   second drafter at K tree nodes       likeliest paths of both passes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from d2sd.errors import RecipeError
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.sampling.philox import gumbel_at
+from d2sd.runtime.speculation import tree
+from d2sd.runtime.speculation.boundaries import chain_branches, log_rejected, tree_branches
+from d2sd.runtime.speculation.draft import Branches, Draft
+from d2sd.runtime.speculation.growth import grow
+from d2sd.runtime.speculation.tree import Tree
+
+PolicyName = Literal["off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid"]
+NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
+#: Candidates kept of every slot where siblings are drafted.
+WIDTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Static facts the step and its buffers are sized by, and the tree itself."""
+
+    rows: int  # nodes of every tree
+    count: int = 0  # K, branches or samples
+
+    name: ClassVar[PolicyName]
+    first: ClassVar[Literal["nothing", "lookup", "drafter"]] = "drafter"  # who fills the first draft
+    second: ClassVar[int | None] = None  # drafter of the second pass: 1 the second, 0 the first once more
+    width: ClassVar[int] = 1  # M, candidates of every slot
+    ranks: ClassVar[bool] = True  # by probability, so that a calibration concerns it
+
+    def __str__(self) -> str:
+        return self.name if self.rows == 1 else f"{self.name} of {self.rows} rows"
+
+    @property
+    def runs(self) -> tuple[int, ...]:
+        """Which of the two drafters it runs: 0 the first, 1 the second."""
+        return () if self.first != "drafter" else (0, 1) if self.second == 1 else (0,)
+
+    def branches(self, batch: Batch, first: Draft) -> Branches | None:
+        """Where the second pass restarts."""
+        return None
+
+    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
+        """Drafts [B, S, M] and [B, K, S, M] -> a tree of `rows` nodes."""
+        raise NotImplementedError
+
+
+class Off(Policy):
+    name = "off"
+    first = "nothing"
+
+    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
+        anchor = batch.anchor[:, None]
+        return tree.chain(anchor, torch.zeros_like(anchor, dtype=torch.float32))
+
+
+class Chain(Policy):
+    name = "chain"
+
+    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
+        return _chain(batch, first, self.rows)
+
+
+class Lookup(Policy):
+    name = "lookup"
+    first = "lookup"
+
+    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
+        return _chain(batch, first, self.rows)
+
+
+class Samples(Policy):
+    """Samples are drawn among the WIDTH likeliest tokens of each slot, with noise of their own."""
+
+    name = "samples"
+    width = WIDTH
+    ranks = False
+
+    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
+        assert first is not None
+        slots = torch.arange(first.tokens.shape[1], device=batch.anchor.device)
+        position = (batch.context_len[:, None, None] + 1 + slots[:, None]).expand_as(first.tokens)
+        tokens, logprob = [first.best], [first.confidence]
+        for sample in range(1, self.count + 1):
+            noise = gumbel_at(batch.sampling.seed ^ (sample << 32), position, first.tokens)
+            drawn = (first.logprob + noise).argmax(-1, keepdim=True)
+            tokens.append(first.tokens.gather(-1, drawn)[..., 0])
+            logprob.append(first.logprob.gather(-1, drawn)[..., 0])
+        return tree.merge(*_behind(batch.anchor, torch.stack(tokens, 1), torch.stack(logprob, 1)), self.rows)
+
+
+class _Branched(Policy):
+    """Candidates go in one after the other, the first draft before the branches and these by boundary score, until
+    the row budget is full.
+    """
+
+    def branches(self, batch: Batch, first: Draft) -> Branches | None:
+        return chain_branches(first, self.count)
+
+    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
+        assert first is not None
+        assert branches is not None
+        assert second is not None
+        slots = torch.arange(first.best.shape[1], device=batch.anchor.device)
+        length = branches.length[..., None]
+        said = first.confidence[:, None]
+        # In a branch the draft behind the boundary was rejected, and what the second pass says holds given that.
+        rejected = torch.where(slots == length, log_rejected(said), 0.0)
+        redrafted = torch.where(slots < length, said, second.confidence + rejected)
+        tokens = torch.cat([first.best[:, None], branches.joined(second)], dim=1)
+        return tree.merge(*_behind(batch.anchor, tokens, torch.cat([said, redrafted], dim=1)), self.rows)
+
+
+class Reanchor(_Branched):
+    name = "reanchor"
+    second = 0
+
+
+class D2SD(_Branched):
+    name = "d2sd"
+    second = 1
+
+
+class DDTree(Policy):
+    name = "ddtree"
+    width = WIDTH
+
+    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
+        assert first is not None
+        return grow(batch.anchor, first, self.rows)
+
+
+class Hybrid(Policy):
+    name = "hybrid"
+    second = 1
+    width = WIDTH
+
+    def branches(self, batch: Batch, first: Draft) -> Branches | None:
+        return tree_branches(batch.anchor, first, self.count)
+
+    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
+        assert first is not None
+        return grow(batch.anchor, first, self.rows, branches, second)
+
+
+def _chain(batch: Batch, first: Draft | None, rows: int) -> Tree:
+    assert first is not None
+    tokens, score = _behind(batch.anchor, first.best, first.confidence)
+    return tree.chain(tokens[:, :rows], score[:, :rows])
+
+
+def _behind(anchor: Tensor, tokens: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
+    """The anchor in front of candidates [B, (C,) S], and the scores of all their paths: [B, (C,) γ] both."""
+    anchor = anchor.view(-1, *[1] * (tokens.dim() - 1)).expand_as(tokens[..., :1])
+    score = torch.cat([torch.zeros_like(logprob[..., :1]), logprob.cumsum(-1)], dim=-1)
+    return torch.cat([anchor, tokens], dim=-1), score
+
+
+_POLICIES: dict[PolicyName, type[Policy]] = {
+    policy.name: policy for policy in (Off, Lookup, Chain, Samples, Reanchor, D2SD, DDTree, Hybrid)
+}
+
+
+def make_policy(name: PolicyName, *, block_size: int, branches: int, row_budget: int) -> Policy:
+    """The policy with at most `row_budget` rows. Raises RecipeError where there are not as many branches."""
+    kind = _POLICIES[name]
+    if row_budget < 2 and kind is not Off:
+        raise RecipeError(
+            "a tree needs rows for more than the anchor", where="tree.row_budget",
+            found=row_budget, expected="at least 2", fix="raise it, or set tree.policy to off",
+        )  # fmt: skip
+    if not 1 <= branches < block_size and kind in (D2SD, Reanchor):
+        raise RecipeError(
+            "there are as many boundaries as drafts", where="tree.branches",
+            found=branches, expected=f"1 .. {block_size - 1} at block size {block_size}",
+        )  # fmt: skip
+    if kind is Off:
+        return Off(1)
+    if kind in (Chain, Lookup):
+        return kind(min(row_budget, block_size))
+    if kind is DDTree:
+        return DDTree(row_budget)
+    if kind is Hybrid:
+        return Hybrid(row_budget, branches)
+    most = 1 + (branches + 1) * (block_size - 1) if kind is Samples else tree.max_nodes(block_size, branches)
+    return kind(min(row_budget, most), branches)

@@ -1,0 +1,62 @@
+"""Memory of models that are FP8 where they lie."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from d2sd.convert.build.plan import Plan, make_plan
+from d2sd.convert.checkpoint.drafter import drafter_shapes, read_drafter_config, write_drafter
+from d2sd.convert.checkpoint.quantization import KEY, Quantization, described
+from d2sd.convert.checkpoint.target import read_target_config, target_shapes
+from d2sd.convert.checkpoint.weights import Shapes, stored_as
+from d2sd.recipe import load_recipe
+from tests.convert.helpers import edit_json, write_project
+
+_TYPES = {"wide": torch.bfloat16, "FP8": torch.float8_e4m3fn, "scale": torch.float32}
+
+
+def test_fp8_at_its_source_is_one_byte_and_its_scales_are_no_parameters(tmp_path: Path) -> None:
+    recipe = write_project(tmp_path, precision="bf16")
+    before = make_plan(load_recipe(recipe))
+    by_recipe = make_plan(load_recipe(recipe, ["fp8={kv: true}"]))
+    make_target_fp8(tmp_path / "target")
+    make_drafter_fp8(tmp_path / "first")
+    make_drafter_fp8(tmp_path / "second")
+    found = make_plan(load_recipe(recipe))
+    assert figures(found) == figures(by_recipe)
+    assert [part.parameters for part in found.parts] == [part.parameters for part in before.parts]
+    # 3 layers of q and o (32 x 32), k and v (32 x 16) and three of the MLP (32 x 64) are a byte less each
+    assert found.parts[0].weight_bytes == before.parts[0].weight_bytes - 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    # 2 layers of o and the MLP
+    assert found.parts[1].weight_bytes == before.parts[1].weight_bytes - 2 * (32 * 32 + 3 * 32 * 64)
+    assert [part.kv_token_bytes for part in before.parts] == [2 * 3 * 16 * 2, 2 * 2 * 16 * 2, 2 * 2 * 16 * 2]
+    assert [part.kv_token_bytes for part in found.parts] == [2 * 3 * 16, 2 * 2 * 16 * 2, 2 * 2 * 16 * 2]
+
+
+def figures(plan: Plan) -> list[tuple[int, int, int, int]]:
+    return [(part.parameters, part.weight_bytes, part.kv_token_bytes, part.kv_bytes) for part in plan.parts]
+
+
+def ones(shapes: Shapes) -> dict[str, Tensor]:
+    return {name: torch.ones(shape).to(_TYPES[stored_as(name, shapes)]) for name, shape in shapes.items()}
+
+
+def make_target_fp8(folder: Path) -> None:
+    quantization = Quantization(("lm_head",), True, ("test", "1"))
+    shapes = target_shapes(read_target_config(folder), quantization)
+    named = {
+        "model." + re.sub(r"\b([kv])_cache\.", r"\1_proj.\1_", name): tensor for name, tensor in ones(shapes).items()
+    }
+    save_file(named, folder / "model.safetensors")
+    edit_json(folder / "config.json", KEY, described(quantization)[1])
+
+
+def make_drafter_fp8(folder: Path) -> None:
+    quantization = Quantization(("fc", "*.q_proj", "*.k_proj", "*.v_proj"), False, ("test", "1"))
+    config = read_drafter_config(folder)
+    write_drafter(folder, config, ones(drafter_shapes(config, quantization)), quantization)

@@ -1,0 +1,180 @@
+"""`draft_vocab.json`: written beside the z-lab files without touching them, read strictly, carried into the bundle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from d2sd.convert.build.pipeline import build
+from d2sd.convert.build.plan import make_plan
+from d2sd.convert.bundle.load import load_bundle
+from d2sd.convert.checkpoint.draft_vocab import NAME
+from d2sd.convert.checkpoint.drafter import (
+    check_drafter_tensors,
+    fingerprint,
+    load_drafter,
+    read_drafter_config,
+    write_drafter,
+)
+from d2sd.errors import BuildError, BundleError, CheckpointError
+from d2sd.modeling.config import DrafterConfig
+from d2sd.recipe import load_recipe
+from tests.convert.helpers import add_calibration, edit_json, tree_bytes, write_project
+from tests.tiny import tiny_decoder, tiny_drafter
+
+IDS = (0, 3, 17, 40, 62)  # the tiny vocabulary is 0 .. 63, the mask 63
+
+
+def written(folder: Path, ids: tuple[int, ...] | None = IDS) -> DrafterConfig:
+    drafter = tiny_drafter(tiny_decoder().config)
+    config = replace(drafter.config, draft_vocabulary=ids)
+    write_drafter(folder, config, drafter.state_dict())
+    return config
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    config = written(tmp_path / "a")
+    assert json.loads((tmp_path / "a" / NAME).read_text()) == {
+        "d2sd_draft_vocab": 1,
+        "vocab_size": 64,
+        "ids": [0, 3, 17, 40, 62],
+    }
+    assert read_drafter_config(tmp_path / "a") == config
+    check_drafter_tensors(tmp_path / "a", config)
+    drafter = load_drafter(tmp_path / "a", torch.bfloat16)
+    assert drafter.draft_ids is not None
+    assert drafter.draft_ids.tolist() == list(IDS)
+    write_drafter(tmp_path / "b", drafter.config, load_drafter(tmp_path / "a", torch.float32).state_dict())
+    assert tree_bytes(tmp_path / "a") == tree_bytes(tmp_path / "b")
+
+
+def test_other_readers_find_the_files_they_know(tmp_path: Path) -> None:
+    written(tmp_path / "reduced")
+    written(tmp_path / "whole", None)
+    reduced, whole = tree_bytes(tmp_path / "reduced"), tree_bytes(tmp_path / "whole")
+    del reduced[NAME]
+    assert reduced == whole
+
+
+def test_a_drafter_written_over_another_does_not_inherit_its_vocabulary(tmp_path: Path) -> None:
+    written(tmp_path)
+    written(tmp_path, None)
+    assert read_drafter_config(tmp_path).draft_vocabulary is None
+
+
+def test_a_fingerprint_is_of_the_vocabulary_too(tmp_path: Path) -> None:
+    """A calibration was fitted to what the drafter says, and the vocabulary has a part in that."""
+    marks = []
+    for name, ids in {"whole": None, "reduced": IDS, "again": IDS, "other": (0, 3, 17, 40, 61)}.items():
+        written(tmp_path / name, ids)
+        marks.append(fingerprint(load_drafter(tmp_path / name, torch.float32)))
+    assert marks[0] == fingerprint(tiny_drafter(tiny_decoder().config))
+    assert marks[1] == marks[2]
+    assert len(set(marks)) == 3
+
+
+def test_without_a_vocabulary_a_fingerprint_is_of_the_weights_alone() -> None:
+    """Calibrations made before there were vocabularies stay those of their drafters."""
+    drafter = tiny_drafter(tiny_decoder().config)
+    for parameter in drafter.parameters():
+        parameter.fill_(0.5)
+    assert fingerprint(drafter) == "0a040a28c373e3fab5945fddc5f7d41b57ead66475cc09a5087340b94a95002e"
+
+
+def key(name: str, value: Any) -> Callable[[Path], object]:
+    return lambda path: edit_json(path, name, value)
+
+
+def into_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "not JSON": (lambda path: path.write_text("{"), f"cannot be read(.|\n)*{NAME}"),
+    "not text": (lambda path: path.write_bytes(b"\xff"), f"cannot be read(.|\n)*{NAME}"),
+    "a folder": (into_a_folder, f"cannot be read(.|\n)*{NAME}"),
+    "a list": (lambda path: path.write_text("[1, 2]"), "object(.|\n)*found: list"),
+    "another schema": (key("d2sd_draft_vocab", 2), "schema(.|\n)*: d2sd_draft_vocab\n  found: 2\n  expected: 1"),
+    "no schema": (key("d2sd_draft_vocab", ...), "schema(.|\n)*: d2sd_draft_vocab\n  found: null"),
+    "schema true": (key("d2sd_draft_vocab", True), "schema(.|\n)*: d2sd_draft_vocab\n  found: true"),
+    "another target": (key("vocab_size", 65), "another target(.|\n)*: vocab_size\n  found: 65\n  expected: 64"),
+    "no ids": (key("ids", ...), "missing or unknown(.|\n)*: ids\n"),
+    "unknown key": (key("offsets", []), "missing or unknown(.|\n)*: offsets\n"),
+    "ids no list": (key("ids", {"3": 0, "5": 1}), "nothing to choose(.|\n)*: ids\n"),
+    "empty": (key("ids", []), "nothing to choose(.|\n)*: ids\n"),
+    "one": (key("ids", [4]), r"nothing to choose(.|\n)*: ids\n  found: \[4\]"),
+    "unsorted": (key("ids", [3, 9, 8]), r": ids\[2\]\n  found: 8\n  expected: above 9"),
+    "twice": (key("ids", [3, 9, 9]), r": ids\[2\]\n  found: 9\n  expected: above 9"),
+    "negative": (key("ids", [-1, 9]), r": ids\[0\]\n  found: -1\n  expected: 0 to 63"),
+    "outside": (key("ids", [3, 64]), r": ids\[1\]\n  found: 64\n  expected: 0 to 63"),
+    "mask": (key("ids", [3, 63]), r": ids\[1\]\n  found: 63\n  expected: any token but the mask"),
+    "no integer": (key("ids", [3, 9.0]), r": ids\[1\]\n  found: 9.0\n  expected: an integer"),
+    "no number": (key("ids", [3, True]), r": ids\[1\]\n  found: true\n  expected: an integer"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+    written(tmp_path)
+    damage(tmp_path / NAME)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_drafter_config(tmp_path)
+    assert str(caught.value.where).startswith(str(tmp_path / NAME))
+
+
+def test_a_bundle_carries_each_drafters_own(tmp_path: Path) -> None:
+    recipe = write_project(tmp_path / "project")
+    written(recipe.parent / "first")
+    for name in ("plain", "calibrated"):
+        if name == "calibrated":
+            add_calibration(recipe)
+        build(load_recipe(recipe), tmp_path / name, check=lambda bundle: {})
+        bundle = load_bundle(tmp_path / name)
+        assert bundle.first is not None
+        assert bundle.second is not None
+        assert (bundle.first.config.draft_vocabulary, bundle.second.config.draft_vocabulary) == (IDS, None)
+        assert f"drafter_first/{NAME}" in bundle.manifest.files
+    edit_json(tmp_path / "plain/drafter_first" / NAME, "ids", list(IDS[1:]))
+    with pytest.raises(BundleError, match=rf"changed(.|\n)*drafter_first/{NAME}"):
+        load_bundle(tmp_path / "plain")
+
+
+def test_a_calibration_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    recipe = write_project(tmp_path / "project")
+    add_calibration(recipe)
+    written(recipe.parent / "first")
+    with pytest.raises(BuildError, match="another first drafter"):
+        build(load_recipe(recipe), tmp_path / "out", check=lambda bundle: {})
+
+
+def test_a_plan_refuses_a_damaged_one(tmp_path: Path) -> None:
+    recipe = write_project(tmp_path / "project")
+    written(recipe.parent / "first")
+    make_plan(load_recipe(recipe))
+    edit_json(recipe.parent / "first" / NAME, "ids", [5, 5])
+    with pytest.raises(CheckpointError, match=rf"first/{NAME}: ids\[1\]"):
+        make_plan(load_recipe(recipe))
+
+
+def test_a_killed_build_goes_on_with_the_vocabulary_of_now(tmp_path: Path) -> None:
+    recipe = write_project(tmp_path / "project")
+    written(recipe.parent / "first")
+
+    def stop(stage: str) -> None:
+        if stage == "drafter_first":
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError):
+        build(load_recipe(recipe), tmp_path / "out", check=lambda bundle: {}, finished=stop)
+    written(recipe.parent / "first", IDS[1:])
+    build(load_recipe(recipe), tmp_path / "out", check=lambda bundle: {})
+    first = load_bundle(tmp_path / "out").first
+    assert first is not None
+    assert first.config.draft_vocabulary == IDS[1:]

@@ -1,0 +1,103 @@
+"""The z-lab DFlash directory: written explicitly, read strictly, the same bytes after a round trip."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from d2sd.convert.checkpoint.drafter import load_drafter, read_drafter_config, write_drafter
+from d2sd.errors import CheckpointError
+from d2sd.modeling.config import DrafterConfig, RopeConfig
+from d2sd.modeling.drafter import Drafter
+from tests.convert.helpers import edit_json, tree_bytes
+from tests.tiny import tiny_decoder, tiny_drafter
+
+LLAMA3 = RopeConfig(5e5, "llama3", 8.0, 8192, 1.0, 4.0)
+YARN = RopeConfig(1e6, "yarn", 4.0, 32768, beta_fast=30.0, attention_factor=1.2)
+
+
+def written(folder: Path, config: DrafterConfig) -> Path:
+    drafter = Drafter(config)
+    write_drafter(folder, config, {name: tensor.bfloat16() for name, tensor in drafter.state_dict().items()})
+    return folder
+
+
+@pytest.fixture
+def config() -> DrafterConfig:
+    return tiny_drafter(tiny_decoder().config, role="variable_prefix").config
+
+
+@pytest.mark.parametrize("role", ["first", "variable_prefix"])
+@pytest.mark.parametrize("rope", [RopeConfig(1e4), RopeConfig(1e4, "linear", 2.0), LLAMA3, YARN], ids=lambda r: r.kind)
+def test_round_trip(tmp_path: Path, role: Literal["first", "variable_prefix"], rope: RopeConfig) -> None:
+    config = tiny_drafter(tiny_decoder(rope=rope).config, role=role).config
+    folder = written(tmp_path / "a", config)
+    assert read_drafter_config(folder) == config
+    drafter = load_drafter(folder, torch.bfloat16)
+    write_drafter(tmp_path / "b", drafter.config, drafter.state_dict())
+    assert tree_bytes(tmp_path / "a") == tree_bytes(tmp_path / "b")
+
+
+def test_what_other_readers_default_is_written(tmp_path: Path, config: DrafterConfig) -> None:
+    values = json.loads((written(tmp_path, config) / "config.json").read_text())
+    assert values["architectures"] == ["DFlashDraftModel"]
+    assert values["block_size"] == 4
+    assert values["rope_theta"] == 10000.0
+    assert values["dtype"] == "bfloat16"
+    assert values["dflash_config"] == {
+        "block_size": 4,
+        "is_causal": False,
+        "mask_token_id": 63,
+        "num_target_layers": 3,
+        "prefix_weight_base": 0.9,
+        "target_layer_ids": [0, 1],
+        "training_mode": "vp_drafter",
+    }
+
+
+def test_the_public_spelling_is_read(tmp_path: Path, config: DrafterConfig) -> None:
+    """A published first drafter has remote code, transformers 5's RoPE, its sizes in one place and no training mode."""
+    path = written(tmp_path, config) / "config.json"
+    values = json.loads(path.read_text())
+    values |= {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "bos_token_id": 1, "eos_token_id": 2}
+    values["rope_parameters"] = {"rope_theta": values.pop("rope_theta"), "rope_type": "default"}
+    del values["rope_scaling"]
+    values["dflash_config"] = {"mask_token_id": 63, "target_layer_ids": [0, 1]}
+    path.write_text(json.dumps(values))
+    assert read_drafter_config(tmp_path) == replace(config, role="first", prefix_weight_base=None)
+    for key in ("block_size", "num_target_layers"):  # Qwen3.5's drafters keep them inside
+        values["dflash_config"][key] = values.pop(key)
+    path.write_text(json.dumps(values))
+    assert read_drafter_config(tmp_path).block_size == 4
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("architectures", ["DFlash2DraftModel"]),
+        ("architectures", ["Qwen3DSparkModel"]),  # shifted slots: loaded as DFlash it accepts next to nothing
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("use_sliding_window", True),
+        ("markov_rank", 64),
+        ("dflash_config.is_causal", True),
+        ("dflash_config.projector_type", "domino"),
+        ("dflash_config.use_swa", True),
+        ("dflash_config.training_mode", "domino"),
+        ("dflash_config.target_layer_ids", [0, "1"]),
+        ("dflash_config.mask_token_id", ...),
+        ("block_size", 0),
+        ("hidden_size", True),
+    ],
+)
+def test_what_would_mean_another_model_is_refused(
+    tmp_path: Path, config: DrafterConfig, key: str, value: object
+) -> None:
+    written(tmp_path, config)
+    edit_json(tmp_path / "config.json", key, value)
+    with pytest.raises(CheckpointError, match=rf"config\.json: {key.replace('.', ': ')}"):
+        read_drafter_config(tmp_path)

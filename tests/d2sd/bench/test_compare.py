@@ -1,0 +1,98 @@
+"""Two results side by side."""
+
+from __future__ import annotations
+
+import pytest
+
+from d2sd.bench.compare import compare
+from d2sd.bench.result import ResultError
+from tests.d2sd.bench.helpers import PROVENANCE, SETTINGS, cell, result
+
+PROMPTS = [[2], [4], [2], [4], [2], [4]]
+
+
+def better(factor: int) -> list[list[int]]:
+    return [[n * factor for n in steps] for steps in PROMPTS]
+
+
+def lines(text: str) -> list[list[str]]:
+    return [[part.strip() for part in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"][2:]
+
+
+def test_ratios_of_the_common_cells_with_marks() -> None:
+    off = cell("off", *PROMPTS, wall_seconds=2.0)
+    a = result(cell("d2sd", *better(2)), cell("chain", *PROMPTS), cell("chain", *PROMPTS, set="mbpp"), off)
+    b = result(
+        off.model_copy(update={"wall_seconds": 4.0}), cell("chain", *better(3), wall_seconds=2.0),
+        cell("d2sd", *PROMPTS), cell("chain", *PROMPTS, set="mbpp"),
+    )  # fmt: skip
+    text = compare(a, b)
+    assert lines(text) == [
+        ["off", "1", "gsm8k", "0", "1", "6 of 6", "3.00", "3.00", "1.000", "1.000 – 1.000", "0.50"],
+        ["chain", "8", "gsm8k", "0", "1", "6 of 6", "3.00", "9.00", "3.000", "3.000 – 3.000 ▲", "1.50"],
+        ["chain", "8", "mbpp", "0", "1", "6 of 6", "3.00", "3.00", "1.000", "1.000 – 1.000", "1.00"],
+        ["d2sd", "8", "gsm8k", "0", "1", "6 of 6", "6.00", "3.00", "0.500", "0.500 – 0.500 ▼", "0.50"],
+    ]
+    tau, speed = (3 * 1 * 0.5) ** (1 / 3), (1.5 * 1 * 0.5) ** (1 / 3)
+    assert f"**Geometric mean over 3 cells: τ {tau:.3f}, tokens/s {speed:.3f}**" in text  # plain decoding left out
+    assert "Only in" not in text
+    assert "Not alike" not in text
+
+
+def test_an_interval_around_one_is_not_marked() -> None:
+    text = compare(result(cell("d2sd", [2], [4])), result(cell("d2sd", [4], [2])))
+    (line,) = lines(text)
+    assert line[8:10] == ["1.000", "0.500 – 2.000"]
+
+
+def test_only_shared_prompts_are_compared() -> None:
+    text = compare(result(cell("d2sd", [2], [2], [9])), result(cell("d2sd", [3], [3])))
+    assert lines(text)[0][5:10] == ["2 of 3", "2.00", "3.00", "1.500", "1.500 – 1.500 ▲"]
+
+
+def test_without_shared_prompts_there_is_a_ratio_and_no_interval() -> None:
+    others = [{"id": name, "accepted": [4], "tokens": 4} for name in "xyz"]
+    text = compare(result(cell("d2sd", [2], [2])), result(cell("d2sd", requests=others)))
+    assert lines(text)[0][5:10] == ["0 of 2", "2.00", "4.00", "2.000", "–"]
+
+
+def test_what_only_one_has_is_told() -> None:
+    common = cell("chain", [2], [2])
+    a = result(common, cell("d2sd", [2], rows=64), cell("d2sd", [2], rows=16))
+    b = result(common, cell("chain", [2], temperature=0.7), cell("chain", [2], concurrency=8))
+    text = compare(a, b)
+    assert (
+        "Only in A:\n\n- d2sd, 16 rows, gsm8k, T = 0, 1 in flight\n- d2sd, 64 rows, gsm8k, T = 0, 1 in flight" in text
+    )
+    assert "Only in B:\n\n- chain, 8 rows, gsm8k, T = 0, 8 in flight\n- chain, 8 rows, gsm8k, T = 0.7, 1 in" in text
+    assert len(lines(text)) == 1
+
+
+def test_other_circumstances_are_told() -> None:
+    b = result(
+        cell(),
+        settings=SETTINGS.model_copy(update={"max_new_tokens": 128}),
+        provenance=PROVENANCE.model_copy(
+            update={"device": "cuda", "date": "later", "machine": {"cpu": "EPYC", "gpu": "H200"}}
+        ),
+    )
+    text = compare(result(cell()), b)
+    told = "max_new_tokens (64 | 128), device (cpu | cuda), machine cores (2 | –), machine gpu (– | H200)"
+    assert f"Not alike in A | B: {told}.\n" in text
+
+
+def test_plain_decoding_alone_has_no_mean() -> None:
+    assert "Geometric" not in compare(result(cell("off", [1])), result(cell("off", [1])))
+
+
+def test_answers_without_tokens_have_no_speed_ratio() -> None:
+    empty = cell(requests=[{"id": "0", "accepted": [2], "tokens": 0}])
+    text = compare(result(empty), result(empty))
+    assert lines(text)[0][-1] == "–"
+    assert "**Geometric mean over 1 cells: τ 1.000**" in text
+
+
+def test_nothing_in_common_is_refused() -> None:
+    with pytest.raises(ResultError, match="no cell in common") as raised:
+        compare(result(cell("chain"), cell("off")), result(cell("d2sd")))
+    assert "A has off, 1 rows, gsm8k, T = 0, 1 in flight and 1 more; B has d2sd, 8 rows" in str(raised.value)

@@ -1,0 +1,209 @@
+"""One cell against a recount of its steps, on tiny models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from d2sd.bench import metrics
+from d2sd.bench.measure import measure_cell
+from d2sd.bench.result import Cell, Key
+from d2sd.convert.validate.near_ties import TIE
+from d2sd.runtime.engine import Engine, Output, StepTrace
+from d2sd.runtime.observe import Observation, observe
+from d2sd.runtime.request import Request
+from d2sd.runtime.speculation.policy import PolicyName
+from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, cheater, expected, make_engine, some_requests
+
+NAMED = [(f"p{n}", request) for n, request in enumerate(some_requests()[:4])]
+REQUESTS = [request for _, request in NAMED]
+PLAIN = [expected(request) for request in REQUESTS]
+
+
+def no_gap(request: Request) -> float:
+    raise AssertionError("no answer differs")
+
+
+def key_of(method: str, concurrency: int = 2) -> Key:
+    return Key(method, 1 if method == "off" else BUDGET, "tiny", 0.0, concurrency)
+
+
+def engine_of(policy: PolicyName, concurrency: int = 2) -> Engine:
+    return make_engine(cheater(some_requests()[:4]), policy, max_batch=concurrency)
+
+
+def measured(
+    policy: PolicyName, concurrency: int = 2, *, plain: list[list[int]] | None = PLAIN,
+    gap: Callable[[Request], float] = no_gap,
+) -> Cell:  # fmt: skip
+    return measure_cell(engine_of(policy, concurrency), key_of(policy, concurrency), NAMED, plain, gap)[0]
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("policy", ["off", "chain", "d2sd", "hybrid", "lookup"])
+def test_counts_add_up(policy: PolicyName, concurrency: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a recount from the traces of all steps behind the warm-up."""
+    engine = engine_of(policy, concurrency)
+    traces: list[tuple[StepTrace, list[tuple[int, int]]]] = []
+    finished: list[int] = []
+    cleared: list[int] = []
+    step, clear = engine.step, type(engine.clock).clear
+
+    def watched() -> list[Output]:
+        outputs = step()
+        if outputs and engine.trace is not None and cleared:
+            traces.append((engine.trace, [(o.sequence.id, len(o.tokens)) for o in outputs]))
+        return outputs
+
+    def clearing(self: Any) -> None:
+        cleared.append(self.steps)
+        clear(self)
+
+    monkeypatch.setattr(engine, "step", watched)
+    monkeypatch.setattr(type(engine.clock), "clear", clearing)
+    cell, answers = measure_cell(engine, key_of(policy, concurrency), NAMED, PLAIN, no_gap, finished.append)
+
+    (warm_up,) = cleared
+    assert warm_up >= 1
+    assert answers == PLAIN
+    assert cell.key == key_of(policy, concurrency)
+    assert cell.steps == len(traces) == engine.clock.steps
+    assert sum(finished) == 4
+    assert [one.id for one in cell.requests] == ["p0", "p1", "p2", "p3"]
+    assert [one.tokens for one in cell.requests] == [r.max_new_tokens for r in REQUESTS]
+    accepted: dict[int, list[int]] = {}
+    for trace, _ in traces:
+        for row, sequence in enumerate(trace.sequences):
+            accepted.setdefault(sequence.id, []).append(int(trace.accepted.count[row]))
+    assert [one.accepted for one in cell.requests] == [accepted[n] for n in sorted(accepted)]
+    committed = {s.id: s.stats.tokens for trace, _ in traces for s in trace.sequences}
+    assert [sum(one.accepted) for one in cell.requests] == [committed[n] for n in sorted(committed)]
+    for one in cell.requests:  # what is committed past the end is less than a block
+        assert one.tokens <= sum(one.accepted) < one.tokens + BLOCK
+
+    steps = metrics.request_steps(cell)
+    assert cell.policies == {str(engine.policy): steps}
+    assert cell.verified_rows == steps * engine.policy.rows
+    assert cell.nodes == sum(int(t.tree.valid[row].sum()) for t, _ in traces for row in range(len(t.sequences)))
+    assert cell.merged == sum(int(t.tree.merged[row]) for t, _ in traces for row in range(len(t.sequences)))
+    assert (sum(cell.boundary_rank.values()) == steps) == (policy in ("d2sd", "hybrid"))
+    assert set(cell.boundary_rank) <= {"none", *map(str, range(BRANCHES))}
+    if policy != "lookup":  # where nobody drafts, what was looked up may count or not
+        named = {"off": set(), "chain": {"first"}}.get(policy, {"first", "second"})
+        assert cell.calibration.keys() == named
+    hits = sum(bin_[2] for bins in cell.calibration.values() for bin_ in bins)
+    assert hits == metrics.committed(cell) - steps  # every draft that was accepted was judged, and right
+    for count, said, right in (bin_ for bins in cell.calibration.values() for bin_ in bins):
+        assert 0 <= right <= count
+        assert 0 <= said <= count
+    assert set(cell.stage_seconds) >= {"prefill", "verify", "accept", "commit", "retire"}
+    assert cell.stage_seconds == engine.clock.seconds
+    assert sum(cell.stage_seconds.values()) <= cell.wall_seconds
+    assert cell.differences == []
+
+
+def test_bins_hold_what_was_said() -> None:
+    """The tenth bin's drafts were said to be 0.9 or more sure, and so on down."""
+    cell = measured("hybrid")
+    for bins in cell.calibration.values():
+        assert len(bins) == 10
+        for place, (count, said, _) in enumerate(bins):
+            assert count * place / 10 - 1e-6 <= said <= count * (place + 1) / 10 + 1e-6
+    assert sum(count > 0 for count, _, _ in cell.calibration["first"]) > 3
+
+
+def test_the_first_cell_is_compared_with_nothing() -> None:
+    assert measured("off", plain=None).differences == []
+
+
+@pytest.mark.parametrize(("gap", "excused"), [(TIE / 2, True), (TIE * 2, False)])
+def test_differences_are_found_and_told_with_their_gap(gap: float, excused: bool) -> None:
+    """Plain answers changed on purpose: in one a token, another cut short; the gap is asked for behind what agrees."""
+    changed = [list(answer) for answer in PLAIN]
+    changed[1][3] = (changed[1][3] + 1) % 64
+    changed[1][5] = 0
+    del changed[3][6:]
+    asked: list[Request] = []
+
+    def told(request: Request) -> float:
+        asked.append(request)
+        return gap
+
+    cell = measured("hybrid", plain=changed, gap=told)
+    assert [(d.request, d.token, d.gap, d.excused) for d in cell.differences] == [
+        (1, 3, gap, excused),
+        (3, 6, gap, excused),
+    ]
+    assert [r.prompt for r in asked] == [
+        (*REQUESTS[1].prompt, *PLAIN[1][:3]), (*REQUESTS[3].prompt, *PLAIN[3][:6]),
+    ]  # fmt: skip
+    assert [r.sampling for r in asked] == [REQUESTS[1].sampling, REQUESTS[3].sampling]
+
+
+def test_two_runs_count_the_same() -> None:
+    """Times aside."""
+    one, other = (measured("hybrid", 3) for _ in range(2))
+    times: dict[str, Any] = {"wall_seconds": 1.0, "stage_seconds": {}}
+    assert metrics.tau(one) == metrics.tau(other) > 1.5
+    assert one.model_copy(update=times) == other.model_copy(update=times)
+
+
+def test_what_speculation_gains_does_not_depend_on_concurrency() -> None:
+    accepted = [[one.accepted for one in measured("hybrid", concurrency).requests] for concurrency in (1, 3)]
+    assert accepted[0] == accepted[1]
+
+
+def test_watching_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that a step moves by one second and everything else by a thousand."""
+    engine = engine_of("chain", 1)
+    now = [0.0]
+    step = engine.step
+
+    def ticking() -> list[Output]:
+        now[0] += 1.0
+        return step()
+
+    def slow(trace: StepTrace) -> list[Observation]:
+        now[0] += 1000.0
+        return observe(trace)
+
+    monkeypatch.setattr(engine, "step", ticking)
+    monkeypatch.setattr("d2sd.bench.measure.observe", slow)
+    monkeypatch.setattr("d2sd.bench.measure.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    cell, _ = measure_cell(engine, key_of("chain", 1), NAMED, PLAIN, no_gap)
+    assert cell.steps <= cell.wall_seconds < 1000  # steps that only read a prompt are among them
+
+
+@pytest.mark.parametrize(("concurrency", "length"), [(1, 3), (2, 12)])
+def test_the_warm_up_is_short(concurrency: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight tokens, or fewer if the answers are shorter; two requests where any run together."""
+    engine = engine_of("chain", concurrency)
+    seen: list[list[Request]] = []
+    generate = engine.generate
+
+    def spying(requests: Any) -> Any:
+        seen.append(list(requests))
+        return generate(seen[-1])
+
+    monkeypatch.setattr(engine, "generate", spying)
+    requests = [(name, replace(request, max_new_tokens=length)) for name, request in NAMED]
+    measure_cell(engine, key_of("chain", concurrency), requests, None, no_gap)
+    assert seen == [[replace(REQUESTS[0], max_new_tokens=min(8, length))] * concurrency]
+
+
+def test_stop_tokens_end_an_answer_that_is_counted_as_it_is() -> None:
+    """Tokens committed behind the stop are steps' gains, but no part of the answer."""
+    stop = PLAIN[0][4]
+    end = PLAIN[0].index(stop) + 1
+    request = replace(REQUESTS[0], stop_tokens=frozenset({stop}))
+    engine = make_engine(cheater([REQUESTS[0]], first_errors=0.0), "chain", max_batch=1)
+    cell, answers = measure_cell(engine, key_of("chain", 1), [("a", request)], [PLAIN[0][:end]], no_gap)
+    assert answers == [PLAIN[0][:end]]
+    (one,) = cell.requests
+    assert one.tokens == end
+    assert set(one.accepted) == {BLOCK}
+    assert cell.policies == {str(engine.policy): len(one.accepted)}

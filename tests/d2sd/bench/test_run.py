@@ -1,0 +1,464 @@
+"""`d2sd bench` on a tiny bundle: what it leaves, that it goes on where it stopped, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from click.testing import Result as Ended
+
+from d2sd.bench import metrics
+from d2sd.bench.measure import measure_cell
+from d2sd.bench.result import Cell, Difference, Key, Result, load_result
+from d2sd.cli.main import main
+from tests.convert.helpers import add_calibration, write_project
+
+SETS = {"one": ["w1 w5 w9", "w7", "w8 w3", "w4"], "two": ["w2 w40", "w61 w17 w3"]}
+#: Quick, and of every kind: plain, a chain, two passes.
+SMALL = ("--methods", "chain,hybrid:8", "--temperatures", "0", "--per-set", "2", "--max-new-tokens", "6")
+METHODS = ("off", "chain", "hybrid")
+
+Build = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of both drafters with a calibration, and two sets of prompts."""
+    folder = tmp_path_factory.mktemp("bench")
+    recipe = write_project(folder / "project")
+    add_calibration(recipe)
+    write_sets(folder / "sets", SETS)
+    for name, changes in {"bundle": [], "one": ["drafters.second=null"], "none": ["drafters={}"]}.items():
+        chosen = [arg for change in changes for arg in ("--set", change)]
+        ended = CliRunner().invoke(main, ["build", str(recipe), "--out", str(folder / name), *chosen])
+        assert ended.exit_code == 0, ended.output
+    return folder
+
+
+def write_sets(folder: Path, sets: dict[str, list[str]]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, prompts in sets.items():
+        lines = [json.dumps({"id": f"{name}-{n}", "turns": [text, "ignored"]}) for n, text in enumerate(prompts)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def bench(project: Path, out: Path, *arguments: str, bundle: str = "bundle", prompts: str | None = "sets") -> Ended:
+    chosen = () if prompts is None else ("--prompts", str(project / prompts))
+    return CliRunner().invoke(main, ["bench", str(project / bundle), "--out", str(out), *chosen, *arguments])
+
+
+def refused(ended: Ended, *told: str) -> None:
+    """Exit code 2 and a message, not a traceback."""
+    assert ended.exit_code == 2, ended.output + repr(ended.exception)
+    assert isinstance(ended.exception, SystemExit)
+    for part in told:
+        assert part in ended.stderr
+
+
+def done(project: Path, out: Path, *arguments: str, **options: Any) -> Result:
+    ended = bench(project, out, *arguments, **options)
+    assert ended.exit_code == 0, ended.output + repr(ended.exception)
+    return load_result(out / "result.json")
+
+
+def counted(result: Result) -> list[Cell]:
+    """Cells without their times."""
+    return [cell.model_copy(update={"wall_seconds": 1.0, "stage_seconds": {}}) for cell in result.cells]
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one test looks at them: they take longer than all the measuring."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("d2sd.bench.run.write_plots", lambda result, folder: [])
+
+
+@pytest.fixture
+def pictures() -> None:
+    pass
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch) -> list[Key]:
+    """The keys of the cells that are measured, as they begin."""
+    keys: list[Key] = []
+
+    def watched(engine: Any, key: Key, *rest: Any) -> Any:
+        keys.append(key)
+        return measure_cell(engine, key, *rest)
+
+    monkeypatch.setattr("d2sd.bench.run.measure_cell", watched)
+    return keys
+
+
+# -- what it leaves ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("pictures")
+def test_end_to_end(project: Path, tmp_path: Path) -> None:
+    """All methods that two drafters can run, greedy and sampled, alone and together."""
+    out = tmp_path / "deep" / "out"
+    arguments = ("--rows", "8", "--per-set", "2", "--max-new-tokens", "6", "--concurrency", "1,2")
+    ended = bench(project, out, *arguments, prompts="sets/two.jsonl")
+    assert ended.exit_code == 0, ended.output + repr(ended.exception)
+    result = load_result(out / "result.json")
+    trees = {("off", 1), ("lookup", 4), ("chain", 4)}
+    trees |= {(name, 8) for name in ("auto", "samples", "reanchor", "d2sd", "ddtree", "hybrid")}
+    assert {cell.key for cell in result.cells} == {
+        Key(method, rows, "two", temperature, concurrency)
+        for method, rows in trees for temperature in (0.0, 1.0) for concurrency in (1, 2)
+    }  # fmt: skip
+    for cell in result.cells:
+        assert [one.id for one in cell.requests] == [f"{cell.set}-0", f"{cell.set}-1"]
+        assert cell.differences == []
+        assert all(sum(one.accepted) >= one.tokens > 0 for one in cell.requests)
+        served = {"auto": {"off", "chain", "ddtree", "hybrid"}}.get(cell.method, {cell.method})
+        assert {name.split(" of ")[0] for name in cell.policies} <= served
+        assert metrics.tau(cell) == 1 if cell.method == "off" else metrics.tau(cell) >= 1
+    written = {path.name for path in out.iterdir()}
+    assert written >= {"result.json", "tables.md", "tau.png", "acceptance.png", "calibration.png"}
+    assert ended.stdout.split() == [str(out / "tables.md"), *(str(out / name) for name in _pictures(out))]
+    for name in _pictures(out):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    assert "## Losslessness" in (out / "tables.md").read_text()
+    assert not list(out.rglob("*.partial"))
+    assert result.provenance.bundle["name"] == "tiny"
+    assert result.settings.model_dump() == {
+        "per_set": 2, "max_new_tokens": 6, "block_size": 4, "branches": 3, "seed": 0,
+    }  # fmt: skip
+
+
+def _pictures(out: Path) -> list[str]:
+    from d2sd.bench.plots import PLOTS
+
+    return [name for name in PLOTS if (out / name).exists()]
+
+
+def test_two_runs_count_the_same(project: Path, tmp_path: Path) -> None:
+    arguments = (*SMALL, "--temperatures", "1")
+    assert counted(done(project, tmp_path / "a", *arguments)) == counted(done(project, tmp_path / "b", *arguments))
+
+
+@pytest.mark.parametrize(("bundle", "methods"), [("one", {"d2sd", "hybrid"}), ("none", None)])
+def test_by_default_what_the_bundle_can_run(
+    project: Path, tmp_path: Path, bundle: str, methods: set[str] | None
+) -> None:
+    """Without a second drafter, and without any."""
+    result = done(project, tmp_path, "--rows", "8", "--per-set", "1", "--max-new-tokens", "2", bundle=bundle)
+    found = {cell.method for cell in result.cells}
+    everything = {"auto", "off", "lookup", "chain", "samples", "reanchor", "ddtree", "d2sd", "hybrid"}
+    assert found == ({"off", "lookup"} if methods is None else everything - methods)
+
+
+def test_our_own_prompts_and_a_folder_of_its_name(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where neither --prompts nor --out is given."""
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--methods", "chain", "--per-set", "1", "--max-new-tokens", "2", "--temperatures", "0"]
+    ended = CliRunner().invoke(main, ["bench", str(project / "bundle"), *arguments])
+    assert ended.exit_code == 0, ended.output
+    assert {cell.set for cell in load_result(Path("build/bench/tiny/result.json")).cells} == {"prompts"}
+
+
+def test_seeds_are_the_prompts_places(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that every method draws the same noise, and no two prompts do."""
+    seen: dict[Key, list[int]] = {}
+
+    def watched(engine: Any, key: Key, requests: Any, *rest: Any) -> Any:
+        seen[key] = [request.sampling.seed for _, request in requests]
+        return measure_cell(engine, key, requests, *rest)
+
+    monkeypatch.setattr("d2sd.bench.run.measure_cell", watched)
+    done(project, tmp_path, *SMALL, "--seed", "7", "--per-set", "3", "--max-new-tokens", "2")
+    assert len(seen) == 6
+    assert {key.set: seeds for key, seeds in seen.items()} == {"one": [7, 8, 9], "two": [7, 8]}
+    assert all(seeds == [7, 8, 9][: len(seeds)] for seeds in seen.values())
+
+
+# -- it goes on --------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_measures_nothing(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = done(project, tmp_path, *SMALL)
+
+    def refuse(*arguments: object) -> Any:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("d2sd.bench.run.measure_cell", refuse)
+    (tmp_path / "result.json").unlink()
+    (tmp_path / "tables.md").unlink()
+    assert done(project, tmp_path, *SMALL).cells == first.cells
+    assert (tmp_path / "tables.md").exists()
+
+
+def test_an_interrupted_run_goes_on(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measuring: list[Key]
+) -> None:
+    whole = done(project, tmp_path / "whole", *SMALL)
+    every, out = list(measuring), tmp_path / "out"
+    assert len(every) == 6
+    left = 3
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return measure_cell(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("d2sd.bench.run.measure_cell", interrupted)
+        ended = bench(project, out, *SMALL)
+    assert (ended.exit_code, ended.stdout) == (130, "")
+    assert not (out / "result.json").exists()
+    measuring.clear()
+    assert counted(done(project, out, *SMALL)) == counted(whole)
+    assert measuring == every[3:]
+
+
+def test_a_cell_half_written_is_measured_again(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measuring: list[Key]
+) -> None:
+    replace = Path.replace
+
+    def killed(self: Path, target: Path) -> Path:
+        if "chain" in self.name:
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        assert bench(project, tmp_path, *SMALL).exit_code == 130
+    measuring.clear()
+    done(project, tmp_path, *SMALL)
+    assert [key.method for key in measuring] == ["chain", "hybrid", "off", "chain", "hybrid"]
+
+
+def test_more_methods_sets_and_runs_measure_what_is_new(project: Path, tmp_path: Path, measuring: list[Key]) -> None:
+    done(project, tmp_path, *SMALL, prompts="sets/one.jsonl")
+    assert len(measuring) == 3
+    for arguments, prompts, new in (
+        (("--methods", "chain,hybrid:8,lookup"), "sets/one.jsonl", 1),
+        ((), "sets", 3),
+        (("--temperatures", "0,1"), "sets", 6),
+        (("--concurrency", "1,2"), "sets", 6),
+        (("--repeat", "2"), "sets", 6),
+        (("--methods", "off"), "sets", 0),
+    ):
+        measuring.clear()
+        result = done(project, tmp_path, *SMALL, *arguments, prompts=prompts)
+        assert len(measuring) == new, arguments
+    assert {cell.method for cell in result.cells} == {"off"}, "a result has what was asked for, not what lies there"
+
+
+@pytest.mark.parametrize(
+    "changed", [("--max-new-tokens", "7"), ("--seed", "1"), ("--per-set", "1")], ids=lambda changed: changed[0]
+)
+def test_changed_settings_measure_again(
+    project: Path, tmp_path: Path, measuring: list[Key], changed: tuple[str, str]
+) -> None:
+    done(project, tmp_path, *SMALL)
+    measuring.clear()
+    done(project, tmp_path, *SMALL, *changed)
+    assert len(measuring) == 6
+
+
+def test_another_bundle_measures_again(project: Path, tmp_path: Path, measuring: list[Key]) -> None:
+    arguments = (*SMALL, "--methods", "chain")
+    done(project, tmp_path, *arguments)
+    done(project, tmp_path, *arguments, bundle="one")
+    assert len(measuring) == 8
+
+
+def test_other_prompts_of_the_same_name_measure_again(project: Path, tmp_path: Path, measuring: list[Key]) -> None:
+    """Else a result would tell of prompts that nobody asked about."""
+    write_sets(tmp_path / "sets", SETS)
+    done(project, tmp_path / "out", *SMALL, prompts=str(tmp_path / "sets"))
+    measuring.clear()
+    write_sets(tmp_path / "sets", {"two": ["w33 w34", "w35"]})
+    again = done(project, tmp_path / "out", *SMALL, prompts=str(tmp_path / "sets"))
+    assert {key.set for key in measuring} >= {"two"}
+    fresh = done(project, tmp_path / "fresh", *SMALL, prompts=str(tmp_path / "sets"))
+    assert counted(again) == counted(fresh)
+
+
+def test_of_several_runs_the_median_counts(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs alternate between cells: what slows the machine for a while slows every method."""
+    seen: list[Key] = []
+
+    def timed(engine: Any, key: Key, *rest: Any) -> Any:
+        cell, answers = measure_cell(engine, key, *rest)
+        wall = [5.0, 1.0, 3.0][seen.count(key)]
+        seen.append(key)
+        return cell.model_copy(update={"wall_seconds": wall}), answers
+
+    monkeypatch.setattr("d2sd.bench.run.measure_cell", timed)
+    result = done(project, tmp_path, *SMALL, "--repeat", "3")
+    assert [cell.wall_seconds for cell in result.cells] == [3.0] * 6
+    assert seen[:6] == seen[6:12] == seen[12:]
+    assert len(set(seen[:6])) == 6
+
+
+# -- answers are compared ----------------------------------------------------------------------------------------------
+
+
+def test_a_changed_answer_ends_with_an_error_and_a_whole_result(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lossy(engine: Any, key: Key, *rest: Any) -> Any:
+        cell, answers = measure_cell(engine, key, *rest)
+        wrong = [
+            Difference(request=0, token=1, gap=1.0, excused=False),
+            Difference(request=1, token=0, gap=0, excused=True),
+        ]
+        return cell.model_copy(update={"differences": wrong if key.method == "chain" else []}), answers
+
+    monkeypatch.setattr("d2sd.bench.run.measure_cell", lossy)
+    refused(bench(project, tmp_path, *SMALL), "speculation changed an answer", "2 differences")
+    assert len(load_result(tmp_path / "result.json").cells) == 6
+
+
+def test_every_answer_is_compared_with_plain_decoding_one_by_one(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain: dict[Key, Any] = {}
+
+    def watched(engine: Any, key: Key, requests: Any, expected: Any, *rest: Any) -> Any:
+        plain[key] = expected
+        cell, answers = measure_cell(engine, key, requests, expected, *rest)
+        return cell, [[ord(key.set[0]), key.concurrency]] * 2 if key.method == "off" else answers
+
+    monkeypatch.setattr("d2sd.bench.run.measure_cell", watched)
+    bench(project, tmp_path, *SMALL, "--concurrency", "1,2")
+    assert len(plain) == 12
+    for key, expected in plain.items():
+        first = key.method == "off" and key.concurrency == 1
+        assert expected == (None if first else [[ord(key.set[0]), 1]] * 2)
+
+
+@pytest.mark.parametrize("order", ["2,1", "4,2"])
+def test_concurrencies_in_any_order(project: Path, tmp_path: Path, order: str) -> None:
+    result = done(project, tmp_path, *SMALL, "--methods", "chain", "--concurrency", order)
+    assert {cell.concurrency for cell in result.cells} == {int(n) for n in order.split(",")}
+
+
+def test_auto_measures_costs_once_a_size(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for every set and temperature; requests in flight decide how many there can be in a step."""
+    from d2sd.runtime.engine import Engine
+
+    seen: list[int] = []
+    adapt = Engine.adapt
+
+    def watched(self: Engine, *arguments: Any) -> None:
+        seen.append(self.limits.max_batch)
+        adapt(self, *arguments)
+
+    monkeypatch.setattr(Engine, "adapt", watched)
+    arguments = (*SMALL, "--methods", "auto:8", "--temperatures", "0,1", "--concurrency", "1,2")
+    result = done(project, tmp_path, *arguments, "--max-new-tokens", "2")
+    assert seen == [1, 2]
+    assert {(cell.method, cell.rows) for cell in result.cells} == {("off", 1), ("auto", 8)}
+
+
+# -- plan and compare --------------------------------------------------------------------------------------------------
+
+
+def test_plan_measures_nothing(project: Path, tmp_path: Path, measuring: list[Key]) -> None:
+    out = tmp_path / "out"
+    ended = bench(project, out, *SMALL, "--plan", "--repeat", "3", "--per-set", "3")
+    assert ended.exit_code == 0, ended.output
+    lines = ended.stdout.splitlines()
+    assert lines[0] == "off, 1 rows, one, T = 0, 1 in flight: 3 prompts"
+    assert "hybrid, 8 rows, two, T = 0, 1 in flight: 2 prompts" in lines
+    assert lines[-1] == f"6 cells, {3 * (3 + 2) * 3} answers"
+    assert len(lines) == 7
+    assert measuring == []
+    assert not out.exists()
+
+
+def test_compare(project: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        done(project, tmp_path / name, *SMALL)
+    files = [str(tmp_path / name / "result.json") for name in ("a", "b")]
+    ended = CliRunner().invoke(main, ["bench", "--compare", *files])
+    assert ended.exit_code == 0, ended.output
+    assert "## B against A" in ended.stdout
+    assert ended.stdout.count("1.000") >= 6, "nothing but the clock differs"
+    refused(CliRunner().invoke(main, ["bench", "--compare", files[0], str(tmp_path / "none.json")]), "none.json")
+
+
+# -- what it refuses ---------------------------------------------------------------------------------------------------
+
+
+def test_no_bundle(tmp_path: Path) -> None:
+    refused(CliRunner().invoke(main, ["bench"]), "bundle", "--compare")
+    refused(CliRunner().invoke(main, ["bench", str(tmp_path / "nowhere")]), "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--methods", "eagle"), ("--methods", "eagle")),
+        (("--methods", "chain,,off"), ("--methods",)),
+        (("--methods", "hybrid:1"), ("--methods", "1")),
+        (("--methods", "hybrid:"), ("--methods",)),
+        (("--methods", "hybrid:many"), ("--methods",)),
+        (("--methods", "hybrid:\N{SUPERSCRIPT TWO}"), ("--methods",)),
+        (("--methods", "hybrid:5000"), ("--methods", "4096")),
+        (("--rows", "1"), ("--rows", "1")),
+        (("--rows", "8,x"), ("--rows", "x")),
+        (("--rows", ""), ("--rows",)),
+        (("--temperatures", "-1"), ("--temperatures", "-1")),
+        (("--temperatures", "nan"), ("temperature", "nan")),
+        (("--concurrency", "0"), ("--concurrency", "0")),
+        (("--per-set", "0"), ("--per-set", "0")),
+        (("--repeat", "0"), ("--repeat", "0")),
+        (("--max-new-tokens", "0"), ("--max-new-tokens", "0")),
+        (("--max-new-tokens", "64"), ("does not fit the context", "64")),
+        (("--seed", "-1"), ("--seed", "-1")),
+    ],
+    ids=lambda value: "=".join(value) if value[0].startswith("--") else "",
+)
+def test_bad_values_are_a_message(
+    project: Path, tmp_path: Path, arguments: tuple[str, ...], told: tuple[str, ...]
+) -> None:
+    refused(bench(project, tmp_path / "out", *SMALL, *arguments), *told)
+    assert not (tmp_path / "out" / "result.json").exists()
+
+
+def test_a_method_that_the_bundle_cannot_run(project: Path, tmp_path: Path) -> None:
+    refused(bench(project, tmp_path, *SMALL, bundle="one"), "2 drafters")
+
+
+def test_sets_need_names_and_prompts_of_their_own(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    refused(bench(project, tmp_path, *SMALL, prompts=str(tmp_path / "empty")), "empty", "no *.jsonl")
+    (tmp_path / "blank.jsonl").write_text("\n")
+    refused(bench(project, tmp_path, *SMALL, prompts=str(tmp_path / "blank.jsonl")), "blank.jsonl: 0 prompts")
+    other = shutil.copy(project / "sets" / "one.jsonl", tmp_path / "one.jsonl")
+    refused(bench(project, tmp_path, *SMALL, "--prompts", str(other)), "sets of prompts", "one.jsonl")
+    refused(bench(project, tmp_path, *SMALL, prompts="none.jsonl"), "none.jsonl")
+
+
+def test_two_prompts_of_one_id(project: Path, tmp_path: Path, measuring: list[Key]) -> None:
+    """Answers are paired by id: this is seen before anything is measured."""
+    line = json.dumps({"id": "a", "turns": ["w1"]})
+    (tmp_path / "same.jsonl").write_text(f"{line}\n{line}\n")
+    refused(bench(project, tmp_path / "out", *SMALL, prompts=str(tmp_path / "same.jsonl")), "same")
+    assert measuring == []
+
+
+def test_a_device_that_is_not_there(project: Path, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("it is there")
+    ended = bench(project, tmp_path, *SMALL, "--device", "cuda")
+    assert ended.exit_code != 0
+    assert not (tmp_path / "result.json").exists()

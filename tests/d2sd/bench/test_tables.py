@@ -1,0 +1,167 @@
+"""The tables, figure by figure, on a result of a few cells."""
+
+from __future__ import annotations
+
+import pytest
+
+from d2sd.bench import markdown
+from d2sd.bench.result import Difference, Result
+from d2sd.bench.tables import (
+    DEFINITIONS,
+    chosen_table,
+    definitions,
+    detail_table,
+    knowledge_table,
+    lossless,
+    provenance,
+    speed_table,
+    tables,
+    tau_table,
+)
+from tests.d2sd.bench.helpers import bins, cell, result
+
+PLAIN = {"verified_rows": 4, "nodes": 4, "steps": 4, "stage_seconds": {"verify": 0.4, "prefill": 9.0}}
+TREE = {
+    "verified_rows": 32, "nodes": 20, "merged": 6, "rescued": 1, "steps": 4,
+    "stage_seconds": {"verify": 1.0, "draft_first": 0.2},
+    "boundary_rank": {"0": 1, "1": 2, "none": 1}, "calibration": {"first": bins(b9=(10, 9.0, 8))},
+}  # fmt: skip
+
+
+@pytest.fixture
+def made() -> Result:
+    return result(
+        cell("off", [1, 1], [1, 1], set="gsm8k", wall_seconds=2.0, **PLAIN),
+        cell("off", [1, 1], [1, 1], set="mbpp", wall_seconds=2.0, **PLAIN),
+        cell("chain", [2, 2], [1, 1], set="gsm8k"),
+        cell("d2sd", [4, 2], [2, 2], set="gsm8k", **TREE),
+        cell("d2sd", [1, 2], [1, 2], set="mbpp", **TREE),
+        cell("off", [1, 1], [1, 1], set="gsm8k", concurrency=2, wall_seconds=1.0),
+        cell("d2sd", [4, 2], [2, 2], set="gsm8k", concurrency=2, wall_seconds=5.0),
+    )
+
+
+def body(table: str) -> list[list[str]]:
+    return [[part.strip() for part in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def test_tau(made: Result) -> None:
+    table = tau_table(made, 0.0, 1)
+    assert table.splitlines()[0] == "| method | rows | gsm8k | mbpp | mean | 95 % interval |"
+    assert body(table) == [
+        ["off", "1", "1.00", "1.00", "1.00", "1.00 – 1.00"],
+        ["chain", "8", "1.50", "–", "–", "–"],  # no mean over fewer sets than the others
+        ["d2sd", "8", "**2.50**", "**1.50**", "**2.00**", "1.75 – 2.25"],
+    ]
+
+
+def test_a_set_of_another_temperature_has_no_column(made: Result) -> None:
+    warm = result(*made.cells, cell("off", [1], set="mt_bench", temperature=1.0))
+    assert tau_table(warm, 0.0, 1) == tau_table(made, 0.0, 1)
+    assert body(tau_table(warm, 1.0, 1)) == [["off", "1", "1.00", "1.00", "–"]]  # one prompt has no interval
+
+
+def test_what_a_step_did(made: Result) -> None:
+    table = detail_table(made, 0.0, 1)
+    columns = table.splitlines()[0].strip("| ").split(" | ")
+    off, chain, tree = (dict(zip(columns, line, strict=True)) for line in body(table))
+    assert tree == {
+        "method": "d2sd", "rows": "8", "τ by token": "**2.00**", "rows/step": "8.0", "rows/token": "4.0",
+        "nodes": "5.0", "merged": "1.5", "rescued": "25 %", "accepted by position": "0.75 0.12 0.12",
+        "cycle cost": "3.00", "speedup": "**4.00**",
+    }  # fmt: skip
+    assert (off["cycle cost"], off["speedup"], off["accepted by position"]) == ("1.00", "1.00", "–")
+    assert (chain["cycle cost"], chain["speedup"]) == ("0.00", "3.00")
+
+
+def test_nothing_is_held_against_plain_decoding_that_was_not_measured(made: Result) -> None:
+    table = detail_table(result(*(c for c in made.cells if c.method != "off")), 0.0, 1)
+    assert [line[-2:] for line in body(table)] == [["–", "–"], ["–", "–"]]
+
+
+def test_what_auto_served_is_told_by_concurrency() -> None:
+    chain = cell("chain", [2], policies={"chain": 4})
+    one = cell("auto", [1], policies={"off": 1, "hybrid of 16 rows": 3})
+    four = cell("auto", [1], policies={"off": 4}, concurrency=4)
+    table = chosen_table(result(chain, one, four), 0.0)
+    assert table is not None
+    assert body(table) == [["hybrid of 16 rows: 75 %, off: 25 %", "off: 100 %"]]
+    assert chosen_table(result(chain), 0.0) is None
+
+
+def test_what_the_drafters_knew(made: Result) -> None:
+    table = knowledge_table(made, 0.0, 1)
+    assert table is not None
+    assert body(table) == [["d2sd", "8", "0.100", "–", "0: 25 %, 1: 50 %, none: 25 %"]]
+    assert knowledge_table(result(cell()), 0.0, 1) is None
+
+
+def test_speed_by_concurrency(made: Result) -> None:
+    table = speed_table(made, 0.0)
+    assert table.splitlines()[0] == "| method | rows | 1 in flight | 2 in flight |"
+    assert body(table) == [
+        ["off", "1", "2.0 (1.00)", "**4.0** (1.00)"],
+        ["chain", "8", "6.0 (3.00)", "–"],
+        ["d2sd", "8", "**8.0** (4.00)", "2.0 (0.50)"],
+    ]
+
+
+def test_losslessness_counts_all_but_the_reference_and_lists_what_no_tie_excuses(made: Result) -> None:
+    assert lossless(made) == "10 answers compared with plain decoding's: 0 differ, 0 beyond a tie."
+    tie = Difference(request=0, token=3, gap=1e-6, excused=True)
+    wrong = Difference(request=1, token=7, gap=0.25, excused=False)
+    cells = [made.cells[3].model_copy(update={"differences": [tie, wrong]})]
+    assert lossless(result(*cells)).splitlines() == [
+        "2 answers compared with plain decoding's: 2 differ, 1 beyond a tie.",
+        "- d2sd, 8 rows, gsm8k, T = 0, 1 in flight: 1, token 7, gap 2.5e-01",
+    ]
+
+
+def test_every_column_is_defined_by_the_docstring_of_its_metric(made: Result) -> None:
+    told = definitions()
+    assert "- **τ**: Mean over responses of each response's tokens per step, bonus included" in told
+    assert all(f"- **{name}**: {(of.__doc__ or '?').split()[0]}" in told for name, of in DEFINITIONS.items())
+    columns = {name.strip() for name in detail_table(made, 0.0, 1).splitlines()[0].split("|")} - {"", "method", "rows"}
+    assert columns <= DEFINITIONS.keys()
+
+
+def test_the_report_in_its_order(made: Result) -> None:
+    warm = result(*made.cells, cell("off", [1], temperature=0.7, concurrency=3))
+    headings = [line.lstrip("# ") for line in tables(warm).splitlines() if line.startswith("#")]
+    assert headings == [
+        "Tokens a step (τ), T = 0, 1 in flight",
+        "What a step did, all sets, T = 0, 1 in flight",
+        "What the drafters knew, all sets, T = 0, 1 in flight",
+        "Speed, all sets, T = 0: tokens/s (speedup)",
+        "Tokens a step (τ), T = 0.7, 3 in flight",
+        "What a step did, all sets, T = 0.7, 3 in flight",
+        "Speed, all sets, T = 0.7: tokens/s (speedup)",
+        "Definitions",
+        "Losslessness",
+        "Provenance",
+    ]
+
+
+def test_provenance(made: Result) -> None:
+    assert provenance(made).splitlines() == [
+        "- date: 2026-11-20",
+        "- command: `d2sd bench bundles/tiny`",
+        "- commit: 811d788",
+        "- device: cpu",
+        "- machine: cpu EPYC, cores 2",
+        "- bundle: name tiny",
+        "- versions: torch 2.13.0",
+        "- settings: per_set 2, max_new_tokens 64, block_size 8, branches 7, seed 0",
+    ]
+
+
+def test_bold_is_all_that_reads_like_the_largest_and_never_a_lonely_value() -> None:
+    assert markdown.largest_bold([1.0, 2.001, None, 1.999]) == ["1.00", "**2.00**", "–", "**2.00**"]
+    assert markdown.largest_bold([1.0, None]) == ["1.00", "–"]
+    assert markdown.largest_bold([None]) == ["–"]
+
+
+def test_numbers_and_cells() -> None:
+    assert [markdown.rate(v) for v in (None, 3.14159, 99.96, 1234.5)] == ["–", "3.1", "100.0", "1234"]
+    assert markdown.percent(0.125) == "12 %"
+    assert markdown.table([("a|b", ["x"]), ("n", ["1"])]) == "| a\\|b | n |\n| --- | ---: |\n| x | 1 |"

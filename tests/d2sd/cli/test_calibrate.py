@@ -1,0 +1,212 @@
+"""`d2sd calibrate` on a tiny bundle: what it finds, that the build takes it and `auto` serves by it, its refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from d2sd.calibration import load_calibration
+from d2sd.cli.main import main
+from d2sd.convert.bundle.load import Bundle, load_bundle
+from d2sd.convert.bundle.serving import chat_request, make_engine
+from d2sd.convert.checkpoint.drafter import fingerprint
+from d2sd.prompts import read_prompts
+from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.speculation.policy import Off, PolicyName
+from tests.convert.helpers import add_calibration, write_project
+
+LENGTH = 8
+TEXTS = ["w1 w5 w9", "w7", "w8 w3", "w4 w44"]
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def calibrate(bundle: Path, out: Path, *arguments: object) -> Result:
+    prompts = bundle.parent / "prompts.jsonl"
+    return invoke(
+        "calibrate", bundle, "--prompts", prompts, "--max-new-tokens", LENGTH, "--out", out, *arguments
+    )  # fmt: skip
+
+
+def built(recipe: Path, out: Path, *overrides: str) -> Path:
+    ended = invoke("build", recipe, "--out", out, *(part for one in overrides for part in ("--set", one)))
+    assert ended.exit_code == 0, ended.output + repr(ended.exception)
+    return out
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project, a bundle beside it, and prompts."""
+    folder = tmp_path_factory.mktemp("calibrate")
+    path = write_project(folder)
+    lines = [json.dumps({"id": f"p{n}", "turns": [text]}) for n, text in enumerate(TEXTS)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    built(path, folder / "bundle")
+    return path
+
+
+@pytest.fixture(scope="module")
+def bundle(recipe: Path) -> Path:
+    return recipe.with_name("bundle")
+
+
+@pytest.fixture(scope="module")
+def ended(bundle: Path) -> Result:
+    return calibrate(bundle, bundle.parent / "found.json")
+
+
+def tokens_a_step(bundle: Bundle, policy: PolicyName, temperature: float) -> float:
+    """Of a tree of 64 rows, over all steps of all prompts."""
+    engine = make_engine(bundle, policy=policy, row_budget=64, calibrated=False)
+    sequences = engine.generate(
+        chat_request(bundle, text, SamplingParams(temperature, seed=seed), LENGTH)
+        for seed, (_, text) in enumerate(read_prompts(bundle.path.parent / "prompts.jsonl"))
+    )
+    return sum(s.stats.tokens for s in sequences) / sum(s.stats.steps for s in sequences)
+
+
+def test_what_is_found(bundle: Path, ended: Result) -> None:
+    """Gains at 64 rows are those of an engine that runs the same; fewer rows never gain more."""
+    assert ended.exit_code == 0, ended.output + repr(ended.exception)
+    found = load_calibration(bundle.parent / "found.json")
+    loaded = load_bundle(bundle)
+    assert loaded.first is not None
+    assert loaded.second is not None
+    assert found.drafters == (fingerprint(loaded.first), fingerprint(loaded.second))
+    assert found.block_size == 4
+    assert found.tau.keys() == {"0", "1"}
+    for key, temperature in (("0", 0.0), ("1", 1.0)):
+        curves = found.tau[key]  # type: ignore[index]
+        assert curves.keys() == {"chain", "ddtree", "hybrid"}
+        for curve in curves.values():
+            assert len(curve) == 64
+            assert curve[0] == 1
+            assert curve == sorted(curve)
+        assert len(set(curves["chain"][3:])) == 1, "a chain has no more rows than a block"
+        trees: tuple[PolicyName, ...] = ("ddtree", "hybrid")
+        for policy in trees:
+            assert curves[policy][-1] == pytest.approx(tokens_a_step(loaded, policy, temperature), abs=1e-4)
+            assert curves[policy][-1] > 1
+    assert found.report.keys() == {
+        "prompts", "max_new_tokens",
+        *(
+            f"calibration error of {name} at T = {t}, {when}"
+            for name in ("first", "second") for t in (0, 1) for when in ("before", "after")
+        ),
+    }  # fmt: skip
+    assert (found.report["prompts"], found.report["max_new_tokens"]) == (4, LENGTH)
+    for name, value in found.report.items():
+        if name.endswith("after"):  # random drafters say much and know nothing
+            assert value < found.report[name.replace("after", "before")]
+    neutral = [value for table in (found.slope[0][0], found.slope[1][1]) for distance in table for value in distance]
+    assert set(neutral) != {1.0}
+    assert ended.stdout.splitlines()[-1] == str(bundle.parent / "found.json")
+    assert len(ended.stdout.splitlines()) == 1 + len(found.report)
+
+
+def test_two_runs_find_the_same(bundle: Path, ended: Result, tmp_path: Path) -> None:
+    assert calibrate(bundle, tmp_path / "again.json").stdout.count("\n") == ended.stdout.count("\n")
+    assert (tmp_path / "again.json").read_bytes() == (bundle.parent / "found.json").read_bytes()
+
+
+def test_the_build_takes_it_and_auto_serves_by_it(recipe: Path, ended: Result, tmp_path: Path) -> None:
+    """Under `auto` alone; what a policy writes is what it wrote before."""
+    override = "drafters.calibration=found.json"
+    calibrated = load_bundle(built(recipe, tmp_path / "calibrated", override))
+    assert calibrated.calibration == load_calibration(recipe.with_name("found.json"))
+    auto, pinned = make_engine(calibrated), make_engine(calibrated, policy="hybrid")
+    assert auto.adaptive is not None
+    assert isinstance(auto.adaptive.off, Off)
+    assert {policy.rows for policy in auto.adaptive.policies} == {1, 4, 8, 16}  # the recipe's budget is 16
+    assert {size for _, size in auto.adaptive.seconds} == {1, 2}
+    assert pinned.adaptive is None
+    bare = make_engine(load_bundle(recipe.with_name("bundle")))
+    assert bare.adaptive is None
+    request = chat_request(calibrated, "w1 w5 w9", SamplingParams(), 12)
+    answers = [engine.generate([request])[0].answer for engine in (auto, pinned, bare)]
+    assert answers[0] == answers[1] == answers[2] == make_engine(calibrated, policy="off").generate([request])[0].answer
+
+
+def test_what_was_found_before_is_not_used_to_find_more(recipe: Path, ended: Result, tmp_path: Path) -> None:
+    """A bundle that has a calibration is calibrated as one that has none."""
+    add_calibration(recipe)
+    try:
+        (tmp_path / "prompts.jsonl").write_bytes(recipe.with_name("prompts.jsonl").read_bytes())
+        path = built(recipe, tmp_path / "bundle")
+    finally:
+        values = yaml.safe_load(recipe.read_text())
+        del values["drafters"]["calibration"]
+        recipe.write_text(yaml.safe_dump(values))
+    assert load_bundle(path).calibration is not None
+    assert calibrate(path, tmp_path / "again.json").exit_code == 0
+    assert (tmp_path / "again.json").read_bytes() == recipe.with_name("found.json").read_bytes()
+
+
+def test_without_a_second_drafter(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_bytes(recipe.with_name("prompts.jsonl").read_bytes())
+    ended = calibrate(built(recipe, tmp_path / "one", "drafters.second=null"), tmp_path / "one.json")
+    assert ended.exit_code == 0, ended.output + repr(ended.exception)
+    found = load_calibration(tmp_path / "one.json")
+    assert found.drafters[1] is None
+    assert {*found.tau["0"], *found.tau["1"]} == {"chain", "ddtree"}
+    assert not [name for name in found.report if "second" in name]
+    assert found.slope[0][1] == [[1.0, 1.0]] * 3
+
+
+def test_the_last_prompts_that_were_not_trained_on(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "seen.jsonl").write_text('{"id": "p3", "answer": 1}\n\n{"id": "x"}\n')
+    seen: list[str] = []
+
+    def watched(*arguments: object) -> object:
+        seen.append(str(arguments[1]))
+        return chat_request(*arguments)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("d2sd.convert.bundle.serving.chat_request", watched)
+        ended = calibrate(bundle, tmp_path / "c.json", "--exclude", tmp_path / "seen.jsonl", "--count", 2)
+    assert ended.exit_code == 0, ended.output + repr(ended.exception)
+    assert load_calibration(tmp_path / "c.json").report["prompts"] == 2
+    assert seen == [TEXTS[1], TEXTS[2]]
+
+
+def refused(ended: Result, *told: str) -> None:
+    assert ended.exit_code == 2, ended.output + repr(ended.exception)
+    for part in told:
+        assert part in ended.stderr
+
+
+def test_errors(recipe: Path, bundle: Path, tmp_path: Path) -> None:
+    out = tmp_path / "c.json"
+    refused(invoke("calibrate", bundle), "--out")
+    refused(calibrate(bundle, out, "--prompts", tmp_path / "none.jsonl"), "none.jsonl")
+    refused(calibrate(bundle, out, "--exclude", tmp_path / "none.jsonl"), "leave out", "none.jsonl")
+    (tmp_path / "bad.jsonl").write_text('{"name": "p1"}\n')
+    refused(calibrate(bundle, out, "--exclude", tmp_path / "bad.jsonl"), "leave out", "bad.jsonl")
+    refused(calibrate(bundle, out, "--exclude", bundle.parent / "prompts.jsonl"), "no prompt is left", "prompts.jsonl")
+    refused(calibrate(bundle, out, "--max-new-tokens", 64), "does not fit the context")
+    (tmp_path / "prompts.jsonl").write_bytes(recipe.with_name("prompts.jsonl").read_bytes())
+    plain = built(recipe, tmp_path / "none", "drafters={}")
+    refused(calibrate(plain, out), "no drafter", "none")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("option", "value"), [("--count", 0), ("--count", -2), ("--max-new-tokens", 0)])
+def test_counts_are_positive(bundle: Path, tmp_path: Path, option: str, value: int) -> None:
+    refused(calibrate(bundle, tmp_path / "c.json", option, value))
+    assert not (tmp_path / "c.json").exists()
+
+
+def test_a_place_that_cannot_be_written_is_told_before_the_work(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("prompts were answered")
+
+    monkeypatch.setattr("d2sd.train.confidence.fit.watch", refuse)
+    refused(calibrate(bundle, tmp_path / "no" / "folder" / "c.json"), "folder")

@@ -1,0 +1,65 @@
+"""`d2sd convert`: what it writes, what it tells, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from d2sd.cli.main import main
+from d2sd.convert.checkpoint.drafter import read_drafter_config
+from tests.convert.formats.helpers import public_fields, tiny_pair, write_foreign, write_tiny_target
+from tests.convert.helpers import tree_bytes
+
+DECODER, DRAFTER = tiny_pair()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_foreign(tmp_path / "source", public_fields(DRAFTER), DRAFTER.state_dict())
+
+
+def convert(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["convert", *(str(argument) for argument in arguments)])
+
+
+def test_there_and_back(source: Path, tmp_path: Path) -> None:
+    target = write_tiny_target(tmp_path / "target", DECODER)
+    there = convert(source, "--to", "speculators", "-o", tmp_path / "there", "--target", target)
+    assert (there.exit_code, there.stdout, there.stderr) == (0, f"{tmp_path / 'there'}\n", "read as z-lab\n")
+    back = convert(tmp_path / "there", "--to", "z-lab", "-o", tmp_path / "back")
+    assert back.exit_code == 0
+    assert back.stderr == (
+        "read as speculators\n"
+        "note: embed_tokens.weight and lm_head.weight: dropped unchecked; --target compares with the target's\n"
+    )
+    assert read_drafter_config(tmp_path / "back") == DRAFTER.config
+
+
+def test_a_role_may_be_declared(source: Path, tmp_path: Path) -> None:
+    done = convert(source, "--to", "z-lab", "-o", tmp_path / "second", "--role", "variable_prefix")
+    assert done.exit_code == 0
+    assert "note: the role variable_prefix is declared, not read" in done.stderr
+    assert read_drafter_config(tmp_path / "second").role == "variable_prefix"
+
+
+def test_a_refusal_is_a_message_and_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    failed = convert(source, "--to", "speculators", "-o", tmp_path / "out")
+    assert failed.exit_code == 2
+    assert failed.stderr.startswith("error: A speculators checkpoint holds copies")
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_nothing_is_overwritten(source: Path) -> None:
+    before = tree_bytes(source)
+    failed = convert(source, "--to", "z-lab", "-o", source)
+    assert failed.exit_code == 2
+    assert "Something lies at the output" in failed.stderr
+    assert tree_bytes(source) == before
+
+
+def test_an_unknown_format_is_a_usage_error(source: Path, tmp_path: Path) -> None:
+    failed = convert(source, "--to", "modelopt", "-o", tmp_path / "out")
+    assert failed.exit_code == 2
+    assert "'z-lab', 'speculators'" in failed.stderr

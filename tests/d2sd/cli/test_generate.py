@@ -1,0 +1,135 @@
+"""`d2sd generate`, and what a build proves about its bundle, on a tiny bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import d2sd.convert.validate.checks as checks
+from d2sd.cli.main import main
+from d2sd.convert.bundle.load import Bundle, load_bundle
+from d2sd.convert.bundle.serving import chat_request, make_engine
+from d2sd.errors import BuildError, D2SDError
+from d2sd.prompts import OWN_PROMPTS, read_prompts
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.speculation.accept import Accepted
+from tests.convert.helpers import edit_json, write_project
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generate")
+    recipe = write_project(folder)
+    result = CliRunner().invoke(main, ["build", str(recipe), "--out", str(folder / "bundle")])
+    assert result.exit_code == 0, result.output
+    return folder / "bundle"
+
+
+def run(path: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(main, ["generate", str(path), "--raw", "--max-new-tokens", "12", *arguments])
+
+
+@pytest.fixture(scope="module")
+def bundle(path: Path) -> Bundle:
+    return load_bundle(path)
+
+
+def test_every_policy_writes_the_same_text(path: Path) -> None:
+    texts = {policy: run(path, "-p", "w1 w5 w9", "--policy", policy).stdout for policy in ("off", "chain", "d2sd")}
+    assert len(set(texts.values())) == 1
+    assert len(texts["off"].split()) >= 2
+
+
+def test_the_seed_decides_a_sampled_text(path: Path) -> None:
+    def sampled(seed: str, policy: str) -> str:
+        return run(path, "-p", "w1 w5", "--temperature", "1.0", "--seed", seed, "--policy", policy).stdout
+
+    assert sampled("1", "off") == sampled("1", "d2sd") == sampled("1", "chain")
+    assert len({sampled(str(seed), "off") for seed in range(4)}) > 1
+
+
+def test_several_prompts_answer_as_each_alone(path: Path) -> None:
+    alone = [run(path, "-p", prompt).stdout.strip() for prompt in ("w1 w2", "w7")]
+    together = run(path, "-p", "w1 w2", "-p", "w7").stdout
+    for prompt, text in zip(("w1 w2", "w7"), alone, strict=True):
+        assert f"> {prompt}\n{text}" in together
+
+
+def test_statistics_and_tree_are_shown(path: Path) -> None:
+    result = run(path, "-p", "w1", "--stats", "--show-tree")
+    assert result.exit_code == 0, result.output
+    for word in ("tau", "accepted by position", "won by", "cycle cost", "rows verified"):
+        assert word in " ".join(result.output.split())
+    assert "✓ anchor" in result.output
+    assert "bonus" in result.output
+    assert "branch 1" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--temperature", "-1"], "temperature"),
+        (["--top-p", "0"], "top_p"),
+        (["--max-new-tokens", "100000"], "does not fit the context"),
+        (["--stop", ""], "stop string is empty"),
+    ],
+)
+def test_bad_requests_are_a_message(path: Path, arguments: list[str], told: str) -> None:
+    result = run(path, "-p", "w1", *arguments)
+    assert result.exit_code == 2
+    assert told in result.output
+
+
+def test_a_missing_drafter_is_named(tmp_path: Path, bundle: Bundle) -> None:
+    from dataclasses import replace
+
+    with pytest.raises(D2SDError, match="2 drafters"):
+        make_engine(replace(bundle, second=None), policy="d2sd")
+
+
+def test_the_build_records_what_it_proved(bundle: Bundle) -> None:
+    figures: Any = bundle.manifest.checks["greedy"]
+    for policy in ("chain", "d2sd"):
+        assert figures[policy]["equal_to_plain_decoding"] == figures[policy]["prompts"] > 0
+        assert figures[policy]["tau"] >= 1
+
+
+def test_a_build_that_would_lose_tokens_fails(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk that accepts whatever was drafted must not get past the check."""
+    honest = Engine.accept
+
+    def careless(self: Engine, *arguments: object) -> Accepted:
+        accepted: Accepted = honest(self, *arguments)  # type: ignore[arg-type]
+        return Accepted(accepted.path, accepted.count, (accepted.tokens + len(self.policy.runs)) % 60, accepted.winner)
+
+    monkeypatch.setattr(Engine, "accept", careless)
+    with pytest.raises(BuildError, match="does not write what plain decoding writes"):
+        checks.check_bundle(bundle)
+
+
+def test_the_chat_template_is_asked_what_the_recipe_says(tmp_path: Path) -> None:
+    recipe = write_project(tmp_path, target={"path": "target", "template": {"thinking": False}})
+    template = "{% if thinking is defined and not thinking %}w5 {% endif %}{{ messages[0].content }}"
+    edit_json(tmp_path / "target" / "tokenizer_config.json", "chat_template", template)
+    for overrides, expected in (([], (5, 3)), (["--set", "target.template={}"], (3,))):
+        out = tmp_path / str(len(overrides))
+        done = CliRunner().invoke(main, ["build", str(recipe), "--out", str(out), *overrides])
+        assert done.exit_code == 0, done.output
+        assert chat_request(load_bundle(out), "w3", SamplingParams(), 4).prompt == expected
+
+
+def test_our_own_prompts_are_ours() -> None:
+    prompts = read_prompts(OWN_PROMPTS)
+    assert len({name for name, _ in prompts}) == len(prompts) >= 24
+
+
+@pytest.mark.parametrize("line", ["not json", '{"id": "a"}', '{"id": "a", "turns": []}', "[]"])
+def test_bad_prompts_are_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"id": "a", "turns": ["x"]}\n' + line + "\n")
+    with pytest.raises(D2SDError, match=r"prompts.jsonl:2"):
+        read_prompts(file)

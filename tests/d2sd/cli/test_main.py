@@ -1,0 +1,170 @@
+"""The commands: their frozen flags, their errors, and what --plan and inspect say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from d2sd.cli.build import build
+from d2sd.cli.inspect import inspect
+from d2sd.cli.main import build_main, main
+from tests.convert.helpers import add_calibration, write_project
+
+#: A new knob belongs into the recipe. Change this only with a reason that a reviewer accepts.
+FLAGS = {
+    "bench": {
+        *("bundle", "--methods", "--rows", "--prompts", "--temperatures", "--concurrency", "--per-set"),
+        *("--max-new-tokens", "--repeat", "--seed", "--device", "--executor", "--out", "--plan", "--compare"),
+    },
+    "build": {"recipe", "--plan", "--set", "--out", "-v", "--verbose"},
+    "generate": {
+        *("bundle", "-p", "--prompt", "--policy", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed"),
+        *("--stop", "--raw", "--stats", "--show-tree", "--tree-svg", "--html", "--device", "--executor"),
+    },
+    "calibrate": {"bundle", "--prompts", "--exclude", "--count", "--max-new-tokens", "--out"},
+    "convert": {"source", "--to", "-o", "--out", "--target", "--role"},
+    "inspect": {"bundle"},
+    "train": {"recipe", "--work", "--out", "--plan"},
+    "trtllm": set(),
+}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_project(tmp_path / "project")
+
+
+def invoke(command: click.Command, *arguments: object) -> Result:
+    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+
+
+def test_flags_are_frozen() -> None:
+    assert main.commands.keys() == FLAGS.keys()
+    for name, flags in FLAGS.items():
+        command = main.commands[name]
+        found = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+        assert found == flags, name
+
+
+def test_every_help_has_an_example() -> None:
+    for command in (main, *main.commands.values()):
+        shown = invoke(command, "--help")
+        assert shown.exit_code == 0
+        assert "      d2sd " in shown.output, command.name
+
+
+def test_help_is_instant() -> None:
+    """Not timed, for that depends on the machine: what takes the time is not imported."""
+    program = (
+        "import sys, d2sd.cli.main; sys.exit(bool({'torch', 'transformers', 'rich', 'matplotlib'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_build_then_inspect(recipe: Path, tmp_path: Path) -> None:
+    built = invoke(main, "build", recipe, "--out", tmp_path / "out", "--set", "tree.branches=2", "-v")
+    assert built.exit_code == 0, built.output
+    assert built.stdout.strip() == str(tmp_path / "out")
+    assert [line.split()[0] for line in built.stderr.splitlines() if " done after " in line] == [
+        "fetch", "target", "drafter_first", "drafter_second", "check", "manifest",
+    ]  # fmt: skip
+    shown = invoke(inspect, tmp_path / "out")
+    assert shown.exit_code == 0
+    for part in ("family llama", "precision      fp32", "branches 2, row budget 16", "role variable_prefix", "torch "):
+        assert part in shown.stdout
+
+
+@pytest.mark.parametrize("output", [None, "built/here"])
+def test_where_a_bundle_goes(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str | None) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert invoke(build, recipe, "--set", f"output={output or 'null'}").exit_code == 0
+    expected = recipe.parent / output if output else tmp_path / "bundles" / "tiny"
+    assert (expected / "manifest.json").is_file()
+
+
+def test_plan_reads_no_weights_and_writes_nothing(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> Any:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("d2sd.convert.checkpoint.weights.safe_open", refuse)
+    before = sorted(tmp_path.rglob("*"))
+    shown = invoke(main, "build", recipe, "--plan", "--out", tmp_path / "out")
+    assert shown.exit_code == 0, shown.output
+    assert sorted(tmp_path.rglob("*")) == before
+    told = shown.stdout
+    assert "fetch -> target -> drafter_first -> drafter_second -> check -> manifest" in told
+    assert "3 layers, hidden 32, 4/2 heads of 8, vocabulary 64" in told
+    assert "reads target layers 0, 1" in told
+    # K/V of the target: 2 requests x 64 tokens x 2 (K, V) x 3 layers x 2 heads x 8 x 4 bytes = 49,152 bytes
+    assert "29,920" in told
+    assert "0.1 MB" in told
+
+
+def test_plan_and_build_name_the_calibration_stage(recipe: Path, tmp_path: Path) -> None:
+    add_calibration(recipe)
+    stages = ["fetch", "target", "drafter_first", "drafter_second", "calibration", "check", "manifest"]
+    assert " -> ".join(stages) in invoke(main, "build", recipe, "--plan").stdout
+    built = invoke(main, "build", recipe, "--out", tmp_path / "out", "-v")
+    assert [line.split()[0] for line in built.stderr.splitlines() if " done after " in line] == stages
+
+
+def test_plan_of_a_target_that_is_not_fetched_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("D2SD_CACHE", str(tmp_path / "cache"))
+    pypi = {"package": "p", "version": "1.0", "file": "a.gguf", "sha256": "0" * 64}
+    shown = invoke(main, "build", write_project(tmp_path / "project", target={"pypi": pypi}), "--plan")
+    assert shown.exit_code == 0, shown.output
+    assert "p==1.0" in shown.stdout
+    assert "not in the cache" in shown.stdout
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "told"),
+    [
+        ("build", ["none.yaml"], "none.yaml"),
+        ("build", ["RECIPE", "--set", "tree.x=1"], "tree.x"),
+        ("inspect", ["nowhere"], "nowhere"),
+        ("calibrate", ["nowhere", "--out", "c.json"], "nowhere"),
+        ("bench", ["nowhere"], "nowhere"),
+        ("convert", ["nowhere", "--to", "z-lab", "-o", "out"], "nowhere"),
+    ],
+)
+def test_user_errors_are_a_message_and_exit_code_2(recipe: Path, command: str, arguments: list[str], told: str) -> None:
+    failed = invoke(main, command, *[str(recipe) if a == "RECIPE" else a for a in arguments])
+    assert failed.exit_code == 2
+    assert failed.stderr.startswith("error: ")
+    assert told in failed.stderr
+    assert failed.stdout == ""
+
+
+def test_what_the_system_refuses_is_a_message_too(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied", "/somewhere")
+
+    monkeypatch.setattr("d2sd.convert.build.pipeline.build", refuse)
+    failed = invoke(build, recipe)
+    assert (failed.exit_code, failed.stderr) == (2, "error: Permission denied\n  where: /somewhere\n")
+
+
+def test_an_interrupted_command_ends_with_130(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("d2sd.convert.build.pipeline.build", interrupt)
+    assert invoke(main, "build", recipe).exit_code == 130
+
+
+def test_d2sd_build_is_the_same_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["d2sd-build", "none.yaml"])
+    with pytest.raises(SystemExit) as ended:
+        build_main()
+    assert ended.value.code == 2
+    assert "none.yaml" in capsys.readouterr().err

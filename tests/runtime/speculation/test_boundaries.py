@@ -1,0 +1,117 @@
+"""Where the second pass restarts: worked examples, and loops over scalars."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from d2sd.runtime.speculation.boundaries import boundary_scores, chain_branches, tree_branches
+from d2sd.runtime.speculation.draft import Branches
+from tests.runtime.drafts import Passes, draft_of, passes
+from tests.runtime.helpers import STEADY
+from tests.runtime.oracle import Path, chain_worth, tree_worth
+
+# arXiv 2606.04446, Figure 2b: block of 6, confidences of its five drafts.
+PAPER = torch.tensor([[0.95, 0.84, 0.62, 0.70, 0.42]]).log()
+
+
+def kept(branches: Branches, row: int) -> list[Path]:
+    """The tokens that each branch of one request keeps."""
+    own = zip(branches.tokens[row].tolist(), branches.length[row].tolist(), strict=True)
+    return [tuple(tokens[:length]) for tokens, length in own]
+
+
+def test_worked_example_of_the_paper() -> None:
+    """And its probability that everything is accepted, which the paper leaves out."""
+    scores = boundary_scores(PAPER)
+    expected = torch.tensor([[0.050, 0.152, 0.303, 0.148, 0.201, 0.146]])
+    torch.testing.assert_close(scores, expected, atol=6e-4, rtol=0)
+    first = draft_of([[[(slot, float(p))] for slot, p in enumerate(PAPER[0])]])
+    branches = chain_branches(first, 6)
+    assert branches.length.tolist() == [[2, 4, 1, 3, 5, 0]]
+    assert branches.rejected.tolist() == [[2, 4, 1, 3, -1, 0]]
+    assert kept(branches, 0) == [tuple(range(n)) for n in (2, 4, 1, 3, 5, 0)]
+
+
+@STEADY
+@given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=15))
+def test_scores_are_a_distribution(drafts: list[float]) -> None:
+    scores = boundary_scores(torch.tensor([drafts]).log())[0]
+    expected = chain_worth([[(0, math.log(p) if p else -math.inf)] for p in drafts])
+    assert scores.tolist() == pytest.approx(expected, abs=1e-5)
+    assert float(scores.sum()) == pytest.approx(1, abs=1e-5)
+
+
+def test_certain_and_impossible_drafts() -> None:
+    assert boundary_scores(torch.tensor([[1.0, 0.0, 0.5]]).log()).tolist() == [[0.0, 1.0, 0.0, 0.0]]
+    assert boundary_scores(torch.tensor([[1.0, 1.0]]).log()).tolist() == [[0.0, 0.0, 1.0]]
+
+
+@STEADY
+@given(passes(), st.data())
+def test_chain_branches_are_the_likeliest_boundaries(made: Passes, data: st.DataObject) -> None:
+    size = made.first.best.shape[1]
+    count = data.draw(st.integers(1, size + 1))
+    branches = chain_branches(made.first, count)
+    for row in range(len(made)):
+        worth = chain_worth(made.slots(row))
+        length, best = branches.length[row].tolist(), made.first.best[row].tolist()
+        assert len(set(length)) == count
+        assert [worth[n] for n in length] == pytest.approx(sorted(worth, reverse=True)[:count], abs=1e-6)
+        assert kept(branches, row) == [tuple(best[:n]) for n in length]
+        assert branches.rejected[row].tolist() == [best[n] if n < size else -1 for n in length]
+
+
+@STEADY
+@given(passes(), st.integers(1, 7))
+def test_tree_branches_are_the_nodes_worth_most(made: Passes, count: int) -> None:
+    """More branches asked for than there are nodes: the rest keeps everything, and so redrafts nothing."""
+    size = made.first.best.shape[1]
+    branches = tree_branches(made.batch.anchor, made.first, count)
+    assert branches.tokens.shape == (len(made), count, size)
+    assert (branches.rejected == -1).all()
+    for row in range(len(made)):
+        worth = tree_worth(made.slots(row))
+        paths = [path for path in kept(branches, row) if len(path) < size]
+        assert len(set(paths)) == len(paths)
+        assert set(paths) <= worth.keys()
+        got = [worth[path] for path in paths] + [0.0] * (count - len(paths))
+        assert got == pytest.approx(sorted([*worth.values(), *[0.0] * count], reverse=True)[:count], abs=1e-6)
+
+
+def test_tree_branches_by_hand() -> None:
+    """The chain 1 2 3 is likely, so it is worth little to restart on it; x is the likeliest sibling."""
+    x, y = 8, 9
+
+    def slot(best: int, p: float, other: int, q: float) -> list[tuple[int, float]]:
+        return [(best, math.log(p)), (other, math.log(q))]
+
+    first = draft_of([[slot(1, 0.9, x, 0.08), slot(2, 0.9, y, 0.05), slot(3, 0.5, 7, 0.1)]])
+    branches = tree_branches(torch.tensor([4]), first, 5)
+    # 1 2: .81·.5, 1: .9·.1, x: .08, x 2: .072, 1 y: .045, x y: .004
+    assert kept(branches, 0) == [(1, 2), (1,), (x,), (x, 2), (1, y)]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_block_of_one_draft_has_nothing_to_restart_behind(slots: int) -> None:
+    first = draft_of([[[(1, -0.5), (2, -1.0)]] * slots])
+    branches = tree_branches(torch.tensor([0]), first, 3)
+    assert sorted(branches.length[0].tolist()) == ([1] * 3 if slots == 1 else [1, 1, 2])
+
+
+@pytest.mark.parametrize("pick", ["chain", "tree"])
+@STEADY
+@given(made=passes(ties=False))
+def test_requests_are_judged_alone(pick: str, made: Passes) -> None:
+    def picked(one: Passes) -> Branches:
+        return chain_branches(one.first, 2) if pick == "chain" else tree_branches(one.batch.anchor, one.first, 2)
+
+    together = picked(made)
+    for row in range(len(made)):
+        alone = picked(made.only(row))
+        assert kept(alone, 0) == kept(together, row)
+        assert alone.rejected[0].tolist() == together.rejected[row].tolist()

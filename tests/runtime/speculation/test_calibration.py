@@ -1,0 +1,90 @@
+"""Straightened confidences against a loop over scalars."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from d2sd.runtime.speculation.calibration import Calibration, log_odds
+from d2sd.runtime.speculation.draft import Draft
+from tests.runtime.drafts import Passes, batch_of, draft_of, passes
+from tests.runtime.helpers import STEADY
+from tests.runtime.oracle import calibrated
+
+SLOTS = 4
+TEMPERATURES = st.sampled_from([0.0, 0.3, 1.0, 1.7])
+
+
+def made_up(seed: int) -> Calibration:
+    dice = torch.Generator().manual_seed(seed)
+    shape = 2, 2, SLOTS, 2
+    return Calibration(0.3 + 1.5 * torch.rand(shape, generator=dice), torch.randn(shape, generator=dice))
+
+
+def expected(own: Calibration, drafter: int, temperature: float, distance: int, rank: int, logprob: float) -> float:
+    warm, kind = min(temperature, 1.0), min(rank, 1)
+
+    def between(values: Tensor) -> float:
+        cold, hot = (float(values[t, drafter, distance, kind]) for t in (0, 1))
+        return cold + warm * (hot - cold)
+
+    return calibrated(logprob, between(own.slope), between(own.offset))
+
+
+def close(got: list[float], wanted: list[float]) -> None:
+    assert got == pytest.approx(wanted, abs=1e-5, rel=1e-5)
+
+
+@STEADY
+@given(passes(), st.integers(0, 10_000), st.integers(0, 1), st.lists(TEMPERATURES, min_size=3, max_size=3))
+def test_equals_a_loop_over_scalars(made: Passes, seed: int, drafter: int, temperatures: list[float]) -> None:
+    """Per request its temperature, per slot its distance, per rank its kind; -inf and certainty among the scores."""
+    own, first, second = made_up(seed), made.first, made.second
+    batch = made.batch
+    batch.sampling.temperature.copy_(torch.tensor(temperatures[: len(made)]))
+    one, two = own.apply(first, batch, drafter), own.apply(second, batch, drafter, made.branches)
+    assert torch.equal(one.tokens, first.tokens)
+    assert torch.equal(two.tokens, second.tokens)
+    for row, temperature in zip(range(len(made)), temperatures, strict=False):
+        for slot in range(first.tokens.shape[1]):
+            wanted = [
+                expected(own, drafter, temperature, slot, rank, logprob)
+                for rank, logprob in enumerate(first.logprob[row, slot].tolist())
+            ]
+            close(one.logprob[row, slot].tolist(), wanted)
+            for branch, length in enumerate(made.branches.length[row].tolist()):
+                if slot >= length:
+                    wanted = [
+                        expected(own, drafter, temperature, slot - length, rank, logprob)
+                        for rank, logprob in enumerate(second.logprob[row, branch, slot].tolist())
+                    ]
+                    close(two.logprob[row, branch, slot].tolist(), wanted)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_slope_one_and_offset_zero_change_nothing(temperature: float) -> None:
+    neutral = Calibration(torch.ones(2, 2, 5, 2), torch.zeros(2, 2, 5, 2))
+    said = torch.tensor([0.0, -1e-7, -1e-4, -0.01, -0.7, -3.0, -20.0, -80.0, -1000.0, -math.inf]).view(1, 5, 2)
+    draft = Draft(torch.zeros(1, 5, 2, dtype=torch.long), said)
+    straight = neutral.apply(draft, batch_of([0], [0], [0], temperature), 0).logprob
+    torch.testing.assert_close(straight, said, atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_not_proposed_stays_so() -> None:
+    """Whatever the offset: a token that cannot be chosen must not get a row."""
+    generous = Calibration(torch.full((2, 2, 1, 2), 0.05), torch.full((2, 2, 1, 2), 30.0))
+    said = draft_of([[[(1, -0.1), (2, -math.inf)]]])
+    straight = generous.apply(said, batch_of([0], [0], [0]), 1).logprob
+    assert straight[0, 0, 1] == -math.inf
+    assert straight[0, 0, 0] <= 0
+
+
+def test_log_odds_are_finite_but_for_what_cannot_be() -> None:
+    odds = log_odds(torch.tensor([0.0, -1e-9, -1e-6, -0.6931472, -100.0, -math.inf]))
+    assert odds[:3].tolist() == pytest.approx([13.8155] * 3, abs=0.1)
+    assert odds[3:].tolist() == pytest.approx([0.0, -100.0, -math.inf], abs=1e-5)

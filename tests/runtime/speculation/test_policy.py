@@ -1,0 +1,199 @@
+"""Every policy's tree against the same tree built from dictionaries, heaps and scalars."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from d2sd.errors import RecipeError
+from d2sd.runtime.speculation.draft import Draft
+from d2sd.runtime.speculation.policy import NAMES, WIDTH, Policy, PolicyName, make_policy
+from tests.runtime import oracle
+from tests.runtime.drafts import Passes, batch_of, check_best, draft_of, nodes_of, passes
+from tests.runtime.helpers import STEADY
+from tests.runtime.oracle import Node
+
+GROWN: tuple[PolicyName, ...] = ("ddtree", "hybrid")
+PICKING: tuple[PolicyName, ...] = ("reanchor", "d2sd", "hybrid")
+
+
+def made_for(name: PolicyName, made: Passes, budget: int) -> Policy:
+    """The policy for drafts of that size; more branches than boundaries are refused, so there may be fewer."""
+    block = made.first.tokens.shape[1] + 1
+    count = min(made.count, block - 1) if name in ("reanchor", "d2sd") else made.count
+    return make_policy(name, block_size=block, branches=count, row_budget=budget)
+
+
+def slow(policy: Policy, made: Passes, row: int) -> list[Node]:
+    """The whole tree of one request, as if there were rows enough."""
+    anchor, first, behind = made.anchor(row), made.slots(row), made.behind(row)
+    if policy.name in GROWN:
+        return oracle.best_first(anchor, first, 10**6, behind if policy.name == "hybrid" else ())
+    candidates = [[slot[0] for slot in first]]
+    if policy.name == "off":
+        candidates = [[]]
+    if policy.name == "samples":
+        context = int(made.batch.context_len[row])
+        candidates = oracle.samples(first, policy.count, made.seeds[row], context)
+    if policy.name in ("reanchor", "d2sd"):
+        for kept, slots in behind:
+            own = [(token, candidates[0][place][1]) for place, token in enumerate(kept)]
+            for place in range(len(kept), len(slots)):
+                token, logprob = slots[place][0]
+                if place == len(kept):  # said given that the draft here is wrong
+                    said = min(candidates[0][place][1], -1e-7)  # nobody is surer than that
+                    logprob += math.log(-math.expm1(said))
+                own.append((token, logprob))
+            candidates.append(own)
+    tokens = [[anchor, *(token for token, _ in own)] for own in candidates]
+    scores = [[sum(logprob for _, logprob in own[:n]) for n in range(len(own) + 1)] for own in candidates]
+    nodes, _ = oracle.merge(tokens, scores, 10**6)
+    return [n for n in nodes if n.score > -math.inf] if policy.name in ("chain", "lookup") else nodes
+
+
+@pytest.mark.parametrize("name", NAMES)
+@STEADY
+@given(made=passes(), budget=st.integers(2, 60))
+def test_tree_equals_the_slow_one(name: PolicyName, made: Passes, budget: int) -> None:
+    """Node by node: path, origin and score; of a batch and with rows to spare."""
+    policy = made_for(name, made, budget)
+    branches = made.branches if name in PICKING else None
+    tree = policy.build(made.batch, made.first, branches, made.second if branches else None)
+    assert tree.tokens.shape == (len(made), policy.rows)
+    assert policy.rows <= budget
+    for row in range(len(made)):
+        nodes, everything = nodes_of(tree, row), slow(policy, made, row)
+        if name in GROWN:
+            check_best(nodes, everything, policy.rows)
+        else:
+            everything = everything[: policy.rows]
+            assert [n[:2] for n in nodes] == [n[:2] for n in everything]
+            assert [n.score for n in nodes] == pytest.approx([n.score for n in everything], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@STEADY
+@given(made=passes(ties=False), budget=st.integers(2, 30), more=st.integers(0, 30))
+def test_requests_and_rows_do_not_mix(name: PolicyName, made: Passes, budget: int, more: int) -> None:
+    """A request's tree is the same in any company, and with fewer rows the beginning of the larger one.
+
+    Here each policy picks its branches itself, and the second pass repeats the first, each branch a little less sure.
+    """
+
+    def built(one: Passes, rows: int) -> list[list[Node]]:
+        policy = made_for(name, one, rows)
+        branches = policy.branches(one.batch, one.first)
+        assert (branches is not None) == (name in PICKING)
+        doubt = torch.arange(1, policy.count + 1)[:, None, None] / 8
+        tokens = one.first.tokens[:, None].expand(-1, policy.count, -1, -1)
+        second = Draft(tokens, one.first.logprob[:, None] - doubt)
+        tree = policy.build(one.batch, one.first, branches, second if branches else None)
+        return [nodes_of(tree, row) for row in range(len(one))]
+
+    together, larger = built(made, budget), built(made, budget + more)
+    for row in range(len(made)):
+        assert built(made.only(row), budget) == [together[row]]
+        assert larger[row][:budget] == together[row]
+
+
+@pytest.mark.parametrize(
+    ("name", "drafters", "first", "second", "width", "count", "rows"),
+    [
+        ("off", 0, "nothing", None, 1, 0, 1),
+        ("lookup", 0, "lookup", None, 1, 0, 4),
+        ("chain", 1, "drafter", None, 1, 0, 4),
+        ("samples", 1, "drafter", None, WIDTH, 2, 10),
+        ("reanchor", 1, "drafter", 0, 1, 2, 9),
+        ("d2sd", 2, "drafter", 1, 1, 2, 9),
+        ("ddtree", 1, "drafter", None, WIDTH, 0, 64),
+        ("hybrid", 2, "drafter", 1, WIDTH, 2, 64),
+    ],
+)
+def test_static_facts(
+    name: PolicyName, drafters: int, first: str, second: int | None, width: int, count: int, rows: int
+) -> None:
+    """Merged trees have no more rows than their candidates can fill; grown ones take all they are given."""
+    policy = make_policy(name, block_size=4, branches=2, row_budget=64)
+    assert (policy.name, len(policy.runs), policy.first, policy.second) == (name, drafters, first, second)
+    assert (policy.width, policy.count, policy.rows) == (width, count, rows)
+    tight = make_policy(name, block_size=4, branches=2, row_budget=3)
+    assert (tight.rows, tight.count) == (min(3, rows), count)
+
+
+def test_every_name_has_its_policy() -> None:
+    assert get_args(PolicyName) == NAMES
+    assert len(set(NAMES)) == 8
+    made = {name: make_policy(name, block_size=4, branches=2, row_budget=64) for name in NAMES}
+    assert [policy.name for policy in made.values()] == list(NAMES)
+    assert len(set(made.values())) == 8
+
+
+def test_d2sd_by_hand() -> None:
+    """Boundaries 1 and 3 of a draft of 3: the second branch keeps everything and adds nothing."""
+    half = math.log(0.5)
+    first = draft_of([[[(2, half)], [(3, 2 * half)], [(4, 0.0)]]])
+    policy = make_policy("d2sd", block_size=4, branches=2, row_budget=64)
+    batch = batch_of([1], [0], [0])
+    branches = policy.branches(batch, first)
+    assert branches is not None
+    assert branches.length.tolist() == [[0, 1]]  # worth 1/2, 3/8; "everything accepted" is worth 1/8
+    second = draft_of([[[[(9, half)], [(8, half)], [(7, half)]], [[(0, 0.0)], [(6, half)], [(5, half)]]]])
+    nodes = nodes_of(policy.build(batch, first, branches, second), 0)
+    assert [(n.path[1:], n.origin) for n in nodes] == [
+        ((), 0), ((2,), 0), ((2, 3), 0), ((2, 3, 4), 0),
+        ((9,), 1), ((9, 8), 1), ((9, 8, 7), 1),
+        ((2, 6), 2), ((2, 6, 5), 2),
+    ]  # fmt: skip
+    chances = [math.exp(n.score) for n in nodes]
+    assert chances == pytest.approx([1, 1 / 2, 1 / 8, 1 / 8, 1 / 4, 1 / 8, 1 / 16, 3 / 16, 3 / 32])
+
+
+def test_samples_differ_from_each_other_and_between_positions() -> None:
+    """With one noise for all, or none, more samples would add nothing."""
+    flat = draft_of([[[(t, -math.log(8)) for t in range(8)] for _ in range(3)]] * 2)
+    policy = make_policy("samples", block_size=4, branches=6, row_budget=64)
+    tree = policy.build(batch_of([1, 1], [5, 6], [3, 3]), flat, None, None)
+    one, other = nodes_of(tree, 0), nodes_of(tree, 1)
+    assert len({node.path[1] for node in one if len(node.path) == 2}) > 3
+    assert one != other
+    torch.testing.assert_close(tree.merged, 28 - tree.valid.sum(1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("budget", [-1, 0, 1])
+def test_no_rows_for_a_tree(name: PolicyName, budget: int) -> None:
+    if name == "off":
+        assert make_policy(name, block_size=8, branches=2, row_budget=budget).rows == 1
+        return
+    with pytest.raises(RecipeError, match="rows") as caught:
+        make_policy(name, block_size=8, branches=2, row_budget=budget)
+    assert (caught.value.where, caught.value.found) == ("tree.row_budget", budget)
+
+
+@pytest.mark.parametrize("name", ["reanchor", "d2sd"])
+@pytest.mark.parametrize("branches", [-1, 0, 8, 9])
+def test_branches_out_of_range(name: PolicyName, branches: int) -> None:
+    with pytest.raises(RecipeError, match="boundaries") as caught:
+        make_policy(name, block_size=8, branches=branches, row_budget=64)
+    assert (caught.value.where, caught.value.found) == ("tree.branches", branches)
+
+
+@pytest.mark.parametrize("name", ["reanchor", "d2sd"])
+@pytest.mark.parametrize("branches", [1, 7])
+def test_branches_at_the_ends_of_the_range(name: PolicyName, branches: int) -> None:
+    assert make_policy(name, block_size=8, branches=branches, row_budget=64).count == branches
+
+
+@pytest.mark.parametrize("name", ["samples", "hybrid"])
+def test_elsewhere_there_may_be_more_branches_than_drafts(name: PolicyName) -> None:
+    assert make_policy(name, block_size=8, branches=20, row_budget=64).count == 20
+
+
+@pytest.mark.parametrize("name", ["off", "lookup", "chain", "ddtree"])
+def test_branches_are_nothing_to_policies_without_any(name: PolicyName) -> None:
+    assert make_policy(name, block_size=8, branches=99, row_budget=64).count == 0

@@ -1,0 +1,338 @@
+"""Which tree is served: the choice from costs and forecasts made by hand, the measuring on a scripted clock, and an
+engine whose answers stay what they are while its policy changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from d2sd.runtime.backends.model_runner import Verified
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.policy_selector import MARGIN, Adaptive, buckets, forecast_tau, measure
+from d2sd.runtime.request import Limits, Request, SamplingParams
+from d2sd.runtime.speculation.accept import Accepted
+from d2sd.runtime.speculation.draft import Branches, Draft
+from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Off, Policy
+from d2sd.runtime.speculation.tree import Tree
+from tests.runtime.helpers import BLOCK, BRANCHES, cheater, expected, honest, make_engine, run_staggered, some_requests
+
+OFF, CHAIN, SMALL, LARGE = Off(1), Chain(4), DDTree(4), DDTree(8)
+POLICIES = (OFF, CHAIN, SMALL, LARGE)
+#: Tokens a step at T = 0 and at T = 1 with 1, 2, … rows.
+FORECAST = {
+    "chain": ([1.0, 1.4, 1.7, 2.0], [1.0, 1.2, 1.3, 1.4]),
+    "ddtree": ([1.0, 1.5, 1.9, 2.2, 2.4, 2.6, 2.8, 3.0], [1.0, 1.3, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0]),
+}
+
+
+def adaptive(seconds: Mapping[Policy, float], forecast: Any = FORECAST) -> Adaptive:
+    """Costs at a batch of one."""
+    return Adaptive(POLICIES, {(policy, 1): s for policy, s in seconds.items()}, forecast)
+
+
+# -- the forecast ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "temperature", "tau"),
+    [
+        (CHAIN, 0.0, 2.0), (CHAIN, 1.0, 1.4), (CHAIN, 0.25, 1.85), (CHAIN, 1.7, 1.4), (Chain(2), 0.5, 1.3),
+        (LARGE, 0.0, 3.0), (SMALL, 1.0, 1.6), (DDTree(64), 0.0, 3.0), (OFF, 0.0, 1.0), (Hybrid(8, 2), 0.0, 1.0),
+    ],
+)  # fmt: skip
+def test_the_forecast(policy: Policy, temperature: float, tau: float) -> None:
+    """A straight line between T = 0 and 1 and flat beyond; past a curve's end its end; 1 where nothing is known."""
+    assert forecast_tau(FORECAST, policy, temperature) == pytest.approx(tau)
+
+
+def test_curves_of_different_length_end_each_where_it_ends() -> None:
+    assert forecast_tau({"chain": ([1.0, 2.0], [1.0, 1.5, 3.0])}, Chain(3), 0.5) == pytest.approx(2.5)
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "temperature", "best"),
+    [
+        ({OFF: 1.0, CHAIN: 1.5, SMALL: 1.6, LARGE: 2.0}, 0.0, LARGE),  # 1, 1.33, 1.375, 1.5
+        ({OFF: 1.0, CHAIN: 1.5, SMALL: 1.4, LARGE: 2.0}, 0.0, SMALL),  # 1.57
+        ({OFF: 1.0, CHAIN: 1.1, SMALL: 1.4, LARGE: 2.0}, 0.0, CHAIN),  # 1.82
+        ({OFF: 1.0, CHAIN: 2.0, SMALL: 2.2, LARGE: 3.0}, 0.0, OFF),  # all 1
+        ({OFF: 1.0, CHAIN: 1.5, SMALL: 1.6, LARGE: 2.0}, 1.0, OFF),  # 0.93, 1, 1
+        ({OFF: 1.0, CHAIN: 1.1, SMALL: 1.4, LARGE: 2.0}, 1.0, CHAIN),  # 1.27, 1.14, 1
+        ({OFF: 1.0, SMALL: 9.0}, 0.0, OFF),
+        ({OFF: 1.0}, 0.0, OFF),
+    ],
+)
+def test_the_most_tokens_a_second(seconds: dict[Policy, float], temperature: float, best: Policy) -> None:
+    assert adaptive(seconds).choose(1, temperature) == best
+
+
+def test_speculation_must_promise_a_margin() -> None:
+    for gain, best in ((MARGIN * 0.999, OFF), (MARGIN * 1.001, CHAIN)):
+        assert adaptive({OFF: 1.0, CHAIN: 2.0 / gain}).choose(1, 0.0) == best
+
+
+def test_every_batch_size_has_its_own_costs_and_what_was_not_measured_is_never_chosen() -> None:
+    """At two in flight the larger tree would win by far, but its cost is not known there."""
+    costs = {(OFF, 1): 1.0, (LARGE, 1): 1.1, (OFF, 2): 1.0, (SMALL, 2): 1.5, (OFF, 4): 1.0, (SMALL, 4): 4.0}
+    own = Adaptive(POLICIES, costs, FORECAST)
+    assert [own.choose(bucket, 0.0) for bucket in (1, 2, 4)] == [LARGE, SMALL, OFF]
+
+
+def test_what_nobody_forecasts_is_never_chosen() -> None:
+    assert adaptive({OFF: 1.0, CHAIN: 1.0}, {}).choose(1, 0.0) == OFF
+
+
+# -- what serving teaches ----------------------------------------------------------------------------------------------
+
+
+def test_what_was_promised_teaches_nothing() -> None:
+    own = adaptive({OFF: 1.0})
+    own.learn(CHAIN, 0.0, [1, 3, 2, 2])
+    own.learn(CHAIN, 0.5, [1, 3, 1, 1, 2, 2, 1, 3, 2, 1])  # 1.7 a step
+    assert own.trust == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("accepted", "limit"), [([1], 0.0), ([1, 2], 0.5), ([4], 3.0)])
+def test_trust_goes_to_the_ratio_that_is_seen(accepted: list[int], limit: float) -> None:
+    """By a share of n / (32 + n) with n requests in the step, so that a batch teaches as much as its requests."""
+    own, wanted = adaptive({OFF: 1.0}), 1.0
+    for _ in range(60):
+        own.learn(CHAIN, 0.0, accepted)
+        wanted += (limit - wanted) * len(accepted) / (32 + len(accepted))
+        assert own.trust == pytest.approx(wanted)
+    assert abs(own.trust - limit) < 0.65 * abs(1 - limit)
+    assert own.expected(LARGE, 0.0) == pytest.approx(1 + 2 * own.trust)
+    assert own.expected(OFF, 0.0) == 1.0
+
+
+def test_plain_steps_forget_from_both_sides() -> None:
+    for start in (0.2, 1.8):
+        own = adaptive({OFF: 1.0})
+        own.trust = start
+        for step in range(1, 400):
+            own.learn(OFF, 0.0, [1, 1])
+            assert own.trust == pytest.approx(1 + (start - 1) * (1 - 1 / 2048) ** step)
+
+
+def test_texts_that_disappoint_are_served_plainly_and_speculation_comes_back() -> None:
+    own = adaptive({OFF: 1.0, CHAIN: 1.5})
+    served = []
+    for _ in range(300):
+        policy = own.choose(1, 0.0)
+        served.append(policy)
+        own.learn(policy, 0.0, [1])
+    turns = [a for a, b in pairwise(served) if a != b]
+    assert served[0] == CHAIN
+    assert served.index(OFF) == 18  # 1.05 x 1.5 tokens a step need a trust of 0.575, and (32 / 33) ** 18 is 0.5747
+    assert turns[:3] == [CHAIN, OFF, CHAIN]
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Scripted:
+    """An executor that computes nothing and moves a clock: `cost` by rows and batch, 1 s a pass of a drafter."""
+
+    cost: Callable[[int, int], float]
+    slow: frozenset[int] = frozenset()  # verifications that a busy machine makes a hundred times as long
+    now: float = 0.0
+    settled: tuple[int, ...] = ()
+    verified: Counter[tuple[int, int]] = field(default_factory=Counter)
+    device: str = "cpu"
+    vocab_size: int = 32
+    block_size: int = 4
+
+    def settle(self, drafters: Collection[int]) -> None:
+        self.settled = tuple(drafters)
+
+    def forget(self, first_page: int) -> None:
+        raise AssertionError("there are no requests")
+
+    def _pass(self, batch: Batch, drafter: int, *shape: int) -> Draft:
+        assert drafter in self.settled
+        self.now += 1.0
+        size = len(batch.anchor), *shape
+        return Draft(torch.arange(shape[-1]).expand(size), torch.full(size, -1.0))
+
+    def allocate(self, pages: int, page_size: int) -> None:
+        raise AssertionError("the engine has done it")
+
+    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
+        raise AssertionError("there are no prompts")
+
+    def draft_first(self, batch: Batch, width: int) -> Draft:
+        return self._pass(batch, 0, 3, width)
+
+    def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
+        return self._pass(batch, drafter, branches.length.shape[1], 3, width)
+
+    def verify(self, batch: Batch, tree: Tree) -> Verified:
+        assert not batch.active.any()
+        assert not batch.page_table.any()
+        size, rows = tree.tokens.shape
+        self.now += self.cost(rows, size) * (100 if self.verified.total() in self.slow else 1)
+        self.verified[rows, size] += 1
+        return Verified(torch.zeros(size, rows, self.vocab_size), None)  # type: ignore[arg-type]
+
+    def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
+        self.now += 0.25
+
+
+def measured(
+    monkeypatch: pytest.MonkeyPatch, executor: Scripted, policies: Sequence[Policy], forecast: Any, max_batch: int = 1,
+    advance: Callable[[int], None] = lambda count: None,
+) -> dict[tuple[Policy, int], float]:  # fmt: skip
+    monkeypatch.setattr("d2sd.runtime.policy_selector.time", SimpleNamespace(perf_counter=lambda: executor.now))
+    return measure(executor, policies, forecast, Limits(max_batch, 64, 4, 16), advance)
+
+
+def test_costs_are_those_of_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both passes, the target, the commit; in every bucket; and one bar's advance a bucket."""
+    told: list[int] = []
+    executor = Scripted(lambda rows, size: rows * size)
+    trees = (CHAIN, LARGE, Hybrid(8, 2))
+    forecast = {policy.name: ([9.0], [9.0]) for policy in trees}
+    found = measured(monkeypatch, executor, (OFF, *trees), forecast, 3, told.append)
+    passes = {OFF: 0, CHAIN: 1, LARGE: 1, trees[2]: 2}
+    assert found == {
+        (policy, size): policy.rows * size + passes[policy] + 0.25 for policy in (OFF, *trees) for size in (1, 2, 4)
+    }
+    assert told == [1, 1, 1]
+
+
+def test_a_hiccup_of_the_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = Scripted(lambda rows, size: 1.0, slow=frozenset({0, 2, 4, 7, 9}))  # at most two of five timed ones
+    found = measured(monkeypatch, executor, (OFF, CHAIN), {"chain": ([2.0], [2.0])})
+    assert found == {(OFF, 1): 1.25, (CHAIN, 1): 2.25}
+
+
+def test_trees_larger_than_one_that_cannot_pay_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone everything pays; at two, a tree of 4 rows takes longer than its best forecast allows: 8 is left out there.
+
+    Another kind of tree is tried nevertheless, and so is the same one at the next size.
+    """
+    executor = Scripted(lambda rows, size: 1.0 if size != 2 or rows == 1 else 10.0)
+    forecast = {"chain": ([9.0], [9.0]), "ddtree": ([1.0, 2.0], [1.0, 4.0])}
+    found = measured(monkeypatch, executor, POLICIES, forecast, 4)
+    assert found.keys() == {(policy, size) for policy in POLICIES for size in (1, 2, 4)} - {(LARGE, 2)}
+    assert (8, 2) not in executor.verified
+
+
+def test_a_policy_without_a_forecast_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured(monkeypatch, Scripted(lambda rows, size: 1.0), POLICIES, {"chain": ([9.0], [9.0])})
+    assert found.keys() == {(OFF, 1), (CHAIN, 1), (SMALL, 1)}
+    assert Adaptive(POLICIES, found, {}).choose(1, 0.0) == OFF
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 4]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 16])]
+)
+def test_buckets_hold_every_batch(monkeypatch: pytest.MonkeyPatch, max_batch: int, sizes: list[int]) -> None:
+    assert buckets(max_batch) == sizes
+    found = measured(monkeypatch, Scripted(lambda rows, size: 1.0), (OFF,), {}, max_batch)
+    assert found == {(OFF, size): 1.25 for size in sizes}
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_real_models_are_measured_on_page_0_alone(page_size: int) -> None:
+    """Pages smaller than a block too; and with requests running nobody's text changes."""
+    executor = honest()
+    engine = make_engine(executor, "off", page_size=page_size)
+    trees = CHAIN, DDTree(8), Hybrid(8, BRANCHES)
+    found = measure(executor, (OFF, *trees), {p.name: ([99.0], [99.0]) for p in trees}, engine.limits)
+    assert found.keys() == {(policy, size) for policy in (OFF, *trees) for size in (1, 2, 4)}
+    assert min(found.values()) > 0
+    for pool in (executor._target_pool, *executor._pools):
+        assert not pool.k[:, 1:].any()
+        assert not pool.v[:, 1:].any()
+    requests = some_requests()[:3]
+    assert [s.answer for s in engine.generate(requests)] == [expected(r) for r in requests]
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, engine: Engine, seconds: dict[tuple[Policy, int], float]) -> None:
+    """Let an engine adapt to costs made by hand, with forecasts that keep every promise."""
+    policies = sorted({policy for policy, _ in seconds}, key=lambda policy: policy.rows)
+    forecast: dict[str, Any] = {policy.name: ([2.0], [2.0]) for policy in policies if policy != OFF}
+    with monkeypatch.context() as patch:
+        patch.setattr("d2sd.runtime.engine.measure", lambda *arguments: seconds)
+        engine.adapt(policies, forecast)
+
+
+def test_the_policy_follows_the_batch_and_the_answers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone a tree of both drafters, two in flight a chain, three or four plain decoding, in one run."""
+    requests = some_requests()
+    engine = make_engine(cheater(requests), "d2sd", max_batch=4)
+    wide, chain = Hybrid(14, BRANCHES), Chain(BLOCK)
+    costs: dict[tuple[Policy, int], float] = {(OFF, 1): 9.0, (OFF, 2): 9.0, (OFF, 4): 1.0}
+    costs |= {(wide, 1): 0.001, (wide, 4): 9.0, (chain, 1): 8.0, (chain, 2): 0.001}
+    scripted(monkeypatch, engine, costs)
+    served = Counter[tuple[int, str]]()
+    step = engine.step
+
+    def watched() -> Any:
+        outputs = step()
+        if outputs and engine.trace is not None:
+            assert engine.trace.policy is engine.policy
+            served[len(engine.trace.sequences), engine.policy.name] += 1
+        return outputs
+
+    monkeypatch.setattr(engine, "step", watched)
+    sequences = run_staggered(engine, requests, gap=2)
+    assert [s.answer for s in sequences] == [expected(r) for r in requests]
+    assert served.keys() == {(1, "hybrid"), (2, "chain"), (3, "off"), (4, "off")}
+    rows = {"hybrid": 14, "chain": BLOCK, "off": 1}
+    assert sum(s.stats.rows for s in sequences) == sum(n * rows[name] * count for (n, name), count in served.items())
+
+
+def test_the_policy_follows_the_mean_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At T = 0 the chain pays, at T = 1 it does not; two requests between are served as their mean says."""
+    engine = make_engine(honest(), "off", max_batch=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "d2sd.runtime.engine.measure", lambda *a: {(p, n): 1.0 + p.rows / 10 for p in (OFF, CHAIN) for n in (1, 2)}
+        )
+        engine.adapt((OFF, CHAIN), {"chain": ([1.9], [1.0])})
+    for temperatures, wanted in {(0.0,): CHAIN, (1.0,): OFF, (1.0, 0.0): CHAIN, (1.2, 0.4): OFF}.items():
+        assert engine.adaptive is not None
+        engine.adaptive.trust = 1.0
+        for t in temperatures:
+            engine.submit(Request((5,), 1, SamplingParams(t, seed=1)))
+        engine.step()
+        assert engine.policy == wanted, temperatures
+
+
+def test_the_engine_learns_from_requests_but_not_from_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three requests in a batch of four: what the fourth row accepted is nobody's."""
+    engine = make_engine(honest(), "off", max_batch=4)
+    scripted(monkeypatch, engine, {(OFF, 4): 1.0, (OFF, 1): 1.0, (OFF, 2): 1.0, (CHAIN, 4): 0.01})
+    told: list[list[int]] = []
+    monkeypatch.setattr(Adaptive, "learn", lambda self, policy, temperature, accepted: told.append(list(accepted)))
+    sequences = [engine.submit(Request((n, n + 1), 4, SamplingParams(seed=n))) for n in (3, 4, 5)]
+    engine.step()
+    assert engine.policy == CHAIN
+    assert told == [[s.stats.tokens for s in sequences]]
+
+
+def test_without_adapting_the_policy_is_pinned() -> None:
+    engine = make_engine(honest(), "chain")
+    engine.generate(some_requests()[:2])
+    assert engine.policy == Chain(BLOCK)
+    assert math.isfinite(engine.clock.step_seconds)

@@ -1,0 +1,134 @@
+"""Fitted parameters against those the data was drawn with, and against the point where the likelihood is flat."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from d2sd.runtime.observe import Judged
+from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.train.confidence.platt import PRIOR, calibration_error, corrected, fit, logistic
+
+#: Mean and spread of what is said, then the true a and b: a modest drafter, sure ones, one that is better than it says.
+WORLDS = [
+    (0.0, 2.0, 0.8, -0.5),
+    (3.0, 2.0, 0.5, -0.5),
+    (5.0, 3.0, 0.2, -1.0),
+    (-6.0, 2.0, 1.0, 4.0),
+    (0.0, 1.0, 2.0, 1.0),
+]
+
+
+def drawn(mean: float, spread: float, a: float, b: float, count: int) -> tuple[Tensor, Tensor]:
+    """Log-odds as a drafter says them, and what happened."""
+    dice = torch.Generator().manual_seed(5)
+    x = (mean + spread * torch.randn(count, generator=dice, dtype=torch.float64)).clamp(-30, 13.8)
+    return x, (torch.rand(count, generator=dice, dtype=torch.float64) < torch.sigmoid(a * x + b)).double()
+
+
+def said(logprob: float, right: bool = True, *, drafter: int = 0, distance: int = 0, sibling: bool = False) -> Judged:
+    return Judged(drafter, distance, sibling, logprob, right, 1)
+
+
+def judged(x: Tensor, y: Tensor, **where: int) -> list[Judged]:
+    logprob = torch.nn.functional.logsigmoid(x)
+    return [said(p, bool(right), **where) for p, right in zip(logprob.tolist(), y.tolist(), strict=True)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("mean", "spread", "a", "b"), WORLDS)
+def test_recovers_what_the_data_was_drawn_with(mean: float, spread: float, a: float, b: float) -> None:
+    assert logistic(*drawn(mean, spread, a, b, 20_000)) == pytest.approx((a, b), abs=0.1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 30, 2000])
+@pytest.mark.parametrize(("mean", "spread", "a", "b"), WORLDS)
+def test_ends_where_the_likelihood_with_its_prior_is_flat(
+    mean: float, spread: float, a: float, b: float, count: int
+) -> None:
+    x, y = drawn(mean, spread, a, b, count)
+    slope, offset = logistic(x, y)
+    missing = torch.sigmoid(slope * x + offset) - y
+    assert float((missing * x).sum()) + PRIOR * (slope - 1) == pytest.approx(0, abs=1e-3)
+    assert float(missing.sum()) + PRIOR * offset == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+@pytest.mark.parametrize("x", [13.8, 5.0, 0.0, -20.0])
+def test_what_is_always_or_never_right_stays_finite(x: float, right: float) -> None:
+    """A hundred answers and a prior of four: what is said goes to their side, whatever it was."""
+    told, happened = torch.full((100,), x, dtype=torch.float64), torch.full((100,), right, dtype=torch.float64)
+    slope, offset = logistic(told, happened)
+    predicted = 1 / (1 + math.exp(-(slope * x + offset)))
+    assert abs(predicted - right) < 0.15
+    assert abs(offset) < 20
+
+
+def test_a_drafter_that_lies_keeps_a_little_of_its_order() -> None:
+    """And its offset is the best one beside that slope."""
+    x, y = drawn(4.0, 2.0, -1.0, 2.0, 2000)
+    slope, offset = logistic(x, y)
+    assert 0 < slope < 0.1
+    assert float(torch.sigmoid(slope * x + offset).mean()) == pytest.approx(float(y.mean()), abs=0.02)
+
+
+def test_nothing_judged_is_taken_at_its_word() -> None:
+    empty = fit([], [], 3)
+    assert torch.equal(empty.slope, torch.ones(2, 2, 3, 2))
+    assert torch.equal(empty.offset, torch.zeros(2, 2, 3, 2))
+
+
+@pytest.mark.parametrize("warm", [0, 1])
+@pytest.mark.parametrize("drafter", [0, 1])
+@pytest.mark.parametrize("sibling", [False, True])
+def test_every_group_has_its_own_place(warm: int, drafter: int, sibling: bool) -> None:
+    """Others keep the identity; the place's own numbers are those of its data alone."""
+    x, y = drawn(0.0, 2.0, 0.6, -1.0, 300)
+    nodes = judged(x, y, drafter=drafter, distance=2, sibling=sibling)
+    found = fit(nodes if warm == 0 else [], nodes if warm == 1 else [], 3)
+    place = warm, drafter, 2, int(sibling)
+    assert (float(found.slope[place]), float(found.offset[place])) == pytest.approx(logistic(x, y), abs=1e-4)
+    found.slope[place], found.offset[place] = 1.0, 0.0
+    assert torch.equal(found.slope, torch.ones(2, 2, 3, 2))
+    assert torch.equal(found.offset, torch.zeros(2, 2, 3, 2))
+
+
+def test_a_few_observations_say_little() -> None:
+    """Four that contradict a sure drafter move it; one moves it less; the prior holds both near the identity."""
+    one, four = (logistic(torch.full((n,), 2.0).double(), torch.zeros(n).double()) for n in (1, 4))
+    assert 0 < 1 - one[0] < 1 - four[0] < 0.95
+    assert 0 > one[1] > four[1] > -0.8
+
+
+def test_corrected_applies_the_groups_own_numbers() -> None:
+    slope, offset = torch.ones(2, 2, 2, 2), torch.zeros(2, 2, 2, 2)
+    slope[1, 0, 1, 1], offset[1, 0, 1, 1] = 0.5, -1.0
+    own = Calibration(slope, offset)
+    nodes = [said(math.log(0.8), distance=1, sibling=True), said(math.log(0.3), False)]
+    assert [n.said for n in corrected(nodes, own, 0)] == pytest.approx([0.8, 0.3], abs=1e-5)
+    warm = corrected(nodes, own, 1)
+    odds = 0.5 * math.log(0.8 / 0.2) - 1
+    assert [n.said for n in warm] == pytest.approx([1 / (1 + math.exp(-odds)), 0.3], abs=1e-5)
+    assert [n._replace(logprob=0.0) for n in warm] == [n._replace(logprob=0.0) for n in nodes]
+
+
+def test_calibration_error_by_hand() -> None:
+    """Two bins: 0.95 said twice and right once, 0.25 said once and right; a certain one belongs to the last bin."""
+    nodes = [said(math.log(0.95)), said(math.log(0.95), False), said(math.log(0.25))]
+    assert calibration_error(nodes, 0) == pytest.approx((abs(1.9 - 1) + abs(0.25 - 1)) / 3)
+    assert calibration_error([*nodes, said(0.0)], 0) == pytest.approx((abs(2.9 - 2) + abs(0.25 - 1)) / 4)
+    assert calibration_error([*nodes, *[said(0.0, False, drafter=1)] * 9], 0) == calibration_error(nodes, 0)
+    assert calibration_error(nodes, 1) == 0
+
+
+@pytest.mark.parametrize(("mean", "spread", "a", "b"), WORLDS)
+def test_a_fit_improves_what_it_has_not_seen(mean: float, spread: float, a: float, b: float) -> None:
+    nodes = judged(*drawn(mean, spread, a, b, 4000))
+    random.Random(1).shuffle(nodes)
+    seen, fresh = nodes[:2000], nodes[2000:]
+    before, after = calibration_error(fresh, 0), calibration_error(corrected(fresh, fit(seen, [], 1), 0), 0)
+    assert before > 0.07
+    assert after < min(0.05, before / 2)

@@ -1,0 +1,263 @@
+"""Packed blocks: where they lie, their mask against loops in float64, what packing may not change, and the whole
+forward pass against the serving executor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.layers import Attend
+from d2sd.runtime.backends.model_runner import TorchExecutor
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling.sample import Sampling
+from d2sd.train.data.features import TrainingSequence
+from d2sd.train.data.packing import Packed, attend_packed, draw_anchors, pack_blocks
+from d2sd.train.flex_attention import attend_flex, packed_mask
+from d2sd.train.objectives.loss import block_hidden
+from tests.tiny import full_pass, random_tokens, tiny_decoder, tiny_drafter
+from tests.train.helpers import BLOCK
+
+# Shape letters: B sequences, A blocks of each, G block size γ, S tokens, Hq/Hkv heads, D head size.
+
+TARGET = tiny_decoder("qwen3", layers=4)
+DRAFTER = tiny_drafter(TARGET.config, block_size=BLOCK)
+EMBEDDING = TARGET.embed_tokens.weight.detach()
+LENGTH = 12
+#: Of a long sequence and of a short one, in tokens; anchors from the first token (no context at all) to the last.
+LENGTHS = (LENGTH, 9)
+ANCHORS = (torch.tensor([0, 3, 4, LENGTH - 1]), torch.tensor([2, 7, 8]))
+
+Way = Callable[[Drafter, Tensor, Tensor], Attend]
+#: It is compiled on CUDA alone.
+UNCOMPILED = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+def sequence(length: int = LENGTH, prompt: int = 1) -> TrainingSequence:
+    """Random text, and what the target makes of it in fp32."""
+    tokens = random_tokens(TARGET, 1, length, seed=length)
+    out = full_pass(TARGET, tokens, taps=DRAFTER.config.target_layer_ids)
+    return TrainingSequence(tokens[0], prompt, out.features[0], out.hidden[0])
+
+
+def packed_pair() -> Packed:
+    """Both sequences; the short one is padded in its tokens and in its blocks."""
+    return pack_blocks([sequence(length) for length in LENGTHS], ANCHORS, BLOCK)
+
+
+def hidden_of(packed: Packed, visible: int = BLOCK, drafter: Drafter = DRAFTER) -> Tensor:
+    """[B, A, G, E]; unless told, all tokens are shown."""
+    return block_hidden(drafter, EMBEDDING, packed, torch.full(packed.tokens.shape[:2], visible))
+
+
+# --- Where blocks lie ------------------------------------------------------------------------------------------------
+
+
+def test_anchors_are_distinct_and_cover_the_answer() -> None:
+    """From the prompt's last token to the last but one, whose next token is the last there is to predict."""
+    text, seen = sequence(prompt=5), set()
+    for seed in range(40):
+        anchors = draw_anchors(text, 3, torch.Generator().manual_seed(seed)).tolist()
+        assert anchors == sorted(set(anchors))
+        assert len(anchors) == 3
+        seen |= set(anchors)
+    assert seen == set(range(4, LENGTH - 1))
+    assert draw_anchors(text, 99, torch.Generator()).tolist() == list(range(4, LENGTH - 1))
+
+
+def test_blocks_hold_their_sequences_tokens_and_what_the_target_knew() -> None:
+    """Padding holds no slot inside."""
+    packed = packed_pair()
+    assert packed.positions.shape == (2, 4, BLOCK)
+    for row, (length, anchors) in enumerate(zip(LENGTHS, ANCHORS, strict=True)):
+        text = sequence(length)
+        torch.testing.assert_close(packed.features[row, :length], text.features)
+        assert not packed.features[row, length:].any()
+        for block, anchor in enumerate(anchors.tolist()):
+            for slot in range(BLOCK):
+                place = anchor + slot
+                assert int(packed.positions[row, block, slot]) == place
+                assert bool(packed.inside[row, block, slot]) == (place < length)
+                if place < length:
+                    assert int(packed.tokens[row, block, slot]) == int(text.tokens[place])
+                if 0 < place < length:
+                    assert torch.equal(packed.target_hidden[row, block, slot], text.hidden[place - 1])
+    assert not packed.inside[1, 3].any()
+
+
+# --- The attention ---------------------------------------------------------------------------------------------------
+
+
+def attention_by_loops(
+    keys: Any, values: Any, q: Any, k: Any, v: Any, anchors: list[int]
+) -> list[list[list[list[float]]]]:
+    """[block][slot][head][coordinate] in Python's floats. keys, values [token][K/V head][D] of the sequence."""
+    out: list[list[list[list[float]]]] = []
+    for block, anchor in enumerate(anchors):
+        out.append([])
+        for slot in range(len(q[block])):
+            out[-1].append([])
+            for head, query in enumerate(q[block][slot]):
+                shared = head // (len(q[block][slot]) // len(k[block][slot]))
+                seen = [(keys[t][shared], values[t][shared]) for t in range(anchor)]  # strictly before the anchor
+                seen += [(k[block][s][shared], v[block][s][shared]) for s in range(len(k[block]))]  # no order
+                scores = [
+                    sum(a * b for a, b in zip(query, key, strict=True)) / math.sqrt(len(query)) for key, _ in seen
+                ]
+                total = sum(math.exp(score) for score in scores)
+                mixed = [0.0] * len(query)
+                for score, (_, value) in zip(scores, seen, strict=True):
+                    mixed = [m + math.exp(score) / total * x for m, x in zip(mixed, value, strict=True)]
+                out[-1][-1].append(mixed)
+    return out
+
+
+def random_rows(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, A·G, Hq, D], and k, v [B, A·G, Hkv, D]."""
+    body, draw = DRAFTER.config.body, torch.Generator().manual_seed(0)
+    batch, blocks = packed.positions.shape[:2]
+    q = torch.randn(batch, blocks * BLOCK, body.num_heads, body.head_dim, generator=draw)
+    k, v = torch.randn(2, batch, blocks * BLOCK, body.num_kv_heads, body.head_dim, generator=draw)
+    return q, k, v
+
+
+@UNCOMPILED
+@pytest.mark.parametrize("way", [attend_packed, attend_flex], ids=["packed", "flex"])
+def test_attention_equals_loops_over_the_drawn_mask(way: Way) -> None:
+    """Two sequences of unequal length, each by itself; the padded block reads its own rows alone."""
+    packed, body = packed_pair(), DRAFTER.config.body
+    rows = random_rows(packed)
+    with torch.no_grad():
+        attend = way(DRAFTER, packed.features, packed.positions)
+        found = [attend(layer, *rows).double() for layer in range(body.num_layers)]
+    for row, (length, anchors) in enumerate(zip(LENGTHS, ANCHORS, strict=True)):
+        keys, values = DRAFTER.context_keys_values(sequence(length).features[None], torch.arange(length)[None])
+        q, k, v = (x[row].view(-1, BLOCK, *x.shape[2:]).double().tolist() for x in rows)
+        starts = [*anchors.tolist(), 0][:4]
+        for layer in range(body.num_layers):
+            context_k, context_v = (x[layer, 0].double().tolist() for x in (keys, values))
+            expected = torch.tensor(attention_by_loops(context_k, context_v, q, k, v, starts), dtype=torch.float64)
+            # fp32 against float64 over a dozen keys: some eps of values of size 3
+            torch.testing.assert_close(found[layer][row].view_as(expected), expected, rtol=0, atol=1e-5)
+
+
+def test_a_block_sees_no_other_block_and_nothing_from_its_anchor_on() -> None:
+    packed = pack_blocks([sequence()], [torch.tensor([3, 7])], BLOCK)
+    plain = hidden_of(packed)[0]
+
+    def changed(where: slice) -> list[bool]:
+        features = packed.features.clone()
+        features[:, where] += 3
+        out = hidden_of(Packed(packed.positions, packed.tokens, packed.inside, features, packed.target_hidden))[0]
+        return [bool((out[i] - plain[i]).abs().max() > 1e-3) for i in range(2)]
+
+    assert changed(slice(7, None)) == [False, False]
+    assert changed(slice(3, 7)) == [False, True]
+    assert changed(slice(2, 3)) == [True, True]
+    for block in range(2):
+        tokens = packed.tokens.clone()
+        tokens[0, block, -1] = (tokens[0, block, -1] + 1) % 64
+        out = hidden_of(Packed(packed.positions, tokens, packed.inside, packed.features, packed.target_hidden))[0]
+        difference = (out - plain).abs()
+        assert difference[block, 0].max() > 1e-3, "inside a block there is no order"
+        assert difference[1 - block].max() < 1e-6
+
+
+def test_a_sequence_does_not_feel_what_it_is_packed_with() -> None:
+    """Values, and what a loss of it alone teaches the drafter."""
+    drafter = tiny_drafter(TARGET.config, block_size=BLOCK).requires_grad_(True)
+    texts, anchors = [sequence(length) for length in (7, *LENGTHS)], [torch.tensor([1]), *ANCHORS]
+    together = hidden_of(pack_blocks(texts, anchors, BLOCK), 2, drafter)
+    for row, (text, starts) in enumerate(zip(texts, anchors, strict=True)):
+        alone = hidden_of(pack_blocks([text], [starts], BLOCK), 2, drafter)[0]
+        found = together[row, : len(starts)]
+        # Sums over padded keys are grouped otherwise: a few eps.
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
+        gradients = [
+            torch.autograd.grad(out.square().sum(), list(drafter.parameters()), retain_graph=True)
+            for out in (found, alone)
+        ]
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_reach_the_fusion_through_the_context() -> None:
+    drafter = tiny_drafter(TARGET.config, block_size=BLOCK).requires_grad_(True)
+
+    def loss(anchor: int) -> Tensor:
+        return hidden_of(pack_blocks([sequence()], [torch.tensor([anchor])], BLOCK), drafter=drafter).square().sum()
+
+    fusion = [drafter.fc.weight, drafter.hidden_norm.weight]
+    for weight, gradient in zip(fusion, torch.autograd.grad(loss(6), fusion), strict=True):
+        direction = torch.sign(gradient)
+        step = 1e-3 / float(gradient.abs().sum()) ** 0.5
+        with torch.no_grad():
+            weight += step * direction
+            above = float(loss(6))
+            weight -= 2 * step * direction
+            below = float(loss(6))
+            weight += step * direction
+        slope = (above - below) / (2 * step)
+        assert slope > 1e-2
+        assert slope == pytest.approx(float(gradient.abs().sum()), rel=0.05)
+    for gradient in torch.autograd.grad(loss(0), fusion):
+        assert not gradient.any(), "a block at the first token has no context"
+
+
+# --- The CUDA twin ---------------------------------------------------------------------------------------------------
+
+
+@UNCOMPILED
+def test_flex_gives_the_same_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through every layer, masks and padding included. Values only: on a CPU the operator has no backward pass."""
+    packed = packed_pair()
+    with torch.no_grad():
+        expected = hidden_of(packed, 2)
+        monkeypatch.setattr("d2sd.train.objectives.loss.attend_packed", attend_flex)
+        torch.testing.assert_close(hidden_of(packed, 2), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_flex_skips_what_no_row_reads() -> None:
+    """Tiles of 128 × 128 of which the mask hides everything: 4 blocks of 128 slots, whose context ends by token 256."""
+    positions = torch.tensor([0, 100, 200, 256])[None, :, None] + torch.arange(128)
+    mask = packed_mask(positions, 512)
+    computed = mask.kv_num_blocks + mask.full_kv_num_blocks  # type: ignore[operator]
+    assert computed.flatten().tolist() == [1, 2, 3, 3]  # its own tile, and those of its context
+
+
+# --- Training computes what serving computes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize("anchor", [0, 1, 4, 7, LENGTH - 2])
+def test_training_forward_equals_the_serving_executor(which: int, anchor: int) -> None:
+    """One sequence, every number of visible tokens: `block_hidden` against prefill and draft through the pages."""
+    second = tiny_drafter(TARGET.config, block_size=BLOCK, role="variable_prefix", seed=2)
+    drafter = (DRAFTER, second)[which]
+    text = sequence()
+    visible = torch.arange(1, BLOCK)
+    packed = pack_blocks([text], [torch.full_like(visible, anchor)], BLOCK)
+    hidden = block_hidden(drafter, EMBEDDING, packed, visible[None])[0]
+    trained = TARGET.logits(hidden[:, 1:])  # [A, G-1, V]
+
+    executor = TorchExecutor(deepcopy(TARGET), deepcopy(DRAFTER), deepcopy(second))  # it may repack weights
+    executor.allocate(pages=6, page_size=4)
+    page_table, nothing = torch.tensor([[5, 2, 4, 1]]), torch.tensor([0])
+    if anchor:
+        executor.prefill(text.tokens[None, :anchor], torch.tensor([anchor]), page_table, nothing)
+    sampling = Sampling.of([SamplingParams()], TARGET.config.vocab_size, "cpu")
+    batch = Batch(text.tokens[anchor : anchor + 1], page_table, torch.tensor([anchor]), torch.tensor([True]), sampling)
+    branches = torch.where(torch.arange(BLOCK) < visible[:, None], packed.tokens[0], drafter.config.mask_token_id)
+    executor.settle((which,))
+    served = executor._draft(which, batch, branches[None])[0]
+    torch.testing.assert_close(trained, served, rtol=0, atol=1e-4)
+    if which == 0:
+        assert trained[0].argmax(-1).tolist() == executor.draft_first(batch, 1).best[0].tolist()

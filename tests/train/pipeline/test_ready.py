@@ -1,0 +1,168 @@
+"""`d2sd train` on a ready first drafter: it is copied and never trained, and the second takes its shape and weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from d2sd.calibration import load_calibration
+from d2sd.convert.checkpoint.draft_vocab import write_draft_vocabulary
+from d2sd.convert.checkpoint.drafter import (
+    drafter_shapes,
+    fingerprint,
+    load_drafter,
+    read_drafter_config,
+    write_drafter,
+)
+from d2sd.convert.checkpoint.quantization import Quantization
+from d2sd.convert.checkpoint.weights import stored_as
+from d2sd.modeling.drafter import Drafter
+from d2sd.train.loop import Trainer
+from d2sd.train.pipeline.drafter import Training
+from tests.convert.helpers import edit_json, tree_bytes
+from tests.d2sd.cli.test_train import draw, edit, rows, train, trained, write_training
+from tests.tiny import tiny_decoder, tiny_drafter
+
+GEOMETRY = {"layers": 2, "block_size": 4, "mask_token_id": 62, "target_layer_ids": [0, 2]}
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A ready drafter that `d2sd train` would not have made: another MLP, mask, depth and taps."""
+    monkeypatch.setattr("d2sd.train.pipeline.run.plot_training", draw)
+    folder = write_training(tmp_path / "project")
+    config = tiny_drafter(tiny_decoder().config, mask_token_id=62, target_layer_ids=(0, 2)).config
+    torch.manual_seed(0)
+    ready = Drafter(replace(config, body=replace(config.body, intermediate_size=24))).bfloat16()
+    (folder / "ready").mkdir()
+    write_drafter(folder / "ready", ready.config, ready.state_dict())
+    edit(folder, "first", ...)
+    edit(folder, "ready_first", {"path": "ready"})
+    edit(folder, "drafter", GEOMETRY)
+    return folder
+
+
+def test_the_second_is_trained_on_the_ready_first(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> Drafter:
+        raise AssertionError("a ready drafter was trained")
+
+    monkeypatch.setattr(Training, "first", refuse)
+    made: list[Trainer] = []
+    init = Trainer.__init__
+
+    def noted(self: Trainer, *args: Any) -> None:
+        init(self, *args)
+        made.append(self)
+        weights = {name: tensor.clone() for name, tensor in self.drafter.state_dict().items()}
+        ready = load_drafter(project / "ready", torch.float32).state_dict()
+        assert weights.keys() == ready.keys()
+        assert all(torch.equal(weights[name], ready[name]) for name in ready), "it starts from the first"
+
+    monkeypatch.setattr(Trainer, "__init__", noted)
+    files = trained(project)
+    assert files.keys() == {
+        "calibration.json", "curves.png", "evaluation.json",
+        *(f"{name}/{file}" for name in ("first", "second") for file in ("config.json", "model.safetensors")),
+    }  # fmt: skip
+    (trainer,) = made
+    assert trainer.first is not None
+    ready, first, second = (
+        load_drafter(project / path, torch.float32) for path in ("ready", "out/first", "out/second")
+    )
+    assert fingerprint(trainer.first) == fingerprint(first) == fingerprint(ready) != fingerprint(second)
+    assert second.config == replace(ready.config, role="variable_prefix", prefix_weight_base=0.9)
+    assert load_calibration(project / "out" / "calibration.json").drafters == (fingerprint(ready), fingerprint(second))
+    said = json.loads(files["evaluation.json"])
+    assert said["settings"].keys() == {"second"}
+    assert said["methods"].keys() == {"chain", "reanchor", "d2sd"}
+    assert not (project / "work" / "first.jsonl").exists()
+    assert [row["step"] for row in rows(project, "second.jsonl") if "cells" in row] == [3, 4]
+    assert trained(project) == files, "a second run ends in the same bytes"
+
+
+def test_both_draft_among_the_ready_ones_vocabulary(project: Path) -> None:
+    expected = tuple(range(0, 60, 2))
+    write_draft_vocabulary(project / "ready", expected, 64)
+    trained(project)
+    assert read_drafter_config(project / "out" / "first").draft_vocabulary == expected
+    assert read_drafter_config(project / "out" / "second").draft_vocabulary == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("layers", 1, ["num_hidden_layers", "found: 2", "expected: 1"]),
+        ("block_size", 8, ["block_size", "found: 4", "expected: 8"]),
+        ("mask_token_id", 63, ["mask_token_id", "found: 62", "expected: 63"]),
+        ("target_layer_ids", [0, 1], ["target_layer_ids", "found: [0, 2]", "expected: [0, 1]"]),
+    ],
+)
+@pytest.mark.parametrize("more", [(), ("--plan",)], ids=["run", "plan"])
+def test_another_shape_than_the_recipes_is_refused_before_any_work(
+    project: Path, key: str, value: object, told: list[str], more: tuple[str, ...]
+) -> None:
+    edit(project, f"drafter.{key}", value)
+    refused(project, told, more)
+
+
+def test_a_drafter_of_another_target_is_refused_before_any_work(project: Path) -> None:
+    edit_json(project / "ready" / "config.json", "rope_theta", 5.0)
+    refused(project, ["another target", "rope_theta"])
+
+
+def test_a_second_drafter_is_no_first_one(project: Path) -> None:
+    edit_json(project / "ready" / "config.json", "dflash_config.training_mode", "vp_drafter")
+    refused(project, ["training_mode", "first"])
+
+
+def test_weights_that_are_not_of_the_config_are_refused_before_any_work(project: Path) -> None:
+    edit_json(project / "ready" / "config.json", "intermediate_size", 28)
+    refused(project, ["mlp", "[32, 24]", "[32, 28]"])
+
+
+def refused(project: Path, told: list[str], more: tuple[str, ...] = ()) -> None:
+    result = train(project, *more)
+    assert result.exit_code == 2
+    for part in told:
+        assert part in result.stderr
+    assert not (project / "out").exists()
+    assert not (project / "work" / "answers.jsonl").exists()
+
+
+def test_a_quantized_drafter_is_refused_before_any_work(project: Path) -> None:
+    config = read_drafter_config(project / "ready")
+    narrow = Quantization(("fc", "*.q_proj", "*.k_proj", "*.v_proj"), False, ("test", "1"))
+    shapes = drafter_shapes(config, narrow)
+    kinds = {"wide": torch.bfloat16, "FP8": torch.float8_e4m3fn, "scale": torch.float32}
+    tensors = {name: torch.ones(shape).to(kinds[stored_as(name, shapes)]) for name, shape in shapes.items()}
+    write_drafter(project / "ready", config, tensors, narrow)
+    refused(project, ["quantized", "ready"])
+
+
+def test_a_plan_names_it(project: Path) -> None:
+    before = tree_bytes(project)
+    shown = train(project, "--plan")
+    assert shown.exit_code == 0, shown.output
+    assert f"first drafter   ready: {project / 'ready'}\n" in shown.stdout
+    assert tree_bytes(project) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"first": {"steps": 4, "objective": {"ce": 1}}}, "exactly one of `first` and `ready_first`"),
+        ({"ready_first": None}, "exactly one of `first` and `ready_first`"),
+        ({"second": None}, "leaves nothing to train"),
+        ({"drafter": GEOMETRY | {"draft_vocab_size": 12}}, "draft_vocab_size"),
+    ],
+)
+def test_contradictions(project: Path, changes: dict[str, object], told: str) -> None:
+    path = project / "train.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | changes))
+    refused(project, [told])

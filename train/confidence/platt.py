@@ -1,0 +1,82 @@
+"""Fit a `Calibration` to what was judged, one logistic regression per drafter, distance and kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
+
+from d2sd.runtime.observe import Judged
+from d2sd.runtime.speculation.calibration import Calibration, log_odds
+
+#: Pulls a and b towards 1 and 0, as strongly as this many observations: distances hardly ever reached stay sane.
+PRIOR = 4.0
+_FLAT = 0.05  # a confidence that says nothing, or lies, still keeps its order
+_STEPS = 200
+
+
+def fit(greedy: Iterable[Judged], sampled: Iterable[Judged], slots: int) -> Calibration:
+    """Calibration of blocks with `slots` drafts from nodes judged at T = 0 and at T = 1."""
+    slope, offset = torch.ones(2, 2, slots, 2), torch.zeros(2, 2, slots, 2)
+    for warm, observed in enumerate((greedy, sampled)):
+        groups: dict[tuple[int, int, int], list[tuple[float, bool]]] = {}
+        for one in observed:
+            key = one.drafter, one.distance, int(one.sibling)
+            groups.setdefault(key, []).append((one.logprob, one.right))
+        for key, pairs in groups.items():
+            x = log_odds(torch.tensor([logprob for logprob, _ in pairs], dtype=torch.float64))
+            y = torch.tensor([right for _, right in pairs], dtype=torch.float64)
+            drafter, distance, kind = key
+            place = warm, drafter, distance, kind
+            slope[place], offset[place] = logistic(x, y)
+    return Calibration(slope, offset)
+
+
+def logistic(x: Tensor, y: Tensor) -> tuple[float, float]:
+    """a and b that maximise the likelihood of y under sigmoid(a·x + b), with the prior and a >= _FLAT."""
+    free = _fitted(x, y, torch.tensor([1.0, 0.0], dtype=torch.float64), None)
+    slope, offset = free if free[0] >= _FLAT else _fitted(x, y, torch.zeros(1, dtype=torch.float64), _FLAT)
+    return slope, offset
+
+
+def _fitted(x: Tensor, y: Tensor, prior: Tensor, slope: float | None) -> tuple[float, float]:
+    """The convex problem itself, in (a, b), or in b alone at a given slope."""
+    weights = prior.clone().requires_grad_()
+    search = torch.optim.LBFGS(
+        [weights], max_iter=_STEPS, tolerance_grad=1e-9, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
+
+    def loss() -> Tensor:
+        search.zero_grad()
+        odds = x * (weights[0] if slope is None else slope) + weights[-1]
+        misfit = binary_cross_entropy_with_logits(odds, y, reduction="sum")
+        total: Tensor = (misfit + PRIOR / 2 * ((weights - prior) ** 2).sum()) / (len(x) + PRIOR)
+        total.backward()  # type: ignore[no-untyped-call]
+        return total
+
+    search.step(loss)  # type: ignore[no-untyped-call]
+    found = weights.tolist()
+    return found[0] if slope is None else slope, found[-1]
+
+
+def corrected(judged: Iterable[Judged], calibration: Calibration, warm: int) -> list[Judged]:
+    """The same nodes as if the calibration had been applied, at T = 0 or 1."""
+    found = []
+    for one in judged:
+        key = warm, one.drafter, one.distance, int(one.sibling)
+        odds = calibration.slope[key] * log_odds(torch.tensor(one.logprob)) + calibration.offset[key]
+        found.append(one._replace(logprob=float(logsigmoid(odds))))
+    return found
+
+
+def calibration_error(judged: Iterable[Judged], drafter: int) -> float:
+    """Expected calibration error over ten bins: mean distance of what was said from what happened."""
+    bins = [[0.0, 0.0, 0.0] for _ in range(10)]
+    for one in judged:
+        if one.drafter == drafter:
+            cell = bins[min(int(one.said * 10), 9)]
+            cell[0], cell[1], cell[2] = cell[0] + 1, cell[1] + one.said, cell[2] + one.right
+    total = sum(cell[0] for cell in bins)
+    return sum(abs(said - right) for _, said, right in bins) / total if total else 0.0

@@ -1,0 +1,90 @@
+"""Blocks to train on: anchors drawn in B sequences, what of each block is visible, and the attention among them.
+
+    keys      tokens of the sequence 0 .. S-1 (context K/V)      slots of this block
+    queries   ┌─────────────────────────────────────────────┬──────────────────────┐
+    block a,  │ 1 1 1 … 1 (strictly before anchor a) 0 0 0 … │ 1 1 1 … 1 (no order) │   other blocks: never
+    γ slots   └─────────────────────────────────────────────┴──────────────────────┘
+
+Slot k of the block anchored at token a stands at position a + k and predicts the token there; slot 0 is the anchor
+itself. Sequences of a batch are padded to the longest, with blocks that hold no slot inside; padding lies past every
+anchor, so the same mask hides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.layers import Attend
+from d2sd.train.data.features import TrainingSequence
+
+# Shape letters: B sequences, A blocks (anchors) of each, G block size γ, S tokens, Hq/Hkv heads, D head size, E hidden.
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A blocks of each of B sequences."""
+
+    positions: Tensor  # [B, A, G] int64, anchor + slot
+    tokens: Tensor  # [B, A, G] int64, the real tokens (clamped at the sequence's end: see `inside`)
+    inside: Tensor  # [B, A, G] bool, slots that lie in the sequence
+    features: Tensor  # [B, S, n·E]
+    target_hidden: Tensor  # [B, A, G, E]: what the target knew before each slot, row p - 1 for position p
+
+    def to(self, device: str) -> Packed:
+        """The same on a device."""
+        parts = (self.positions, self.tokens, self.inside, self.features, self.target_hidden)
+        return Packed(*(part.to(device) for part in parts))
+
+
+def draw_anchors(sequence: TrainingSequence, count: int, generator: torch.Generator) -> Tensor:
+    """Up to `count` random anchors without replacement, from the prompt's last token to the last token but one."""
+    first, last = sequence.prompt_length - 1, len(sequence.tokens) - 2
+    return first + torch.randperm(last - first + 1, generator=generator)[:count].sort().values
+
+
+def pack_blocks(sequences: Sequence[TrainingSequence], anchors: Sequence[Tensor], block_size: int) -> Packed:
+    """The blocks anchored at the given tokens of each sequence."""
+    columns: list[tuple[Tensor, ...]] = []
+    for sequence, starts in zip(sequences, anchors, strict=True):
+        positions = starts[:, None] + torch.arange(block_size)
+        last = len(sequence.tokens) - 1
+        known = sequence.hidden[(positions - 1).clamp(0, last)]
+        columns.append((positions, sequence.tokens[positions.clamp(max=last)], positions <= last, known))
+    padded = (pad_sequence(list(column), batch_first=True) for column in zip(*columns, strict=True))
+    positions, tokens, inside, known = padded
+    return Packed(positions, tokens, inside, pad_sequence([s.features for s in sequences], batch_first=True), known)
+
+
+def attend_packed(drafter: Drafter, features: Tensor, positions: Tensor) -> Attend:
+    """Attention of the blocks as drawn above, for rows in the order [B, A·G].
+
+    `features [B, S, n·E]` pass through the fusion, so gradients reach it. The mask is built once, for all layers.
+    """
+    batch, blocks, slots = positions.shape
+    length = features.shape[1]
+    tokens = torch.arange(length, device=features.device)
+    keys, values = drafter.context_keys_values(features, tokens.expand(batch, -1))  # [L, B, S, Hkv, D]
+    hidden = (tokens >= positions[:, :, :1])[:, None, :, None]  # [B, 1, A, 1, S]: from the anchor on
+
+    def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads, size, kv_heads = q.shape[2], q.shape[3], k.shape[2]
+        # queries of a group lie beside each other: [B, Hkv, A, g·G, D]
+        own_q = q.view(batch, blocks, slots, kv_heads, -1, size).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
+        own_k, own_v = (x.view(batch, blocks, slots, kv_heads, size).permute(0, 3, 1, 2, 4) for x in (k, v))
+        context_k, context_v = keys[index].permute(0, 2, 3, 1), values[index].transpose(1, 2)
+        outer = (own_q.flatten(2, 3) @ context_k).reshape(batch, kv_heads, blocks, -1, length).float()
+        inner = (own_q @ own_k.transpose(-1, -2)).float()
+        scores = torch.cat([outer.masked_fill(hidden, float("-inf")), inner], dim=-1)
+        weights = (scores * size**-0.5).softmax(-1).to(v.dtype)
+        outer, inner = weights.split([length, slots], dim=-1)
+        out: Tensor = (outer.flatten(2, 3) @ context_v).view_as(own_q) + inner @ own_v
+        out = out.view(batch, kv_heads, blocks, -1, slots, size).permute(0, 2, 4, 1, 3, 5)  # [B, A, G, Hkv, g, D]
+        return out.reshape(batch, blocks * slots, heads, size)
+
+    return attend

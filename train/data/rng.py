@@ -1,0 +1,39 @@
+"""Every random choice of a training: drawn from the seed, what it is for, and a place in the endless row of sequences.
+
+So neither an interruption nor the number of processes changes what is trained on.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from hashlib import blake2b
+
+import torch
+
+from d2sd.train.dist import World
+
+
+class Draws:
+    """Of one training over `sequences` sequences, `batch` a step over all processes."""
+
+    def __init__(self, seed: int, sequences: int, batch: int, world: World) -> None:
+        self._seed, self._sequences, self._batch, self._world = seed, sequences, batch, world
+        self._order = lru_cache(maxsize=2)(self._shuffled)  # a step may reach into the next epoch
+
+    def numbers(self, step: int) -> range:
+        """This process's places of a step."""
+        return range(step * self._batch + self._world.rank, (step + 1) * self._batch, self._world.size)
+
+    def index(self, number: int) -> int:
+        """The sequence at a place: epochs are seeded shuffles laid end to end."""
+        epoch, place = divmod(number, self._sequences)
+        return self._order(epoch)[place]
+
+    def generator(self, purpose: str, number: int) -> torch.Generator:
+        """Independent of all others. PyTorch keeps 32 bits of a seed, so these are a hash's."""
+        digest = blake2b(f"{self._seed}/{purpose}/{number}".encode(), digest_size=4).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order: list[int] = torch.randperm(self._sequences, generator=self.generator("epoch", epoch)).tolist()
+        return order

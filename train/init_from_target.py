@@ -1,0 +1,94 @@
+"""Where a drafter starts: the target's own last layers, reading a fusion that starts as one well-scaled tapped layer.
+
+A drafter's context K/V come from hidden_norm(fc(features)). With fc picking the deepest tap and hidden_norm holding a
+target layer's input_layernorm, the drafter's layer computes nearly that target layer's K/V before any training. The
+other taps' columns start small, scaled by each tap's typical norm: taps differ by a factor of ten and more, and the
+first token's massive activations (rms above 100 in SmolLM2) would hide that from a plain mean, so the median over
+tokens is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from d2sd.errors import D2SDError
+from d2sd.modeling.config import DecoderConfig, DrafterConfig
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.layers import Layer
+from d2sd.train.data.features import TrainingData
+from d2sd.train_recipe import Geometry
+
+#: Sequences whose features show how large the taps are.
+_SAMPLE = 64
+
+
+def drafter_config(geometry: Geometry, target: DecoderConfig, prefix_base: float | None) -> DrafterConfig:
+    """A drafter as wide as the target, with q/k norms and no biases, as the DFlash layout has it.
+
+    With `prefix_base` (Pr(n visible tokens) ∝ base^n) a variable-prefix drafter, without a first one. Raises D2SDError
+    where the target is smaller than the geometry wants.
+    """
+    layers = target.body.num_layers
+    for key, found, limit in (
+        ("layers", geometry.layers, layers),
+        ("target_layer_ids", geometry.target_layer_ids[-1], layers - 1),
+        ("mask_token_id", geometry.mask_token_id, target.vocab_size - 1),
+    ):
+        if found > limit:
+            raise D2SDError(
+                "the drafter does not fit the target", where=f"drafter.{key}", found=found, expected=f"at most {limit}"
+            )
+    return DrafterConfig(
+        body=replace(target.body, num_layers=geometry.layers, qk_norm=True, qkv_bias=False, o_bias=False),
+        vocab_size=target.vocab_size,
+        block_size=geometry.block_size,
+        mask_token_id=geometry.mask_token_id,
+        target_layer_ids=tuple(geometry.target_layer_ids),
+        num_target_layers=target.body.num_layers,
+        role="first" if prefix_base is None else "variable_prefix",
+        prefix_weight_base=prefix_base,
+    )
+
+
+def first_drafter(geometry: Geometry, target: Decoder, data: TrainingData, seed: int) -> Drafter:
+    """Where the training of a first drafter on `data` starts. Raises D2SDError as `drafter_config` does."""
+    # a sequence's first token is an outlier
+    sample = torch.cat([data[i].features[1:] for i in range(min(_SAMPLE, len(data)))])
+    config = drafter_config(geometry, target.config, None)
+    return drafter_from_target(config, target, sample, torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def drafter_from_target(config: DrafterConfig, target: Decoder, sample: Tensor, generator: torch.Generator) -> Drafter:
+    """A new fp32 drafter on the CPU. `sample [N, n·E]` are features of ordinary tokens, for the norms of the taps."""
+    drafter = Drafter(config)
+    sample = sample.to(target.embed_tokens.weight.device)
+    body = config.body
+    depth = len(target.layers) - body.num_layers
+    sources = cast("list[Layer]", list(target.layers)[depth:])
+    for layer, source in zip(cast("Iterable[Layer]", drafter.layers), sources, strict=True):
+        wanted = {k: v for k, v in source.state_dict().items() if k in layer.state_dict()}
+        left = layer.load_state_dict({k: v.float() for k, v in wanted.items()}, strict=False).missing_keys
+        assert all("_norm." in name for name in left), f"the target's layer lacks {left}"
+        if not target.config.body.qk_norm:
+            normed = source.input_layernorm(sample[:, -body.hidden_size :].to(source.input_layernorm.weight.dtype))
+            for part in ("q", "k"):
+                heads = getattr(source.self_attn, f"{part}_proj")(normed).float().view(-1, body.head_dim)
+                # q_norm/k_norm start at the size the target's un-normed heads have, so attention starts as sharp.
+                getattr(layer.self_attn, f"{part}_norm").weight.fill_(float(heads.square().mean().sqrt()))
+    drafter.norm.weight.copy_(target.norm.weight)
+    drafter.hidden_norm.weight.copy_(sources[0].input_layernorm.weight)
+
+    taps = len(config.target_layer_ids)
+    rms = sample.float().view(len(sample), taps, -1).square().mean(-1).sqrt().median(0).values.cpu()  # [n]
+    hidden = body.hidden_size
+    fusion = torch.randn(hidden, taps, hidden, generator=generator) * (0.2 * hidden**-0.5) / rms[None, :, None]
+    fusion[:, -1] += torch.eye(hidden) / rms[-1]
+    drafter.fc.weight.copy_(fusion.reshape(hidden, -1))
+    return drafter
