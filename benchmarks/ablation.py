@@ -35,7 +35,7 @@ from d2sd.progress import bar
 from d2sd.prompts import read_prompts
 from d2sd.runtime.request import SamplingParams
 from d2sd.train.data.features import TrainingData, cache_features
-from d2sd.train.dist import World
+from d2sd.train.dist import Dist
 from d2sd.train.init_from_target import first_drafter
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.evaluate import written
@@ -77,10 +77,10 @@ class Ablation:
     @cached_property
     def data(self) -> TrainingData:
         """What the training of the recipe would train on."""
-        answers = Answering(self.recipe, load_bundle(self.work / "target", verify=False), self.work, World(), bar).all()
-        taps = tuple(self.recipe.drafter.target_layer_ids)
+        answers = Answering(self.recipe, load_bundle(self.work / "target", verify=False), self.work, Dist(), bar).all()
+        aux_layer_ids = tuple(self.recipe.drafter.target_layer_ids)
         with bar("features", len(answers)) as advance:
-            found = cache_features(self.bundle.target, taps, answers, self.work / "features.bf16", advance)
+            found = cache_features(self.bundle.target, aux_layer_ids, answers, self.work / "features.bf16", advance)
         return found.split(self.recipe.data.held_out)[1]
 
     def settings(self, name: str) -> TrainSettings:

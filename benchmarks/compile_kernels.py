@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
 from d2sd.plugins.cascade_attention.triton import launch as attention
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel
-from d2sd.plugins.cascade_attention.triton.tiles import choose_blocks
+from d2sd.plugins.cascade_attention.triton.tiles import select_tile
 from d2sd.plugins.kv_pages.triton import launch as pages
 from d2sd.plugins.kv_pages.triton.kernel import write_rows_kernel
 
@@ -48,9 +48,9 @@ class Variant:
 def attention_variant(kind: str, stored: str, size: int, rows: int, splits: int) -> Variant:
     """Queries of type `kind` over pages of type `stored`, T = rows."""
     fp8 = stored == FP8
-    blocks = choose_blocks(rows * GROUP, size, 4 if kind == "fp32" else 2, fp8=fp8)
+    blocks = select_tile(rows * GROUP, size, 4 if kind == "fp32" else 2, fp8=fp8)
     types = dict.fromkeys(("q", "k", "v"), f"*{kind}") | dict.fromkeys(("k_pages", "v_pages"), f"*{stored}")
-    types |= {"page_table": "*i64", "context_len": "*i64", "visible": "*i32"}
+    types |= {"page_table": "*i64", "context_len": "*i64", "attn_mask": "*i32"}
     types |= dict.fromkeys(("k_scale", "v_scale"), "*fp32") if fp8 else {}
     types |= {"out": "*fp32", "lse": "*fp32"} if splits > 1 else {"out": f"*{kind}"}
     types |= {"rows": "i32", "columns": "i32"}

@@ -2,8 +2,8 @@
 
 Every prompt is answered by plain decoding at batch 1, then by every policy at batch 1 and in a shuffled in-flight
 batch with staggered joins; all answers must be equal token for token. A difference is excused only where the two best
-scores of plain decoding lie within `TIE`, and is listed. Each part is saved when it is done, so an interrupted run
-goes on where it stopped.
+scores of plain decoding differ by less than `TIE_TOLERANCE`, and is listed. Each part is saved when it is done, so an
+interrupted run resumes.
 
     python benchmarks/lossless.py bundles/smollm2-135m --prompts ../shared/data/eval --out /tmp/lossless
 """
@@ -22,7 +22,7 @@ import click
 from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.convert.bundle.serving import chat_request, make_engine
-from d2sd.convert.validate.near_ties import TIE, first_difference, score_gap
+from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
 from d2sd.errors import D2SDError
 from d2sd.progress import bar
 from d2sd.prompts import read_prompts
@@ -105,10 +105,10 @@ def compare(
     for index, (request, answer, expected) in enumerate(
         zip(requests, result["answers"], plain["answers"], strict=True)
     ):
-        place = first_difference(answer, expected)
+        place = first_mismatch(answer, expected)
         if place is not None:
-            gap = score_gap(bundle.target, [*request.prompt, *expected[:place]], request.sampling)
-            differences.append({"prompt": index, "token": place, "gap": gap, "excused": gap <= TIE})
+            gap = top2_margin(bundle.target, [*request.prompt, *expected[:place]], request.sampling)
+            differences.append({"prompt": index, "token": place, "gap": gap, "excused": gap <= TIE_TOLERANCE})
     return differences
 
 
@@ -119,7 +119,10 @@ def summary(out: Path) -> str:
     different = [(key, d) for key, r in results.items() for d in r.get("differences", [])]
     beyond = sum(not d["excused"] for _, d in different)
     answers = sum(len(r["answers"]) for r in compared)
-    lines = [f"{answers} answers compared in {len(compared)} parts: {len(different)} differ, {beyond} beyond {TIE:g}."]
+    lines = [
+        f"{answers} answers compared in {len(compared)} parts: {len(different)} differ, "
+        f"{beyond} beyond {TIE_TOLERANCE:g}."
+    ]
     lines += [f"- {key}: prompt {d['prompt']}, token {d['token']}, gap {d['gap']:.1e}" for key, d in different]
     return "\n".join(lines)
 

@@ -22,7 +22,7 @@ from d2sd.modeling.drafter import Drafter
 from d2sd.progress import bar
 from d2sd.runtime.speculation.policy import PolicyName
 from d2sd.train.data.features import cache_features
-from d2sd.train.dist import World
+from d2sd.train.dist import Dist
 from d2sd.train.init_from_target import drafter_config, first_drafter
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.evaluate import Evaluator, written
@@ -76,14 +76,14 @@ def main(recipe: Path, steps: int, out: Path) -> None:
     assert loaded.first is not None
     assert loaded.second is not None
     folder = out / "target"
-    answers = Answering(loaded, pinned_target(loaded, folder, bar), out, World(), bar).all()
+    answers = Answering(loaded, pinned_target(loaded, folder, bar), out, Dist(), bar).all()
     chosen = [answer for answer in answers if len(answer.answer_ids) >= TOKENS][:SEQUENCES]
     if len(chosen) < SEQUENCES:
         raise D2SDError("too few answers", where=out, found=len(chosen), expected=f"{SEQUENCES} of {TOKENS} tokens")
     bundle = load_bundle(folder, verify=False)  # not the one that has answered
-    taps = tuple(loaded.drafter.target_layer_ids)
+    aux_layer_ids = tuple(loaded.drafter.target_layer_ids)
     with bar("features", SEQUENCES) as advance:
-        data = cache_features(bundle.target, taps, chosen, out / "features.bf16", advance)
+        data = cache_features(bundle.target, aux_layer_ids, chosen, out / "features.bf16", advance)
     evaluator = Evaluator(loaded, bundle, chosen, "cpu", bar)
     size = loaded.drafter.block_size
 

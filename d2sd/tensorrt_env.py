@@ -50,7 +50,7 @@ def find_tensorrt(name: Builder) -> TensorRT:
     return TensorRT(name, module, str(module.__version__))
 
 
-class Heard:
+class ErrorLog:
     """A logger (`log`) that keeps errors, so that they can be told where they belong."""
 
     def __init__(self, module: Any) -> None:

@@ -14,7 +14,7 @@ from d2sd.modeling.layers import Layer, RMSNorm
 from d2sd.modeling.rope import Rotary
 from d2sd.modeling.rows import KVPool, Rows
 
-# Shape letters: B requests, T rows, E hidden, V vocabulary, L layers, Hkv heads, D head size, n tapped layers.
+# Shape letters: B requests, T rows, E hidden, V vocabulary, L layers, Hkv heads, D head size, n auxiliary layers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class DecoderOutput:
     """Nothing is committed yet: `KVPool.write` does that for the rows that are accepted."""
 
     hidden: Tensor  # [B, T, E], normed: ready for the head
-    features: Tensor  # [B, T, n·E], outputs of the tapped layers side by side, in the order asked for
+    features: Tensor  # [B, T, n·E], outputs of the auxiliary layers side by side, in the order asked for
     k: Tensor  # [L, B, T, Hkv, D]
     v: Tensor  # [L, B, T, Hkv, D]
 
@@ -53,20 +53,20 @@ class Decoder(nn.Module):
         logits = F.linear(hidden, self.head) if self.packed_head is None else self.packed_head(hidden)
         return cast(Tensor, logits).float()
 
-    def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, taps: tuple[int, ...] = ()) -> DecoderOutput:
-        """tokens [B, T]; `taps` are layer ids whose outputs the drafters read (see
+    def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
+        """tokens [B, T]; `aux_layer_ids` are layer ids whose outputs the drafters read (see
         `DrafterConfig.target_layer_ids`).
         """
         x = self.embed_tokens(tokens)
         cos_sin = self.rotary(rows.positions, x.dtype)
         attend = pool.attend(rows)
-        tapped: dict[int, Tensor] = {}
+        aux_outputs: dict[int, Tensor] = {}
         keys, values = [], []
         for index, layer in enumerate(self.layers):
             x, k, v = layer(x, cos_sin, index, attend)
             keys.append(k)
             values.append(v)
-            if index in taps:
-                tapped[index] = x
-        features = torch.cat([tapped[i] for i in taps], dim=-1) if taps else x[..., :0]
+            if index in aux_layer_ids:
+                aux_outputs[index] = x
+        features = torch.cat([aux_outputs[i] for i in aux_layer_ids], dim=-1) if aux_layer_ids else x[..., :0]
         return DecoderOutput(self.norm(x), features, torch.stack(keys), torch.stack(values))

@@ -22,8 +22,8 @@ from d2sd.modeling.layers import Attend, Layer, RMSNorm
 from d2sd.modeling.rope import Rotary
 from d2sd.modeling.rows import KVPool, Rows
 
-# Shape letters: B requests, T rows (first draft γ, second draft K·γ), C new context tokens, E hidden, n tapped layers,
-# Vd draft vocabulary.
+# Shape letters: B requests, T rows (first draft γ, second draft K·γ), C new context tokens, E hidden, n auxiliary
+# layers, Vd draft vocabulary.
 
 
 class Drafter(nn.Module):

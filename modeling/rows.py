@@ -10,8 +10,8 @@ from torch import Tensor
 
 from d2sd.modeling.layers import Attend
 from d2sd.plugins.cascade_attention import cascade_attention
-from d2sd.plugins.cascade_attention.mask import pack_visible
-from d2sd.plugins.dispatch import runs_fused
+from d2sd.plugins.cascade_attention.mask import pack_mask_bits
+from d2sd.plugins.dispatch import use_triton
 from d2sd.plugins.kv_pages import write_rows
 
 # Shape letters: B requests, T rows, M pages a request, Z tokens a page, P pages, L layers, Hkv heads, D head size.
@@ -22,7 +22,7 @@ class Rows:
     """B requests, each with T new rows over its committed context."""
 
     positions: Tensor  # [B, T] int64, absolute position of each row: in a tree, context length + depth
-    visible: Tensor  # [B, T, T] bool, row t may read row u
+    attn_mask: Tensor  # [B, T, T] bool, row t may read row u
     page_table: Tensor  # [B, M] int64
     context_len: Tensor  # [B] int64, committed tokens
 
@@ -30,8 +30,8 @@ class Rows:
     def chain(length: int, page_table: Tensor, context_len: Tensor) -> Rows:
         """Rows that follow the context one after the other, each seeing those before it: a prefill chunk."""
         steps = torch.arange(length, device=context_len.device)
-        visible = (steps[:, None] >= steps).expand(len(context_len), length, length)
-        return Rows(context_len[:, None] + steps, visible, page_table, context_len)
+        attn_mask = (steps[:, None] >= steps).expand(len(context_len), length, length)
+        return Rows(context_len[:, None] + steps, attn_mask, page_table, context_len)
 
 
 class KVPool:
@@ -54,7 +54,7 @@ class KVPool:
         and any that the page table does not reach, reach page 0 at most.
         """
         write = write_rows
-        if runs_fused(self.k):
+        if use_triton(self.k):
             from d2sd.plugins.kv_pages.triton.launch import fused_write_rows
 
             write = fused_write_rows
@@ -63,13 +63,13 @@ class KVPool:
     def attend(self, rows: Rows) -> Attend:
         """The attention of `rows` over this pool, layer by layer."""
         attention: Callable[..., Tensor] = cascade_attention
-        visible = rows.visible
-        if runs_fused(self.k):
+        attn_mask = rows.attn_mask
+        if use_triton(self.k):
             from d2sd.plugins.cascade_attention.triton.launch import fused_cascade_attention
 
-            attention, visible = fused_cascade_attention, pack_visible(visible)  # packed once for all layers
+            attention, attn_mask = fused_cascade_attention, pack_mask_bits(attn_mask)  # packed once for all layers
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention(q, k, v, self.k[index], self.v[index], rows.page_table, rows.context_len, visible)
+            return attention(q, k, v, self.k[index], self.v[index], rows.page_table, rows.context_len, attn_mask)
 
         return attend

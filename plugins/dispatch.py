@@ -21,7 +21,7 @@ TYPES = (torch.float16, torch.bfloat16, torch.float32)
 NO_FALLBACK = "D2SD_NO_FALLBACK"
 
 
-def runs_fused(pages: torch.Tensor) -> bool:
+def use_triton(pages: torch.Tensor) -> bool:
     """Do ops over these pages [..., D] run as kernels? Raises D2SDError where they would have to and cannot."""
     if pages.device.type != "cuda":
         return False

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from d2sd.errors import RequestError
-from d2sd.runtime.backends.model_runner import Executor, Verified
+from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.policy_selector import Adaptive, Forecast, measure
+from d2sd.runtime.policy_selector import Forecast, PolicySelector, profile_step_cost
 from d2sd.runtime.request import Limits, Request, SamplingParams
-from d2sd.runtime.sampling.sample import Sampling, choose
+from d2sd.runtime.sampling.sample import Sampling, sample_target
 from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import FinishReason, Sequence
 from d2sd.runtime.speculation.accept import Accepted, accept
@@ -53,7 +53,7 @@ class Engine:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: ModelRunner,
         policy: Policy,
         limits: Limits,
         decode: Decode | None = None,
@@ -64,7 +64,7 @@ class Engine:
         `calibration` straightens what the drafters say of themselves; without it they are taken at their word.
         """
         self.executor, self.policy, self.limits = executor, policy, limits
-        self.adaptive: Adaptive | None = None
+        self.adaptive: PolicySelector | None = None
         self._calibration = None if calibration is None else calibration.to(executor.device)
         self.clock = Clock()
         self.trace: StepTrace | None = None
@@ -73,15 +73,15 @@ class Engine:
         self._next_id = 0
         executor.allocate(self._scheduler.page_count, limits.page_size)
 
-    def adapt(
+    def enable_auto(
         self, policies: SequenceOf[Policy], forecast: Forecast, advance: Callable[[int], None] = lambda buckets: None
     ) -> None:
         """Measure what a step of each policy costs at each batch size and serve what pays from now on.
 
         `policies` hold plain decoding and stand in the order of their rows.
         """
-        seconds = measure(self.executor, policies, forecast, self.limits, advance)
-        self.adaptive = Adaptive(policies, seconds, forecast)
+        seconds = profile_step_cost(self.executor, policies, forecast, self.limits, advance)
+        self.adaptive = PolicySelector(policies, seconds, forecast)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -195,7 +195,9 @@ class Engine:
     def accept(self, batch: Batch, tree: Tree, verified: Verified) -> Accepted:
         with self.clock.stage("accept"), torch.inference_mode():
             depths = min(self.executor.block_size, self.policy.rows)
-            return accept(tree, choose(verified.logits, tree.depth, batch.context_len, depths, batch.sampling), depths)
+            return accept(
+                tree, sample_target(verified.logits, tree.depth, batch.context_len, depths, batch.sampling), depths
+            )
 
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         with self.clock.stage("commit"):
@@ -207,14 +209,20 @@ class Engine:
             self.clock.steps += 1
             self.trace = trace
             accepted = trace.accepted
-            counts, tokens, winners = accepted.count.tolist(), accepted.tokens.tolist(), accepted.winner.tolist()
+            counts, tokens, accepted_branches = (
+                accepted.count.tolist(),
+                accepted.tokens.tolist(),
+                accepted.accepted_branch.tolist(),
+            )
             if self.adaptive is not None:
                 active = len(trace.sequences)
-                self.adaptive.learn(trace.policy, _temperature(trace.sequences), counts[:active])
+                self.adaptive.update(trace.policy, _temperature(trace.sequences), counts[:active])
             outputs = []
-            for sequence, count, chosen, winner in zip(trace.sequences, counts, tokens, winners, strict=False):
+            for sequence, count, chosen, accepted_branch in zip(
+                trace.sequences, counts, tokens, accepted_branches, strict=False
+            ):
                 sequence.cached += count
-                sequence.stats.record(count, winner, trace.policy.rows, str(trace.policy))
+                sequence.stats.record(count, accepted_branch, trace.policy.rows, str(trace.policy))
                 outputs.append(self._take(sequence, chosen[:count]))
                 if sequence.finish is not None:
                     self._leave(sequence)
@@ -270,7 +278,7 @@ class Engine:
         if self.adaptive is not None:
             self.policy = self.adaptive.choose(_bucket(len(sequences)), _temperature(sequences))
         with self.clock.stage("commit"):
-            self.executor.settle(self.policy.runs)
+            self.executor.sync_drafters(self.policy.runs)
 
     def _prefill(self, sequence: Sequence, count: int) -> None:
         """One chunk, padded to its bucket."""

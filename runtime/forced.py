@@ -12,7 +12,7 @@ from d2sd.modeling.rows import KVPool, Rows
 
 
 @torch.inference_mode()
-def forced_logits(target: Decoder, tokens: Sequence[int], start: int = 0) -> Tensor:
+def teacher_forced_logits(target: Decoder, tokens: Sequence[int], start: int = 0) -> Tensor:
     """Logits [T - start, V] in fp32 behind each of `tokens` [T] from place `start` on."""
     body, weight = target.config.body, target.embed_tokens.weight
     no_pages = KVPool(body.num_layers, 1, 1, body.num_kv_heads, body.head_dim, weight.dtype, str(weight.device))

@@ -10,7 +10,7 @@ from d2sd.runtime.engine import StepTrace
 from d2sd.runtime.sequence import Sequence
 
 
-class Judged(NamedTuple):
+class NodeOutcome(NamedTuple):
     """A node whose parent was accepted: the target has said whether it is right."""
 
     drafter: int  # 0 the first, 1 the second
@@ -27,7 +27,7 @@ class Judged(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class StepObservation:
     """One request in one step."""
 
     sequence: Sequence
@@ -37,15 +37,15 @@ class Observation:
     merged: int
     rank: int | None  # of the branch that restarts exactly where that chain ends; None: no branch does
     rescued: bool  # the second pass's nodes carried acceptance beyond that chain
-    judged: list[Judged]
+    judged: list[NodeOutcome]
 
 
-def observe(trace: StepTrace) -> list[Observation]:
+def observe(trace: StepTrace) -> list[StepObservation]:
     """The facts of every request of a step."""
     return [_request(trace, row) for row in range(len(trace.sequences))]
 
 
-def _request(trace: StepTrace, row: int) -> Observation:
+def _request(trace: StepTrace, row: int) -> StepObservation:
     tree, accepted = trace.tree, trace.accepted
     count = int(accepted.count[row])
     path = accepted.path[row, :count].tolist()
@@ -60,31 +60,31 @@ def _request(trace: StepTrace, row: int) -> Observation:
         kept = trace.branches.tokens[row].tolist()
         starts = [tokens[:length] for tokens, length in zip(kept, lengths, strict=True)]
         rank = next((i for i, start in enumerate(starts) if start == best[:chain]), None)
-    return Observation(
+    return StepObservation(
         trace.sequences[row],
         count,
         chain,
         nodes,
         int(tree.merged[row]),
         rank,
-        trace.policy.second is not None and int(accepted.winner[row]) > 0 and count - 1 > chain,
+        trace.policy.second is not None and int(accepted.accepted_branch[row]) > 0 and count - 1 > chain,
         _judged(trace, row, nodes, path, lengths),
     )
 
 
-def _judged(trace: StepTrace, row: int, nodes: int, path: list[int], lengths: list[int]) -> list[Judged]:
+def _judged(trace: StepTrace, row: int, nodes: int, path: list[int], lengths: list[int]) -> list[NodeOutcome]:
     tree, second = trace.tree, trace.policy.second
     parent, depth = tree.parent[row, :nodes].tolist(), tree.depth[row, :nodes].tolist()
-    origin = tree.origin[row, :nodes].tolist()
+    branch_id = tree.branch_id[row, :nodes].tolist()
     logprob = (tree.score[row] - tree.score[row].gather(0, tree.parent[row])).tolist()
     right, elder = set(path), set()
     found = []
     for node in range(1, nodes):
         above = parent[node]
         if above in right:
-            branch = origin[node] if second is not None else 0  # a sample is of the first pass
+            branch = branch_id[node] if second is not None else 0  # a sample is of the first pass
             distance = depth[node] - 1 - (lengths[branch - 1] if branch else 0)
             drafter = second if branch and second is not None else 0
-            found.append(Judged(drafter, distance, above in elder, logprob[node], node in right, node))
+            found.append(NodeOutcome(drafter, distance, above in elder, logprob[node], node in right, node))
         elder.add(above)
     return found

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from d2sd.runtime.backends.model_runner import Executor
+from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.request import Limits, SamplingParams
-from d2sd.runtime.sampling.sample import Sampling, choose
+from d2sd.runtime.sampling.sample import Sampling, sample_target
 from d2sd.runtime.speculation.accept import accept
 from d2sd.runtime.speculation.policy import Off, Policy
 
@@ -36,13 +36,13 @@ _CONTEXT = 256
 
 
 @dataclass(slots=True)
-class Adaptive:
+class PolicySelector:
     """Chooses a policy for every step; plain decoding is among them."""
 
     policies: Sequence[Policy]
     seconds: Mapping[tuple[Policy, int], float]  # of a step, by batch bucket; where one is missing it does not pay
     forecast: Forecast
-    trust: float = 1.0  # observed drafts accepted over those forecast
+    acceptance_scale: float = 1.0  # observed drafts accepted over those forecast
     off: Policy = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,16 +56,16 @@ class Adaptive:
 
     def expected(self, policy: Policy, temperature: float) -> float:
         """Tokens a step, with what serving has taught."""
-        return 1 + self.trust * (forecast_tau(self.forecast, policy, temperature) - 1)
+        return 1 + self.acceptance_scale * (forecast_tau(self.forecast, policy, temperature) - 1)
 
-    def learn(self, policy: Policy, temperature: float, accepted: Sequence[int]) -> None:
+    def update(self, policy: Policy, temperature: float, accepted: Sequence[int]) -> None:
         """Hear what every request of a step accepted, bonus included."""
         promised = forecast_tau(self.forecast, policy, temperature) - 1
         if promised > 0:
             observed = (sum(accepted) / len(accepted) - 1) / promised
-            self.trust += (observed - self.trust) * len(accepted) / (_LEARNS + len(accepted))
+            self.acceptance_scale += (observed - self.acceptance_scale) * len(accepted) / (_LEARNS + len(accepted))
         else:  # nothing was drafted: the texts may have changed, so speculation gets another chance in time
-            self.trust += (1 - self.trust) / _FORGETS
+            self.acceptance_scale += (1 - self.acceptance_scale) / _FORGETS
 
 
 def forecast_tau(forecast: Forecast, policy: Policy, temperature: float) -> float:
@@ -77,8 +77,8 @@ def forecast_tau(forecast: Forecast, policy: Policy, temperature: float) -> floa
     return cold + warm * (hot - cold)
 
 
-def measure(
-    executor: Executor,
+def profile_step_cost(
+    executor: ModelRunner,
     policies: Sequence[Policy],
     forecast: Forecast,
     limits: Limits,
@@ -94,14 +94,14 @@ def measure(
     for bucket in buckets(limits.max_batch):
         batch = _batch(executor, limits, bucket)
         plain = found[off, bucket] = _time(executor, off, batch)
-        hopeless: set[str] = set()
+        pruned: set[str] = set()
         for policy in policies:
-            if policy is off or policy.name in hopeless:
+            if policy is off or policy.name in pruned:
                 continue
             seconds = found[policy, bucket] = _time(executor, policy, batch)
             best = max(max(curve) for curve in forecast.get(policy.name, ([1.0],)))
             if seconds > best * plain:
-                hopeless.add(policy.name)
+                pruned.add(policy.name)
         advance(1)
     return found
 
@@ -111,7 +111,7 @@ def buckets(max_batch: int) -> list[int]:
     return [1 << n for n in range((max_batch - 1).bit_length() + 1)]
 
 
-def _time(executor: Executor, policy: Policy, batch: Batch) -> float:
+def _time(executor: ModelRunner, policy: Policy, batch: Batch) -> float:
     _cycle(executor, policy, batch)
     taken = []
     for _ in range(_REPEATS):
@@ -123,9 +123,9 @@ def _time(executor: Executor, policy: Policy, batch: Batch) -> float:
     return statistics.median(taken)
 
 
-def _cycle(executor: Executor, policy: Policy, batch: Batch) -> None:
+def _cycle(executor: ModelRunner, policy: Policy, batch: Batch) -> None:
     """What `Engine.step` does on the device."""
-    executor.settle(policy.runs)
+    executor.sync_drafters(policy.runs)
     first = executor.draft_first(batch, policy.width) if policy.first == "drafter" else None
     branches = policy.branches(batch, first) if first is not None else None
     second = None
@@ -134,11 +134,12 @@ def _cycle(executor: Executor, policy: Policy, batch: Batch) -> None:
     tree = policy.build(batch, first, branches, second)
     verified = executor.verify(batch, tree)
     depths = min(executor.block_size, policy.rows)
-    accepted = accept(tree, choose(verified.logits, tree.depth, batch.context_len, depths, batch.sampling), depths)
+    chosen = sample_target(verified.logits, tree.depth, batch.context_len, depths, batch.sampling)
+    accepted = accept(tree, chosen, depths)
     executor.commit(batch, verified, accepted)
 
 
-def _batch(executor: Executor, limits: Limits, bucket: int) -> Batch:
+def _batch(executor: ModelRunner, limits: Limits, bucket: int) -> Batch:
     """Greedy requests of a usual length, whose pages are all page 0."""
     pages = limits.pages_for(min(_CONTEXT, limits.max_context)) + 1
     zeros = torch.zeros(bucket, dtype=torch.long, device=executor.device)
@@ -151,6 +152,6 @@ def _batch(executor: Executor, limits: Limits, bucket: int) -> Batch:
     )
 
 
-def _wait(executor: Executor) -> None:
+def _wait(executor: ModelRunner) -> None:
     if executor.device.startswith("cuda"):
         torch.cuda.synchronize()

@@ -17,19 +17,19 @@ class SequenceStats:
     """Counts over the decode steps of one request."""
 
     accepted: Counter[int] = field(default_factory=Counter)  # tokens committed by a step, bonus included -> steps
-    winners: Counter[int] = field(
+    accepted_branches: Counter[int] = field(
         default_factory=Counter
     )  # origin of the accepted path's end -> steps with a draft accepted
     rows: int = 0  # target rows verified
     policies: Counter[str] = field(default_factory=Counter)  # trees that served it -> steps
     preemptions: int = 0
 
-    def record(self, accepted: int, winner: int, rows: int, policy: str) -> None:
+    def record(self, accepted: int, accepted_branch: int, rows: int, policy: str) -> None:
         self.accepted[accepted] += 1
         self.policies[policy] += 1
         self.rows += rows
         if accepted > 1:
-            self.winners[winner] += 1
+            self.accepted_branches[accepted_branch] += 1
 
     @property
     def steps(self) -> int:
@@ -56,7 +56,7 @@ class SequenceStats:
         total = SequenceStats()
         for part in parts:
             total.accepted += part.accepted
-            total.winners += part.winners
+            total.accepted_branches += part.accepted_branches
             total.rows += part.rows
             total.policies += part.policies
             total.preemptions += part.preemptions

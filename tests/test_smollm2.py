@@ -11,8 +11,8 @@ import torch
 
 from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.convert.bundle.serving import chat_request, make_engine
-from d2sd.convert.validate.drafter_config import check_fit
-from d2sd.convert.validate.near_ties import TIE, first_difference, score_gap
+from d2sd.convert.validate.drafter_config import check_drafter_config
+from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
 from d2sd.errors import BuildError
 from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.recipe import Policy
@@ -54,9 +54,9 @@ def assert_lossless(bundle: Bundle, asked: list[Request], policy: Policy, plain:
     while engine.busy:
         engine.step()
     for request, sequence, expected in zip(asked, sequences, plain, strict=True):
-        place = first_difference(sequence.answer, expected)
+        place = first_mismatch(sequence.answer, expected)
         if place is not None:
-            assert score_gap(bundle.target, [*request.prompt, *expected[:place]], request.sampling) <= TIE
+            assert top2_margin(bundle.target, [*request.prompt, *expected[:place]], request.sampling) <= TIE_TOLERANCE
     return mean_tau(s.stats for s in sequences)
 
 
@@ -85,4 +85,4 @@ def test_a_drafter_read_one_layer_too_high_is_named(bundle: Bundle) -> None:
     shifted = copy.copy(bundle.first)
     shifted.config = replace(shifted.config, target_layer_ids=tuple(i + 1 for i in shifted.config.target_layer_ids))
     with pytest.raises(BuildError, match=r"acceptance rises from .* layer ids minus one"):
-        check_fit(replace(bundle, first=shifted, second=None), plain)
+        check_drafter_config(replace(bundle, first=shifted, second=None), plain)

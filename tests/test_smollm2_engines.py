@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[1]
 def build_all(folder: Path, recipe: Recipe, target: Decoder, drafters: dict[str, Drafter]) -> None:
     """Graphs and engines of all models; every attention became our plugin."""
     page, layers = recipe.limits.page_size, {"target": target.config.body.num_layers}
-    taps = next(iter(drafters.values())).config.target_layer_ids
-    export_target(target, taps, page, folder / "target.onnx")
+    aux_layer_ids = next(iter(drafters.values())).config.target_layer_ids
+    export_target(target, aux_layer_ids, page, folder / "target.onnx")
     for name, drafter in drafters.items():
         export_drafter(drafter, page, folder / f"{name}.onnx")
         layers[name] = drafter.config.body.num_layers

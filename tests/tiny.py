@@ -148,20 +148,22 @@ def feed(
     page_table: Tensor,
     context_len: Tensor,
     *,
-    taps: tuple[int, ...] = (),
+    aux_layer_ids: tuple[int, ...] = (),
 ) -> DecoderOutput:
     """Run tokens [B, T] as a causal chain behind the context and commit all of them."""
     rows = Rows.chain(tokens.shape[1], page_table, context_len)
-    out = decoder(tokens, rows, pool, taps)
+    out = decoder(tokens, rows, pool, aux_layer_ids)
     assert isinstance(out, DecoderOutput)
     pool.write(out.k, out.v, page_table, rows.positions, torch.ones_like(rows.positions, dtype=torch.bool))
     return out
 
 
-def full_pass(decoder: Decoder, tokens: Tensor, *, taps: tuple[int, ...] = ()) -> DecoderOutput:
+def full_pass(decoder: Decoder, tokens: Tensor, *, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
     """Run tokens [B, T] from position 0 in one pass, without any context: what every other way must agree with."""
     pool, page_table = pool_for(decoder.config.body, len(tokens), tokens.shape[1])
-    return feed(decoder, tokens, pool, page_table, torch.zeros(len(tokens), dtype=torch.long), taps=taps)
+    return feed(
+        decoder, tokens, pool, page_table, torch.zeros(len(tokens), dtype=torch.long), aux_layer_ids=aux_layer_ids
+    )
 
 
 def full_logits(decoder: Decoder, tokens: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ _PATIENCE = timedelta(days=7)
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class Dist:
     """`torchrun --nproc-per-node N` sets what `join` reads."""
 
     rank: int = 0
@@ -25,7 +25,7 @@ class World:
     device: str = "cpu"
 
     @staticmethod
-    def join() -> World:
+    def init() -> Dist:
         """Meet the other processes; one GPU each where there are GPUs."""
         cuda = torch.cuda.is_available()
         size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -34,13 +34,13 @@ class World:
         if cuda:
             torch.cuda.set_device(local)
         if size == 1:
-            return World(device=device)
+            return Dist(device=device)
         if not distributed.is_initialized():
             # gloo beside nccl: a barrier of hours on the CPU blocks no GPU
             distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_PATIENCE)
-        return World(distributed.get_rank(), size, device)
+        return Dist(distributed.get_rank(), size, device)
 
-    def leave(self) -> None:
+    def destroy(self) -> None:
         """Say goodbye to the others, if there are any.
 
         The group's threads end here: one that let go of a Python tensor while Python exits would abort the process.
@@ -48,7 +48,7 @@ class World:
         if self.size > 1:
             distributed.destroy_process_group()
 
-    def together(self, module: nn.Module) -> nn.Module:
+    def wrap_ddp(self, module: nn.Module) -> nn.Module:
         """`module`, its gradients averaged over all processes."""
         if self.size == 1:
             return module
@@ -64,16 +64,16 @@ class World:
             )  # fmt: skip
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this process writes files and shows progress."""
         return self.rank == 0
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until all are here."""
         if self.size > 1:
             distributed.all_reduce(torch.zeros(1))
 
-    def union(self, marks: Tensor) -> Tensor:
+    def all_reduce_any(self, marks: Tensor) -> Tensor:
         """Bool marks of any shape, on the CPU: what any process has marked."""
         if self.size == 1:
             return marks

@@ -1,10 +1,10 @@
-"""Where a drafter starts: the target's own last layers, reading a fusion that starts as one well-scaled tapped layer.
+"""A drafter's initial weights: the target's last layers, and a fusion that starts as one well-scaled auxiliary layer.
 
-A drafter's context K/V come from hidden_norm(fc(features)). With fc picking the deepest tap and hidden_norm holding a
-target layer's input_layernorm, the drafter's layer computes nearly that target layer's K/V before any training. The
-other taps' columns start small, scaled by each tap's typical norm: taps differ by a factor of ten and more, and the
-first token's massive activations (rms above 100 in SmolLM2) would hide that from a plain mean, so the median over
-tokens is taken.
+A drafter's context K/V come from hidden_norm(fc(features)). With fc picking the deepest auxiliary layer and hidden_norm
+holding a target layer's input_layernorm, the drafter's layer computes nearly that target layer's K/V before any
+training. The other auxiliary layers' columns start small, scaled by each layer's typical norm: norms differ by a factor
+of ten and more. The first token's massive activations (rms above 100 in SmolLM2) would dominate a plain mean, so the
+median over tokens is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from d2sd.modeling.layers import Layer
 from d2sd.train.data.features import TrainingData
 from d2sd.train_recipe import Geometry
 
-#: Sequences whose features show how large the taps are.
+#: Sequences whose features show how large the aux_layer_ids are.
 _SAMPLE = 64
 
 
@@ -66,7 +66,7 @@ def first_drafter(geometry: Geometry, target: Decoder, data: TrainingData, seed:
 
 @torch.no_grad()
 def drafter_from_target(config: DrafterConfig, target: Decoder, sample: Tensor, generator: torch.Generator) -> Drafter:
-    """A new fp32 drafter on the CPU. `sample [N, n·E]` are features of ordinary tokens, for the norms of the taps."""
+    """A new fp32 drafter on the CPU; `sample [N, n·E]`, features of ordinary tokens, gives the layers' norms."""
     drafter = Drafter(config)
     sample = sample.to(target.embed_tokens.weight.device)
     body = config.body
@@ -85,10 +85,10 @@ def drafter_from_target(config: DrafterConfig, target: Decoder, sample: Tensor, 
     drafter.norm.weight.copy_(target.norm.weight)
     drafter.hidden_norm.weight.copy_(sources[0].input_layernorm.weight)
 
-    taps = len(config.target_layer_ids)
-    rms = sample.float().view(len(sample), taps, -1).square().mean(-1).sqrt().median(0).values.cpu()  # [n]
+    aux_layer_ids = len(config.target_layer_ids)
+    rms = sample.float().view(len(sample), aux_layer_ids, -1).square().mean(-1).sqrt().median(0).values.cpu()  # [n]
     hidden = body.hidden_size
-    fusion = torch.randn(hidden, taps, hidden, generator=generator) * (0.2 * hidden**-0.5) / rms[None, :, None]
+    fusion = torch.randn(hidden, aux_layer_ids, hidden, generator=generator) * (0.2 * hidden**-0.5) / rms[None, :, None]
     fusion[:, -1] += torch.eye(hidden) / rms[-1]
     drafter.fc.weight.copy_(fusion.reshape(hidden, -1))
     return drafter

@@ -20,7 +20,7 @@ from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, draw_anchors, pack_blocks
 from d2sd.train.data.prefixes import choose_prefixes
 from d2sd.train.data.rng import Draws
-from d2sd.train.dist import World
+from d2sd.train.dist import Dist
 from d2sd.train.objectives.loss import BlockLoss, Candidates, first_rejections
 from d2sd.train.optimizer import Optimizer
 from d2sd.train.state import load_state, save_state
@@ -44,18 +44,18 @@ class Trainer:
         data: TrainingData,
         settings: TrainSettings,
         first: Drafter | None = None,
-        world: World | None = None,
+        dist: Dist | None = None,
     ) -> None:
         self.drafter, self.data, self.settings, self.first = drafter, data, settings, first
-        self.world = world or World()
+        self.dist = dist or Dist()
         self.step = 0
-        assert settings.batch % self.world.size == 0, "World.check says so to the user"
+        assert settings.batch % self.dist.size == 0, "World.check says so to the user"
         self._head, self._embedding = target.head.detach(), target.embed_tokens.weight.detach()
         self._frequent = data.frequent(settings.frequent, target.config.vocab_size)
         self._loss = BlockLoss(drafter, self._embedding, settings.objective)
-        self._wrapped = self.world.together(self._loss)
+        self._wrapped = self.dist.wrap_ddp(self._loss)
         self._optimizer = Optimizer(drafter, settings)
-        self._draws = Draws(settings.seed, len(data), settings.batch, self.world)
+        self._draws = Draws(settings.seed, len(data), settings.batch, self.dist)
         self._identity = {
             "settings": settings.model_dump(exclude={"save_every", "evaluate_every"}),
             "drafter": asdict(drafter.config),
@@ -71,16 +71,16 @@ class Trainer:
         settings = self.settings
         self.step = load_state(folder, self.drafter, self._optimizer, self._identity)
         while self.step < settings.steps:
-            said = self.world.mean(self._update())
+            said = self.dist.mean(self._update())
             self.step += 1
-            if self.world.leads:
+            if self.dist.is_main:
                 report(self.step, said)
             last = self.step == settings.steps
             if evaluate is not None and (last or self.step % settings.evaluate_every == 0):
                 evaluate(self.step)
-            if self.world.leads and (last or self.step % settings.save_every == 0):
+            if self.dist.is_main and (last or self.step % settings.save_every == 0):
                 save_state(folder, self.step, self.drafter, self._optimizer, self._identity)
-        self.world.wait()
+        self.dist.barrier()
 
     def _update(self) -> dict[str, float]:
         settings, numbers = self.settings, self._draws.numbers(self.step)
@@ -124,7 +124,7 @@ class Trainer:
         always = self._frequent.clone()
         for packed, _ in batches:
             always[packed.tokens[packed.inside]] = True
-        always = self.world.union(always)  # so that all processes draw the same others
+        always = self.dist.all_reduce_any(always)  # so that all processes draw the same others
         dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float32
         generator = self._draws.generator("candidates", self.step)
         return Candidates.draw(self._head, always, self.settings.negatives, dtype, generator)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.gpu.shapes import PAGE_SIZE, Shape
 from d2sd.plugins.cascade_attention import cascade_attention
-from d2sd.plugins.cascade_attention.mask import pack_visible
+from d2sd.plugins.cascade_attention.mask import pack_mask_bits
 from d2sd.plugins.fp8 import from_pages, to_pages
 
 # Shape letters as in plugins/cascade_attention/reference.py.
@@ -36,14 +36,14 @@ class Call:
     v_pages: Tensor
     page_table: Tensor
     context_len: Tensor
-    visible: Tensor
+    attn_mask: Tensor
     k_scale: Tensor | None
     v_scale: Tensor | None
 
     def fused(self) -> tuple[Tensor | None, ...]:
         """Arguments of the fused kernel: the mask packed."""
-        q, k, v, k_pages, v_pages, table, length, visible, k_scale, v_scale = vars(self).values()
-        return q, k, v, k_pages, v_pages, table, length, pack_visible(visible), k_scale, v_scale
+        q, k, v, k_pages, v_pages, table, length, attn_mask, k_scale, v_scale = vars(self).values()
+        return q, k, v, k_pages, v_pages, table, length, pack_mask_bits(attn_mask), k_scale, v_scale
 
 
 def make_call(shape: Shape, device: str, seed: int = 0) -> Call:
@@ -82,11 +82,11 @@ def trees(batch: int, rows: int, seed: int) -> Tensor:
     """[B, T, T] bool: ancestors and itself, in random trees whose row t hangs behind one of the eight rows before."""
     draw = torch.Generator().manual_seed(seed)
     back = 1 + torch.randint(0, 8, (batch, rows), generator=draw)
-    visible = torch.eye(rows, dtype=torch.bool).repeat(batch, 1, 1)
+    attn_mask = torch.eye(rows, dtype=torch.bool).repeat(batch, 1, 1)
     every = torch.arange(batch)
     for row in range(1, rows):
-        visible[:, row] |= visible[every, (row - back[:, row]).clamp(min=0)]
-    return visible
+        attn_mask[:, row] |= attn_mask[every, (row - back[:, row]).clamp(min=0)]
+    return attn_mask
 
 
 def reference(call: Call, request: int) -> Tensor:
@@ -94,16 +94,16 @@ def reference(call: Call, request: int) -> Tensor:
     one = slice(request, request + 1)
     return cascade_attention(
         call.q[one], call.k[one], call.v[one], call.k_pages, call.v_pages, call.page_table[one],
-        call.context_len[one], call.visible[one], call.k_scale, call.v_scale,
+        call.context_len[one], call.attn_mask[one], call.k_scale, call.v_scale,
     )  # fmt: skip
 
 
-def compare(found: Tensor, call: Call, visible: Tensor | None = None) -> dict[str, float]:
+def compare(found: Tensor, call: Call, attn_mask: Tensor | None = None) -> dict[str, float]:
     """Errors of a result [B, T, Hq, D]; raises `Wrong` past the bounds.
 
-    Of a large batch the first and the last request are looked at. `visible` stands in for the call's own mask.
+    Of a large batch the first and the last request are looked at. `attn_mask` stands in for the call's own mask.
     """
-    used = call if visible is None else Call(**vars(call) | {"visible": visible})
+    used = call if attn_mask is None else Call(**vars(call) | {"attn_mask": attn_mask})
     assert found.dtype == call.q.dtype, found.dtype
     scale = 1.0 if call.v_scale is None else float(call.v_scale)
     largest = max(

@@ -28,12 +28,12 @@ def flashinfer(call: Call) -> Run:
     batch, rows, heads, size = call.q.shape
     pages, ends, indices = longer_pages(call)
     wrapper = wrapper_class(torch.empty(128 << 20, dtype=torch.uint8, device=call.q.device), "NHD")
-    context = call.visible.new_ones(batch, rows, call.page_table.shape[1] * PAGE_SIZE)
+    context = call.attn_mask.new_ones(batch, rows, call.page_table.shape[1] * PAGE_SIZE)
     wrapper.plan(
         torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=call.q.device), ends, indices,
         torch.full((batch,), (rows - 1) % PAGE_SIZE + 1, dtype=torch.int32, device=call.q.device),
         heads, call.k.shape[2], size, PAGE_SIZE,
-        custom_mask=torch.cat([context, call.visible], dim=2).flatten(), q_data_type=call.q.dtype,
+        custom_mask=torch.cat([context, call.attn_mask], dim=2).flatten(), q_data_type=call.q.dtype,
         kv_data_type=call.q.dtype,
     )  # fmt: skip
     queries = call.q.flatten(0, 1)

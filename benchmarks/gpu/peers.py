@@ -61,7 +61,7 @@ def bias(call: Call) -> Tensor:
     batch, rows, heads = call.q.shape[:3]
     group = heads // call.k.shape[2]
     context = in_context(call)[:, None].expand(batch, rows, -1)
-    seen = torch.cat([context, call.visible], dim=2)
+    seen = torch.cat([context, call.attn_mask], dim=2)
     hidden = torch.zeros(seen.shape, dtype=call.q.dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
     return hidden.repeat(1, group, 1)[:, None]
 
@@ -94,12 +94,12 @@ def sdpa(call: Call, keys: Tensor, values: Tensor, mask: Tensor | None, backend:
 
 def flex(call: Call, keys: Tensor, values: Tensor) -> Run:
     """FlexAttention, compiled on CUDA; the result [B, Hq, T, D] is to be transposed. The mask is built beforehand."""
-    lengths, visible = call.context_len, call.visible
+    lengths, attn_mask = call.context_len, call.attn_mask
     batch, rows = call.q.shape[:2]
     context = keys.shape[2] - rows
 
     def seen(b: Tensor, _: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        return torch.where(key < context, key < lengths[b], visible[b, row, (key - context).clamp(min=0)])
+        return torch.where(key < context, key < lengths[b], attn_mask[b, row, (key - context).clamp(min=0)])
 
     mask = create_block_mask(seen, batch, None, rows, keys.shape[2], device=call.q.device)
     queries = call.q.transpose(1, 2).contiguous()

@@ -15,7 +15,7 @@ from benchmarks.gpu.call import Call, compare, make_call
 from benchmarks.gpu.cases import Case, Note
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.timing import captured
-from d2sd.plugins.cascade_attention.mask import pack_visible
+from d2sd.plugins.cascade_attention.mask import pack_mask_bits
 from d2sd.plugins.cascade_attention.triton.launch import fused_cascade_attention
 
 #: Captured with the first lengths, replayed with all; one request at least always fills the bucket's 2048 slots.
@@ -30,7 +30,7 @@ def cases() -> Iterator[Case]:
 def replayed(shape: Shape, _: Note, device: str = "cuda") -> dict[str, Any]:
     """Errors of every replay as parts of what they may be: the worst."""
     call = make_call(shape, device)
-    packed = pack_visible(call.visible)
+    packed = pack_mask_bits(call.attn_mask)
 
     def run() -> torch.Tensor:
         return fused_cascade_attention(
@@ -42,7 +42,7 @@ def replayed(shape: Shape, _: Note, device: str = "cuda") -> dict[str, Any]:
     worst: dict[str, float] = {}
     for seed, lengths in enumerate(LENGTHS, start=1):
         _fill(call, make_call(replace(shape, contexts=lengths), device, seed))
-        packed.copy_(pack_visible(call.visible))
+        packed.copy_(pack_mask_bits(call.attn_mask))
         out.fill_(float("nan"))
         replay()
         errors = compare(out, call)

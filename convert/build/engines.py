@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from d2sd.convert.build.plan import Plan
-from d2sd.convert.build.stage_cache import Work
+from d2sd.convert.build.stage_cache import StageCache
 from d2sd.convert.checkpoint.drafter import load_drafter
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.convert.checkpoint.weights import DTYPES
@@ -38,11 +38,11 @@ class EngineBuild:
     """Graphs and engines of one plan; `trt` builds them."""
 
     plan: Plan
-    work: Work
+    work: StageCache
     trt: TensorRT
 
     @classmethod
-    def of(cls, plan: Plan, work: Work) -> EngineBuild | None:
+    def of(cls, plan: Plan, work: StageCache) -> EngineBuild | None:
         """Those that the recipe wants. Raises `BuildError` where something that builds them is not installed."""
         if plan.recipe.engines is None:
             return None
@@ -66,11 +66,12 @@ class EngineBuild:
     def run(self, common: Mapping[str, object], models: Mapping[str, str]) -> tuple[dict[str, str], Built]:
         """Run all stages behind the models' `files` -> hash; returns the new files' and what was built."""
         recipe, size = self.plan.recipe, self.plan.weight_bytes
-        taps = self._taps()
+        aux_layer_ids = self._aux_layer_ids()
         inputs = dict(common) | {
-            "models": list(models.items()), "tools": self.tools, "taps": taps, "page_size": recipe.limits.page_size
+            "models": list(models.items()), "tools": self.tools, "aux_layer_ids": aux_layer_ids,
+            "page_size": recipe.limits.page_size,
         }  # fmt: skip
-        files = dict(self.work.stage(GRAPHS, inputs, size, lambda folder: self._export(folder, taps)).files)
+        files = dict(self.work.stage(GRAPHS, inputs, size, lambda folder: self._export(folder, aux_layer_ids)).files)
         graphs = list(files.items())
         profiles = {part.name: make_profiles(recipe, self.trt.name, part.config) for part in self.plan.parts}
         plugins: dict[str, int] = {}
@@ -90,19 +91,19 @@ class EngineBuild:
         )  # fmt: skip
         return files, built
 
-    def _taps(self) -> tuple[int, ...]:
+    def _aux_layer_ids(self) -> tuple[int, ...]:
         """Target layers that drafters read; both read the same."""
         configs = [part.config for part in self.plan.drafters]
         return configs[0].target_layer_ids if configs and isinstance(configs[0], DrafterConfig) else ()
 
-    def _export(self, folder: Path, taps: tuple[int, ...]) -> None:
+    def _export(self, folder: Path, aux_layer_ids: tuple[int, ...]) -> None:
         recipe = self.plan.recipe
         dtype, page_size = DTYPES[recipe.precision], recipe.limits.page_size
         with self.work.progress("writing graphs", len(self.plan.parts)) as advance:
             for part in self.plan.parts:
                 source, file = self.work.bundle / part.name, folder / f"{part.name}.onnx"
                 if part is self.plan.target:
-                    export_target(load_target(source, dtype), taps, page_size, file)
+                    export_target(load_target(source, dtype), aux_layer_ids, page_size, file)
                 else:
                     export_drafter(load_drafter(source, dtype), page_size, file)
                 advance(1)

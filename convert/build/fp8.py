@@ -16,7 +16,7 @@ from typing import Any
 
 from d2sd.convert.build.fp8_scales import ModelOpt, quantize_drafter, quantize_target
 from d2sd.convert.build.plan import Part, Plan
-from d2sd.convert.build.stage_cache import Work
+from d2sd.convert.build.stage_cache import StageCache
 from d2sd.convert.bundle.load import Bundle
 from d2sd.convert.checkpoint.drafter import load_drafter, write_drafter
 from d2sd.convert.checkpoint.offline import load_tokenizer
@@ -54,7 +54,7 @@ class Fp8Build:
     """`plain` is the manifest of the same bundle without FP8; `source` a folder with the target in 16 bits."""
 
     plan: Plan
-    work: Work
+    work: StageCache
     trials: Fp8Trials
     modelopt: ModelOpt
     plain: Manifest
@@ -67,7 +67,7 @@ class Fp8Build:
 
     def texts(self) -> list[Text]:
         """The stage `texts`, read back."""
-        values = json.loads((self.work.hidden / "texts" / "texts.json").read_text("utf-8"))["texts"]
+        values = json.loads((self.work.internal / "texts" / "texts.json").read_text("utf-8"))["texts"]
         return [Text(**text) for text in values]
 
     def inputs(self) -> dict[str, object]:

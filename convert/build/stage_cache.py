@@ -39,7 +39,7 @@ class Marker:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StageCache:
     """The hidden folder beside one output."""
 
     output: Path
@@ -48,7 +48,7 @@ class Work:
     finished: Callable[[str], None]
 
     @classmethod
-    def beside(cls, output: Path, progress: Progress, finished: Callable[[str], None]) -> Work:
+    def for_output(cls, output: Path, progress: Progress, finished: Callable[[str], None]) -> StageCache:
         """Prepare work for `output`; only a bundle, or nothing, may lie there, for publishing replaces it."""
         output = output.resolve()
         empty = not output.exists() or (output.is_dir() and not any(output.iterdir()))
@@ -61,11 +61,11 @@ class Work:
         return self.folder / "bundle"
 
     @property
-    def hidden(self) -> Path:
+    def internal(self) -> Path:
         return self.folder / "hidden"
 
     @contextmanager
-    def exclusively(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Hold the folder; where an error leaves nothing to resume, leave nothing at all."""
         with exclusive(self.folder / "lock", wait=False):
             try:
@@ -85,16 +85,16 @@ class Work:
         finally:
             remove(folder)
 
-    def keep_only(self, stages: set[str]) -> None:
+    def prune(self, stages: set[str]) -> None:
         """Drop the folders that an earlier recipe left in the unpublished bundle; a stage may be of two names, a/b."""
         above = {stage.partition("/")[0] for stage in stages if "/" in stage}
         for path in (*self.bundle.glob("*"), *(below for name in above for below in (self.bundle / name).glob("*"))):
             if path.is_dir() and path.relative_to(self.bundle).as_posix() not in stages | above:
                 remove(path)
 
-    def stage(self, name: str, inputs: object, need: int, run: Run, *, hidden: bool = False) -> Marker:
+    def stage(self, name: str, inputs: object, need: int, run: Run, *, internal: bool = False) -> Marker:
         """Return the marker of the stage writing `bundle/<name>` (`need` bytes), running it unless it is finished."""
-        root = self.hidden if hidden else self.bundle
+        root = self.internal if internal else self.bundle
         folder, path = root / name, self.folder / "stages" / f"{name.replace('/', '-')}.json"
         marker = self._resume(path, root, name, digest(inputs))
         if marker is None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
     from d2sd.manifest import Engines
     from d2sd.modeling.drafter import Drafter
-    from d2sd.runtime.backends.model_runner import TorchExecutor
+    from d2sd.runtime.backends.model_runner import ModelRunner
 
 ExecutorName = Literal["torch", "onnx", "tensorrt"]
 executor_option = click.option(
@@ -25,17 +25,17 @@ executor_option = click.option(
 MODELS = ("target", "drafter_first", "drafter_second")
 
 
-def make_executor(bundle: Bundle, drafters: Sequence[Drafter], name: ExecutorName, device: str) -> TorchExecutor:
+def make_runner(bundle: Bundle, drafters: Sequence[Drafter], name: ExecutorName, device: str) -> ModelRunner:
     """An executor over the target and these drafters, the first ones of the bundle.
 
     Raises `BundleError` where the bundle has no graphs or engines, or they do not run here, `BuildError` where TensorRT
     is not installed.
     """
-    from d2sd.runtime.backends.model_runner import TorchExecutor
+    from d2sd.runtime.backends.model_runner import ModelRunner
 
     if name == "torch":
         models = [drafter.to(device) for drafter in drafters]
-        return TorchExecutor(bundle.target.to(device), *models, block_size=bundle.recipe.tree.block_size)
+        return ModelRunner(bundle.target.to(device), *models, block_size=bundle.recipe.tree.block_size)
     built = bundle.manifest.engines
     if built is None:
         raise BundleError(
@@ -47,9 +47,9 @@ def make_executor(bundle: Bundle, drafters: Sequence[Drafter], name: ExecutorNam
     return _tensorrt(bundle, drafters, built)
 
 
-def _onnx(bundle: Bundle, drafters: Sequence[Drafter]) -> TorchExecutor:
+def _onnx(bundle: Bundle, drafters: Sequence[Drafter]) -> ModelRunner:
     from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession
-    from d2sd.runtime.backends.model_runner import TorchExecutor
+    from d2sd.runtime.backends.model_runner import ModelRunner
 
     recipe = bundle.recipe
     if recipe.precision == "bf16":
@@ -59,12 +59,14 @@ def _onnx(bundle: Bundle, drafters: Sequence[Drafter]) -> TorchExecutor:
         )  # fmt: skip
     sessions = [OnnxSession(bundle.path / "onnx" / f"{model}.onnx") for model in MODELS[: 1 + len(drafters)]]
     graphs = [GraphDrafter(d, s, recipe.limits.page_size) for d, s in zip(drafters, sessions[1:], strict=True)]
-    taps = bundle.first.config.target_layer_ids if bundle.first else ()
-    return TorchExecutor(GraphDecoder(bundle.target, taps, sessions[0]), *graphs, block_size=recipe.tree.block_size)
+    aux_layer_ids = bundle.first.config.target_layer_ids if bundle.first else ()
+    return ModelRunner(
+        GraphDecoder(bundle.target, aux_layer_ids, sessions[0]), *graphs, block_size=recipe.tree.block_size
+    )
 
 
-def _tensorrt(bundle: Bundle, drafters: Sequence[Drafter], built: Engines) -> TorchExecutor:
-    from d2sd.runtime.backends.tensorrt import engine_executor
+def _tensorrt(bundle: Bundle, drafters: Sequence[Drafter], built: Engines) -> ModelRunner:
+    from d2sd.runtime.backends.tensorrt import engine_runner
     from d2sd.runtime.backends.tensorrt_checks import EngineFile, this_device
     from d2sd.tensorrt_env import find_tensorrt
 
@@ -79,12 +81,12 @@ def _tensorrt(bundle: Bundle, drafters: Sequence[Drafter], built: Engines) -> To
         for model in MODELS[: 1 + len(drafters)]
     ]  # fmt: skip
     recipe = bundle.recipe
-    taps = bundle.first.config.target_layer_ids if bundle.first else ()
-    return engine_executor(
+    aux_layer_ids = bundle.first.config.target_layer_ids if bundle.first else ()
+    return engine_runner(
         trt,
         (bundle.target, files[0]),
         *zip(drafters, files[1:], strict=True),
-        taps=taps,
+        aux_layer_ids=aux_layer_ids,
         page_size=recipe.limits.page_size,
         block_size=recipe.tree.block_size,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from d2sd.convert.bundle.backends import ExecutorName, make_executor
+from d2sd.convert.bundle.backends import ExecutorName, make_runner
 from d2sd.errors import BundleError
 from d2sd.progress import bar
 from d2sd.recipe import Policy
@@ -12,7 +12,7 @@ from d2sd.recipe import Policy
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
     from d2sd.runtime.engine import Engine
-    from d2sd.runtime.policy_selector import Adaptive
+    from d2sd.runtime.policy_selector import PolicySelector
     from d2sd.runtime.request import Request, SamplingParams
     from d2sd.runtime.speculation.policy import Policy as TreePolicy
     from d2sd.runtime.speculation.policy import PolicyName
@@ -30,7 +30,7 @@ def make_engine(
     executor: ExecutorName = "torch",
     max_batch: int | None = None,
     calibrated: bool = True,
-    adaptive: Adaptive | None = None,
+    adaptive: PolicySelector | None = None,
 ) -> Engine:
     """An engine over the bundle's models; what is not given is the recipe's.
 
@@ -54,7 +54,7 @@ def make_engine(
     models = [drafter for drafter in drafters if drafter is not None]
     limits, file = recipe.limits, bundle.calibration
     engine = Engine(
-        make_executor(bundle, models, executor, device),
+        make_runner(bundle, models, executor, device),
         candidates[-1],
         Limits(max_batch or limits.max_batch, limits.max_context, limits.page_size, limits.prefill_chunk),
         decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),
@@ -65,7 +65,7 @@ def make_engine(
     elif len(candidates) > 1 and file is not None:
         curves = {name: (file.tau["0"][name], file.tau["1"][name]) for name in file.tau["0"]}
         with bar("measuring step costs", len(buckets(engine.limits.max_batch))) as advance:
-            engine.adapt(candidates, curves, advance)
+            engine.enable_auto(candidates, curves, advance)
     return engine
 
 

@@ -71,7 +71,7 @@ def _check_quantization(directory: Path, raw: HFConfig, layers: int) -> None:
         )  # fmt: skip
 
 
-def check_fit(config: DrafterConfig, target: DecoderConfig, *, role: Role, block_size: int, where: Path) -> None:
+def check_compatible(config: DrafterConfig, target: DecoderConfig, *, role: Role, block_size: int, where: Path) -> None:
     """Refuse a drafter that was not made for this target, this role or this block size.
 
     Every one of these would run, and quietly accept nothing.

@@ -59,7 +59,7 @@ def _rows(recipe: Recipe, body: BodyConfig, b: _Size, t: _Size) -> Profile:
     w = (-(-t[0] // WORD), -(-t[1] // WORD), -(-t[2] // WORD))
     return {
         "embedded": _shapes([b, t, _just(body.hidden_size)]), "positions": _shapes([b, t]),
-        "visible": _shapes([b, t, w]), "page_table": _shapes([b, m]), "context_len": _shapes([b]),
+        "attn_mask": _shapes([b, t, w]), "page_table": _shapes([b, m]), "context_len": _shapes([b]),
         **{f"{kind}_pages_{layer}": _shapes(page) for kind in "kv" for layer in range(body.num_layers)},
     }  # fmt: skip
 

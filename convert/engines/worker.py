@@ -19,7 +19,7 @@ from d2sd.errors import BuildError, D2SDError
 from d2sd.plugins.cascade_attention.onnx import BLOCK, TREE
 from d2sd.plugins.cascade_attention.tensorrt.plugin import register
 from d2sd.plugins.cascade_attention.triton.tiles import HEAD_STEP, LARGEST_HEAD
-from d2sd.tensorrt_env import COMPUTE, Builder, Heard, TensorRT, find_tensorrt
+from d2sd.tensorrt_env import COMPUTE, Builder, ErrorLog, TensorRT, find_tensorrt
 
 #: Rises with every change of `configure`: engines that were built otherwise are built again.
 SETTINGS = 1
@@ -59,7 +59,7 @@ def build_engine(job: Job) -> Report:
             f"{trt.name} builds no engines for this.", where="engines.compute", found=job.compute,
             expected=", ".join(trt.targets),
         )  # fmt: skip
-    heard = Heard(trt.module)
+    heard = ErrorLog(trt.module)
     if job.plugins:
         register(trt.module)
     builder = trt.module.Builder(heard.log)

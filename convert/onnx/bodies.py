@@ -3,7 +3,7 @@
 Embedding and head stay outside: three models share them, so an engine each would hold them three times. K/V pools are
 inputs, one a layer; what new rows have computed is an output, and who keeps the pools commits it.
 
-    target    embedded, positions, visible, page_table, context_len, pages      -> hidden, features, k, v
+    target    embedded, positions, attn_mask, page_table, context_len, pages      -> hidden, features, k, v
     drafter   the same, and features, feature_positions, feature_len of context
               that the pages do not hold yet                                    -> hidden, k, v of that context
 """
@@ -21,35 +21,42 @@ from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
 from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, attributes
 
 # Shape letters: B requests, T rows, C new context rows, W words of visibility, M pages a request, P pages, Z tokens a
-# page, E hidden, n tapped layers, L layers, Hkv heads, D head size.
+# page, E hidden, n auxiliary layers, L layers, Hkv heads, D head size.
 
 
 class TargetBody(nn.Module):
     """For export alone: its attention returns zeros."""
 
-    def __init__(self, target: Decoder, taps: tuple[int, ...]) -> None:
+    def __init__(self, target: Decoder, aux_layer_ids: tuple[int, ...]) -> None:
         super().__init__()
-        self.layers, self.norm, self._rotary, self._taps = target.layers, target.norm, target.rotary, taps
+        self.layers, self.norm, self._rotary, self._aux_layer_ids = (
+            target.layers,
+            target.norm,
+            target.rotary,
+            aux_layer_ids,
+        )
 
     def forward(
-        self, embedded: Tensor, positions: Tensor, visible: Tensor, page_table: Tensor, context_len: Tensor,
+        self, embedded: Tensor, positions: Tensor, attn_mask: Tensor, page_table: Tensor, context_len: Tensor,
         k_pages: list[Tensor], v_pages: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """embedded [B, T, E] -> hidden [B, T, E], normed; features [B, T, n·E]; k, v [L, B, T, Hkv, D]."""
         x, cos_sin = embedded, self._rotary(positions, embedded.dtype)
-        keys, values, tapped = [], [], {}
+        keys, values, aux = [], [], {}
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             pages = [k_pages[index], v_pages[index]]
-            return _node(TREE, [q, k, v, *pages, page_table, context_len, visible], q)
+            return _node(TREE, [q, k, v, *pages, page_table, context_len, attn_mask], q)
 
         for index, layer in enumerate(self.layers):
             x, k, v = layer(x, cos_sin, index, attend)
             keys.append(k)
             values.append(v)
-            if index in self._taps:
-                tapped[index] = x
-        features = torch.cat([tapped[i] for i in self._taps], dim=-1) if self._taps else x[..., :0]
+            if index in self._aux_layer_ids:
+                aux[index] = x
+        features = (
+            torch.cat([aux[i] for i in self._aux_layer_ids], dim=-1) if self._aux_layer_ids else x[..., :0]
+        )
         return self.norm(x), features, torch.stack(keys), torch.stack(values)
 
 
@@ -61,7 +68,7 @@ class DrafterBody(nn.Module):
         self._drafter = drafter
 
     def forward(
-        self, embedded: Tensor, positions: Tensor, visible: Tensor, page_table: Tensor, context_len: Tensor,
+        self, embedded: Tensor, positions: Tensor, attn_mask: Tensor, page_table: Tensor, context_len: Tensor,
         features: Tensor, feature_positions: Tensor, feature_len: Tensor,
         k_pages: list[Tensor], v_pages: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -70,7 +77,7 @@ class DrafterBody(nn.Module):
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             new, pages = [new_k[index], new_v[index], feature_len], [k_pages[index], v_pages[index]]
-            return _node(BLOCK, [q, k, v, *new, *pages, page_table, context_len, visible], q)
+            return _node(BLOCK, [q, k, v, *new, *pages, page_table, context_len, attn_mask], q)
 
         return self._drafter(embedded, positions, attend), new_k, new_v
 
@@ -124,7 +131,7 @@ def _zero() -> Tensor:
     return torch.zeros((), dtype=torch.float8_e4m3fn)
 
 
-def spell_fp8(body: nn.Module, dtype: torch.dtype) -> None:
+def lower_fp8_to_qdq(body: nn.Module, dtype: torch.dtype) -> None:
     """Put ONNX's operators in the place of every FP8 layer of a body, in place."""
     made: dict[type[nn.Module], Any] = {Fp8Linear: _QuantizedLinear, Fp8Cache: _QuantizedCache}
     for parent in list(body.modules()):

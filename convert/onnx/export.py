@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from d2sd.convert.onnx.bodies import DrafterBody, TargetBody, spell_fp8
+from d2sd.convert.onnx.bodies import DrafterBody, TargetBody, lower_fp8_to_qdq
 from d2sd.errors import BuildError
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
@@ -29,7 +29,7 @@ from d2sd.plugins.cascade_attention.onnx import DOMAIN, OPSET, functions
 TOOLS = ("onnx", "onnxscript", "onnxruntime")
 #: Names of the graphs' outputs.
 TARGET_OUTPUTS, DRAFTER_OUTPUTS = ("hidden", "features", "k", "v"), ("hidden", "k", "v")
-_ROWS = ("embedded", "positions", "visible", "page_table", "context_len")
+_ROWS = ("embedded", "positions", "attn_mask", "page_table", "context_len")
 _FEATURES = ("features", "feature_positions", "feature_len")
 _B, _T, _W, _M, _P, _C = (
     Dim("B", min=1, max=4096), Dim("T", min=1, max=4096), Dim("W", min=1, max=128), Dim("M", min=1, max=1 << 20),
@@ -46,13 +46,21 @@ def demand_exporter() -> None:
         )  # fmt: skip
 
 
-def export_target(target: Decoder, taps: tuple[int, ...], page_size: int, file: Path) -> None:
-    """Write the target's graph; `taps` are the layers that drafters read. Raises `BuildError` without the extra."""
+def export_target(target: Decoder, aux_layer_ids: tuple[int, ...], page_size: int, file: Path) -> None:
+    """Write the target's graph; `aux_layer_ids` are the layers that drafters read.
+
+    Raises `BuildError` without the extra `engines`.
+    """
     body, dtype = target.config.body, target.embed_tokens.weight.dtype
     rows, shapes = _example_rows(body, dtype)
     pools, pool_shapes = _example_pools(body, page_size, dtype)
     _export(
-        TargetBody(target, taps), [*rows, *pools], [*shapes, *pool_shapes], _names(_ROWS, body), TARGET_OUTPUTS, file
+        TargetBody(target, aux_layer_ids),
+        [*rows, *pools],
+        [*shapes, *pool_shapes],
+        _names(_ROWS, body),
+        TARGET_OUTPUTS,
+        file,
     )
 
 
@@ -97,7 +105,7 @@ def _export(
     import onnx
 
     body = copy.deepcopy(body).eval().requires_grad_(False)
-    spell_fp8(body, inputs[0].dtype)
+    lower_fp8_to_qdq(body, inputs[0].dtype)
     with torch.inference_mode(), _quiet():
         program = torch.onnx.export(
             body, tuple(inputs), dynamo=True, opset_version=OPSET, dynamic_shapes=tuple(shapes), input_names=names,
@@ -108,7 +116,7 @@ def _export(
     model.functions.extend(functions())
     if all(opset.domain != DOMAIN for opset in model.opset_import):
         model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
-    _forget_origin(model)
+    strip_metadata(model)
     file.parent.mkdir(parents=True, exist_ok=True)
     onnx.save(model, file, save_as_external_data=True, location=f"{file.name}.data", size_threshold=1024)
 
@@ -126,7 +134,7 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def _forget_origin(model: Any) -> None:
+def strip_metadata(model: Any) -> None:
     """Drop what tells of the machine and the source lines; names of nodes stay."""
     model.ClearField("producer_version")
     for holder in (model, model.graph):

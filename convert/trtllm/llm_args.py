@@ -44,7 +44,7 @@ _COMMANDS = {
 }
 
 
-def unserved(recipe: Recipe) -> str | None:
+def unsupported_reason(recipe: Recipe) -> str | None:
     """Why TensorRT-LLM cannot serve what `recipe` makes; None where it can."""
     if recipe.drafters.first is None:
         return "there is no drafter"
@@ -53,12 +53,12 @@ def unserved(recipe: Recipe) -> str | None:
     return None
 
 
-def write_faces(folder: Path, recipe: Recipe) -> None:
+def write_llm_args(folder: Path, recipe: Recipe) -> None:
     """Write `folder`, a bundle's `trtllm`, beside drafters that are there already. Raises `D2SDError`.
 
-    Not for what is `unserved`.
+    Not for what is `unsupported_reason`.
     """
-    assert unserved(recipe) is None
+    assert unsupported_reason(recipe) is None
     values = arguments(HFConfig.read(folder.parent / "drafter_first"), recipe)
     names = [DFLASH] if recipe.drafters.second is None else [DFLASH, D2SD]
     folder.mkdir(parents=True)
@@ -94,7 +94,7 @@ def arguments(drafter: HFConfig, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def check_faces(bundle: Path) -> list[str]:
+def check_llm_args(bundle: Path) -> list[str]:
     """Check the YAML of a bundle, which may have been edited, and return its names. Raises `BundleError`."""
     folder = bundle / FOLDER
     names = [name for name in (DFLASH, D2SD) if (folder / name).is_file()]

@@ -20,7 +20,7 @@ def check_bundle(bundle: Bundle) -> dict[str, Any]:
     below `checks.min_tau`.
     """
     from d2sd.convert.bundle.serving import chat_request, make_engine
-    from d2sd.convert.validate.drafter_config import check_fit
+    from d2sd.convert.validate.drafter_config import check_drafter_config
     from d2sd.convert.validate.graph_parity import check_graphs
     from d2sd.prompts import OWN_PROMPTS, read_prompts
     from d2sd.runtime.request import SamplingParams
@@ -33,7 +33,7 @@ def check_bundle(bundle: Bundle) -> dict[str, Any]:
     requests = [r for r in requests if len(r.prompt) + budget <= recipe.limits.max_context]
     sequences = make_engine(bundle, policy="off").generate(requests)
     plain = [s.answer for s in sequences]
-    fit = check_fit(bundle, sequences)
+    fit = check_drafter_config(bundle, sequences)
     runnable: tuple[tuple[Policy, object], ...] = (
         ("chain", bundle.first), ("d2sd", bundle.second), ("hybrid", bundle.second),
     )  # fmt: skip
@@ -72,14 +72,14 @@ def _explain(
     bundle: Bundle, policy: str, answers: list[list[int]], plain: list[list[int]], prompts: list[tuple[int, ...]]
 ) -> None:
     """Raise BuildError for the first difference where plain decoding's two best logits are no tie."""
-    from d2sd.convert.validate.near_ties import TIE, first_difference, score_gap
+    from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
 
     for prompt, answer, expected in zip(prompts, answers, plain, strict=True):
-        place = first_difference(answer, expected)
+        place = first_mismatch(answer, expected)
         if place is None:
             continue
-        gap = score_gap(bundle.target, [*prompt, *expected[:place]])
-        if gap > TIE:
+        gap = top2_margin(bundle.target, [*prompt, *expected[:place]])
+        if gap > TIE_TOLERANCE:
             raise BuildError(
                 f"{policy} does not write what plain decoding writes", where=f"token {place} of an answer",
                 found=answer[place : place + 1], expected=f"{expected[place : place + 1]} (logit gap {gap:.2g})",

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from d2sd.convert.bundle.load import Bundle
-from d2sd.convert.validate.drafter_predictions import Guesses, Reading, all_guesses
+from d2sd.convert.validate.drafter_predictions import Hypothesis, Predictions, evaluate_configs
 from d2sd.errors import BuildError
 from d2sd.modeling.config import DrafterConfig
 from d2sd.runtime.sequence import Sequence
@@ -32,7 +32,7 @@ _CHANCE = 1e-4
 _NEVER = 1.1
 
 
-def check_fit(bundle: Bundle, plain: SequenceOf[Sequence]) -> dict[str, Any]:
+def check_drafter_config(bundle: Bundle, plain: SequenceOf[Sequence]) -> dict[str, Any]:
     """Tokens a step of each drafter under each reading; `plain` are finished requests of plain decoding.
 
     Raises BuildError where another reading is clearly better than the declared one. Tells of a drafter that is accepted
@@ -42,16 +42,16 @@ def check_fit(bundle: Bundle, plain: SequenceOf[Sequence]) -> dict[str, Any]:
     drafters = {name: drafter for name, drafter in named if drafter is not None}
     if not plain:  # no prompt fits the context
         return {}
-    tried = {name: readings(drafter.config, bundle.tokenizer) for name, drafter in drafters.items()}
-    found = all_guesses(bundle, drafters, {name: some for name, (some, _) in tried.items()}, plain)
+    tried = {name: candidate_configs(drafter.config, bundle.tokenizer) for name, drafter in drafters.items()}
+    found = evaluate_configs(bundle, drafters, {name: some for name, (some, _) in tried.items()}, plain)
     figures: dict[str, Any] = {}
     for name, ((declared, *others), left_out) in tried.items():
         guesses = found[name]
         longest = guesses[declared].mean
-        better = [reading for reading in others if more_often_right(guesses[reading], guesses[declared])]
+        better = [reading for reading in others if sign_test(guesses[reading], guesses[declared])]
         best = max(better, key=lambda reading: guesses[reading].mean, default=declared)
         if best is not declared and guesses[best].mean >= _RATIO * longest:
-            raise _misfit(bundle, name, declared, best, guesses)
+            raise _wrong_config(bundle, name, declared, best, guesses)
         if guesses[best].mean > longest:
             click.echo(
                 f"the {name} drafter may not be what its config says: it commits {guesses[best].mean:.3f} tokens a "
@@ -72,20 +72,20 @@ def check_fit(bundle: Bundle, plain: SequenceOf[Sequence]) -> dict[str, Any]:
     return figures
 
 
-def readings(config: DrafterConfig, tokenizer: Any) -> tuple[list[Reading], dict[str, str]]:
+def candidate_configs(config: DrafterConfig, tokenizer: Any) -> tuple[list[Hypothesis], dict[str, str]]:
     """What to try: the declared reading first, each other one thing away from it; and why the rest cannot be run.
 
     `tokenizer` is the target's, of transformers.
     """
     ids, mask = config.target_layer_ids, config.mask_token_id
-    found, left_out = [Reading("as declared", ids, mask)], {}
+    found, left_out = [Hypothesis("as declared", ids, mask)], {}
     for name, step in (("layer ids minus one", -1), ("layer ids plus one", 1)):
         moved = tuple(i + step for i in ids)
         outside = [i for i in moved if not 0 <= i < config.num_target_layers]
         if outside:
             left_out[name] = f"the target has no layer {outside[0]}"
         else:
-            found.append(Reading(name, moved, mask))
+            found.append(Hypothesis(name, moved, mask))
     seen: set[int | None] = {None, mask}
     for what, token in _masks(tokenizer, config.vocab_size).items():
         if token in seen or token is None:
@@ -97,7 +97,7 @@ def readings(config: DrafterConfig, tokenizer: Any) -> tuple[list[Reading], dict
         elif token in (config.draft_vocabulary or ()):
             left_out[name] = "it is in the draft vocabulary"
         else:
-            found.append(Reading(name, ids, token))
+            found.append(Hypothesis(name, ids, token))
     return found, left_out
 
 
@@ -119,7 +119,7 @@ def _masks(tokenizer: Any, vocab_size: int) -> dict[str, int | None]:
     }
 
 
-def more_often_right(one: Guesses, other: Guesses) -> bool:
+def sign_test(one: Predictions, other: Predictions) -> bool:
     """A sign test over the tokens: many more are guessed more often than are guessed less often.
 
     Tokens, not steps: one hard token ends all the up to γ - 1 steps that reach it, and would count as often.
@@ -129,8 +129,8 @@ def more_often_right(one: Guesses, other: Guesses) -> bool:
     return bool(chance <= _CHANCE)
 
 
-def _misfit(
-    bundle: Bundle, name: str, declared: Reading, better: Reading, guesses: dict[Reading, Guesses]
+def _wrong_config(
+    bundle: Bundle, name: str, declared: Hypothesis, better: Hypothesis, guesses: dict[Hypothesis, Predictions]
 ) -> BuildError:
     """Which key of the drafter's config says it wrongly, and what it should say."""
     config = bundle.recipe.path(getattr(bundle.recipe.drafters, name).path) / "config.json"

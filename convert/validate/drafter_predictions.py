@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from d2sd.convert.bundle.load import Bundle
 from d2sd.modeling.drafter import Drafter
 from d2sd.progress import bar
-from d2sd.runtime.backends.model_runner import TorchExecutor
+from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
@@ -30,7 +30,7 @@ from d2sd.runtime.speculation.draft import Branches
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Hypothesis:
     """One way to read a drafter's config; `layer_ids` as in `DrafterConfig.target_layer_ids`."""
 
     name: str
@@ -39,7 +39,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Guesses:
+class Predictions:
     """What a drafter says under one reading."""
 
     lengths: Tensor  # [P] int64, tokens that the step would commit, bonus included
@@ -51,17 +51,17 @@ class Guesses:
         return round(float(self.lengths.double().mean()), 4)
 
 
-def all_guesses(
+def evaluate_configs(
     bundle: Bundle,
     drafters: Mapping[str, Drafter],
-    tried: Mapping[str, SequenceOf[Reading]],
+    tried: Mapping[str, SequenceOf[Hypothesis]],
     plain: SequenceOf[Sequence],
-) -> dict[str, dict[Reading, Guesses]]:
+) -> dict[str, dict[Hypothesis, Predictions]]:
     """Try every reading of every drafter on `plain`, finished requests of plain decoding.
 
     One target pass serves all that read the same layers.
     """
-    found: dict[str, dict[Reading, Guesses]] = {name: {} for name in drafters}
+    found: dict[str, dict[Hypothesis, Predictions]] = {name: {} for name in drafters}
     with bar("checking that the drafters fit", sum(map(len, tried.values()))) as advance:
         for ids in sorted({reading.layer_ids for some in tried.values() for reading in some}):
             asked = {name: [reading for reading in some if reading.layer_ids == ids] for name, some in tried.items()}
@@ -69,7 +69,7 @@ def all_guesses(
             executor = _executor(bundle, [_reads(drafters[name], ids) for name in readers], plain)
             for which, name in enumerate(readers):
                 for reading in asked[name]:
-                    found[name][reading] = _guesses(executor, which, reading.mask, plain, bundle)
+                    found[name][reading] = _predictions(executor, which, reading.mask, plain, bundle)
                     advance(1)
     return found
 
@@ -81,9 +81,9 @@ def _reads(drafter: Drafter, ids: tuple[int, ...]) -> Drafter:
     return other
 
 
-def _executor(bundle: Bundle, drafters: SequenceOf[Drafter], plain: SequenceOf[Sequence]) -> TorchExecutor:
+def _executor(bundle: Bundle, drafters: SequenceOf[Drafter], plain: SequenceOf[Sequence]) -> ModelRunner:
     """An executor with the whole of every text in its pages, one page a text, from page 1."""
-    executor = TorchExecutor(bundle.target, *drafters)
+    executor = ModelRunner(bundle.target, *drafters)
     executor.allocate(1 + len(plain), max(len(sequence.tokens) for sequence in plain))
     chunk = bundle.recipe.limits.prefill_chunk
     for page, sequence in enumerate(plain, 1):
@@ -91,11 +91,13 @@ def _executor(bundle: Bundle, drafters: SequenceOf[Drafter], plain: SequenceOf[S
             tokens = torch.tensor([sequence.tokens[start : start + chunk]])
             length, table = torch.tensor([tokens.shape[1]]), torch.tensor([[page]])
             executor.prefill(tokens, length, table, torch.tensor([start]))
-    executor.settle(range(len(drafters)))
+    executor.sync_drafters(range(len(drafters)))
     return executor
 
 
-def _guesses(executor: TorchExecutor, which: int, mask: int, plain: SequenceOf[Sequence], bundle: Bundle) -> Guesses:
+def _predictions(
+    executor: ModelRunner, which: int, mask: int, plain: SequenceOf[Sequence], bundle: Bundle
+) -> Predictions:
     """Draft before every token, as many at once as the bundle serves."""
     slots = executor.block_size - 1
     lengths, hits = [], []
@@ -109,10 +111,10 @@ def _guesses(executor: TorchExecutor, which: int, mask: int, plain: SequenceOf[S
         lengths.append(1 + right.cumprod(1).sum(1))
         of_token = torch.zeros(len(text) + slots, dtype=torch.long)
         hits.append(of_token.index_add_(0, guessed.flatten(), right.flatten())[anchors + 1])
-    return Guesses(torch.cat(lengths), torch.cat(hits))
+    return Predictions(torch.cat(lengths), torch.cat(hits))
 
 
-def _draft(executor: TorchExecutor, which: int, mask: int, page: int, anchor: Tensor, position: Tensor) -> Tensor:
+def _draft(executor: ModelRunner, which: int, mask: int, page: int, anchor: Tensor, position: Tensor) -> Tensor:
     """The best tokens [P, S] behind `anchor [P]` at `position [P]` of one text."""
     count, slots = len(anchor), executor.block_size - 1
     sampling = Sampling.of([SamplingParams()] * count, executor.vocab_size, executor.device)

@@ -8,7 +8,7 @@ from d2sd.errors import BuildError
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
-    from d2sd.convert.validate.shadow import BesideDecoder, BesideDrafter
+    from d2sd.convert.validate.shadow import ShadowDecoder, ShadowDrafter
     from d2sd.runtime.request import Request
 
 #: Largest difference that is rounding's, as a share of an output's largest number.
@@ -21,7 +21,7 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
     Raises `BuildError` where an error is beyond rounding; not with FP8, where one input that rounds the other way
     moves all that follows it. ONNX Runtime computes no bf16 on a CPU: then a word says so.
     """
-    from d2sd.convert.validate.shadow import BesideDecoder, BesideDrafter, BesideExecutor
+    from d2sd.convert.validate.shadow import ShadowDecoder, ShadowDrafter, ShadowRunner
     from d2sd.runtime.backends.exported import OnnxSession
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.request import Limits
@@ -31,10 +31,10 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
     if recipe.precision == "bf16":
         return {"graphs": "not run: ONNX Runtime computes no bf16 on a CPU"}
     pairs = {"drafter_first": bundle.first, "drafter_second": bundle.second}
-    taps = bundle.first.config.target_layer_ids if bundle.first else ()
-    target = BesideDecoder(bundle.target, taps, OnnxSession(folder / "target.onnx"))
+    aux_layer_ids = bundle.first.config.target_layer_ids if bundle.first else ()
+    target = ShadowDecoder(bundle.target, aux_layer_ids, OnnxSession(folder / "target.onnx"))
     drafters = {
-        name: BesideDrafter(drafter, OnnxSession(folder / f"{name}.onnx"), recipe.limits.page_size, name)
+        name: ShadowDrafter(drafter, OnnxSession(folder / f"{name}.onnx"), recipe.limits.page_size, name)
         for name, drafter in pairs.items()
         if drafter is not None
     }
@@ -43,14 +43,14 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
     name = names[len(drafters)]
     policy = make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=tree.row_budget)
     engine = Engine(
-        BesideExecutor(target, *drafters.values(), block_size=tree.block_size),
+        ShadowRunner(target, *drafters.values(), block_size=tree.block_size),
         policy,
         Limits(limits.max_batch, limits.max_context, limits.page_size, limits.prefill_chunk),
     )
     answers = [sequence.answer for sequence in engine.generate(requests)]
     equal = sum(answer == expected for answer, expected in zip(answers, plain, strict=True))
     figures: dict[str, Any] = {"policy": name, "prompts": len(requests), "equal_to_plain_decoding": equal}
-    models: dict[str, BesideDecoder | BesideDrafter] = {"target": target, **drafters}
+    models: dict[str, ShadowDecoder | ShadowDrafter] = {"target": target, **drafters}
     for which, model in models.items():
         relative = model.errors.relative()
         figures[which] = {output: float(f"{error:.2g}") for output, error in relative.items()}

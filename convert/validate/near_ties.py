@@ -5,29 +5,29 @@ from __future__ import annotations
 import torch
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.runtime.forced import forced_logits
+from d2sd.runtime.forced import teacher_forced_logits
 from d2sd.runtime.request import SamplingParams
-from d2sd.runtime.sampling.sample import Sampling, scored
+from d2sd.runtime.sampling.sample import Sampling, gumbel_scores
 
 #: The largest gap at which a difference counts as rounding: of fp32 logits of order 10, a hundred units in the last
 #: place.
-TIE = 1e-4
+TIE_TOLERANCE = 1e-4
 
 
 @torch.inference_mode()
-def score_gap(target: Decoder, tokens: list[int], sampling: SamplingParams | None = None) -> float:
+def top2_margin(target: Decoder, tokens: list[int], sampling: SamplingParams | None = None) -> float:
     """Distance of the two best scores behind `tokens`: of logits if greedy, else of what Gumbel-max compares."""
-    logits = forced_logits(target, tokens, len(tokens) - 1)[None]
+    logits = teacher_forced_logits(target, tokens, len(tokens) - 1)[None]
     device = str(logits.device)
     params = Sampling.of([sampling or SamplingParams()], target.config.vocab_size, device)
-    if params.any_random:
+    if params.any_sampled:
         here = torch.full((1, 1), len(tokens) - 1, device=device)
-        logits = scored(logits, torch.zeros_like(here), here[0], 1, params)
+        logits = gumbel_scores(logits, torch.zeros_like(here), here[0], 1, params)
     best, second = logits[0, 0].topk(2).values.tolist()
     return float(best - second)
 
 
-def first_difference(answer: list[int], expected: list[int]) -> int | None:
+def first_mismatch(answer: list[int], expected: list[int]) -> int | None:
     """Index of the first token that differs (or is missing in one of the two); None where the answers are equal."""
     for index, (a, b) in enumerate(zip(answer, expected, strict=False)):
         if a != b:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.runtime.forced import forced_logits
+from d2sd.runtime.forced import teacher_forced_logits
 
 if TYPE_CHECKING:
     from d2sd.convert.build.fp8 import Text
@@ -32,7 +32,7 @@ def compare_texts(
     divergence: list[Tensor] = []
     equal: list[Tensor] = []
     for text in texts:
-        said = [forced_logits(target, text.ids) for target in (first, second)]
+        said = [teacher_forced_logits(target, text.ids) for target in (first, second)]
         start = max(head, 1) - 1
         words = slice(start, max(start, text.prompt - tail - 1))  # where a word of the prompt is predicted
         following = torch.tensor([*text.ids[1:], 0])

@@ -12,11 +12,11 @@ from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.rows import KVPool, Rows
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, Session
-from d2sd.runtime.backends.model_runner import TorchExecutor
+from d2sd.runtime.backends.model_runner import ModelRunner
 
 
 @dataclass(slots=True)
-class Errors:
+class ErrorStats:
     """Of one model's outputs, by name."""
 
     of: str  # the model
@@ -44,17 +44,17 @@ class Errors:
         return {name: apart and apart / max(self.scale[name], 1e-30) for name, apart in self.largest.items()}
 
 
-class BesideDecoder(GraphDecoder):
+class ShadowDecoder(GraphDecoder):
     """A target's graph, whose outputs are served, and the target."""
 
-    def __init__(self, target: Decoder, taps: tuple[int, ...], session: Session) -> None:
-        super().__init__(target, taps, session)
-        self._plain, self.errors = target, Errors("target")
+    def __init__(self, target: Decoder, aux_layer_ids: tuple[int, ...], session: Session) -> None:
+        super().__init__(target, aux_layer_ids, session)
+        self._plain, self.errors = target, ErrorStats("target")
         self.length: Tensor | None = None  # [B] rows that are of a text; all of them where None
 
-    def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, taps: tuple[int, ...] = ()) -> DecoderOutput:
-        out = super().forward(tokens, rows, pool, taps)
-        plain = self._plain(tokens, rows, pool, self._taps)
+    def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
+        out = super().forward(tokens, rows, pool, aux_layer_ids)
+        plain = self._plain(tokens, rows, pool, self._aux_layer_ids)
         real = _real(rows)
         if self.length is not None:
             real = real & (torch.arange(tokens.shape[1]) < self.length[:, None])
@@ -65,10 +65,10 @@ class BesideDecoder(GraphDecoder):
         return out
 
 
-class BesideExecutor(TorchExecutor):
-    """Over a `BesideDecoder`, which it tells how much of a prefill chunk is text."""
+class ShadowRunner(ModelRunner):
+    """Over a `ShadowDecoder`, which it tells how much of a prefill chunk is text."""
 
-    target: BesideDecoder
+    target: ShadowDecoder
 
     def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
         self.target.length = length
@@ -76,12 +76,12 @@ class BesideExecutor(TorchExecutor):
         self.target.length = None
 
 
-class BesideDrafter(GraphDrafter):
+class ShadowDrafter(GraphDrafter):
     """A drafter's graph, whose outputs are served, and the drafter."""
 
     def __init__(self, drafter: Drafter, session: Session, page_size: int, name: str) -> None:
         super().__init__(drafter, session, page_size)
-        self._plain, self.errors = drafter, Errors(name)
+        self._plain, self.errors = drafter, ErrorStats(name)
 
     def draft(self, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         hidden = super().draft(embedded, rows, pool)

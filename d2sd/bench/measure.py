@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from d2sd.bench.result import Bin, Cell, Difference, Drafter, Key, Response
-from d2sd.convert.validate.near_ties import TIE, first_difference
+from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch
 from d2sd.runtime.engine import Engine, StepTrace
-from d2sd.runtime.observe import Observation, observe
+from d2sd.runtime.observe import StepObservation, observe
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence as Running
 
@@ -48,7 +48,7 @@ class Counts:
                 self.ranks["none" if one.rank is None else str(one.rank)] += 1
             self._judge(one)
 
-    def _judge(self, one: Observation) -> None:
+    def _judge(self, one: StepObservation) -> None:
         for node in one.judged:
             bins = self.bins.setdefault(_DRAFTERS[node.drafter], [[0, 0.0, 0] for _ in range(10)])
             cell = bins[min(int(node.said * 10), 9)]
@@ -108,8 +108,8 @@ def _differences(
 ) -> list[Difference]:
     found = []
     for number, (request, answer, expected) in enumerate(zip(requests, answers, plain, strict=True)):
-        place = first_difference(answer, expected)
+        place = first_mismatch(answer, expected)
         if place is not None:
             distance = gap(replace(request, prompt=(*request.prompt, *expected[:place])))
-            found.append(Difference(request=number, token=place, gap=distance, excused=distance <= TIE))
+            found.append(Difference(request=number, token=place, gap=distance, excused=distance <= TIE_TOLERANCE))
     return found

@@ -17,7 +17,7 @@ from d2sd.bench.result import Cell, Key, Result, Settings, save
 from d2sd.bench.tables import tables
 from d2sd.convert.bundle.backends import ExecutorName
 from d2sd.convert.bundle.serving import chat_request, make_engine
-from d2sd.convert.validate.near_ties import score_gap
+from d2sd.convert.validate.near_ties import top2_margin
 from d2sd.errors import D2SDError
 from d2sd.progress import bar
 from d2sd.recipe import Policy
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from d2sd.bench.matrix import Matrix
     from d2sd.convert.bundle.load import Bundle
     from d2sd.runtime.engine import Engine
-    from d2sd.runtime.policy_selector import Adaptive
+    from d2sd.runtime.policy_selector import PolicySelector
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Run:
     device: str
     executor: ExecutorName
     out: Path
-    _adaptive: dict[tuple[int, int], Adaptive] = field(default_factory=dict)  # by rows and concurrency
+    _adaptive: dict[tuple[int, int], PolicySelector] = field(default_factory=dict)  # by rows and concurrency
 
     def all(self) -> None:
         """Measure what is missing, then write result.json, tables.md and the plots."""
@@ -132,4 +132,4 @@ class Run:
 
     def _gap(self, request: Request) -> float:
         target = self.bundle.target.to(self.device)  # engines have moved its tables alone
-        return score_gap(target, list(request.prompt), request.sampling)
+        return top2_margin(target, list(request.prompt), request.sampling)

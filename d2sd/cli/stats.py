@@ -33,8 +33,8 @@ def show_stats(requests: Sequence[SequenceStats], clock: Clock, plain: Clock) ->
         " ".join(f"{share:.2f}" for share in accepted) or "none",
         "share of steps that accepted k drafts or more",
     )
-    won = sorted(total.winners.items())
-    names = ("first draft" if origin == 0 else f"branch {origin}" for origin, _ in won)
+    won = sorted(total.accepted_branches.items())
+    names = ("first draft" if branch_id == 0 else f"branch {branch_id}" for branch_id, _ in won)
     row(
         "won by",
         ", ".join(f"{n} {c}" for n, (_, c) in zip(names, won, strict=True)) or "none",

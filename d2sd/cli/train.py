@@ -38,11 +38,11 @@ def train(recipe: Path, work: Path | None, out: Path, plan: bool) -> None:
         show_plan(loaded, work, out)
         return
     from d2sd.progress import silent
-    from d2sd.train.dist import World
+    from d2sd.train.dist import Dist
     from d2sd.train.pipeline.run import Run
 
-    world = World.join()
+    dist = Dist.init()
     try:
-        Run(loaded, work, out, world, bar if world.leads else silent).all()
+        Run(loaded, work, out, dist, bar if dist.is_main else silent).all()
     finally:
-        world.leave()
+        dist.destroy()

@@ -44,9 +44,9 @@ def check(context: click.Context, bundle: Path | None) -> None:
         click.echo(f"    read: {module} at {commit}")
     reasons = failures(rows)
     if bundle is not None:
-        from d2sd.convert.trtllm.llm_args import check_faces
+        from d2sd.convert.trtllm.llm_args import check_llm_args
 
-        for name in check_faces(bundle):
+        for name in check_llm_args(bundle):
             click.echo(f"{name}: every key as in TensorRT-LLM's sources")
         reasons += unfit(bundle)
     click.echo("linear DFlash, first drafter alone: by TensorRT-LLM itself, not yet run")

@@ -70,7 +70,7 @@ def read_step(trace: StepTrace, row: int, show: Callable[[int], str]) -> Step:
         right += 1
 
     tokens, parents, depths = tree.tokens[row].tolist(), tree.parent[row].tolist(), tree.depth[row].tolist()
-    origins, scores, valid = tree.origin[row].tolist(), tree.score[row].tolist(), tree.valid[row].tolist()
+    origins, scores, valid = tree.branch_id[row].tolist(), tree.score[row].tolist(), tree.valid[row].tolist()
     place: dict[int, int] = {}  # row of the tree -> place among the nodes: padding is left out
     nodes: list[Node] = []
     for number in (i for i, there in enumerate(valid) if there):

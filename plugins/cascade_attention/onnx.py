@@ -5,7 +5,7 @@
 
 A graph carries the nodes *and* these functions. ONNX Runtime runs the functions, and so does TensorRT where the plugin
 is not registered; where it is, `plugin_namespace` makes the parser take it. The semantics are those of `op.py`, with
-visibility packed into bits: row t sees row u where bit u % 32 of `visible[b, t, u // 32]` is set.
+visibility packed into bits: row t sees row u where bit u % 32 of `attn_mask[b, t, u // 32]` is set.
 """
 
 # ONNX Script reads these functions' source; types would not be Python's.
@@ -53,13 +53,13 @@ def functions() -> tuple[Any, ...]:
         return op.Less(op.Range(0, op.Squeeze(slots), 1), op.Unsqueeze(op.Cast(count, to=7), [1]))
 
     @script(ours, default_opset=op)
-    def Unpacked(visible, rows):
+    def Unpacked(attn_mask, rows):
         # [B, T, W] int32, [1] -> [B, T, rows] bool
-        words = op.Cast(visible, to=7)
+        words = op.Cast(attn_mask, to=7)
         words = op.Unsqueeze(op.Where(op.Less(words, 0), words + 4294967296, words), [3])
         powers = op.Cast(op.Pow(op.Constant(value_float=2.0), op.Cast(op.Range(0, 32, 1), to=1)), to=7)
         bits = op.Mod(op.Div(words, powers), 2)
-        flat = op.Reshape(bits, op.Concat(op.Shape(visible, end=2), [-1], axis=0))
+        flat = op.Reshape(bits, op.Concat(op.Shape(attn_mask, end=2), [-1], axis=0))
         return op.Cast(op.Slice(flat, [0], rows, [2]), to=9)
 
     @script(ours, default_opset=op)
@@ -79,27 +79,27 @@ def functions() -> tuple[Any, ...]:
         return op.CastLike(op.Transpose(op.Reshape(out, merged), perm=[0, 2, 1, 3]), q)
 
     @script(ours, default_opset=op)
-    def Cascade(q, k, v, old_k, old_v, inside, visible):
-        # old_k, old_v [B, N, Hkv, D] fp32, of which every row sees those `inside` [B, N]; k, v as far as `visible`
+    def Cascade(q, k, v, old_k, old_v, inside, attn_mask):
+        # old_k, old_v [B, N, Hkv, D] fp32, of which every row sees those `inside` [B, N]; k, v as far as `attn_mask`
         valid = op.Unsqueeze(inside, [2, 3])
         nothing = op.Constant(value_float=0.0)  # what lies there may be NaN
         keys = op.Concat(op.Where(valid, old_k, nothing), op.Cast(k, to=1), axis=1)
         values = op.Concat(op.Where(valid, old_v, nothing), op.Cast(v, to=1), axis=1)
         everybody = op.Concat(op.Shape(q, end=2), op.Shape(old_k, start=1, end=2), axis=0)
-        own = Unpacked(visible, op.Shape(q, start=1, end=2))
+        own = Unpacked(attn_mask, op.Shape(q, start=1, end=2))
         return Attend(q, keys, values, op.Concat(op.Expand(op.Unsqueeze(inside, [1]), everybody), own, axis=2))
 
     @script(ours, default_opset=op)
     def TreeCascadeAttention(
-        q, k, v, k_pages, v_pages, page_table, context_len, visible, plugin_namespace: str, plugin_version: str
+        q, k, v, k_pages, v_pages, page_table, context_len, attn_mask, plugin_namespace: str, plugin_version: str
     ):
         old_k = PagedContext(k_pages, page_table)
         inside = Before(context_len, op.Shape(old_k, start=1, end=2))
-        return Cascade(q, k, v, old_k, PagedContext(v_pages, page_table), inside, visible)
+        return Cascade(q, k, v, old_k, PagedContext(v_pages, page_table), inside, attn_mask)
 
     @script(ours, default_opset=op)
     def BlockDraftAttention(
-        q, k, v, new_k, new_v, new_len, k_pages, v_pages, page_table, context_len, visible,
+        q, k, v, new_k, new_v, new_len, k_pages, v_pages, page_table, context_len, attn_mask,
         plugin_namespace: str, plugin_version: str,
     ):  # fmt: skip
         old_k = PagedContext(k_pages, page_table)
@@ -107,7 +107,7 @@ def functions() -> tuple[Any, ...]:
         inside = op.Concat(committed, Before(new_len, op.Shape(new_k, start=1, end=2)), axis=1)  # [B, S + C]
         all_k = op.Concat(old_k, op.Cast(new_k, to=1), axis=1)
         all_v = op.Concat(PagedContext(v_pages, page_table), op.Cast(new_v, to=1), axis=1)
-        return Cascade(q, k, v, all_k, all_v, inside, visible)
+        return Cascade(q, k, v, all_k, all_v, inside, attn_mask)
 
     made = (PagedContext, Before, Unpacked, Attend, Cascade, TreeCascadeAttention, BlockDraftAttention)
     return tuple(function.to_function_proto() for function in made)

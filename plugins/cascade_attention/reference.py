@@ -5,7 +5,7 @@ One primitive serves every pass (DESIGN: prefill, plain decoding, both drafts, v
                       keys
              committed context (pages)   new rows
     queries  ┌──────────────────────────┬───────────┐
-    new      │ all ones: every row sees │ visible   │   visible = causal chain   prefill
+    new      │ all ones: every row sees │ attn_mask   │   attn_mask = causal chain   prefill
     rows     │ all `context_len` tokens │ [T, T]    │             all ones       first draft
              └──────────────────────────┴───────────┘             block diagonal second draft
                                                                   ancestors      verification
@@ -32,7 +32,7 @@ def cascade_attention(
     v_pages: Tensor,
     page_table: Tensor,
     context_len: Tensor,
-    visible: Tensor,
+    attn_mask: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
@@ -44,7 +44,7 @@ def cascade_attention(
         k_pages, v_pages: [P, Z, Hkv, D], the pool of one layer.
         page_table: [B, M] int64, page of each Z tokens of context; entries past the context may be anything in [0, P).
         context_len: [B] int64, committed tokens, at most M·Z.
-        visible: [B, T, T] bool, row t may read row u. Padding rows must see themselves: a row
+        attn_mask: [B, T, T] bool, row t may read row u. Padding rows must see themselves: a row
             that sees nothing turns to NaN, and its NaN K/V would reach the other rows in the next layer.
         k_scale, v_scale: 0-dim fp32, of FP8 (E4M3) pages only. k and v come unquantized in q's dtype, rounded by the
             caller as such pages would round them, so that a row reads the same before and after its commit.
@@ -58,7 +58,7 @@ def cascade_attention(
     context = page_table.shape[1] * k_pages.shape[1]
 
     in_context = torch.arange(context, device=q.device) < context_len[:, None]  # [B, S]
-    hidden = torch.cat([~in_context[:, None, :].expand(batch, rows, context), ~visible], dim=2)  # [B, T, S+T]
+    hidden = torch.cat([~in_context[:, None, :].expand(batch, rows, context), ~attn_mask], dim=2)  # [B, T, S+T]
 
     def gathered(pages: Tensor, new: Tensor, scale: Tensor | None) -> Tensor:
         """[Hkv, B, S+T, D] in fp32. Whole pages are copied first: many times faster on a CPU than token by token."""

@@ -19,9 +19,9 @@ from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.rows import KVPool, Rows
-from d2sd.plugins.cascade_attention.mask import pack_visible
+from d2sd.plugins.cascade_attention.mask import pack_mask_bits
 
-# Shape letters: B requests, T rows, C new context rows, E hidden, n tapped layers, L layers, Hkv heads, D head size.
+# Shape letters: B requests, T rows, C new context rows, E hidden, n auxiliary layers, L layers, Hkv heads, D head size.
 
 #: Greatest C that graphs are exported for.
 CONTEXT_ROWS = 4096
@@ -30,26 +30,26 @@ _FEWEST_PAGES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Surface:
+class IOSpec:
     """What a graph takes and gives: name -> type."""
 
     inputs: Mapping[str, torch.dtype]
     outputs: Mapping[str, torch.dtype]
 
 
-def target_surface(body: BodyConfig, dtype: torch.dtype) -> Surface:
+def target_surface(body: BodyConfig, dtype: torch.dtype) -> IOSpec:
     """A target's, of weights and pages in `dtype`."""
-    return Surface(_of_rows(body, dtype), dict.fromkeys(("hidden", "features", "k", "v"), dtype))
+    return IOSpec(_of_rows(body, dtype), dict.fromkeys(("hidden", "features", "k", "v"), dtype))
 
 
-def drafter_surface(body: BodyConfig, dtype: torch.dtype) -> Surface:
+def drafter_surface(body: BodyConfig, dtype: torch.dtype) -> IOSpec:
     """A drafter's, of weights and pages in `dtype`."""
     of_features = {"features": dtype, "feature_positions": torch.int32, "feature_len": torch.int32}
-    return Surface(_of_rows(body, dtype) | of_features, dict.fromkeys(("hidden", "k", "v"), dtype))
+    return IOSpec(_of_rows(body, dtype) | of_features, dict.fromkeys(("hidden", "k", "v"), dtype))
 
 
 def _of_rows(body: BodyConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    integers = dict.fromkeys(("positions", "visible", "page_table", "context_len"), torch.int32)
+    integers = dict.fromkeys(("positions", "attn_mask", "page_table", "context_len"), torch.int32)
     pages = dict.fromkeys((f"{kind}_pages_{layer}" for kind in "kv" for layer in range(body.num_layers)), dtype)
     return {"embedded": dtype} | integers | pages
 
@@ -58,7 +58,7 @@ class Session(Protocol):
     """A graph that is ready to run."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All outputs by name. Inputs are contiguous, of the types of the graph's `Surface`."""
+        """All outputs by name. Inputs are contiguous, of the types of the graph's `IOSpec`."""
 
 
 class OnnxSession:
@@ -84,18 +84,18 @@ class OnnxSession:
 
 
 class GraphDecoder(Decoder):
-    """A target: embedding and head of `tables`, and a graph between them that reads the features of `taps`."""
+    """A target: embedding and head of `tables`, and a graph between them that reads the features of `aux_layer_ids`."""
 
-    def __init__(self, tables: Decoder, taps: tuple[int, ...], session: Session) -> None:
+    def __init__(self, tables: Decoder, aux_layer_ids: tuple[int, ...], session: Session) -> None:
         nn.Module.__init__(self)
         self.config, self.packed_head = tables.config, tables.packed_head
         self.embed_tokens = tables.embed_tokens
         if not tables.config.tie_word_embeddings:
             self.lm_head = tables.lm_head
-        self._taps, self._session = taps, session
+        self._aux_layer_ids, self._session = aux_layer_ids, session
 
-    def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, taps: tuple[int, ...] = ()) -> DecoderOutput:
-        assert taps in ((), self._taps), "a graph's features are fixed"
+    def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
+        assert aux_layer_ids in ((), self._aux_layer_ids), "a graph's features are fixed"
         out = self._session.run(_inputs(self.embed_tokens(tokens), rows, pool))
         return DecoderOutput(out["hidden"], out["features"], out["k"], out["v"])
 
@@ -178,7 +178,7 @@ def _inputs(embedded: Tensor, rows: Rows, pool: KVPool) -> dict[str, Tensor]:
     return {
         "embedded": embedded.contiguous(),
         "positions": _int32(rows.positions),
-        "visible": pack_visible(rows.visible),
+        "attn_mask": pack_mask_bits(rows.attn_mask),
         "page_table": _int32(rows.page_table),
         "context_len": _int32(rows.context_len),
         **pages,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.packed import pack, reduced_head
 from d2sd.modeling.rows import KVPool, Rows
-from d2sd.runtime.backends.pending_context import MOST_OWED, Debts
+from d2sd.runtime.backends.pending_context import MAX_PENDING_ROWS, PendingContext
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.draft import Branches, Draft, candidates
@@ -37,43 +36,8 @@ class Verified:
     rows: DecoderOutput
 
 
-class Executor(Protocol):
-    """The models of a bundle behind one small surface."""
-
-    device: str
-    vocab_size: int
-    block_size: int
-
-    def allocate(self, pages: int, page_size: int) -> None:
-        """Make the K/V pools."""
-
-    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
-        """Compute and commit a chunk: tokens [1, T], of which the first `length [1]` are real."""
-
-    def settle(self, drafters: Collection[int]) -> None:
-        """Bring these drafters' pages up to date with what was committed; they are about to run.
-
-        The others may be left behind for a while: read once, a drafter's weights serve many steps. No part of a graph.
-        """
-
-    def forget(self, first_page: int) -> None:
-        """The request whose first page this is has left its pages: nothing is owed for it any more."""
-
-    def draft_first(self, batch: Batch, width: int) -> Draft:
-        """One block per request: [B, S, M] with M = `width`."""
-
-    def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
-        """K branches per request, [B, K, S, M], by the first drafter (0) or the second (1)."""
-
-    def verify(self, batch: Batch, tree: Tree) -> Verified:
-        """The target over all nodes."""
-
-    def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
-        """Append the accepted path to every model's pages."""
-
-
-class TorchExecutor:
-    """PyTorch, on whatever device and in whatever dtype the target is."""
+class ModelRunner:
+    """Runs the models of one bundle over paged K/V pools, on the device and in the dtype of the target."""
 
     def __init__(
         self, target: Decoder, first: Drafter | None = None, second: Drafter | None = None, *, block_size: int = 1
@@ -107,27 +71,31 @@ class TorchExecutor:
         self._heads = self._draft_heads()
         # Most candidates a slot can have in both drafts: these become one tree.
         self._widest = min([self.vocab_size, *(len(d.draft_ids) for d in self._drafters if d.draft_ids is not None)])
-        self._taps = first.config.target_layer_ids if first else ()
+        self._aux_layer_ids = first.config.target_layer_ids if first else ()
 
     def allocate(self, pages: int, page_size: int) -> None:
+        """Make the K/V pools."""
+
         def pool(model: Decoder | Drafter) -> KVPool:
             body = model.config.body
             return KVPool(body.num_layers, pages, page_size, body.num_kv_heads, body.head_dim, self._dtype, self.device)
 
         self._target_pool = pool(self.target)
         self._pools = [pool(drafter) for drafter in self._drafters]
-        self._debts = [Debts() for _ in self._drafters]
+        self._pending = [PendingContext() for _ in self._drafters]
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
+        """Compute and commit a chunk: tokens [1, T], of which the first `length [1]` are real."""
         rows = Rows.chain(tokens.shape[1], page_table, context_len)
-        out = self.target(tokens, rows, self._target_pool, self._taps)
+        out = self.target(tokens, rows, self._target_pool, self._aux_layer_ids)
         real = torch.arange(tokens.shape[1], device=tokens.device) < length[:, None]
         self._target_pool.write(out.k, out.v, page_table, rows.positions, real)
-        self._owe(out.features, page_table, rows.positions, real)
+        self._queue_features(out.features, page_table, rows.positions, real)
 
     @torch.inference_mode()
     def draft_first(self, batch: Batch, width: int) -> Draft:
+        """One block per request: [B, S, M] with M = `width`."""
         anchor = batch.anchor[:, None, None]
         masks = torch.full_like(anchor, self._drafters[0].config.mask_token_id).expand(-1, -1, self.block_size - 1)
         logits = self._draft(0, batch, torch.cat([anchor, masks], dim=-1))
@@ -136,18 +104,21 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
+        """K branches per request, [B, K, S, M], by the first drafter (0) or the second (1)."""
         blocks = branches.blocks(batch.anchor, self._drafters[drafter].config.mask_token_id)
-        logits = branches.forbid(self._draft(drafter, batch, blocks), self._drafters[drafter].draft_ids)
+        logits = branches.mask_rejected(self._draft(drafter, batch, blocks), self._drafters[drafter].draft_ids)
         return self._candidates(drafter, batch, logits, width)
 
     @torch.inference_mode()
     def verify(self, batch: Batch, tree: Tree) -> Verified:
-        rows = Rows(batch.context_len[:, None] + tree.depth, tree.visible, batch.page_table, batch.context_len)
-        out = self.target(tree.tokens, rows, self._target_pool, self._taps)
+        """The target over all nodes."""
+        rows = Rows(batch.context_len[:, None] + tree.depth, tree.attn_mask, batch.page_table, batch.context_len)
+        out = self.target(tree.tokens, rows, self._target_pool, self._aux_layer_ids)
         return Verified(self.target.logits(out.hidden), out)
 
     @torch.inference_mode()
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
+        """Append the accepted path to every model's pages."""
         path = accepted.path  # [B, G]
         steps = torch.arange(path.shape[1], device=path.device)
         keep = (steps < accepted.count[:, None]) & batch.active[:, None]
@@ -155,33 +126,38 @@ class TorchExecutor:
         out = verified.rows
         places = batch.context_len[:, None] + steps
         self._target_pool.write(out.k, out.v, batch.page_table, places, keep, path)
-        self._owe(out.features[of_rows, path], batch.page_table, places, keep)
+        self._queue_features(out.features[of_rows, path], batch.page_table, places, keep)
 
-    def _owe(self, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
+    def _queue_features(self, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
         """Owe the K/V of committed rows' features to the drafters' pages."""
-        for debts in self._debts:
-            debts.add(features, page_table, positions, keep)
+        for pending in self._pending:
+            pending.push(features, page_table, positions, keep)
 
     @torch.inference_mode()
-    def settle(self, drafters: Collection[int]) -> None:
-        for which, (drafter, pool, debts) in enumerate(zip(self._drafters, self._pools, self._debts, strict=True)):
-            if which in drafters or debts.rows >= MOST_OWED:
-                debts.pay(drafter, pool)
+    def sync_drafters(self, drafters: Collection[int]) -> None:
+        """Bring these drafters' pages up to date with what was committed; they are about to run.
+
+        The others may be left behind for a while: read once, a drafter's weights serve many steps. No part of a graph.
+        """
+        for which, (drafter, pool, pending) in enumerate(zip(self._drafters, self._pools, self._pending, strict=True)):
+            if which in drafters or pending.rows >= MAX_PENDING_ROWS:
+                pending.flush(drafter, pool)
 
     def forget(self, first_page: int) -> None:
-        for debts in self._debts:
-            debts.forget(first_page)
+        """The request whose first page this is has left its pages: nothing is owed for it any more."""
+        for pending in self._pending:
+            pending.drop(first_page)
 
     def _draft(self, which: int, batch: Batch, blocks: Tensor) -> Tensor:
         """blocks [B, K, G], invisible to each other -> logits [B, K, G-1, V or Vd] of slots 1 .. γ-1, in fp32."""
-        assert not self._debts[which].rows, "settle comes first"
+        assert not self._pending[which].rows, "settle comes first"
         drafter, pool = self._drafters[which], self._pools[which]
         _, count, size = blocks.shape
         of_block = torch.arange(count, device=blocks.device).repeat_interleave(size)
-        visible = (of_block[:, None] == of_block).expand(len(blocks), -1, -1)
+        attn_mask = (of_block[:, None] == of_block).expand(len(blocks), -1, -1)
         slots = torch.arange(size, device=blocks.device).repeat(count)
         positions = batch.context_len[:, None] + slots
-        rows = Rows(positions, visible, batch.page_table, batch.context_len)
+        rows = Rows(positions, attn_mask, batch.page_table, batch.context_len)
         hidden = drafter.draft(self.target.embed_tokens(blocks.flatten(1)), rows, pool)
         # contiguous: over a view PyTorch multiplies batch by batch, in bf16 on a CPU sixty times slower
         return self._heads[which](hidden.view(len(blocks), count, size, -1)[:, :, 1:].contiguous()).float()

@@ -15,65 +15,67 @@ from torch import Tensor
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.rows import KVPool
 
-# Shape letters: B requests, T rows, M pages a request, E hidden, n tapped layers, R rows of all requests.
+# Shape letters: B requests, T rows, M pages a request, E hidden, n auxiliary layers, R rows of all requests.
 
 #: Rows that are paid in any case, padding counted: what waits takes n·E numbers a row, 12 kB for SmolLM2.
-MOST_OWED = 4096
+MAX_PENDING_ROWS = 4096
 
 
 @dataclass(slots=True)
-class _Debt:
+class _Entry:
     features: Tensor  # [B, T, n·E]
     page_table: Tensor  # [B, M]
     positions: Tensor  # [B, T]
     keep: Tensor  # [B, T]
-    gone: set[int] = field(default_factory=set)  # owners that left
-    _owners: list[int] | None = None
+    dropped: set[int] = field(default_factory=set)  # owners that left
+    _request_keys: list[int] | None = None
 
     @property
-    def owners(self) -> list[int]:
+    def request_keys(self) -> list[int]:
         """First page of each request; nobody on CUDA. Read when first asked for, not inside a step."""
-        if self._owners is None:
+        if self._request_keys is None:
             first = self.page_table[:, 0]
-            self._owners = first.tolist() if first.device.type == "cpu" else []
-        return self._owners
+            self._request_keys = first.tolist() if first.device.type == "cpu" else []
+        return self._request_keys
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Row by row: features [R, n·E], page tables [R, M], positions [R, 1], keep [R, 1]."""
         batch, count = self.keep.shape
         of = torch.arange(batch, device=self.keep.device).repeat_interleave(count)
         features, positions, keep = self.features.flatten(0, 1), self.positions.flatten(), self.keep.flatten()
-        if self.owners:
-            here = torch.tensor([owner not in self.gone for owner in self.owners])
+        if self.request_keys:
+            here = torch.tensor([owner not in self.dropped for owner in self.request_keys])
             (chosen,) = (keep & here[of]).nonzero(as_tuple=True)
             of, features, positions, keep = of[chosen], features[chosen], positions[chosen], keep[chosen]
         return features, self.page_table[of], positions[:, None], keep[:, None]
 
 
-class Debts:
+class PendingContext:
     """Those of one drafter, oldest first: they are written in this order, so a page's last owner wins."""
 
     def __init__(self) -> None:
-        self._debts: list[_Debt] = []
+        self._entries: list[_Entry] = []
         self.rows = 0  # at most so many
 
-    def add(self, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
+    def push(self, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
         """Owe rows of `positions [B, T]` where `keep [B, T]`."""
-        self._debts.append(_Debt(features, page_table, positions, keep))
+        self._entries.append(_Entry(features, page_table, positions, keep))
         self.rows += keep.numel()
 
-    def forget(self, first_page: int) -> None:
+    def drop(self, first_page: int) -> None:
         """Owe nothing more for the request whose first page this was."""
-        for debt in self._debts:
-            if first_page in debt.owners:
-                debt.gone.add(first_page)
-        self._debts = [debt for debt in self._debts if not debt.owners or set(debt.owners) - debt.gone - {0}]
-        self.rows = sum(debt.keep.numel() for debt in self._debts)
+        for entry in self._entries:
+            if first_page in entry.request_keys:
+                entry.dropped.add(first_page)
+        self._entries = [
+            entry for entry in self._entries if not entry.request_keys or set(entry.request_keys) - entry.dropped - {0}
+        ]
+        self.rows = sum(entry.keep.numel() for entry in self._entries)
 
-    def pay(self, drafter: Drafter, pool: KVPool) -> None:
+    def flush(self, drafter: Drafter, pool: KVPool) -> None:
         """Compute all rows in one product and write them."""
-        parts = [debt.rows() for debt in self._debts]
-        self._debts, self.rows = [], 0
+        parts = [entry.rows() for entry in self._entries]
+        self._entries, self.rows = [], 0
         sizes = [len(features) for features, *_ in parts]
         if not sum(sizes):
             return

@@ -16,17 +16,17 @@ from torch import Tensor
 from d2sd.errors import BundleError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, Surface, drafter_surface, target_surface
-from d2sd.runtime.backends.model_runner import TorchExecutor
+from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, IOSpec, drafter_surface, target_surface
+from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.backends.tensorrt_checks import (
     EngineFile,
     Profile,
-    demand_fit,
-    demand_surface,
+    check_compatible,
+    check_io,
     open_engine,
     this_device,
 )
-from d2sd.tensorrt_env import ALIGNMENT, Heard, TensorRT
+from d2sd.tensorrt_env import ALIGNMENT, ErrorLog, TensorRT
 
 
 def current_stream() -> int:
@@ -53,14 +53,14 @@ class EngineSession:
     each shape before it is recorded: contexts are made, and TensorRT-RTX compiles its kernels, at first use.
     """
 
-    def __init__(self, trt: TensorRT, engine: EngineFile, surface: Surface) -> None:
+    def __init__(self, trt: TensorRT, engine: EngineFile, surface: IOSpec) -> None:
         """Raises `BundleError` where the engine does not run here, or not for this graph."""
         device = this_device(engine.path)
-        demand_fit(trt, engine, device.capability)
+        check_compatible(trt, engine, device.capability)
         self._module, self._file, self._surface, self._device = trt.module, engine, surface, device.name
-        self._heard = Heard(trt.module)
+        self._heard = ErrorLog(trt.module)
         self._runtime, self._engine = open_engine(trt, engine, self._heard, device.capability)
-        demand_surface(trt, engine, self._engine, surface)
+        check_io(trt, engine, self._engine, surface)
         self._scratch_size = int(self._engine.device_memory_size_v2)
         self._scratch = torch.empty(max(self._scratch_size, 1), dtype=torch.uint8, device=device.name)
         self._contexts: dict[int, Any] = {}
@@ -151,18 +151,19 @@ def _admits(profile: Profile, name: str, tensor: Tensor) -> bool:
     return all(low <= size <= high for low, size, high in sizes)
 
 
-def engine_executor(
+def engine_runner(
     trt: TensorRT,
     target: tuple[Decoder, EngineFile],
     *drafters: tuple[Drafter, EngineFile],
-    taps: tuple[int, ...],
+    aux_layer_ids: tuple[int, ...],
     page_size: int,
     block_size: int = 1,
-) -> TorchExecutor:
+) -> ModelRunner:
     """The executor over engines: of the target and of its drafters, first and second.
 
     Of the models only embedding, head and draft vocabulary are used, and moved to the GPU; they are in the engines'
-    type. `taps` are the layers whose features the target's engine gives. Without drafters blocks are of `block_size`.
+    type. `aux_layer_ids` are the layers whose features the target's engine returns. Without drafters blocks are of
+    `block_size`.
     Raises `BundleError` where an engine does not run here.
     """
     decoder, engine = target
@@ -179,4 +180,4 @@ def engine_executor(
         ).to(device)
         for drafter, engine in drafters
     ]
-    return TorchExecutor(GraphDecoder(decoder, taps, session).to(device), *drafting, block_size=block_size)
+    return ModelRunner(GraphDecoder(decoder, aux_layer_ids, session).to(device), *drafting, block_size=block_size)

@@ -17,8 +17,8 @@ import torch
 from d2sd.errors import BundleError
 from d2sd.plugins.cascade_attention.onnx import VERSION
 from d2sd.plugins.cascade_attention.tensorrt.plugin import register
-from d2sd.runtime.backends.exported import Surface
-from d2sd.tensorrt_env import COMPUTE, NATIVE, PORTABLE, Builder, Heard, TensorRT
+from d2sd.runtime.backends.exported import IOSpec
+from d2sd.tensorrt_env import COMPUTE, NATIVE, PORTABLE, Builder, ErrorLog, TensorRT
 
 #: Input -> least, usual and greatest shape.
 Profile = Mapping[str, tuple[list[int], list[int], list[int]]]
@@ -70,7 +70,7 @@ def unfit(compute: str, capability: tuple[int, int]) -> str | None:
     return f"{digits[:-1]}.{digits[-1:]}"
 
 
-def demand_fit(trt: TensorRT, engine: EngineFile, capability: tuple[int, int]) -> None:
+def check_compatible(trt: TensorRT, engine: EngineFile, capability: tuple[int, int]) -> None:
     """Raise `BundleError` where the bundle says that this is not the place for this engine."""
     if engine.plugin_abi != VERSION:
         raise BundleError(
@@ -92,7 +92,7 @@ def demand_fit(trt: TensorRT, engine: EngineFile, capability: tuple[int, int]) -
         )  # fmt: skip
 
 
-def open_engine(trt: TensorRT, engine: EngineFile, heard: Heard, capability: tuple[int, int]) -> tuple[Any, Any]:
+def open_engine(trt: TensorRT, engine: EngineFile, heard: ErrorLog, capability: tuple[int, int]) -> tuple[Any, Any]:
     """TensorRT's runtime and engine. Raises `BundleError` with what TensorRT said where it does not take the file."""
     if not engine.path.is_file() or not engine.path.stat().st_size:
         raise BundleError("The engine is missing.", where=engine.path, fix=_AGAIN)
@@ -116,7 +116,7 @@ def open_engine(trt: TensorRT, engine: EngineFile, heard: Heard, capability: tup
     return runtime, opened
 
 
-def demand_surface(trt: TensorRT, engine: EngineFile, opened: Any, surface: Surface) -> None:
+def check_io(trt: TensorRT, engine: EngineFile, opened: Any, surface: IOSpec) -> None:
     """Raise `BundleError` where the engine is not of the graph that this d2sd runs."""
     wanted = {("input", *item) for item in surface.inputs.items()} | {
         ("output", *item) for item in surface.outputs.items()

@@ -19,7 +19,7 @@ from d2sd.runtime.sampling.philox import gumbel
 
 
 #: Colder is greedy: logits divided by less overflow, and their noise has long stopped to matter.
-COLDEST = 1e-5
+GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Sampling:
     top_p: Tensor  # [B] fp32, infinite where off: cumulated probabilities may round to more than 1
     top_k: Tensor  # [B] int64, V where off
     seed: Tensor  # [B] int64
-    any_random: bool
+    any_sampled: bool
     any_filter: bool
 
     @staticmethod
@@ -38,7 +38,7 @@ class Sampling:
         signed = [p.seed - 2**64 if p.seed >= 2**63 else p.seed for p in params]  # the same 64 bits
         return Sampling(
             temperature=torch.tensor(
-                [p.temperature if p.temperature >= COLDEST else 0.0 for p in params],
+                [p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params],
                 dtype=torch.float32,
                 device=device,
             ),
@@ -47,45 +47,45 @@ class Sampling:
             ),
             top_k=torch.tensor([p.top_k or vocab_size for p in params], device=device),
             seed=torch.tensor(signed, device=device),
-            any_random=any(p.temperature >= COLDEST for p in params),
-            any_filter=any(p.temperature >= COLDEST and (p.top_p < 1 or p.top_k) for p in params),
+            any_sampled=any(p.temperature >= GREEDY_BELOW for p in params),
+            any_filter=any(p.temperature >= GREEDY_BELOW and (p.top_p < 1 or p.top_k) for p in params),
         )
 
 
-def choose(logits: Tensor, depth: Tensor, context_len: Tensor, depths: int, sampling: Sampling) -> Tensor:
+def sample_target(logits: Tensor, depth: Tensor, context_len: Tensor, depths: int, sampling: Sampling) -> Tensor:
     """The token the target chooses after each row.
 
     logits [B, T, V] fp32; depth [B, T] in 0 .. depths - 1, so row t stands at position context_len + depth and
     chooses the token at the position behind it. Returns [B, T] int64.
     """
-    if not sampling.any_random:
+    if not sampling.any_sampled:
         return logits.argmax(-1)
-    scores = scored(logits, depth, context_len, depths, sampling)
+    scores = gumbel_scores(logits, depth, context_len, depths, sampling)
     return scores.argmax(-1)
 
 
-def scored(logits: Tensor, depth: Tensor, context_len: Tensor, depths: int, sampling: Sampling) -> Tensor:
+def gumbel_scores(logits: Tensor, depth: Tensor, context_len: Tensor, depths: int, sampling: Sampling) -> Tensor:
     """What `choose` takes the argmax of [B, T, V]: plain logits in greedy rows, perturbed ones elsewhere."""
     random = sampling.temperature > 0
-    cooled = logits / torch.where(random, sampling.temperature, 1.0)[:, None, None]
+    scaled_logits = logits / torch.where(random, sampling.temperature, 1.0)[:, None, None]
     if sampling.any_filter:
-        cooled = filtered(cooled, sampling)
+        scaled_logits = apply_top_k_top_p(scaled_logits, sampling)
     positions = context_len[:, None] + 1 + torch.arange(depths, device=logits.device)
     noise = gumbel(sampling.seed, positions, logits.shape[-1])  # [B, D, V]: siblings share it
     noise = noise.gather(1, depth[..., None].expand(-1, -1, logits.shape[-1]))
-    return torch.where(random[:, None, None], cooled + noise, logits)
+    return torch.where(random[:, None, None], scaled_logits + noise, logits)
 
 
-def filtered(cooled: Tensor, sampling: Sampling) -> Tensor:
+def apply_top_k_top_p(scaled_logits: Tensor, sampling: Sampling) -> Tensor:
     """[B, T, V] -> -inf outside the top-k and the smallest set whose probability reaches top-p; the best token
     always stays.
     """
-    ranked = cooled.sort(-1, descending=True).values
-    rank = torch.arange(cooled.shape[-1], device=cooled.device)
+    ranked = scaled_logits.sort(-1, descending=True).values
+    rank = torch.arange(scaled_logits.shape[-1], device=scaled_logits.device)
     within_k = rank < sampling.top_k[:, None, None]
     weights = ranked.masked_fill(~within_k, float("-inf")).softmax(-1)
     before = weights.cumsum(-1) - weights
     keep = within_k & (before < sampling.top_p[:, None, None])
     keep[..., 0] = True
     threshold = ranked.masked_fill(~keep, float("inf")).amin(-1, keepdim=True)
-    return cooled.masked_fill(cooled < threshold, float("-inf"))
+    return scaled_logits.masked_fill(scaled_logits < threshold, float("-inf"))

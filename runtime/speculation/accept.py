@@ -23,7 +23,7 @@ class Accepted:
     path: Tensor  # [B, G] int64, its nodes from the root; 0 behind its end
     count: Tensor  # [B] int64, its length 1 .. γ: rows to commit, and tokens gained (the bonus included)
     tokens: Tensor  # [B, G] int64, what the target chose at each node of the path: `count` new tokens
-    winner: Tensor  # [B] int64, origin of the path's last node
+    accepted_branch: Tensor  # [B] int64, origin of the path's last node
 
 
 def accept(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
@@ -33,11 +33,11 @@ def accept(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
     agrees = torch.cat(
         [torch.ones_like(agrees[:, :1]), agrees[:, 1:]], dim=1
     )  # the root is the anchor: decided already
-    on_path = tree.valid & (agrees[:, None] | ~tree.visible).all(-1)  # the node and all its ancestors agree
+    on_path = tree.valid & (agrees[:, None] | ~tree.attn_mask).all(-1)  # the node and all its ancestors agree
     count = on_path.sum(-1)
     # On the path depths are 0, 1, 2, …: each node goes to its depth, the others to a column that is cut off.
     place = torch.where(on_path, tree.depth, longest)
     path = torch.zeros(batch, longest + 1, dtype=torch.long, device=chosen.device)
     path = path.scatter_(1, place, torch.arange(size, device=chosen.device).expand(batch, size))[:, :longest]
     last = path.gather(1, count[:, None] - 1)
-    return Accepted(path, count, chosen.gather(1, path), tree.origin.gather(1, last)[:, 0])
+    return Accepted(path, count, chosen.gather(1, path), tree.branch_id.gather(1, last)[:, 0])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from d2sd.runtime.speculation.draft import Branches, Draft
-from d2sd.runtime.speculation.growth import grow
+from d2sd.runtime.speculation.growth import best_first_tree
 from d2sd.runtime.speculation.tree import Tree
 
 # Shape letters: B requests, K branches, S = γ - 1 slots, M candidates a slot, N nodes.
@@ -50,7 +50,7 @@ def tree_branches(anchor: Tensor, first: Draft, count: int) -> Branches:
     slots = first.best.shape[1]
     # Of K + S nodes the root and at most S - 1 others are on the chain: the K best of the rest are among them.
     inner = Draft(first.tokens[:, :-1], first.logprob[:, :-1])  # behind slot S there is nothing to draft
-    tree = grow(anchor, inner, count + slots)
+    tree = best_first_tree(anchor, inner, count + slots)
     path = _paths(tree, slots)
     step = torch.arange(slots, device=anchor.device)
     on_chain = ((path == first.best[:, None]) | (step >= tree.depth[..., None])).all(-1)
@@ -66,5 +66,5 @@ def tree_branches(anchor: Tensor, first: Draft, count: int) -> Branches:
 def _paths(tree: Tree, slots: int) -> Tensor:
     """Tokens behind the root on the way to every node [B, N, S]; 0 past its depth."""
     step = torch.arange(slots, device=tree.tokens.device)
-    here = tree.visible[:, :, None] & (tree.depth[:, None] == step[:, None] + 1)[:, None]  # [B, N, S, N]
+    here = tree.attn_mask[:, :, None] & (tree.depth[:, None] == step[:, None] + 1)[:, None]  # [B, N, S, N]
     return (here * tree.tokens[:, None, None]).sum(-1)

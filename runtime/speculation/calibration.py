@@ -50,11 +50,11 @@ class Calibration:
             cold, hot = values[:, drafter][:, distance[..., None], kind].unbind(0)
             return torch.lerp(cold, hot, warm)
 
-        odds = chosen(self.slope) * log_odds(draft.logprob) + chosen(self.offset)
+        odds = chosen(self.slope) * logit(draft.logprob) + chosen(self.offset)
         return Draft(draft.tokens, logsigmoid(odds))
 
 
-def log_odds(logprob: Tensor) -> Tensor:
+def logit(logprob: Tensor) -> Tensor:
     """log(p / (1 - p)) of a log-probability."""
     sure = logprob.clamp(max=_CERTAIN)
     return sure - torch.log(-torch.expm1(sure))

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from d2sd.runtime.sampling.philox import gumbel_at
-from d2sd.runtime.sampling.sample import Sampling, filtered
+from d2sd.runtime.sampling.sample import Sampling, apply_top_k_top_p
 
 # Shape letters: B requests, K branches, S = γ - 1 slots behind the anchor, M candidates a slot, V vocabulary, Vd draft
 # vocabulary: the ascending `ids [Vd]` that logits [..., Vd] stand for. Tokens are the target's ids everywhere.
 
 #: Candidates among which a sampled draft looks for the token that the target's own noise favours.
-POOL = 64
+CANDIDATE_POOL = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +50,25 @@ class Branches:
         kept = torch.where(slots < self.length[..., None], self.tokens, mask_token_id)
         return torch.cat([anchor[:, None, None].expand(-1, kept.shape[1], 1), kept], dim=-1)
 
-    def forbid(self, logits: Tensor, ids: Tensor | None = None) -> Tensor:
+    def mask_rejected(self, logits: Tensor, ids: Tensor | None = None) -> Tensor:
         """logits [B, K, S, V or Vd]: the slot behind each boundary may not repeat its rejected token (in place).
 
         A token outside the draft vocabulary cannot be repeated: there nothing is forbidden.
         """
-        rejected = self.rejected if ids is None else _places(ids, self.rejected)
+        rejected = self.rejected if ids is None else index_in_vocab(ids, self.rejected)
         b = torch.arange(len(logits), device=logits.device)[:, None]
         k = torch.arange(logits.shape[1], device=logits.device)
         place = b, k, self.length.clamp(max=logits.shape[2] - 1), rejected.clamp(min=0)
         logits[place] = logits[place].masked_fill(rejected >= 0, float("-inf"))
         return logits
 
-    def joined(self, second: Draft) -> Tensor:
+    def splice(self, second: Draft) -> Tensor:
         """Whole candidates [B, K, S]: kept tokens, then the second pass's best."""
         slots = torch.arange(self.tokens.shape[-1], device=self.tokens.device)
         return torch.where(slots < self.length[..., None], self.tokens, second.best)
 
 
-def _places(ids: Tensor, tokens: Tensor) -> Tensor:
+def index_in_vocab(ids: Tensor, tokens: Tensor) -> Tensor:
     """Where tokens stand among the ids; -1: nowhere."""
     place = torch.searchsorted(ids, tokens.contiguous()).clamp(max=len(ids) - 1)
     return place.where(ids[place] == tokens, -1)
@@ -80,22 +80,22 @@ def candidates(logits: Tensor, context_len: Tensor, sampling: Sampling, width: i
     Where the target samples, it takes argmax(logits / T + g) with noise g that depends on seed, position and token
     alone. The drafter knows g too, so it proposes by the same perturbed scores ("drafter-invariant" coupling, Daliri
     et al., arXiv 2408.07978): nothing else of the output changes, and more drafts are right. Filters and noise are
-    applied to the POOL likeliest tokens only. Probabilities are those among the draft vocabulary.
+    applied to the CANDIDATE_POOL likeliest tokens only. Probabilities are those among the draft vocabulary.
     """
     size = logits.shape[-1]
-    pool, tokens = logits.topk(min(POOL if sampling.any_random else width, size), dim=-1)
+    pool, tokens = logits.topk(min(CANDIDATE_POOL if sampling.any_sampled else width, size), dim=-1)
     if ids is not None:
         tokens = ids[tokens]
     total = logits.logsumexp(-1, keepdim=True)
     scores = pool
-    if sampling.any_random:
+    if sampling.any_sampled:
         random = (sampling.temperature > 0)[:, None, None, None]
-        cooled = pool / torch.where(random, sampling.temperature[:, None, None, None], 1.0)
+        scaled_logits = pool / torch.where(random, sampling.temperature[:, None, None, None], 1.0)
         if sampling.any_filter:
-            cooled = filtered(cooled.flatten(1, 2), sampling).view_as(pool)
+            scaled_logits = apply_top_k_top_p(scaled_logits.flatten(1, 2), sampling).view_as(pool)
         slots = torch.arange(logits.shape[2], device=logits.device)
         position = (context_len[:, None, None, None] + 1 + slots[:, None]).expand_as(tokens)
-        scores = torch.where(random, cooled + gumbel_at(sampling.seed, position, tokens), pool)
+        scores = torch.where(random, scaled_logits + gumbel_at(sampling.seed, position, tokens), pool)
         scores, order = scores.sort(-1, descending=True)
         tokens = tokens.gather(-1, order)
         total = torch.where(random, scores.logsumexp(-1, keepdim=True), total)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from d2sd.runtime.speculation.draft import Branches, Draft
-from d2sd.runtime.speculation.tree import Tree, ordered
+from d2sd.runtime.speculation.tree import Tree, from_scored_nodes
 
 # Shape letters: B requests, K branches, S slots, M candidates a slot, N rows, W ≤ N nodes of one level.
 
 
-def grow(
+def best_first_tree(
     anchor: Tensor, first: Draft, rows: int, branches: Branches | None = None, second: Draft | None = None
 ) -> Tree:
     """anchor [B], first [B, S, M] and, behind the prefixes of K branches, second [B, K, S, M] -> `rows` nodes.
@@ -47,14 +47,16 @@ def grow(
         score, best = scores.topk(min(rows, scores.shape[1]), dim=-1)
         above = best // width
         token = tokens[b, state, depth].flatten(1).gather(1, best)
-        parent, origin = index.gather(1, above), state.gather(1, above)
-        found.append((token, parent, torch.full_like(token, depth + 1), origin, score))
+        parent, branch_id = index.gather(1, above), state.gather(1, above)
+        found.append((token, parent, torch.full_like(token, depth + 1), branch_id, score))
         index = torch.arange(count, count + token.shape[1], device=device).expand(batch, -1)
         count += token.shape[1]
-        state = origin
+        state = branch_id
         if branches is not None and passed is not None:
             right = branches.tokens[:, None, :, depth] == token[..., None]  # [B, W, K]
             passed = passed.gather(1, above[..., None].expand(-1, -1, passed.shape[2])) & right
             enters = passed & (branches.length[:, None] == depth + 1)
-            state = torch.where(enters.any(-1), enters.int().argmax(-1) + 1, origin)
-    return ordered(*(torch.cat(column, dim=1) for column in zip(*found, strict=True)), deepest=slots, budget=rows)
+            state = torch.where(enters.any(-1), enters.int().argmax(-1) + 1, branch_id)
+    return from_scored_nodes(
+        *(torch.cat(column, dim=1) for column in zip(*found, strict=True)), deepest=slots, budget=rows
+    )

@@ -25,7 +25,7 @@ from d2sd.runtime.sampling.philox import gumbel_at
 from d2sd.runtime.speculation import tree
 from d2sd.runtime.speculation.boundaries import chain_branches, log_rejected, tree_branches
 from d2sd.runtime.speculation.draft import Branches, Draft
-from d2sd.runtime.speculation.growth import grow
+from d2sd.runtime.speculation.growth import best_first_tree
 from d2sd.runtime.speculation.tree import Tree
 
 PolicyName = Literal["off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid"]
@@ -126,7 +126,7 @@ class _Branched(Policy):
         # In a branch the draft behind the boundary was rejected, and what the second pass says holds given that.
         rejected = torch.where(slots == length, log_rejected(said), 0.0)
         redrafted = torch.where(slots < length, said, second.confidence + rejected)
-        tokens = torch.cat([first.best[:, None], branches.joined(second)], dim=1)
+        tokens = torch.cat([first.best[:, None], branches.splice(second)], dim=1)
         return tree.merge(*_behind(batch.anchor, tokens, torch.cat([said, redrafted], dim=1)), self.rows)
 
 
@@ -146,7 +146,7 @@ class DDTree(Policy):
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         assert first is not None
-        return grow(batch.anchor, first, self.rows)
+        return best_first_tree(batch.anchor, first, self.rows)
 
 
 class Hybrid(Policy):
@@ -159,7 +159,7 @@ class Hybrid(Policy):
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         assert first is not None
-        return grow(batch.anchor, first, self.rows, branches, second)
+        return best_first_tree(batch.anchor, first, self.rows, branches, second)
 
 
 def _chain(batch: Batch, first: Draft | None, rows: int) -> Tree:

@@ -29,8 +29,8 @@ class Tree:
     parent: Tensor  # [B, N] int64, always smaller than the node's own index; the root's is 0
     depth: Tensor  # [B, N] int64, 0 at the root
     valid: Tensor  # [B, N] bool
-    visible: Tensor  # [B, N, N] bool: ancestors and self
-    origin: Tensor  # [B, N] int64: 0 the first pass or first candidate, k >= 1 the k-th branch or candidate
+    attn_mask: Tensor  # [B, N, N] bool: ancestors and self
+    branch_id: Tensor  # [B, N] int64: 0 the first pass or first candidate, k >= 1 the k-th branch or candidate
     score: Tensor  # [B, N] fp32, log-probability of the node's path by the drafters; -inf in padding
     merged: Tensor  # [B] int64, candidates' tokens that had a node already
 
@@ -78,8 +78,8 @@ def merge(candidates: Tensor, score: Tensor, budget: int) -> Tree:
     )  # fmt: skip
 
 
-def ordered(
-    tokens: Tensor, parent: Tensor, depth: Tensor, origin: Tensor, score: Tensor, *, deepest: int, budget: int
+def from_scored_nodes(
+    tokens: Tensor, parent: Tensor, depth: Tensor, branch_id: Tensor, score: Tensor, *, deepest: int, budget: int
 ) -> Tree:
     """The `budget` best of nodes given as columns [B, F], each behind its parent and scored no higher than it.
 
@@ -87,28 +87,28 @@ def ordered(
     """
     padding = budget - tokens.shape[1]
     if padding > 0:
-        tokens, parent, depth, origin = (pad(column, (0, padding)) for column in (tokens, parent, depth, origin))
+        tokens, parent, depth, branch_id = (pad(column, (0, padding)) for column in (tokens, parent, depth, branch_id))
         score = pad(score, (0, padding), value=float("-inf"))
     score, order = score.sort(dim=-1, descending=True, stable=True)  # stable: among equals a parent stays in front
     rank = order.argsort(-1)
     parent = rank.gather(1, parent).gather(1, order)
-    columns = (tokens.gather(1, order), parent, depth.gather(1, order), origin.gather(1, order))
+    columns = (tokens.gather(1, order), parent, depth.gather(1, order), branch_id.gather(1, order))
     valid = score[:, :budget] > float("-inf")
-    tokens, parent, depth, origin = (column[:, :budget].where(valid, 0) for column in columns)
-    return _tree(tokens, parent, depth, valid, origin, score[:, :budget], deepest)
+    tokens, parent, depth, branch_id = (column[:, :budget].where(valid, 0) for column in columns)
+    return _tree(tokens, parent, depth, valid, branch_id, score[:, :budget], deepest)
 
 
 def _tree(
-    tokens: Tensor, parent: Tensor, depth: Tensor, valid: Tensor, origin: Tensor, score: Tensor, deepest: int,
+    tokens: Tensor, parent: Tensor, depth: Tensor, valid: Tensor, branch_id: Tensor, score: Tensor, deepest: int,
     merged: Tensor | None = None,
 ) -> Tree:  # fmt: skip
     """Fill in who sees whom: a node sees what its parent sees, one level deeper each time."""
     size = tokens.shape[1]
     self_only = torch.eye(size, dtype=torch.bool, device=tokens.device).expand(len(tokens), size, size)
-    visible = self_only
+    attn_mask = self_only
     for _ in range(min(deepest, size - 1)):
-        visible = visible | visible.gather(1, parent[..., None].expand(-1, -1, size))
-    visible = torch.where(valid[..., None], visible, self_only)
+        attn_mask = attn_mask | attn_mask.gather(1, parent[..., None].expand(-1, -1, size))
+    attn_mask = torch.where(valid[..., None], attn_mask, self_only)
     if merged is None:
         merged = torch.zeros_like(tokens[:, 0])
-    return Tree(tokens, parent, depth, valid, visible, origin, score.masked_fill(~valid, float("-inf")), merged)
+    return Tree(tokens, parent, depth, valid, attn_mask, branch_id, score.masked_fill(~valid, float("-inf")), merged)

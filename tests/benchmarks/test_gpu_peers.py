@@ -44,7 +44,7 @@ def test_peers_compute_what_the_op_says(peer: object, fp8: bool) -> None:
 def test_the_lower_reference_sees_all() -> None:
     call = make_call(replace(RAGGED, contexts=(32, 32)), "cpu")
     found = peers.unpacked(peers.sdpa(call, *peers.cleaned(call), None, SDPBackend.MATH)(), call)
-    compare(found, call, torch.ones_like(call.visible))
+    compare(found, call, torch.ones_like(call.attn_mask))
     with pytest.raises(Wrong, match="past the bounds"):
         compare(found, call)
 
@@ -69,13 +69,13 @@ def test_bounds_notice_a_result_of_zeros() -> None:
 
 
 def test_trees() -> None:
-    visible = trees(3, 40, seed=1)
-    assert visible.diagonal(dim1=1, dim2=2).all()
-    assert not visible.triu(1).any()
-    assert (visible.float() @ visible.float() > 0).eq(visible).all()  # an ancestor's ancestors are ancestors
-    assert visible[:, 1:].sum(2).ge(2).all()  # everybody hangs behind the root
-    assert not torch.equal(visible[0], visible[1])
-    assert not visible.all(dim=0).tril().equal(torch.ones(40, 40).tril().bool())  # no chain
+    attn_mask = trees(3, 40, seed=1)
+    assert attn_mask.diagonal(dim1=1, dim2=2).all()
+    assert not attn_mask.triu(1).any()
+    assert (attn_mask.float() @ attn_mask.float() > 0).eq(attn_mask).all()  # an ancestor's ancestors are ancestors
+    assert attn_mask[:, 1:].sum(2).ge(2).all()  # everybody hangs behind the root
+    assert not torch.equal(attn_mask[0], attn_mask[1])
+    assert not attn_mask.all(dim=0).tril().equal(torch.ones(40, 40).tril().bool())  # no chain
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -150,9 +150,11 @@ def test_features_are_outputs_of_the_tapped_layers() -> None:
     tokens = random_tokens(decoder, 2, 9)
     with torch.no_grad():
         hidden_states = transformers_twin(decoder)(tokens, output_hidden_states=True).hidden_states
-    for taps in [(0,), (1, 3), (0, 1, 2, 3)]:
-        expected = torch.cat([hidden_states[i + 1] for i in taps], dim=-1)
-        torch.testing.assert_close(full_pass(decoder, tokens, taps=taps).features, expected, rtol=0, atol=TOLERANCE)
+    for aux_layer_ids in [(0,), (1, 3), (0, 1, 2, 3)]:
+        expected = torch.cat([hidden_states[i + 1] for i in aux_layer_ids], dim=-1)
+        torch.testing.assert_close(
+            full_pass(decoder, tokens, aux_layer_ids=aux_layer_ids).features, expected, rtol=0, atol=TOLERANCE
+        )
     assert full_pass(decoder, tokens).features.shape == (2, 9, 0)
 
 
@@ -165,7 +167,7 @@ def test_feature_of_the_last_layer_is_not_normed() -> None:
     twin.model.layers[-1].register_forward_hook(lambda module, args, output: seen.append(output))
     with torch.no_grad():
         hidden_states = twin(tokens, output_hidden_states=True).hidden_states
-    out = full_pass(decoder, tokens, taps=(1,))
+    out = full_pass(decoder, tokens, aux_layer_ids=(1,))
     torch.testing.assert_close(out.features, seen[0], rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(out.hidden, hidden_states[-1], rtol=0, atol=TOLERANCE)
 
@@ -182,12 +184,12 @@ def test_feature_of_the_last_layer_is_not_normed() -> None:
 def test_chunks_through_pages_equal_one_pass(sizes: list[int]) -> None:
     decoder = tiny_decoder("qwen3")
     tokens = random_tokens(decoder, 2, sum(sizes))
-    whole = full_pass(decoder, tokens, taps=(0, 1))
+    whole = full_pass(decoder, tokens, aux_layer_ids=(0, 1))
     pool, page_table = pool_for(decoder.config.body, 2, sum(sizes), page_size=4)
     done, hidden, features = 0, [], []
     for size in sizes:
         chunk = tokens[:, done : done + size]
-        out = feed(decoder, chunk, pool, page_table, torch.tensor([done, done]), taps=(0, 1))
+        out = feed(decoder, chunk, pool, page_table, torch.tensor([done, done]), aux_layer_ids=(0, 1))
         hidden.append(out.hidden)
         features.append(out.features)
         done += size
@@ -214,8 +216,8 @@ def test_contexts_of_different_length_in_one_batch() -> None:
 def tree_rows(parents: list[int], page_table: Tensor, context_len: Tensor) -> Rows:
     """One tree behind every context: a node's position is its depth, not its place in the list."""
     depth = torch.tensor([len(path_to(node, parents)) - 1 for node in range(len(parents))])
-    visible = ancestor_mask(parents).expand(len(context_len), -1, -1)
-    return Rows(context_len[:, None] + depth, visible, page_table, context_len)
+    attn_mask = ancestor_mask(parents).expand(len(context_len), -1, -1)
+    return Rows(context_len[:, None] + depth, attn_mask, page_table, context_len)
 
 
 def test_tree_node_has_the_logits_of_its_path() -> None:
@@ -229,7 +231,7 @@ def test_tree_node_has_the_logits_of_its_path() -> None:
     logits = decoder.logits(out.hidden)
     for node in range(10):
         path = path_to(node, parents)
-        alone = full_pass(decoder, torch.cat([prompt, nodes[:, path]], dim=1), taps=(0,))
+        alone = full_pass(decoder, torch.cat([prompt, nodes[:, path]], dim=1), aux_layer_ids=(0,))
         torch.testing.assert_close(logits[0, node], decoder.logits(alone.hidden)[0, -1], rtol=0, atol=1e-4)
         torch.testing.assert_close(out.features[0, node], alone.features[0, -1], rtol=0, atol=1e-4)
 
@@ -269,9 +271,9 @@ def test_padding_rows_change_nothing() -> None:
     pool, page_table = pool_for(decoder.config.body, 1, 8)
     feed(decoder, prompt, pool, page_table, torch.tensor([0]))
     rows = Rows.chain(3, page_table, torch.tensor([5]))
-    visible = torch.eye(5, dtype=torch.bool)[None].clone()
-    visible[:, :3, :3] = rows.visible
-    padded = Rows(torch.cat([rows.positions, torch.tensor([[0, 99]])], 1), visible, page_table, rows.context_len)
+    attn_mask = torch.eye(5, dtype=torch.bool)[None].clone()
+    attn_mask[:, :3, :3] = rows.attn_mask
+    padded = Rows(torch.cat([rows.positions, torch.tensor([[0, 99]])], 1), attn_mask, page_table, rows.context_len)
     filled = decoder(torch.cat([real, torch.tensor([[0, 7]])], 1), padded, pool)
     torch.testing.assert_close(filled.hidden[:, :3], decoder(real, rows, pool).hidden, rtol=0, atol=1e-4)
 
@@ -283,7 +285,7 @@ def test_low_precision_keeps_logits_wide() -> None:
     exact = full_logits(decoder, tokens)
     narrow = decoder.to(torch.bfloat16)
     pool, page_table = pool_for(decoder.config.body, 1, 12, dtype=torch.bfloat16)
-    out = feed(narrow, tokens, pool, page_table, torch.tensor([0]), taps=(0,))
+    out = feed(narrow, tokens, pool, page_table, torch.tensor([0]), aux_layer_ids=(0,))
     assert {out.k.dtype, out.v.dtype, out.hidden.dtype, out.features.dtype} == {torch.bfloat16}
     logits = narrow.logits(out.hidden)
     assert logits.dtype == torch.float32

@@ -1,7 +1,7 @@
 """The drafter against a reference that shares no line with it, written from the architecture's description: loops over
 slots, heads and keys in float64, on plain NumPy vectors.
 
-Shape letters: B requests, G block size, K branches, C context tokens, E hidden, D head size, n tapped layers.
+Shape letters: B requests, G block size, K branches, C context tokens, E hidden, D head size, n auxiliary layers.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def reference(drafter: Drafter, features: Tensor, positions: Tensor, tokens: Ten
 def features_of(batch: int, length: int) -> Tensor:
     """[B, C, n·E] as the target gives them."""
     tokens = random_tokens(TARGET, batch, length, seed=7)
-    return full_pass(TARGET, tokens, taps=DRAFTER.config.target_layer_ids).features
+    return full_pass(TARGET, tokens, aux_layer_ids=DRAFTER.config.target_layer_ids).features
 
 
 def inject(drafter: Drafter, pool: KVPool, page_table: Tensor, features: Tensor, start: Tensor) -> None:
@@ -137,8 +137,8 @@ def block_rows(page_table: Tensor, context_len: Tensor, copies: int = 1) -> Rows
     batch = len(context_len)
     positions = (context_len[:, None] + torch.arange(GAMMA)).repeat(1, copies)
     block = torch.arange(copies).repeat_interleave(GAMMA)
-    visible = (block[:, None] == block).expand(batch, -1, -1)
-    return Rows(positions, visible, page_table, context_len)
+    attn_mask = (block[:, None] == block).expand(batch, -1, -1)
+    return Rows(positions, attn_mask, page_table, context_len)
 
 
 def draft(drafter: Drafter, tokens: Tensor, rows: Rows, pool: KVPool) -> Tensor:
@@ -253,7 +253,7 @@ def test_positions_are_absolute() -> None:
         pool, page_table = pool_for(DRAFTER.config.body, 1, 6)
         pool.write(k, v, page_table, positions, torch.ones_like(positions, dtype=torch.bool))
         rows = block_rows(page_table, length)
-        return draft(DRAFTER, tokens, Rows(rows.positions + block_start - 6, rows.visible, page_table, length), pool)
+        return draft(DRAFTER, tokens, Rows(rows.positions + block_start - 6, rows.attn_mask, page_table, length), pool)
 
     torch.testing.assert_close(at(40, 46), at(0, 6), rtol=0, atol=1e-4)
     assert (at(1, 6) - at(0, 6)).abs().max() > 1e-2

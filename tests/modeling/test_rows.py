@@ -10,7 +10,7 @@ from d2sd.modeling.rows import KVPool, Rows
 def test_chain_follows_each_context() -> None:
     rows = Rows.chain(3, torch.tensor([[1], [2]]), torch.tensor([0, 5]))
     assert rows.positions.tolist() == [[0, 1, 2], [5, 6, 7]]
-    assert rows.visible.tolist() == 2 * [[[True, False, False], [True, True, False], [True, True, True]]]
+    assert rows.attn_mask.tolist() == 2 * [[[True, False, False], [True, True, False], [True, True, True]]]
 
 
 def test_write_puts_each_row_at_its_token() -> None:

@@ -31,7 +31,7 @@ class Call:
     v_pages: Tensor
     page_table: Tensor
     context_len: Tensor
-    visible: Tensor
+    attn_mask: Tensor
 
     def run(self) -> Tensor:
         return cascade_attention(*(getattr(self, name) for name in self.__dataclass_fields__))
@@ -42,7 +42,7 @@ class Call:
 
     def requests(self, order: list[int]) -> Call:
         """The same call with its requests reordered, over the same pool."""
-        names = ("q", "k", "v", "page_table", "context_len", "visible")
+        names = ("q", "k", "v", "page_table", "context_len", "attn_mask")
         return replace(self, **{name: getattr(self, name)[order] for name in names})
 
 
@@ -107,7 +107,7 @@ def make(shape: Shape, mask: Mask = causal, seed: int = 0) -> Call:
         v_pages=v_pages,
         page_table=page_table,
         context_len=torch.tensor(contexts),
-        visible=torch.stack([mask(rows, seed + request) for request in range(len(contexts))]),
+        attn_mask=torch.stack([mask(rows, seed + request) for request in range(len(contexts))]),
     )
 
 
@@ -128,7 +128,7 @@ def oracle(call: Call) -> Tensor:
                     keys.append(k_pages[page, slot, kv_head])
                     values.append(v_pages[page, slot, kv_head])
                 for u in range(rows):
-                    if call.visible[b, t, u]:
+                    if call.attn_mask[b, t, u]:
                         keys.append(k[b, u, kv_head])
                         values.append(v[b, u, kv_head])
                 scores = [float(np.dot(q[b, t, h], key)) / np.sqrt(size) for key in keys]
@@ -191,7 +191,7 @@ def test_equals_oracle_on_any_shape(shape: Shape, mask: Mask, seed: int) -> None
 def test_each_request_has_its_own_mask() -> None:
     call = make(Shape(contexts=(3, 3, 3)))
     masks = torch.stack([causal(5, 0), itself(5, 0), everyone(5, 0)])
-    assert_matches_oracle(replace(call, visible=masks))
+    assert_matches_oracle(replace(call, attn_mask=masks))
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -266,7 +266,7 @@ def test_every_path_of_a_tree_is_a_causal_chain() -> None:
             q=call.q[:, path],
             k=call.k[:, path],
             v=call.v[:, path],
-            visible=causal(len(path), 0)[None],
+            attn_mask=causal(len(path), 0)[None],
         )
         torch.testing.assert_close(out[:, path], alone.run(), rtol=0, atol=1e-6)
 
@@ -280,7 +280,7 @@ def test_order_of_rows_does_not_matter() -> None:
         q=call.q[:, order],
         k=call.k[:, order],
         v=call.v[:, order],
-        visible=call.visible[:, order][:, :, order],
+        attn_mask=call.attn_mask[:, order][:, :, order],
     )
     torch.testing.assert_close(moved.run(), call.run()[:, order], rtol=0, atol=1e-6)
 
@@ -296,7 +296,7 @@ def test_branches_are_independent_blocks() -> None:
             q=call.q[:, block],
             k=call.k[:, block],
             v=call.v[:, block],
-            visible=torch.ones(2, 2, 2, dtype=torch.bool),
+            attn_mask=torch.ones(2, 2, 2, dtype=torch.bool),
         )
         torch.testing.assert_close(out[:, block], one.run(), rtol=0, atol=1e-6)
 
@@ -328,7 +328,7 @@ def test_fp8_pages_read_as_numbers_times_their_scale() -> None:
     k_pages, v_pages = call.k_pages.to(torch.float8_e4m3fn), call.v_pages.to(torch.float8_e4m3fn)
     plain = replace(call, k_pages=k_pages.double() * k_scale.double(), v_pages=v_pages.double() * v_scale.double())
     found = cascade_attention(
-        call.q, call.k, call.v, k_pages, v_pages, call.page_table, call.context_len, call.visible, k_scale, v_scale
+        call.q, call.k, call.v, k_pages, v_pages, call.page_table, call.context_len, call.attn_mask, k_scale, v_scale
     )
     torch.testing.assert_close(found.double(), oracle(plain), rtol=1e-5, atol=1e-5)
 
@@ -361,7 +361,7 @@ def low_precision(call: Call) -> Tensor:
         table = call.page_table[request]
         keys = torch.cat([call.k_pages[table].flatten(0, 1)[:context], call.k[request]])
         values = torch.cat([call.v_pages[table].flatten(0, 1)[:context], call.v[request]])
-        seen = torch.cat([torch.ones(call.q.shape[1], context, dtype=torch.bool), call.visible[request]], dim=1)
+        seen = torch.cat([torch.ones(call.q.shape[1], context, dtype=torch.bool), call.attn_mask[request]], dim=1)
         for head in range(heads):
             scores = call.q[request, :, head] @ keys[:, head // group].T * size**-0.5
             weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)

@@ -30,14 +30,14 @@ def test_cpu_tensors_take_the_specification(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(fused.NO_FALLBACK, "1")
-    assert not fused.runs_fused(torch.zeros(4, 16, 8, 128))
+    assert not fused.use_triton(torch.zeros(4, 16, 8, 128))
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("size", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
 def test_models_of_today_take_the_kernel(size: int, dtype: torch.dtype) -> None:
-    assert fused.runs_fused(on_gpu(size, dtype))
+    assert fused.use_triton(on_gpu(size, dtype))
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,14 @@ def test_models_of_today_take_the_kernel(size: int, dtype: torch.dtype) -> None:
 def test_a_fallback_is_told_once_or_forbidden(
     pages: Any, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert not fused.runs_fused(pages)
-    assert not fused.runs_fused(pages)
+    assert not fused.use_triton(pages)
+    assert not fused.use_triton(pages)
     error = capsys.readouterr().err
     assert told in error
     assert error.count("\n") == 1
     monkeypatch.setenv(fused.NO_FALLBACK, "1")
     with pytest.raises(D2SDError, match=told):
-        fused.runs_fused(pages)
+        fused.use_triton(pages)
 
 
 def test_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from d2sd.plugins.cascade_attention.triton.tiles import LEAST_SHARE, MOST_SPLITS, choose_blocks, choose_splits, padded
+from d2sd.plugins.cascade_attention.triton.tiles import LEAST_SHARE, MOST_SPLITS, choose_splits, padded, select_tile
 
 POWERS = [2**n for n in range(10)]
 
@@ -14,7 +14,7 @@ POWERS = [2**n for n in range(10)]
 @pytest.mark.parametrize("packed_rows", [1, 16, 17, 64, 640])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_blocks_fit_the_kernel(size: int, itemsize: int, packed_rows: int, fp8: bool) -> None:
-    blocks = choose_blocks(packed_rows, size, itemsize, fp8=fp8)
+    blocks = select_tile(packed_rows, size, itemsize, fp8=fp8)
     assert {blocks.rows, blocks.columns, blocks.new, blocks.warps, padded(size)} <= set(POWERS)
     assert min(blocks.rows, blocks.columns, blocks.new, padded(size)) >= 16, "a product's least size"
     assert 32 % blocks.new == 0, "a tile of new rows reads one mask word"
@@ -22,7 +22,7 @@ def test_blocks_fit_the_kernel(size: int, itemsize: int, packed_rows: int, fp8: 
 
 
 def test_few_rows_take_a_small_tile() -> None:
-    assert [choose_blocks(rows, 128, 2, fp8=False).rows for rows in (1, 16, 17, 32, 33, 1000)] == [
+    assert [select_tile(rows, 128, 2, fp8=False).rows for rows in (1, 16, 17, 32, 33, 1000)] == [
         16,
         16,
         32,

@@ -16,7 +16,7 @@ import torch
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.runtime.backends.model_runner import TorchExecutor, Verified
+from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.draft import Branches, Draft
@@ -25,7 +25,7 @@ from d2sd.runtime.speculation.tree import Tree
 Slot = list[tuple[int, float]]
 
 
-class CheatingExecutor(TorchExecutor):
+class CheatingRunner(ModelRunner):
     """`texts` is prompt and plain continuation by request seed, a block longer than what will be asked for.
 
     The right token is the best candidate of its slot, or one of the next three, or is not proposed at all.
@@ -88,10 +88,10 @@ class CheatingExecutor(TorchExecutor):
             return
         for row in range(int(batch.active.sum())):
             for node in accepted.path[row, 1 : accepted.count[row]].tolist():
-                origin, slot = int(self._tree.origin[row, node]), int(self._tree.depth[row, node]) - 1
-                second = self._second if origin else None  # there is none where it is a sample of the first pass
-                best = self._first.best[row] if second is None else second.best[row, origin - 1]
-                self.siblings[origin] += int(self._tree.tokens[row, node]) != int(best[slot])
+                branch_id, slot = int(self._tree.branch_id[row, node]), int(self._tree.depth[row, node]) - 1
+                second = self._second if branch_id else None  # there is none where it is a sample of the first pass
+                best = self._first.best[row] if second is None else second.best[row, branch_id - 1]
+                self.siblings[branch_id] += int(self._tree.tokens[row, node]) != int(best[slot])
 
     def _known(self, batch: Batch, salt: str) -> list[tuple[int, list[int], int, random.Random]]:
         """Row, text, anchor's position and dice of every row that is not padding; the dice depend on nothing else."""

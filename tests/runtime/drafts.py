@@ -121,7 +121,7 @@ def nodes_of(tree: Tree, row: int) -> list[Node]:
     """One request's nodes, after checking that all columns tell the same tree and that padding is invisible."""
     size, count = tree.tokens.shape[1], int(tree.valid[row].sum())
     tokens, parent, depth = tree.tokens[row].tolist(), tree.parent[row].tolist(), tree.depth[row].tolist()
-    origin, score = tree.origin[row].tolist(), tree.score[row].tolist()
+    branch_id, score = tree.branch_id[row].tolist(), tree.score[row].tolist()
     assert tree.valid[row].tolist() == [n < count for n in range(size)]
     assert count > 0
     assert (parent[0], depth[0]) == (0, 0)
@@ -131,15 +131,15 @@ def nodes_of(tree: Tree, row: int) -> list[Node]:
         paths.append((*paths[parent[node]], tokens[node]))
         assert depth[node] == depth[parent[node]] + 1
     assert len(set(paths)) == count, "siblings are equal"
-    visible = [[path[: len(other)] == other for other in paths] + [False] * (size - count) for path in paths]
-    visible += [[n == m for m in range(size)] for n in range(count, size)]
-    assert tree.visible[row].tolist() == visible
+    attn_mask = [[path[: len(other)] == other for other in paths] + [False] * (size - count) for path in paths]
+    attn_mask += [[n == m for m in range(size)] for n in range(count, size)]
+    assert tree.attn_mask[row].tolist() == attn_mask
     assert all(s == -math.inf for s in score[count:])
     for node in range(count, size):  # what padding says must stay in range: it is embedded, gathered and placed
-        assert tokens[node] == origin[node] == 0
+        assert tokens[node] == branch_id[node] == 0
         assert 0 <= parent[node] < node
         assert 0 <= depth[node] <= node
-    return [Node(*one) for one in zip(paths, origin[:count], score[:count], strict=True)]
+    return [Node(*one) for one in zip(paths, branch_id[:count], score[:count], strict=True)]
 
 
 def check_best(nodes: Sequence[Node], everything: Sequence[Node], rows: int) -> None:

@@ -36,18 +36,18 @@ RECIPE = Recipe.model_validate({
 })  # fmt: skip
 
 
-def target_engine(folder: Path, target: Decoder, taps: tuple[int, ...], compute: str = "sm89") -> EngineFile:
+def target_engine(folder: Path, target: Decoder, aux_layer_ids: tuple[int, ...], compute: str = "sm89") -> EngineFile:
     """An engine of the target in `folder`."""
     body, hidden = target.config.body, target.config.body.hidden_size
     model = deepcopy(target)
     setattr(model, "embed_tokens", nn.Identity())  # noqa: B010  # what comes in is embedded
 
     def run(given: dict[str, Tensor]) -> dict[str, Tensor]:
-        out = model(given["embedded"], _rows(given), _Pages(given, body), taps)
+        out = model(given["embedded"], _rows(given), _Pages(given, body), aux_layer_ids)
         return {"hidden": out.hidden, "features": out.features, "k": out.k, "v": out.v}
 
     surface = target_surface(body, target.embed_tokens.weight.dtype)
-    outputs: dict[str, Dims] = {"hidden": ("B", "T", hidden), "features": ("B", "T", len(taps) * hidden)}
+    outputs: dict[str, Dims] = {"hidden": ("B", "T", hidden), "features": ("B", "T", len(aux_layer_ids) * hidden)}
     outputs |= dict.fromkeys(("k", "v"), (body.num_layers, "B", "T", body.num_kv_heads, body.head_dim))
     profiles = make_profiles(RECIPE, "tensorrt", target.config)  # a profile a bucket
     types = {**surface.inputs, **surface.outputs}
@@ -66,7 +66,7 @@ def drafter_engine(folder: Path, name: str, drafter: Drafter) -> EngineFile:
         for layer, (keys, values) in enumerate(zip(pages.layers_k, pages.layers_v, strict=True)):
             places, keep = rows.context_len[:, None] + steps, steps < new[:, None]
             write_rows(k[layer][None], v[layer][None], keys[None], values[None], rows.page_table, places, keep)
-        after = Rows(rows.positions, rows.visible, rows.page_table, rows.context_len + new)
+        after = Rows(rows.positions, rows.attn_mask, rows.page_table, rows.context_len + new)
         return {"hidden": model.draft(given["embedded"], after, pages), "k": k, "v": v}
 
     features: dict[str, Dims] = {"features": ("B", "C", width), "feature_positions": ("B", "C"), "feature_len": ("B",)}
@@ -88,7 +88,7 @@ def _engine(folder: Path, name: str, graph: _Graph, compute: str) -> EngineFile:
 def _row_inputs(body: BodyConfig) -> dict[str, Dims]:
     pages: Dims = ("P", PAGE, body.num_kv_heads, body.head_dim)
     return {
-        "embedded": ("B", "T", body.hidden_size), "positions": ("B", "T"), "visible": ("B", "T", "W"),
+        "embedded": ("B", "T", body.hidden_size), "positions": ("B", "T"), "attn_mask": ("B", "T", "W"),
         "page_table": ("B", "M"), "context_len": ("B",),
         **{f"{kind}_pages_{layer}": pages for kind in "kv" for layer in range(body.num_layers)},
     }  # fmt: skip
@@ -96,9 +96,9 @@ def _row_inputs(body: BodyConfig) -> dict[str, Dims]:
 
 def _rows(given: dict[str, Tensor]) -> Rows:
     count = given["positions"].shape[1]
-    bits = (given["visible"][..., None] >> torch.arange(WORD, dtype=torch.int32)) & 1
-    visible = bits.flatten(2)[..., :count].bool()
-    return Rows(given["positions"].long(), visible, given["page_table"].long(), given["context_len"].long())
+    bits = (given["attn_mask"][..., None] >> torch.arange(WORD, dtype=torch.int32)) & 1
+    attn_mask = bits.flatten(2)[..., :count].bool()
+    return Rows(given["positions"].long(), attn_mask, given["page_table"].long(), given["context_len"].long())
 
 
 class _Pages(KVPool):
@@ -112,6 +112,6 @@ class _Pages(KVPool):
     def attend(self, rows: Rows) -> Attend:
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             pages = self.layers_k[index], self.layers_v[index]
-            return cascade_attention(q, k, v, *pages, rows.page_table, rows.context_len, rows.visible)
+            return cascade_attention(q, k, v, *pages, rows.page_table, rows.context_len, rows.attn_mask)
 
         return attend

@@ -14,14 +14,14 @@ from torch import Tensor
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.rows import KVPool
-from d2sd.runtime.backends.model_runner import Executor, TorchExecutor
+from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine, Output
 from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import PolicyName, make_policy
 from d2sd.runtime.text import Decode
-from tests.runtime.cheating import CheatingExecutor
+from tests.runtime.cheating import CheatingRunner
 from tests.runtime.oracle import plain_text
 from tests.tiny import full_pass, tiny_decoder, tiny_drafter
 
@@ -78,21 +78,19 @@ def expected(request: Request) -> list[int]:
     return list(plain(request.prompt, request.sampling, request.max_new_tokens + BLOCK)[: request.max_new_tokens])
 
 
-def cheater(
-    requests: SequenceOf[Request], *, first_errors: float = 0.3, second_errors: float = 0.3
-) -> CheatingExecutor:
+def cheater(requests: SequenceOf[Request], *, first_errors: float = 0.3, second_errors: float = 0.3) -> CheatingRunner:
     """Knows the plain text of all `requests`."""
     texts = {r.sampling.seed: r.prompt + plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK) for r in requests}
     assert len(texts) == len(requests)
-    return CheatingExecutor(*copies(), texts, first_errors=first_errors, second_errors=second_errors)
+    return CheatingRunner(*copies(), texts, first_errors=first_errors, second_errors=second_errors)
 
 
-def honest() -> TorchExecutor:
-    return TorchExecutor(*copies())
+def honest() -> ModelRunner:
+    return ModelRunner(*copies())
 
 
 def make_engine(
-    executor: Executor,
+    executor: ModelRunner,
     policy: PolicyName = "d2sd",
     *,
     max_batch: int = 4,
@@ -143,7 +141,7 @@ def all_pages(engine: Engine) -> int:
     return engine._scheduler.page_count - 1
 
 
-def poison(executor: TorchExecutor, pages: int | slice) -> None:
+def poison(executor: ModelRunner, pages: int | slice) -> None:
     for pool in (executor._target_pool, *executor._pools):
         pool.k[:, pages] = torch.nan
         pool.v[:, pages] = torch.nan
@@ -156,16 +154,16 @@ def committed(pool: KVPool, table: Tensor, length: int) -> tuple[Tensor, Tensor]
     return pool.k[:, page, slot], pool.v[:, page, slot]
 
 
-def settle(executor: TorchExecutor) -> None:
+def sync_drafters(executor: ModelRunner) -> None:
     """Bring all drafters' pages up to date, which otherwise waits until they draft."""
-    executor.settle(range(len(executor._pools)))
+    executor.sync_drafters(range(len(executor._pools)))
 
 
-def check_pages(executor: TorchExecutor, table: Tensor, tokens: list[int]) -> None:
+def check_pages(executor: ModelRunner, table: Tensor, tokens: list[int]) -> None:
     """All pools hold what one pass over `tokens` from nothing gives."""
-    settle(executor)
+    sync_drafters(executor)
     target, *drafters = models()
-    out = full_pass(target, torch.tensor([tokens]), taps=executor._taps)
+    out = full_pass(target, torch.tensor([tokens]), aux_layer_ids=executor._aux_layer_ids)
     k, v = committed(executor._target_pool, table, len(tokens))
     torch.testing.assert_close(k, out.k[:, 0], atol=1e-4, rtol=0)
     torch.testing.assert_close(v, out.v[:, 0], atol=1e-4, rtol=0)

@@ -78,7 +78,7 @@ class Node(NamedTuple):
     """One node of a draft tree. Its path begins with the anchor and says who its parent and its ancestors are."""
 
     path: Path
-    origin: int
+    branch_id: int
     score: float
 
 
@@ -86,11 +86,11 @@ def merge(candidates: Sequence[Sequence[int]], scores: Sequence[Sequence[float]]
     """A dictionary of paths, filled candidate by candidate; also how many tokens found their path there already."""
     found: dict[Path, Node] = {}
     merged = 0
-    for origin, (candidate, score) in enumerate(zip(candidates, scores, strict=True)):
+    for branch_id, (candidate, score) in enumerate(zip(candidates, scores, strict=True)):
         for depth in range(len(candidate)):
             path = tuple(candidate[: depth + 1])
             merged += path in found
-            found.setdefault(path, Node(path, origin, score[depth]))
+            found.setdefault(path, Node(path, branch_id, score[depth]))
     return list(found.values())[:rows], merged
 
 
@@ -103,8 +103,8 @@ def best_first(anchor: int, first: Slots, rows: int, behind: Sequence[tuple[Path
     heap: list[tuple[float, Path, int]] = [(0.0, (anchor,), 0)]
     found: list[Node] = []
     while heap and len(found) < rows:
-        cost, path, origin = heappop(heap)
-        found.append(Node(path, origin, -cost))
+        cost, path, branch_id = heappop(heap)
+        found.append(Node(path, branch_id, -cost))
         drafted = path[1:]
         if len(drafted) == len(first):
             continue

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.config import Family
-from d2sd.runtime.backends.model_runner import TorchExecutor, Verified
+from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine, Output
 from d2sd.runtime.request import Request, SamplingParams
@@ -22,7 +22,7 @@ from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import NAMES, PolicyName
 from d2sd.runtime.stats import SequenceStats
-from tests.runtime.cheating import CheatingExecutor
+from tests.runtime.cheating import CheatingRunner
 from tests.runtime.helpers import (
     BLOCK,
     all_pages,
@@ -52,7 +52,7 @@ class Way:
     shuffled: bool = False
     row_budget: int = 14
 
-    def engine(self, executor: TorchExecutor, policy: PolicyName) -> Engine:
+    def engine(self, executor: ModelRunner, policy: PolicyName) -> Engine:
         return make_engine(
             executor,
             policy,
@@ -121,12 +121,14 @@ def test_with_drafts_that_are_often_right(policy: PolicyName, way: Way) -> None:
         check_what_took_part(policy, stats, executor)
 
 
-def check_what_took_part(policy: PolicyName, stats: SequenceStats, executor: CheatingExecutor) -> None:
+def check_what_took_part(policy: PolicyName, stats: SequenceStats, executor: CheatingRunner) -> None:
     """Siblings were accepted where there are any, and branches restarted everywhere and won."""
     boundaries = {"reanchor": range(BLOCK), "d2sd": range(BLOCK), "hybrid": range(1, BLOCK - 1)}.get(policy, ())
     assert executor.boundaries.keys() == set(boundaries)
-    assert stats.winners[0] > 5
-    wins, siblings = (sum(n for origin, n in c.items() if origin > 0) for c in (stats.winners, executor.siblings))
+    assert stats.accepted_branches[0] > 5
+    wins, siblings = (
+        sum(n for branch_id, n in c.items() if branch_id > 0) for c in (stats.accepted_branches, executor.siblings)
+    )
     assert wins > {"chain": -1, "ddtree": -1, "samples": 4}.get(policy, 15)
     assert siblings > 4 if policy in ("samples", "hybrid") else siblings == 0
     assert executor.siblings[0] > 5 if policy in ("ddtree", "hybrid") else executor.siblings[0] == 0
@@ -147,7 +149,7 @@ def test_with_real_drafters(policy: PolicyName, way: Way) -> None:
 )
 def test_without_the_models_that_a_policy_does_not_run(policy: PolicyName, drafters: int) -> None:
     target, first, _ = copies()
-    executor = TorchExecutor(target, first) if drafters else TorchExecutor(target, block_size=BLOCK)
+    executor = ModelRunner(target, first) if drafters else ModelRunner(target, block_size=BLOCK)
     engine = WAYS["tight pages"].engine(executor, policy)
     assert len(engine.policy.runs) <= drafters
     WAYS["tight pages"].run(engine, some_requests())
@@ -165,7 +167,7 @@ def test_lookup_where_the_text_repeats(way: Way, seed: int) -> None:
             parameter.zero_()
     requests = tuple(Request((n, 2 * n), 40, SamplingParams(seed=n)) for n in range(7))
     texts = [greedy_text(target, list(r.prompt), 40) for r in requests]
-    engine = way.engine(TorchExecutor(target, block_size=BLOCK), "lookup")
+    engine = way.engine(ModelRunner(target, block_size=BLOCK), "lookup")
     sequences = run_staggered(engine, requests, gap=way.gap)
     assert [s.answer for s in sequences] == texts
     stats = SequenceStats.merged(s.stats for s in sequences)
@@ -198,7 +200,7 @@ def test_other_families(family: Family) -> None:
     second = tiny_drafter(target.config, block_size=4, role="variable_prefix", seed=2)
     prompts = ([4, 60, 8], [17])
     texts = {n: prompt + greedy_text(target, prompt, 24) for n, prompt in enumerate(prompts, 1)}
-    executor = CheatingExecutor(target, first, second, texts)
+    executor = CheatingRunner(target, first, second, texts)
     engine = make_engine(executor, "hybrid")
     sequences = engine.generate(Request(tuple(p), 20, SamplingParams(seed=n)) for n, p in enumerate(prompts, 1))
     assert [s.tokens for s in sequences] == [texts[n][: len(p) + 20] for n, p in enumerate(prompts, 1)]
@@ -209,7 +211,7 @@ def test_other_families(family: Family) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_runs(dtype: torch.dtype, policy: PolicyName) -> None:
     """Rounding may choose other tokens there, but everything fits together and pages keep the target's dtype."""
-    executor = TorchExecutor(*(model.to(dtype) for model in copies()))  # type: ignore[arg-type]
+    executor = ModelRunner(*(model.to(dtype) for model in copies()))  # type: ignore[arg-type]
     engine = make_engine(executor, policy, max_batch=8)
     requests = some_requests()
     sequences = engine.generate(requests)
@@ -240,7 +242,7 @@ def test_wrong_drafts_still_gain_the_bonus(policy: PolicyName) -> None:
     way = WAYS["batch"]
     stats = way.run(way.engine(cheater(requests, first_errors=1.0, second_errors=1.0), policy), requests)
     assert stats.accepted.keys() == {1}
-    assert not stats.winners
+    assert not stats.accepted_branches
 
 
 @pytest.mark.parametrize("policy", NAMES)
@@ -268,7 +270,7 @@ def test_pages_hold_what_one_pass_over_the_tokens_gives(policy: PolicyName) -> N
     assert checked["preempted"] > 0
 
 
-class Poisoned(TorchExecutor):
+class Poisoned(ModelRunner):
     """All pages hold NaN until they are written, and page 0, where padding writes, again after every write."""
 
     def allocate(self, pages: int, page_size: int) -> None:
@@ -283,8 +285,8 @@ class Poisoned(TorchExecutor):
         super().commit(batch, verified, accepted)
         poison(self, 0)
 
-    def settle(self, drafters: Collection[int]) -> None:
-        super().settle(drafters)
+    def sync_drafters(self, drafters: Collection[int]) -> None:
+        super().sync_drafters(drafters)
         poison(self, 0)
 
     def draft_first(self, batch: Batch, width: int) -> Draft:
@@ -311,5 +313,5 @@ def test_drafters_that_say_nan_change_no_text(policy: PolicyName, spoilt: tuple[
     target, *drafters = copies()
     for which in spoilt:
         drafters[which].norm.weight.data.fill_(torch.nan)
-    engine = make_engine(TorchExecutor(target, *drafters), policy)
+    engine = make_engine(ModelRunner(target, *drafters), policy)
     assert [s.answer for s in run_staggered(engine, some_requests())] == [expected(r) for r in some_requests()]

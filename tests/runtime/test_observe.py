@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from d2sd.runtime.engine import StepTrace
-from d2sd.runtime.observe import Judged, Observation, observe
+from d2sd.runtime.observe import NodeOutcome, StepObservation, observe
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.accept import accept
@@ -60,7 +60,7 @@ def trace_of(made: Passes, policy: Policy, agree: float, seed: int, active: int)
     return StepTrace(sequences(active), policy, first, branches, tree, accept(tree, chosen, longest))
 
 
-def slowly(trace: StepTrace, row: int) -> Observation:
+def slowly(trace: StepTrace, row: int) -> StepObservation:
     """The definitions, word by word."""
     nodes = nodes_of(trace.tree, row)
     by_path = {node.path: node for node in nodes}
@@ -81,12 +81,12 @@ def slowly(trace: StepTrace, row: int) -> Observation:
     for number, node in enumerate(nodes[1:], 1):
         above = node.path[:-1]
         slot = len(node.path) - 2
-        redrafted = trace.policy.second is not None and node.origin > 0
+        redrafted = trace.policy.second is not None and node.branch_id > 0
         if above in path:
             judged.append(
-                Judged(
+                NodeOutcome(
                     drafter=(trace.policy.second or 0) if redrafted else 0,
-                    distance=slot - len(starts[node.origin - 1]) if redrafted else slot,
+                    distance=slot - len(starts[node.branch_id - 1]) if redrafted else slot,
                     sibling=above in parents,
                     logprob=node.score - by_path[above].score,
                     right=node.path in path,
@@ -95,11 +95,11 @@ def slowly(trace: StepTrace, row: int) -> Observation:
             )
         parents.append(above)
     merged = int(trace.tree.merged[row])
-    rescued = trace.policy.second is not None and by_path[deepest].origin > 0 and len(path) - 1 > chain
-    return Observation(trace.sequences[row], len(path), chain, len(nodes), merged, rank, rescued, judged)
+    rescued = trace.policy.second is not None and by_path[deepest].branch_id > 0 and len(path) - 1 > chain
+    return StepObservation(trace.sequences[row], len(path), chain, len(nodes), merged, rank, rescued, judged)
 
 
-def check(trace: StepTrace) -> list[Observation]:
+def check(trace: StepTrace) -> list[StepObservation]:
     found = observe(trace)
     assert len(found) == len(trace.sequences)
     for row, one in enumerate(found):
@@ -125,7 +125,7 @@ def test_everything_occurs(name: PolicyName) -> None:
     """The loop above is no use if no step has a branch that wins: seven slots, sixteen candidates, four branches."""
     dice = random.Random(3)
     policy = make_policy(name, block_size=8, branches=4, row_budget=64)
-    found: list[Observation] = []
+    found: list[StepObservation] = []
     for seed in range(8):
 
         def slot() -> list[tuple[int, float]]:
@@ -150,7 +150,7 @@ def test_everything_occurs(name: PolicyName) -> None:
 A, B = math.log(0.5), math.log(0.25)
 
 
-def by_hand(policy: Policy, chosen: list[int]) -> Observation:
+def by_hand(policy: Policy, chosen: list[int]) -> StepObservation:
     """Two slots, two candidates; a branch behind the token 1.
 
     0 ─ 1 ─ 5 (behind the branch; its sibling is 6)

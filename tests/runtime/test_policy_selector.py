@@ -10,16 +10,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from d2sd.runtime.backends.model_runner import Verified
+from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.policy_selector import MARGIN, Adaptive, buckets, forecast_tau, measure
+from d2sd.runtime.policy_selector import MARGIN, PolicySelector, buckets, forecast_tau, profile_step_cost
 from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.draft import Branches, Draft
@@ -36,9 +36,9 @@ FORECAST = {
 }
 
 
-def adaptive(seconds: Mapping[Policy, float], forecast: Any = FORECAST) -> Adaptive:
+def adaptive(seconds: Mapping[Policy, float], forecast: Any = FORECAST) -> PolicySelector:
     """Costs at a batch of one."""
-    return Adaptive(POLICIES, {(policy, 1): s for policy, s in seconds.items()}, forecast)
+    return PolicySelector(POLICIES, {(policy, 1): s for policy, s in seconds.items()}, forecast)
 
 
 # -- the forecast ------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_speculation_must_promise_a_margin() -> None:
 def test_every_batch_size_has_its_own_costs_and_what_was_not_measured_is_never_chosen() -> None:
     """At two in flight the larger tree would win by far, but its cost is not known there."""
     costs = {(OFF, 1): 1.0, (LARGE, 1): 1.1, (OFF, 2): 1.0, (SMALL, 2): 1.5, (OFF, 4): 1.0, (SMALL, 4): 4.0}
-    own = Adaptive(POLICIES, costs, FORECAST)
+    own = PolicySelector(POLICIES, costs, FORECAST)
     assert [own.choose(bucket, 0.0) for bucket in (1, 2, 4)] == [LARGE, SMALL, OFF]
 
 
@@ -101,9 +101,9 @@ def test_what_nobody_forecasts_is_never_chosen() -> None:
 
 def test_what_was_promised_teaches_nothing() -> None:
     own = adaptive({OFF: 1.0})
-    own.learn(CHAIN, 0.0, [1, 3, 2, 2])
-    own.learn(CHAIN, 0.5, [1, 3, 1, 1, 2, 2, 1, 3, 2, 1])  # 1.7 a step
-    assert own.trust == pytest.approx(1.0)
+    own.update(CHAIN, 0.0, [1, 3, 2, 2])
+    own.update(CHAIN, 0.5, [1, 3, 1, 1, 2, 2, 1, 3, 2, 1])  # 1.7 a step
+    assert own.acceptance_scale == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("accepted", "limit"), [([1], 0.0), ([1, 2], 0.5), ([4], 3.0)])
@@ -111,21 +111,21 @@ def test_trust_goes_to_the_ratio_that_is_seen(accepted: list[int], limit: float)
     """By a share of n / (32 + n) with n requests in the step, so that a batch teaches as much as its requests."""
     own, wanted = adaptive({OFF: 1.0}), 1.0
     for _ in range(60):
-        own.learn(CHAIN, 0.0, accepted)
+        own.update(CHAIN, 0.0, accepted)
         wanted += (limit - wanted) * len(accepted) / (32 + len(accepted))
-        assert own.trust == pytest.approx(wanted)
-    assert abs(own.trust - limit) < 0.65 * abs(1 - limit)
-    assert own.expected(LARGE, 0.0) == pytest.approx(1 + 2 * own.trust)
+        assert own.acceptance_scale == pytest.approx(wanted)
+    assert abs(own.acceptance_scale - limit) < 0.65 * abs(1 - limit)
+    assert own.expected(LARGE, 0.0) == pytest.approx(1 + 2 * own.acceptance_scale)
     assert own.expected(OFF, 0.0) == 1.0
 
 
 def test_plain_steps_forget_from_both_sides() -> None:
     for start in (0.2, 1.8):
         own = adaptive({OFF: 1.0})
-        own.trust = start
+        own.acceptance_scale = start
         for step in range(1, 400):
-            own.learn(OFF, 0.0, [1, 1])
-            assert own.trust == pytest.approx(1 + (start - 1) * (1 - 1 / 2048) ** step)
+            own.update(OFF, 0.0, [1, 1])
+            assert own.acceptance_scale == pytest.approx(1 + (start - 1) * (1 - 1 / 2048) ** step)
 
 
 def test_texts_that_disappoint_are_served_plainly_and_speculation_comes_back() -> None:
@@ -134,7 +134,7 @@ def test_texts_that_disappoint_are_served_plainly_and_speculation_comes_back() -
     for _ in range(300):
         policy = own.choose(1, 0.0)
         served.append(policy)
-        own.learn(policy, 0.0, [1])
+        own.update(policy, 0.0, [1])
     turns = [a for a, b in pairwise(served) if a != b]
     assert served[0] == CHAIN
     assert served.index(OFF) == 18  # 1.05 x 1.5 tokens a step need a trust of 0.575, and (32 / 33) ** 18 is 0.5747
@@ -157,7 +157,7 @@ class Scripted:
     vocab_size: int = 32
     block_size: int = 4
 
-    def settle(self, drafters: Collection[int]) -> None:
+    def sync_drafters(self, drafters: Collection[int]) -> None:
         self.settled = tuple(drafters)
 
     def forget(self, first_page: int) -> None:
@@ -198,7 +198,7 @@ def measured(
     advance: Callable[[int], None] = lambda count: None,
 ) -> dict[tuple[Policy, int], float]:  # fmt: skip
     monkeypatch.setattr("d2sd.runtime.policy_selector.time", SimpleNamespace(perf_counter=lambda: executor.now))
-    return measure(executor, policies, forecast, Limits(max_batch, 64, 4, 16), advance)
+    return profile_step_cost(cast(ModelRunner, executor), policies, forecast, Limits(max_batch, 64, 4, 16), advance)
 
 
 def test_costs_are_those_of_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_trees_larger_than_one_that_cannot_pay_are_not_tried(monkeypatch: pytest
 def test_a_policy_without_a_forecast_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured(monkeypatch, Scripted(lambda rows, size: 1.0), POLICIES, {"chain": ([9.0], [9.0])})
     assert found.keys() == {(OFF, 1), (CHAIN, 1), (SMALL, 1)}
-    assert Adaptive(POLICIES, found, {}).choose(1, 0.0) == OFF
+    assert PolicySelector(POLICIES, found, {}).choose(1, 0.0) == OFF
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_real_models_are_measured_on_page_0_alone(page_size: int) -> None:
     executor = honest()
     engine = make_engine(executor, "off", page_size=page_size)
     trees = CHAIN, DDTree(8), Hybrid(8, BRANCHES)
-    found = measure(executor, (OFF, *trees), {p.name: ([99.0], [99.0]) for p in trees}, engine.limits)
+    found = profile_step_cost(executor, (OFF, *trees), {p.name: ([99.0], [99.0]) for p in trees}, engine.limits)
     assert found.keys() == {(policy, size) for policy in (OFF, *trees) for size in (1, 2, 4)}
     assert min(found.values()) > 0
     for pool in (executor._target_pool, *executor._pools):
@@ -272,8 +272,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch, engine: Engine, seconds: dict[tupl
     policies = sorted({policy for policy, _ in seconds}, key=lambda policy: policy.rows)
     forecast: dict[str, Any] = {policy.name: ([2.0], [2.0]) for policy in policies if policy != OFF}
     with monkeypatch.context() as patch:
-        patch.setattr("d2sd.runtime.engine.measure", lambda *arguments: seconds)
-        engine.adapt(policies, forecast)
+        patch.setattr("d2sd.runtime.engine.profile_step_cost", lambda *arguments: seconds)
+        engine.enable_auto(policies, forecast)
 
 
 def test_the_policy_follows_the_batch_and_the_answers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,12 +307,12 @@ def test_the_policy_follows_the_mean_temperature(monkeypatch: pytest.MonkeyPatch
     engine = make_engine(honest(), "off", max_batch=2)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "d2sd.runtime.engine.measure", lambda *a: {(p, n): 1.0 + p.rows / 10 for p in (OFF, CHAIN) for n in (1, 2)}
+            "d2sd.runtime.engine.profile_step_cost", lambda *a: {(p, n): 1.0 + p.rows / 10 for p in (OFF, CHAIN) for n in (1, 2)}
         )
-        engine.adapt((OFF, CHAIN), {"chain": ([1.9], [1.0])})
+        engine.enable_auto((OFF, CHAIN), {"chain": ([1.9], [1.0])})
     for temperatures, wanted in {(0.0,): CHAIN, (1.0,): OFF, (1.0, 0.0): CHAIN, (1.2, 0.4): OFF}.items():
         assert engine.adaptive is not None
-        engine.adaptive.trust = 1.0
+        engine.adaptive.acceptance_scale = 1.0
         for t in temperatures:
             engine.submit(Request((5,), 1, SamplingParams(t, seed=1)))
         engine.step()
@@ -324,7 +324,9 @@ def test_the_engine_learns_from_requests_but_not_from_padding(monkeypatch: pytes
     engine = make_engine(honest(), "off", max_batch=4)
     scripted(monkeypatch, engine, {(OFF, 4): 1.0, (OFF, 1): 1.0, (OFF, 2): 1.0, (CHAIN, 4): 0.01})
     told: list[list[int]] = []
-    monkeypatch.setattr(Adaptive, "learn", lambda self, policy, temperature, accepted: told.append(list(accepted)))
+    monkeypatch.setattr(
+        PolicySelector, "update", lambda self, policy, temperature, accepted: told.append(list(accepted))
+    )
     sequences = [engine.submit(Request((n, n + 1), 4, SamplingParams(seed=n))) for n in (3, 4, 5)]
     engine.step()
     assert engine.policy == CHAIN

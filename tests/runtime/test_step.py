@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from d2sd.runtime.backends.model_runner import TorchExecutor
+from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
@@ -28,7 +28,7 @@ from tests.runtime.helpers import (
 SLOTS = BLOCK - 1
 
 
-class Spy(TorchExecutor):
+class Spy(ModelRunner):
     """Notes what it is asked for and what it says."""
 
     def __init__(self) -> None:

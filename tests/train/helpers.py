@@ -44,7 +44,7 @@ def exact_features(answers: list[Answer]) -> TrainingData:
     """In memory and in fp32: what remains of a difference is then an error, not bf16."""
     rows = []
     for answer in answers:
-        out = full_pass(target(), torch.tensor([answer.prompt_ids + answer.answer_ids]), taps=TAPS)
+        out = full_pass(target(), torch.tensor([answer.prompt_ids + answer.answer_ids]), aux_layer_ids=TAPS)
         rows.append(torch.cat([out.features, out.hidden], -1)[0])
     return TrainingData(answers, len(TAPS), rows.__getitem__)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from d2sd.train.dist import World
+from d2sd.train.dist import Dist
 from tests.train.together import shared_settings, train_both
 
 ROOT = Path(__file__).parents[2]
@@ -22,16 +22,16 @@ def test_one_process_is_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torchrun's variables nothing is joined, and nobody is waited for."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    world = World.join()
-    assert (world.rank, world.size, world.leads) == (0, 1, True)
+    dist = Dist.init()
+    assert (dist.rank, dist.size, dist.is_main) == (0, 1, True)
     assert not torch.distributed.is_initialized()
-    assert world.mean({"loss": 2.5}) == {"loss": 2.5}
-    world.wait()
-    world.leave()
+    assert dist.mean({"loss": 2.5}) == {"loss": 2.5}
+    dist.barrier()
+    dist.destroy()
 
 
 def test_the_first_process_leads() -> None:
-    assert [World(rank, 3).leads for rank in range(3)] == [True, False, False]
+    assert [Dist(rank, 3).is_main for rank in range(3)] == [True, False, False]
 
 
 def test_two_processes_train_what_one_does(tmp_path: Path) -> None:

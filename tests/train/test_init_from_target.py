@@ -48,10 +48,10 @@ def test_a_geometry_that_the_target_cannot_hold_is_named(changes: dict[str, obje
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_an_untrained_drafter_reads_its_context_almost_as_the_target(family: Family, dtype: torch.dtype) -> None:
-    """Values: like those of the target's own layer behind the tapped one. Keys: as large as the target's."""
+    """Values: like those of the target's own layer behind the auxiliary one. Keys: as large as the target's."""
     decoder = tiny_decoder(family, layers=4).to(dtype)
     config = drafter_config(geometry(target_layer_ids=[0, 2]), decoder.config, None)
-    out = full_pass(decoder.float(), random_tokens(decoder, 8, 12), taps=(0, 2))
+    out = full_pass(decoder.float(), random_tokens(decoder, 8, 12), aux_layer_ids=(0, 2))
     features = out.features.flatten(0, 1)
     decoder.to(dtype)
     drafter = drafter_from_target(config, decoder, features.to(dtype), torch.Generator().manual_seed(0))

@@ -16,7 +16,7 @@ from d2sd.modeling.drafter import Drafter
 from d2sd.train.data.features import TrainingData, cache_features
 from d2sd.train.data.packing import pack_blocks
 from d2sd.train.data.prefixes import first_errors
-from d2sd.train.dist import World
+from d2sd.train.dist import Dist
 from d2sd.train.loop import Trainer
 from d2sd.train.objectives.loss import block_hidden
 from tests.train.helpers import (
@@ -170,13 +170,13 @@ def test_what_a_sequence_is_packed_with_changes_nothing_that_is_drawn(first: Dra
     answers = greedy_answers()[:3] + greedy_answers(4, 5, 6)[3:]
     made = trainer(exact_features(answers), first, batch=4, blocks=9)
     alone = [made._draw(made._draws.numbers(made.step)[i : i + 1]) for i in range(4)]
-    together = made._draw(made._draws.numbers(made.step))
+    wrap_ddp = made._draw(made._draws.numbers(made.step))
     candidates = made._candidates(alone)
-    assert torch.equal(candidates.ids, made._candidates([together]).ids)
-    visible, rejected = made._visible(together[0], candidates, together[1])
+    assert torch.equal(candidates.ids, made._candidates([wrap_ddp]).ids)
+    visible, rejected = made._visible(wrap_ddp[0], candidates, wrap_ddp[1])
     for row, (packed, generators) in enumerate(alone):
         blocks = packed.tokens.shape[1]
-        assert torch.equal(packed.positions[0], together[0].positions[row, :blocks])
+        assert torch.equal(packed.positions[0], wrap_ddp[0].positions[row, :blocks])
         found, names = made._visible(packed, candidates, generators)
         assert torch.equal(found[0], visible[row, :blocks])
         assert torch.equal(names[0], rejected[row, :blocks])
@@ -298,7 +298,7 @@ def test_a_loss_that_is_no_number_is_named_and_not_saved(tmp_path: Path) -> None
 
 
 def test_sequences_that_do_not_divide_among_processes_are_refused() -> None:
-    World(rank=1, size=3).check(6, "first.batch")
+    Dist(rank=1, size=3).check(6, "first.batch")
     with pytest.raises(D2SDError, match=r"first\.batch(.|\n)*multiple of 3") as caught:
-        World(rank=1, size=3).check(4, "first.batch")
+        Dist(rank=1, size=3).check(4, "first.batch")
     assert caught.value.found == 4

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from d2sd.modeling.drafter import Drafter
-from d2sd.train.dist import World
+from d2sd.train.dist import Dist
 from d2sd.train.loop import Trainer
 from d2sd.train_recipe import TrainSettings
 from tests.train.helpers import exact_features, greedy_answers, new_drafter, settings, target
@@ -21,13 +21,13 @@ def shared_settings() -> TrainSettings:
     return settings(batch=4, steps=4, evaluate_every=3, objective={"slots": "dpace", "ce": 1, "kl": 1})
 
 
-def train_both(folder: Path, world: World | None = None) -> tuple[dict[str, Said], dict[str, list[int]]]:
+def train_both(folder: Path, dist: Dist | None = None) -> tuple[dict[str, Said], dict[str, list[int]]]:
     """The second drafter learns from the trained first. What every step said, and which steps were evaluated."""
     said: dict[str, Said] = {"first": [], "second": []}
     evaluated: dict[str, list[int]] = {"first": [], "second": []}
     first: Drafter | None = None
     for name, drafter in (("first", new_drafter()), ("second", new_drafter(0.9))):
-        trainer = Trainer(target(), drafter, exact_features(greedy_answers()), shared_settings(), first, world)
+        trainer = Trainer(target(), drafter, exact_features(greedy_answers()), shared_settings(), first, dist)
         steps = said[name]
         trainer.run(folder / name, lambda step, values: steps.append(values), evaluated[name].append)  # noqa: B023
         first = drafter
@@ -40,15 +40,15 @@ def threads() -> int:
 
 
 def main() -> None:
-    folder, world = Path(sys.argv[1]), World.join()
-    said, evaluated = train_both(folder, world)
-    mean = world.mean({"rank": float(world.rank), "size": float(world.size)})
-    told: dict[str, Any] = {"said": said, "evaluated": evaluated, "mean": mean, "leads": world.leads}
-    world.wait()
+    folder, dist = Path(sys.argv[1]), Dist.init()
+    said, evaluated = train_both(folder, dist)
+    mean = dist.mean({"rank": float(dist.rank), "size": float(dist.size)})
+    told: dict[str, Any] = {"said": said, "evaluated": evaluated, "mean": mean, "leads": dist.is_main}
+    dist.barrier()
     before = threads()
-    world.leave()
+    dist.destroy()
     told["threads"] = [before, threads()]
-    (folder / f"rank{world.rank}.json").write_text(json.dumps(told))
+    (folder / f"rank{dist.rank}.json").write_text(json.dumps(told))
 
 
 if __name__ == "__main__":

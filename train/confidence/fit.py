@@ -10,11 +10,11 @@ from d2sd.calibration import CalibrationFile
 from d2sd.convert.bundle.load import Bundle
 from d2sd.convert.bundle.serving import make_engine
 from d2sd.progress import bar
-from d2sd.runtime.observe import Judged, Observation, observe
+from d2sd.runtime.observe import NodeOutcome, StepObservation, observe
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import PolicyName
-from d2sd.train.confidence.platt import calibration_error, corrected, fit
+from d2sd.train.confidence.platt import calibrated, calibration_error, fit
 
 #: The widest tree that is watched; narrower ones are its beginnings.
 _ROWS = 64
@@ -30,7 +30,7 @@ def fit_calibration(
     `marks` are the drafters' fingerprints, of before their weights were packed.
     """
     assert bundle.first is not None
-    judged: list[list[Judged]] = []
+    judged: list[list[NodeOutcome]] = []
     tau: dict[Literal["0", "1"], dict[str, list[float]]] = {}
     for key, temperature in _REGIMES:
         one = watch(bundle, "ddtree", requests, temperature, device)
@@ -52,10 +52,10 @@ def fit_calibration(
 
 def watch(
     bundle: Bundle, policy: PolicyName, requests: Sequence[Request], temperature: float, device: str
-) -> list[Observation]:
+) -> list[StepObservation]:
     """Answer all requests and observe every step."""
     engine = make_engine(bundle, policy=policy, row_budget=_ROWS, calibrated=False, device=device)
-    found: list[Observation] = []
+    found: list[StepObservation] = []
     with bar(f"{policy} at T = {temperature:g}", len(requests)) as advance:
         for seed, request in enumerate(requests):
             engine.submit(replace(request, sampling=SamplingParams(temperature, seed=seed)))
@@ -67,17 +67,17 @@ def watch(
     return found
 
 
-def _errors(judged: list[list[Judged]], fitted: Calibration, *, drafters: int) -> dict[str, float]:
+def _errors(judged: list[list[NodeOutcome]], fitted: Calibration, *, drafters: int) -> dict[str, float]:
     found = {}
     for warm, nodes in enumerate(judged):
         for drafter in range(drafters):
             name = f"calibration error of {('first', 'second')[drafter]} at T = {warm}"
             found[f"{name}, before"] = round(calibration_error(nodes, drafter), 4)
-            found[f"{name}, after"] = round(calibration_error(corrected(nodes, fitted, warm), drafter), 4)
+            found[f"{name}, after"] = round(calibration_error(calibrated(nodes, fitted, warm), drafter), 4)
     return found
 
 
-def _all(observations: Iterable[Observation]) -> list[Judged]:
+def _all(observations: Iterable[StepObservation]) -> list[NodeOutcome]:
     return [node for one in observations for node in one.judged]
 
 
@@ -89,9 +89,9 @@ def _gain(accepted: list[list[int]]) -> list[float]:
     ]
 
 
-def _chain_gain(observations: list[Observation]) -> list[float]:
+def _chain_gain(observations: list[StepObservation]) -> list[float]:
     return _gain([list(range(1, one.chain + 1)) for one in observations])
 
 
-def _tree_gain(observations: list[Observation]) -> list[float]:
+def _tree_gain(observations: list[StepObservation]) -> list[float]:
     return _gain([[node.row for node in one.judged if node.right] for one in observations])

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from d2sd.runtime.observe import Judged
-from d2sd.runtime.speculation.calibration import Calibration, log_odds
+from d2sd.runtime.observe import NodeOutcome
+from d2sd.runtime.speculation.calibration import Calibration, logit
 
 #: Pulls a and b towards 1 and 0, as strongly as this many observations: distances hardly ever reached stay sane.
 PRIOR = 4.0
@@ -17,7 +17,7 @@ _FLAT = 0.05  # a confidence that says nothing, or lies, still keeps its order
 _STEPS = 200
 
 
-def fit(greedy: Iterable[Judged], sampled: Iterable[Judged], slots: int) -> Calibration:
+def fit(greedy: Iterable[NodeOutcome], sampled: Iterable[NodeOutcome], slots: int) -> Calibration:
     """Calibration of blocks with `slots` drafts from nodes judged at T = 0 and at T = 1."""
     slope, offset = torch.ones(2, 2, slots, 2), torch.zeros(2, 2, slots, 2)
     for warm, observed in enumerate((greedy, sampled)):
@@ -26,7 +26,7 @@ def fit(greedy: Iterable[Judged], sampled: Iterable[Judged], slots: int) -> Cali
             key = one.drafter, one.distance, int(one.sibling)
             groups.setdefault(key, []).append((one.logprob, one.right))
         for key, pairs in groups.items():
-            x = log_odds(torch.tensor([logprob for logprob, _ in pairs], dtype=torch.float64))
+            x = logit(torch.tensor([logprob for logprob, _ in pairs], dtype=torch.float64))
             y = torch.tensor([right for _, right in pairs], dtype=torch.float64)
             drafter, distance, kind = key
             place = warm, drafter, distance, kind
@@ -61,17 +61,17 @@ def _fitted(x: Tensor, y: Tensor, prior: Tensor, slope: float | None) -> tuple[f
     return found[0] if slope is None else slope, found[-1]
 
 
-def corrected(judged: Iterable[Judged], calibration: Calibration, warm: int) -> list[Judged]:
+def calibrated(judged: Iterable[NodeOutcome], calibration: Calibration, warm: int) -> list[NodeOutcome]:
     """The same nodes as if the calibration had been applied, at T = 0 or 1."""
     found = []
     for one in judged:
         key = warm, one.drafter, one.distance, int(one.sibling)
-        odds = calibration.slope[key] * log_odds(torch.tensor(one.logprob)) + calibration.offset[key]
+        odds = calibration.slope[key] * logit(torch.tensor(one.logprob)) + calibration.offset[key]
         found.append(one._replace(logprob=float(logsigmoid(odds))))
     return found
 
 
-def calibration_error(judged: Iterable[Judged], drafter: int) -> float:
+def calibration_error(judged: Iterable[NodeOutcome], drafter: int) -> float:
     """Expected calibration error over ten bins: mean distance of what was said from what happened."""
     bins = [[0.0, 0.0, 0.0] for _ in range(10)]
     for one in judged:

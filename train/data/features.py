@@ -1,6 +1,6 @@
 """What the frozen target says about every training sequence: kept in one memory-mapped file, or computed when asked.
 
-A token takes (n + 1)·E bf16 numbers: the n tapped layers' outputs and the final normed hidden state, from which the
+A token takes (n + 1)·E bf16 numbers: the n auxiliary layers' outputs and the final normed hidden state, from which the
 target's next-token distribution is recomputed where it is needed. Kept, later epochs cost no target forward pass.
 """
 
@@ -22,7 +22,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.rows import KVPool, Rows
 from d2sd.train.data.responses import Answer
 
-# Shape letters: N tokens of all sequences, S tokens of one, E hidden, n tapped layers.
+# Shape letters: N tokens of all sequences, S tokens of one, E hidden, n auxiliary layers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,17 @@ class TrainingSequence:
     hidden: Tensor  # [S, E], normed; row t gives the target's distribution of token t + 1
 
 
-#: features(number) -> what the target says about that answer, [S, (n+1)·E]: its tapped layers, then its final hidden.
+#: features(number) -> the target on that answer, [S, (n+1)·E]: its auxiliary layers, then its final hidden states.
 Features = Callable[[int], Tensor]
 
 
 class TrainingData:
     """Random access to `TrainingSequence`s, or to a part of them, wherever their features come from."""
 
-    def __init__(self, answers: Sequence[Answer], taps: int, features: Features, chosen: range | None = None) -> None:
-        self._answers, self._taps, self._features = answers, taps, features
+    def __init__(
+        self, answers: Sequence[Answer], aux_layer_ids: int, features: Features, chosen: range | None = None
+    ) -> None:
+        self._answers, self._aux_layer_ids, self._features = answers, aux_layer_ids, features
         self._chosen = range(len(answers)) if chosen is None else chosen
 
     def __len__(self) -> int:
@@ -53,7 +55,7 @@ class TrainingData:
         number = self._chosen[index]  # raises IndexError past the end, so iteration works
         answer = self._answers[number]
         rows = self._features(number)
-        width = rows.shape[1] * self._taps // (self._taps + 1)
+        width = rows.shape[1] * self._aux_layer_ids // (self._aux_layer_ids + 1)
         tokens = torch.tensor(answer.prompt_ids + answer.answer_ids)
         return TrainingSequence(tokens, len(answer.prompt_ids), rows[:, :width], rows[:, width:])
 
@@ -84,20 +86,24 @@ class TrainingData:
                 expected=f"more than {count}",
             )
         parts = (self._chosen[:count], self._chosen[count:])
-        first, rest = (TrainingData(self._answers, self._taps, self._features, part) for part in parts)
+        first, rest = (TrainingData(self._answers, self._aux_layer_ids, self._features, part) for part in parts)
         return first, rest
 
 
 @torch.no_grad()
-def online_features(target: Decoder, taps: tuple[int, ...], answers: Sequence[Answer]) -> TrainingData:
+def online_features(target: Decoder, aux_layer_ids: tuple[int, ...], answers: Sequence[Answer]) -> TrainingData:
     """The target runs whenever a sequence is asked for: nothing to store, for large targets and much data."""
-    see = _observer(target, taps)
-    return TrainingData(answers, len(taps), lambda number: see(answers[number]))
+    see = _observer(target, aux_layer_ids)
+    return TrainingData(answers, len(aux_layer_ids), lambda number: see(answers[number]))
 
 
 @torch.no_grad()
 def cache_features(
-    target: Decoder, taps: tuple[int, ...], answers: Sequence[Answer], path: Path, progress: Callable[[int], None]
+    target: Decoder,
+    aux_layer_ids: tuple[int, ...],
+    answers: Sequence[Answer],
+    path: Path,
+    progress: Callable[[int], None],
 ) -> TrainingData:
     """Fill `path` (bf16, [N, (n+1)·E]) with one pass over every sequence; resumes after the sequences already done.
 
@@ -105,9 +111,9 @@ def cache_features(
     """
     lengths = [len(a.prompt_ids) + len(a.answer_ids) for a in answers]
     weight = target.embed_tokens.weight
-    width = target.config.body.hidden_size * (len(taps) + 1)
+    width = target.config.body.hidden_size * (len(aux_layer_ids) + 1)
     identity = {
-        "sequences": len(answers), "tokens": sum(lengths), "taps": list(taps),
+        "sequences": len(answers), "tokens": sum(lengths), "aux_layer_ids": list(aux_layer_ids),
         "data": _digest(answers), "precision": str(weight.dtype),
     }  # fmt: skip
     journal = path.with_suffix(".json")
@@ -120,7 +126,7 @@ def cache_features(
     storage = torch.from_file(str(path), shared=True, size=size, dtype=torch.bfloat16).view(-1, width)
     progress(done)
     offsets = list(accumulate(lengths, initial=0))
-    see = _observer(target, taps)
+    see = _observer(target, aux_layer_ids)
     for number, answer in enumerate(answers[done:], done + 1):
         storage[offsets[number - 1] : offsets[number]] = see(answer).to(torch.bfloat16).cpu()
         progress(1)
@@ -128,10 +134,10 @@ def cache_features(
             partial = journal.with_suffix(".partial")
             partial.write_text(json.dumps(identity | {"done": number}))
             partial.replace(journal)
-    return TrainingData(answers, len(taps), lambda number: storage[offsets[number] : offsets[number + 1]])
+    return TrainingData(answers, len(aux_layer_ids), lambda number: storage[offsets[number] : offsets[number + 1]])
 
 
-def _observer(target: Decoder, taps: tuple[int, ...]) -> Callable[[Answer], Tensor]:
+def _observer(target: Decoder, aux_layer_ids: tuple[int, ...]) -> Callable[[Answer], Tensor]:
     """answer -> [S, (n+1)·E], in the target's dtype and on its device."""
     body, weight = target.config.body, target.embed_tokens.weight
     pool = KVPool(body.num_layers, 1, 1, body.num_kv_heads, body.head_dim, weight.dtype, str(weight.device))
@@ -140,7 +146,7 @@ def _observer(target: Decoder, taps: tuple[int, ...]) -> Callable[[Answer], Tens
     @torch.no_grad()
     def see(answer: Answer) -> Tensor:
         tokens = torch.tensor([answer.prompt_ids + answer.answer_ids], device=weight.device)
-        out = target(tokens, Rows.chain(tokens.shape[1], no_pages, nothing), pool, taps)
+        out = target(tokens, Rows.chain(tokens.shape[1], no_pages, nothing), pool, aux_layer_ids)
         return torch.cat([out.features, out.hidden], -1)[0]
 
     return see

@@ -10,14 +10,14 @@ from hashlib import blake2b
 
 import torch
 
-from d2sd.train.dist import World
+from d2sd.train.dist import Dist
 
 
 class Draws:
     """Of one training over `sequences` sequences, `batch` a step over all processes."""
 
-    def __init__(self, seed: int, sequences: int, batch: int, world: World) -> None:
-        self._seed, self._sequences, self._batch, self._world = seed, sequences, batch, world
+    def __init__(self, seed: int, sequences: int, batch: int, dist: Dist) -> None:
+        self._seed, self._sequences, self._batch, self._world = seed, sequences, batch, dist
         self._order = lru_cache(maxsize=2)(self._shuffled)  # a step may reach into the next epoch
 
     def numbers(self, step: int) -> range:

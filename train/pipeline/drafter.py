@@ -17,7 +17,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.progress import Progress
 from d2sd.train.data.features import TrainingData
-from d2sd.train.dist import World
+from d2sd.train.dist import Dist
 from d2sd.train.init_from_target import first_drafter
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.evaluate import Evaluator, written
@@ -35,7 +35,7 @@ class Training:
     vocabulary: tuple[int, ...] | None
     evaluator: Evaluator
     work: Path
-    world: World
+    dist: Dist
     progress: Progress
     draw: Callable[[], None]
 
@@ -44,7 +44,7 @@ class Training:
         settings = self.recipe.first
         assert settings is not None, "a ready first drafter is not trained"
         start = first_drafter(self.recipe.drafter, self.target, self.data, settings.seed)
-        drafter = start.to(self.world.device)
+        drafter = start.to(self.dist.device)
         return self._train("first", settings, drafter, None, lambda: [self.evaluator.cell("chain", self._now(drafter))])
 
     def second(self, first: Drafter, settings: SecondSettings) -> Drafter:
@@ -54,7 +54,7 @@ class Training:
         )
         drafter = Drafter(config)
         drafter.load_state_dict(first.state_dict())
-        drafter.to(self.world.device)
+        drafter.to(self.dist.device)
 
         @cache
         def without() -> Cell:
@@ -79,7 +79,7 @@ class Training:
         self, name: Name, settings: TrainSettings, drafter: Drafter, first: Drafter | None,
         judge: Callable[[], list[Cell]],
     ) -> Drafter:  # fmt: skip
-        trainer = Trainer(self.target, drafter, self.data, settings, first, self.world)
+        trainer = Trainer(self.target, drafter, self.data, settings, first, self.dist)
         with (
             self.progress(f"training {name}", settings.steps) as advance,
             closing(TrainLog(self.work, name)) as log,
@@ -93,13 +93,13 @@ class Training:
                 log.trained(step, said)
 
             def evaluate(step: int) -> None:
-                if self.world.leads:
+                if self.dist.is_main:
                     cells = judge()
                     log.evaluated(step, cells)
                     self.draw()
                     self._tell(name, step, settings.steps, cells)
                     log.rest()
-                self.world.wait()
+                self.dist.barrier()
 
             trainer.run(self.work / name, report, evaluate)
             advance(settings.steps - shown)  # all of them, where an earlier run had finished

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from d2sd.convert.checkpoint.drafter import check_drafter_tensors, check_fit, load_drafter, read_drafter_config
+from d2sd.convert.checkpoint.drafter import check_compatible, check_drafter_tensors, load_drafter, read_drafter_config
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DecoderConfig, DrafterConfig
 from d2sd.modeling.drafter import Drafter
@@ -24,7 +24,7 @@ def first_config(recipe: TrainRecipe, target: DecoderConfig) -> DrafterConfig:
         return config
     folder, geometry = _folder(recipe), recipe.drafter
     ready = read_drafter_config(folder)
-    check_fit(ready, target, role="first", block_size=ready.block_size, where=folder)
+    check_compatible(ready, target, role="first", block_size=ready.block_size, where=folder)
     for key, found, expected in (
         ("num_hidden_layers", ready.body.num_layers, geometry.layers),
         ("block_size", ready.block_size, geometry.block_size),

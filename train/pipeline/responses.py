@@ -31,7 +31,7 @@ from d2sd.train.data.decontaminate import Screen
 from d2sd.train.data.jsonl import append_to, own_file
 from d2sd.train.data.prompts import Job, Turn, append_turn, plan_prompts, take_turns
 from d2sd.train.data.responses import Answer, answers_to, append_answer, finished_ids, read_answers
-from d2sd.train.dist import World
+from d2sd.train.dist import Dist
 from d2sd.train.pipeline.log import paced
 from d2sd.train_recipe import TrainRecipe
 
@@ -58,7 +58,7 @@ class Answering:
     recipe: TrainRecipe
     bundle: Bundle
     work: Path
-    world: World
+    dist: Dist
     progress: Progress
 
     def all(self) -> list[Answer]:
@@ -81,7 +81,7 @@ class Answering:
             append_answer(out, name, sequence.request.prompt, sequence.answer)
 
         self._ask(answers.KIND, {name: request for name, request in requests.items() if name not in done}, keep)
-        if self.world.leads:
+        if self.dist.is_main:
             reasons = Counter([*unwritten.values(), *screened.values()])
             reasons.update(["longer than data.max_prompt_tokens"] * (len(jobs) - len(requests)))
             reasons.update(reason for name, reason in finished_ids(self.work).items() if reason and name in requests)
@@ -108,8 +108,8 @@ class Answering:
                 where=path, found={key: now[key] for key in changed}, expected={key: then[key] for key in changed},
                 fix="restore the recipe's data, or train into another --work folder",
             )  # fmt: skip
-        self.world.wait()
-        if self.world.leads:
+        self.dist.barrier()
+        if self.dist.is_main:
             write_json(path, then | now)
 
     def _write_turns(self, jobs: list[Job]) -> None:
@@ -125,15 +125,15 @@ class Answering:
 
     def _ask(self, kind: str, requests: dict[str, Request], keep: Keep) -> None:
         """Run this process's share of `requests` in flight, each kept as it ends."""
-        self.world.wait()
-        mine = list(requests)[self.world.rank :: self.world.size]
+        self.dist.barrier()
+        mine = list(requests)[self.dist.rank :: self.dist.size]
         mine.sort(key=lambda name: len(requests[name].prompt))  # a batch is as wide as its longest
         if mine:
-            engine = make_engine(self.bundle, policy="off", device=self.world.device)
+            engine = make_engine(self.bundle, policy="off", device=self.dist.device)
             with (
                 self.progress(kind, len(mine)) as advance,
-                paced(self.work, kind, self.world.size) if self.world.leads else nullcontext(_ignored) as count,
-                append_to(own_file(self.work, kind, self.world.rank)) as out,
+                paced(self.work, kind, self.dist.size) if self.dist.is_main else nullcontext(_ignored) as count,
+                append_to(own_file(self.work, kind, self.dist.rank)) as out,
             ):
                 running = {engine.submit(requests[name]).id: name for name in mine}
                 while engine.busy:
@@ -142,7 +142,7 @@ class Answering:
                             keep(out, running.pop(output.sequence.id), output.sequence)
                             advance(1)
                             count(1)
-        self.world.wait()
+        self.dist.barrier()
 
     def _requests(self, jobs: list[Job]) -> dict[str, Request]:
         """What the engine is asked, by job; those with too long a prompt are left out."""

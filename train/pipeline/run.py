@@ -16,7 +16,7 @@ from d2sd.modeling.drafter import Drafter
 from d2sd.progress import Progress
 from d2sd.train.data.features import TrainingData, cache_features, online_features
 from d2sd.train.data.responses import Answer
-from d2sd.train.dist import World
+from d2sd.train.dist import Dist
 from d2sd.train.pipeline.drafter import Training
 from d2sd.train.pipeline.evaluate import Evaluator, written
 from d2sd.train.pipeline.log import paced, read_log, tensorboard_is_installed
@@ -36,7 +36,7 @@ class Run:
     recipe: TrainRecipe
     work: Path
     out: Path
-    world: World
+    dist: Dist
     progress: Progress
 
     def all(self) -> None:
@@ -44,35 +44,35 @@ class Run:
         bundle = self._target()
         first_config(self.recipe, bundle.target.config)  # refuses a misfit before hours of work
         if self.recipe.first is not None:
-            self.world.check(self.recipe.first.batch, "first.batch")
+            self.dist.check(self.recipe.first.batch, "first.batch")
         if self.recipe.second is not None:
-            self.world.check(self.recipe.second.batch, "second.batch")
-        if self.world.leads:
+            self.dist.check(self.recipe.second.batch, "second.batch")
+        if self.dist.is_main:
             self._begin()
-        answers = Answering(self.recipe, bundle, self.work, self.world, self.progress).all()
+        answers = Answering(self.recipe, bundle, self.work, self.dist, self.progress).all()
         bundle = load_bundle(self.work / "target", verify=False)  # not the one that has answered
-        bundle.target.to(self.world.device)
+        bundle.target.to(self.dist.device)
         held_out, data = self._features(bundle, answers).split(self.recipe.data.held_out)
-        evaluator = Evaluator(self.recipe, bundle, answers[: len(held_out)], self.world.device, self.progress)
-        ready = load_ready(self.recipe).to(self.world.device) if self.recipe.ready_first else None
+        evaluator = Evaluator(self.recipe, bundle, answers[: len(held_out)], self.dist.device, self.progress)
+        ready = load_ready(self.recipe).to(self.dist.device) if self.recipe.ready_first else None
         vocabulary = ready.config.draft_vocabulary if ready else self._vocabulary(data, bundle)
         training = Training(
-            self.recipe, bundle.target, data, vocabulary, evaluator, self.work, self.world, self.progress, self._draw
+            self.recipe, bundle.target, data, vocabulary, evaluator, self.work, self.dist, self.progress, self._draw
         )
         first = ready or training.first()
         self._write("first", first, vocabulary)
         if self.recipe.second is not None:
             self._write("second", training.second(first, self.recipe.second), vocabulary)
-        if self.world.leads:
+        if self.dist.is_main:
             finish_pair(self.recipe, evaluator, self.work, self.out)
             self._draw()
             click.echo(self.out)
-        self.world.wait()
+        self.dist.barrier()
 
     def _target(self) -> Bundle:
         folder = self.work / "target"
-        bundle = pinned_target(self.recipe, folder, self.progress) if self.world.leads else None
-        self.world.wait()
+        bundle = pinned_target(self.recipe, folder, self.progress) if self.dist.is_main else None
+        self.dist.barrier()
         return bundle or load_bundle(folder, verify=False)
 
     def _begin(self) -> None:
@@ -82,14 +82,14 @@ class Run:
             click.echo("no events for TensorBoard, which is not installed: pip install 'd2sd[train]'", err=True)
 
     def _features(self, bundle: Bundle, answers: list[Answer]) -> TrainingData:
-        taps = tuple(self.recipe.drafter.target_layer_ids)
+        aux_layer_ids = tuple(self.recipe.drafter.target_layer_ids)
         if self.recipe.data.features == "online":
-            return online_features(bundle.target, taps, answers)
+            return online_features(bundle.target, aux_layer_ids, answers)
 
         def cached(progress: Callable[[int], None]) -> TrainingData:
-            return cache_features(bundle.target, taps, answers, self.work / "features.bf16", progress)
+            return cache_features(bundle.target, aux_layer_ids, answers, self.work / "features.bf16", progress)
 
-        if self.world.leads:
+        if self.dist.is_main:
             with self.progress("features", len(answers)) as advance, paced(self.work, "features", 1) as count:
                 told: list[int] = []
 
@@ -101,7 +101,7 @@ class Run:
 
                 with disk_space(self.work, 0, "the features"):
                     cached(tell)
-        self.world.wait()
+        self.dist.barrier()
         return cached(lambda sequences: None)
 
     def _vocabulary(self, data: TrainingData, bundle: Bundle) -> tuple[int, ...] | None:
@@ -117,7 +117,7 @@ class Run:
         return tuple(chosen.nonzero()[:, 0].tolist())
 
     def _write(self, name: Name, drafter: Drafter, vocabulary: tuple[int, ...] | None) -> None:
-        if self.world.leads:
+        if self.dist.is_main:
             (self.out / name).mkdir(parents=True, exist_ok=True)
             copy = written(drafter, vocabulary)
             write_drafter(self.out / name, copy.config, copy.state_dict())

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-# Shape letters: N tokens, B requests, W block width, E hidden, n tapped layers, L1, L2 layers, Hkv heads, D head size.
+# Shape letters: N tokens, B requests, W block width, E hidden, n auxiliary layers, L1, L2 layers, Hkv heads,
+# D head size.
 
 #: What TensorRT-LLM reads of a draft model beside its methods. Here it is the first drafter's; nothing else passes
 #: through, so that a hook found by name does not run twice on the same module.

@@ -24,7 +24,7 @@ def run(
     # not ExternalStream: of the default stream's handle, 0, it makes a new one
     theirs = torch.cuda.get_stream_from_external(stream, out.device)
     with torch.cuda.stream(theirs):
-        q, k, v, *new, k_pages, v_pages, page_table, context_len, visible = given
+        q, k, v, *new, k_pages, v_pages, page_table, context_len, attn_mask = given
         if name == BLOCK:
             # New rows go to the pages before anything is read. Committed rows stay as they are: these lie behind the
             # context, and none is written where `new_len` is 0. They are a request's until it commits them for good;
@@ -34,7 +34,7 @@ def run(
             places, keep = context_len[:, None] + steps, steps < new_len[:, None]
             fused_write_rows(new_k[None], new_v[None], k_pages[None], v_pages[None], page_table, places, keep)
             context_len = context_len + new_len
-        out.copy_(fused_cascade_attention(q, k, v, k_pages, v_pages, page_table, context_len, visible))
+        out.copy_(fused_cascade_attention(q, k, v, k_pages, v_pages, page_table, context_len, attn_mask))
 
 
 class _Memory:

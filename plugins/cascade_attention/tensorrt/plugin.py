@@ -15,12 +15,12 @@ from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, VERSION
 
 #: Inputs by name, in the order of the nodes.
 INPUTS = {
-    TREE: ("q", "k", "v", "k_pages", "v_pages", "page_table", "context_len", "visible"),
+    TREE: ("q", "k", "v", "k_pages", "v_pages", "page_table", "context_len", "attn_mask"),
     BLOCK: (
-        "q", "k", "v", "new_k", "new_v", "new_len", "k_pages", "v_pages", "page_table", "context_len", "visible",
+        "q", "k", "v", "new_k", "new_v", "new_len", "k_pages", "v_pages", "page_table", "context_len", "attn_mask",
     ),
 }  # fmt: skip
-_INTEGERS = {"page_table", "context_len", "visible", "new_len"}
+_INTEGERS = {"page_table", "context_len", "attn_mask", "new_len"}
 
 
 def register(trt: Any) -> None:

@@ -7,12 +7,12 @@ head are rows of its tile (row t, head g at t·GROUP + g), so K and V are loaded
                    split 0      split 1      split 2 (the last)
                  ┌────────────┬────────────┬──────────┐            ┌───────────────┬───────────────┐
     rows t, heads│ all ones   │ all ones   │ all ones │ + split 2: │ bits of word 0│ bits of word 1│
-    0 .. GROUP-1 │            │            │ context_ │            │ visible[t, u] │ bits past T   │
+    0 .. GROUP-1 │            │            │ context_ │            │ attn_mask[t, u] │ bits past T   │
                  └────────────┴────────────┴──── len ─┘            └───────────────┴──── are 0 ────┘
                   every share ⌈⌈context_len / BLOCK_N⌉ / SPLITS⌉ tiles: the last is the smallest, so it takes the rows
 
     memory, all contiguous:   q, out [B, T, Hq, D]    k, v [B, T, Hkv, D]    pages [P, Z, Hkv, D]    page_table [B, M]
-                              visible [B, T, ⌈T/32⌉] int32 (visible.py)    partial [SPLITS, B, T, Hq, D], lse without D
+                              attn_mask [B, T, ⌈T/32⌉] int32 (mask.py)    partial [SPLITS, B, T, Hq, D], lse without D
 
 With SPLITS = 1 `out` is the result. Else it holds fp32 partial results, each normalised by its own sum, with `lse` the
 base-2 logarithm of that sum, -inf where a split saw nothing; `merge_kernel` joins them. A row that sees nothing at all
@@ -62,7 +62,7 @@ def _widened(pages, scale, FP8: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "columns"])
 def cascade_attention_kernel(
-    q, k, v, k_pages, v_pages, page_table, context_len, visible, k_scale, v_scale, out, lse, rows, columns,
+    q, k, v, k_pages, v_pages, page_table, context_len, attn_mask, k_scale, v_scale, out, lse, rows, columns,
     SCALE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr,
@@ -110,7 +110,7 @@ def cascade_attention_kernel(
     # New rows: the last split's, a mask word of each row at most. One stage: there are few, and they come from L2.
     words = tl.cdiv(rows, 32)
     for start in tl.range(0, tl.where(split == SPLITS - 1, rows, 0), BLOCK_T, num_stages=1):
-        bits = tl.load(visible + (request * rows + row) * words + start // 32, mask=real, other=0)
+        bits = tl.load(attn_mask + (request * rows + row) * words + start // 32, mask=real, other=0)
         column = start + tl.arange(0, BLOCK_T)
         at = ((request * rows + column) * HKV + head)[:, None] * HEAD + lane[None, :]
         mask = (column < rows)[:, None] & in_head[None, :]

@@ -10,7 +10,7 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel
-from d2sd.plugins.cascade_attention.triton.tiles import Blocks, choose_blocks, choose_splits, padded
+from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, choose_splits, padded, select_tile
 
 # Shape letters as in op.py.
 
@@ -27,14 +27,14 @@ def fused_cascade_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """`cascade_attention` on CUDA; `packed_visible` [B, T, ceil(T/32)] int32 is `pack_visible` of its mask.
+    """`cascade_attention` on CUDA; `packed_visible` [B, T, ceil(T/32)] int32 is `pack_mask_bits` of its mask.
 
     Reads nothing back to the host and chooses by shapes alone: a CUDA graph can hold it.
     """
     batch, rows, heads, size = q.shape
     kv_heads = k.shape[2]
     fp8 = k_pages.dtype == torch.float8_e4m3fn
-    blocks = choose_blocks(rows * heads // kv_heads, size, q.element_size(), fp8=fp8)
+    blocks = select_tile(rows * heads // kv_heads, size, q.element_size(), fp8=fp8)
     programs = batch * kv_heads * math.ceil(rows * heads / kv_heads / blocks.rows)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     splits = choose_splits(programs, page_table.shape[1] * k_pages.shape[1], processors)
@@ -66,7 +66,7 @@ def launch(
     fp8 = k_pages.dtype == torch.float8_e4m3fn
     assert not fp8 or (k_scale is not None and v_scale is not None)
     assert not q.requires_grad, "the kernel has no backward"
-    blocks = choose_blocks(rows * group, size, q.element_size(), fp8=fp8)
+    blocks = select_tile(rows * group, size, q.element_size(), fp8=fp8)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     partial, lse = out, None
     if splits > 1:
@@ -86,7 +86,7 @@ def launch(
 
 
 def constants(
-    blocks: Blocks, size: int, kv_heads: int, group: int, page_size: int, splits: int, *, fp8: bool
+    blocks: TileConfig, size: int, kv_heads: int, group: int, page_size: int, splits: int, *, fp8: bool
 ) -> dict[str, Any]:
     """What the kernel is compiled for: D, Hkv, Hq / Hkv, Z, and how it is cut."""
     return {

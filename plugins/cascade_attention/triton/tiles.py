@@ -18,7 +18,7 @@ LEAST_SHARE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class TileConfig:
     """One program's tile and what the compiler is told."""
 
     rows: int  # query rows, heads of one K/V head packed: at least 16, the least that a tensor core takes
@@ -35,7 +35,7 @@ def padded(size: int) -> int:
     return max(HEAD_STEP, 1 << (size - 1).bit_length())
 
 
-def choose_blocks(packed_rows: int, size: int, itemsize: int, *, fp8: bool) -> Blocks:
+def select_tile(packed_rows: int, size: int, itemsize: int, *, fp8: bool) -> TileConfig:
     """Tile for T·Hq/Hkv rows of head size D in a type of `itemsize` bytes (of q), over FP8 pages or others.
 
     | q, D padded    | rows     | columns | new | warps | stages | reason                                              |
@@ -53,14 +53,14 @@ def choose_blocks(packed_rows: int, size: int, itemsize: int, *, fp8: bool) -> B
     """
     wide = padded(size)
     if itemsize == 4:
-        return Blocks(rows=16, columns=32 if wide <= 64 else 16, new=16, warps=4, stages=1)
+        return TileConfig(rows=16, columns=32 if wide <= 64 else 16, new=16, warps=4, stages=1)
     most = 32 if wide == 256 else 64
     rows = next((rows for rows in (16, 32) if packed_rows <= rows), most)
     if wide == 256:
-        return Blocks(rows, columns=16 if fp8 else 32, new=32, warps=4, stages=1)
+        return TileConfig(rows, columns=16 if fp8 else 32, new=32, warps=4, stages=1)
     if wide == 128:
-        return Blocks(rows, columns=32, new=32, warps=4, stages=1 if fp8 else 2)
-    return Blocks(rows, columns=64, new=32, warps=4, stages=2)
+        return TileConfig(rows, columns=32, new=32, warps=4, stages=1 if fp8 else 2)
+    return TileConfig(rows, columns=64, new=32, warps=4, stages=2)
 
 
 def choose_splits(programs: int, context_slots: int, processors: int) -> int:

@@ -21,7 +21,7 @@ from d2sd.convert.bundle.load import Bundle, assemble, load_bundle
 from d2sd.convert.bundle.serving import make_engine
 from d2sd.convert.engines.worker import Job, Report
 from d2sd.convert.validate.checks import check_bundle
-from d2sd.convert.validate.shadow import BesideDecoder
+from d2sd.convert.validate.shadow import ShadowDecoder
 from d2sd.errors import BuildError, BundleError
 from d2sd.modeling.rows import Rows
 from d2sd.recipe import Policy, load_recipe
@@ -127,7 +127,7 @@ def test_what_is_no_text_is_not_compared() -> None:
     rows = Rows.chain(4, torch.tensor([[1], [0]]), torch.zeros(2, dtype=torch.long))
     out = target(tokens, rows, pool, (0,))
     answer = {name: getattr(out, name).clone() for name in ("hidden", "features", "k", "v")}
-    beside = BesideDecoder(target, (0,), Off())
+    beside = ShadowDecoder(target, (0,), Off())
     beside.length = torch.tensor([3, 4])
     for spoilt in (answer["hidden"][0, 3:], answer["hidden"][1], answer["k"][:, 0, 3:], answer["k"][:, 1]):
         spoilt += 1

@@ -43,7 +43,7 @@ def profile(graph: str, layers: int, size: int = 16) -> Profile:
 
     b, t, pages = (1, 2, 4), (1, 8, 64), (2, 8, 64)
     shapes = {
-        "embedded": of(b, t, (32, 32, 32)), "positions": of(b, t), "visible": of(b, t, (1, 1, 2)),
+        "embedded": of(b, t, (32, 32, 32)), "positions": of(b, t), "attn_mask": of(b, t, (1, 1, 2)),
         "page_table": of(b, (1, 4, 16)), "context_len": of(b),
     }  # fmt: skip
     if graph == "drafter":
@@ -92,7 +92,7 @@ def test_fp8_is_built_where_there_is_fp8(tmp_path: Path) -> None:
 
 def test_fp32_stays_fp32_and_runs_can_be_recorded(graphs: Path) -> None:
     trt = tensorrt.find_tensorrt("tensorrt-rtx")
-    builder, flags = trt.module.Builder(tensorrt.Heard(trt.module).log), trt.module.BuilderFlag
+    builder, flags = trt.module.Builder(tensorrt.ErrorLog(trt.module).log), trt.module.BuilderFlag
     assert builder.create_builder_config().get_flag(flags.TF32), "on by default"
     config = configure(trt, builder, job(graphs, "target", LAYERS))
     assert not config.get_flag(flags.TF32)

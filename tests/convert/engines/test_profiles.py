@@ -12,7 +12,7 @@ from d2sd.convert.engines.profiles import Profile, make_profiles
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.recipe import Builder, Recipe, Tree
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession, Session
-from d2sd.runtime.backends.model_runner import TorchExecutor
+from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.scheduler import Scheduler
@@ -66,7 +66,7 @@ def watched_engine(graphs: Path, builder: Builder, policy: PolicyName) -> tuple[
         Watched(OnnxSession(graphs / f"{name}.onnx"), make_profiles(RECIPE, builder, model.config))
         for name, model in (("target", target), ("first", drafters[0]), ("second", drafters[1]))
     ]
-    executor = TorchExecutor(
+    executor = ModelRunner(
         GraphDecoder(target, drafters[0].config.target_layer_ids, watched[0]),
         *(GraphDrafter(drafter, session, 4, 1024) for drafter, session in zip(drafters, watched[1:], strict=True)),
     )
@@ -86,7 +86,7 @@ def test_all_that_runs_fits(graphs: Path, builder: Builder, policy: PolicyName) 
 @pytest.mark.parametrize("builder", ["tensorrt-rtx", "tensorrt"])
 def test_what_auto_measures_fits(graphs: Path, builder: Builder) -> None:
     engine, watched = watched_engine(graphs, builder, "hybrid")
-    engine.adapt(
+    engine.enable_auto(
         [policy_of(name) for name in ("off", "chain", "hybrid")], {"chain": ([9.0], [9.0]), "hybrid": ([9.0], [9.0])}
     )
     assert all(session.used for session in watched)
@@ -118,4 +118,4 @@ def test_classic_tensorrt_has_a_profile_a_batch_bucket() -> None:
     batches = [profile["embedded"] for profile in make_profiles(RECIPE, "tensorrt-rtx", config)]
     assert [(least[:2], most[:2]) for least, _, most in batches] == [([1, 1], [4, 20]), ([1, 1], [1, 32])]
     wide = RECIPE.model_copy(update={"tree": Tree(block_size=4, branches=3, row_budget=33)})
-    assert make_profiles(wide, "tensorrt-rtx", config)[0]["visible"] == ([1, 1, 1], [4, 33, 2], [4, 33, 2])
+    assert make_profiles(wide, "tensorrt-rtx", config)[0]["attn_mask"] == ([1, 1, 1], [4, 33, 2], [4, 33, 2])

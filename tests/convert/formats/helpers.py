@@ -1,6 +1,6 @@
 """Tiny drafters in every format, as their writers spell them, and the logits of a draft.
 
-Shape letters: T context tokens, G block size, n tapped layers, E hidden, Vd draft vocabulary.
+Shape letters: T context tokens, G block size, n auxiliary layers, E hidden, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def write_tiny_target(folder: Path, decoder: Decoder) -> Path:
 def draft_logits(decoder: Decoder, drafter: Drafter, context: Tensor, anchor: int) -> Tensor:
     """context [T] -> logits [G, Vd] of the block behind it, by plain attention over [context ; block]."""
     config = drafter.config
-    features = full_pass(decoder, context[None], taps=config.target_layer_ids).features
+    features = full_pass(decoder, context[None], aux_layer_ids=config.target_layer_ids).features
     keys, values = drafter.context_keys_values(features, torch.arange(len(context))[None])
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

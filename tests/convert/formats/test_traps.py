@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from d2sd.convert.checkpoint.drafter import check_fit, read_drafter_config
+from d2sd.convert.checkpoint.drafter import check_compatible, read_drafter_config
 from d2sd.convert.formats.convert import convert
 from d2sd.convert.formats.read import read_drafter
 from d2sd.convert.formats.shared_tensors import read_target_parts
@@ -248,7 +248,7 @@ def test_a_second_drafter_that_does_not_say_so_is_refused_unless_declared(zlab: 
     for declared, role in ((None, "first"), ("variable_prefix", "variable_prefix")):
         assert read_drafter_config(zlab, declared).role == role  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"training_mode(.|\n)*--role variable_prefix"):
-        check_fit(read_drafter_config(zlab), DECODER.config, role="variable_prefix", block_size=4, where=zlab)
+        check_compatible(read_drafter_config(zlab), DECODER.config, role="variable_prefix", block_size=4, where=zlab)
     edit(zlab, {"dflash_config.training_mode": "dflash"})
     with pytest.raises(CheckpointError, match=r"declared(.|\n)*training_mode"):
         read_drafter_config(zlab, "variable_prefix")
@@ -268,7 +268,7 @@ def test_specforges_markers(zlab: Path, key: str, value: str, role: str) -> None
 def test_a_recipe_is_told_to_sort_and_to_convert(zlab: Path, speculators: Path) -> None:
     edit(zlab, {"dflash_config.target_layer_ids": [4, 0, 2]})
     with pytest.raises(CheckpointError, match=r"\[4, 0, 2\]\n  expected: \[0, 2, 4\]\n  fix: d2sd convert"):
-        check_fit(read_drafter_config(zlab), DECODER.config, role="first", block_size=4, where=zlab)
+        check_compatible(read_drafter_config(zlab), DECODER.config, role="first", block_size=4, where=zlab)
     with pytest.raises(CheckpointError, match=r"speculators checkpoint(.|\n)*d2sd convert"):
         read_drafter_config(speculators)
 

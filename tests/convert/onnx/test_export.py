@@ -77,9 +77,9 @@ def test_a_target_verifies_trees(pair: Pair, rows: int) -> None:
     dtype = pair.target.embed_tokens.weight.dtype
     pool, table, lengths = context(pair.target, [0, 9, 24], dtype)
     tokens = random_tokens(pair.target, 3, rows)
-    visible = torch.stack([ancestor_mask(random_tree(rows, seed)) for seed in range(3)])
-    depth = visible.sum(-1) - 1
-    asked = tokens, Rows(lengths[:, None] + depth, visible, table, lengths), pool, TAPS
+    attn_mask = torch.stack([ancestor_mask(random_tree(rows, seed)) for seed in range(3)])
+    depth = attn_mask.sum(-1) - 1
+    asked = tokens, Rows(lengths[:, None] + depth, attn_mask, table, lengths), pool, TAPS
     found, expected = pair.graph(*asked), pair.target(*asked)
     for name in ("hidden", "features", "k", "v"):
         close(getattr(found, name), getattr(expected, name))
@@ -91,10 +91,10 @@ def test_a_drafter_fills_blocks(pair: Pair, blocks: int) -> None:
     dtype = pair.target.embed_tokens.weight.dtype
     pool, table, lengths = context(pair.drafter, [5, 0, 24], dtype)
     of_block = torch.arange(blocks).repeat_interleave(4)
-    visible = (of_block[:, None] == of_block).expand(3, -1, -1)
+    attn_mask = (of_block[:, None] == of_block).expand(3, -1, -1)
     positions = lengths[:, None] + torch.arange(4).repeat(blocks)
     embedded = pair.target.embed_tokens(random_tokens(pair.target, 3, 4 * blocks))
-    asked = embedded, Rows(positions, visible, table, lengths), pool
+    asked = embedded, Rows(positions, attn_mask, table, lengths), pool
     close(pair.draft_graph.draft(*asked), pair.drafter.draft(*asked))
 
 
@@ -116,13 +116,13 @@ def test_context_that_is_not_in_the_pages_is_read_too(pair: Pair) -> None:
     features = torch.randn(2, 3, pair.drafter.fc.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
     places = lengths[:, None] + torch.arange(3)
     embedded = pair.target.embed_tokens(random_tokens(pair.target, 2, 4))
-    visible = torch.ones(2, 4, 4, dtype=torch.bool)
+    attn_mask = torch.ones(2, 4, 4, dtype=torch.bool)
     after = lengths + new
-    rows = Rows(after[:, None] + torch.arange(4), visible, table, lengths)
+    rows = Rows(after[:, None] + torch.arange(4), attn_mask, table, lengths)
     found = pair.draft_graph.draft_behind(embedded, rows, pool, features, places, new)
     k, v = pair.drafter.context_keys_values(features, places)
     pool.write(k, v, table, places, torch.arange(3) < new[:, None])
-    close(found, pair.drafter.draft(embedded, Rows(rows.positions, visible, table, after), pool))
+    close(found, pair.drafter.draft(embedded, Rows(rows.positions, attn_mask, table, after), pool))
 
 
 def test_equal_models_give_equal_files(

@@ -12,7 +12,7 @@ from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession
-from d2sd.runtime.backends.model_runner import TorchExecutor
+from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.speculation.policy import PolicyName, make_policy
@@ -24,28 +24,28 @@ pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
 PAGE = 4
 
 
-def executor_of(folder: Path, target: Decoder, *drafters: Drafter) -> TorchExecutor:
-    taps = drafters[0].config.target_layer_ids
-    export_target(target, taps, PAGE, folder / "target.onnx")
+def executor_of(folder: Path, target: Decoder, *drafters: Drafter) -> ModelRunner:
+    aux_layer_ids = drafters[0].config.target_layer_ids
+    export_target(target, aux_layer_ids, PAGE, folder / "target.onnx")
     graphs = []
     for place, drafter in enumerate(drafters):
         export_drafter(drafter, PAGE, folder / f"{place}.onnx")
         graphs.append(GraphDrafter(drafter, OnnxSession(folder / f"{place}.onnx"), PAGE))
-    return TorchExecutor(GraphDecoder(target, taps, OnnxSession(folder / "target.onnx")), *graphs)
+    return ModelRunner(GraphDecoder(target, aux_layer_ids, OnnxSession(folder / "target.onnx")), *graphs)
 
 
-def engine_of(executor: TorchExecutor, name: PolicyName) -> Engine:
+def engine_of(executor: ModelRunner, name: PolicyName) -> Engine:
     policy = make_policy(name, block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
     return Engine(executor, policy, Limits(max_batch=4, max_context=64, page_size=PAGE, prefill_chunk=8))
 
 
 @pytest.fixture(scope="module")
-def executor(tmp_path_factory: pytest.TempPathFactory) -> TorchExecutor:
+def executor(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     return executor_of(tmp_path_factory.mktemp("graphs"), *deepcopy(models()))
 
 
 @pytest.mark.parametrize("policy", ["chain", "d2sd", "hybrid"])
-def test_greedy_and_sampled_text_are_the_targets_own(executor: TorchExecutor, policy: PolicyName) -> None:
+def test_greedy_and_sampled_text_are_the_targets_own(executor: ModelRunner, policy: PolicyName) -> None:
     sequences = engine_of(executor, policy).generate(some_requests())
     for sequence in sequences:
         assert sequence.answer == expected(sequence.request)
@@ -61,6 +61,6 @@ def test_an_fp8_graph_multiplies_the_numbers_of_the_emulation(tmp_path: Path) ->
     executor = executor_of(tmp_path, target, first, second)
     prompts = random_tokens(target, 6, 5, seed=3).tolist()
     requests = [Request(tuple(prompt), 12, SamplingParams()) for prompt in prompts]
-    plain = engine_of(TorchExecutor(deepcopy(target), deepcopy(first), deepcopy(second)), "off").generate(requests)
+    plain = engine_of(ModelRunner(deepcopy(target), deepcopy(first), deepcopy(second)), "off").generate(requests)
     found = engine_of(executor, "hybrid").generate(requests)
     assert [s.answer for s in found] == [s.answer for s in plain]

@@ -10,7 +10,15 @@ import yaml
 
 from d2sd.convert.checkpoint.drafter import write_drafter
 from d2sd.convert.trtllm.fields import COMMIT, Arguments, DFlash, KvCache, check_arguments
-from d2sd.convert.trtllm.llm_args import D2SD, DFLASH, FOLDER, MODULE, check_faces, unserved, write_faces
+from d2sd.convert.trtllm.llm_args import (
+    D2SD,
+    DFLASH,
+    FOLDER,
+    MODULE,
+    check_llm_args,
+    unsupported_reason,
+    write_llm_args,
+)
 from d2sd.errors import BundleError
 from d2sd.recipe import Recipe, load_recipe
 from tests.convert.helpers import set_key, write_project
@@ -30,9 +38,9 @@ def bundle_of(folder: Path, **changes: Any) -> tuple[Path, Recipe]:
 
 def test_arguments_of_a_bundle(tmp_path: Path) -> None:
     bundle, recipe = bundle_of(tmp_path / "bundle")
-    write_faces(bundle / FOLDER, recipe)
+    write_llm_args(bundle / FOLDER, recipe)
     assert sorted(p.name for p in (bundle / FOLDER).iterdir()) == sorted([DFLASH, D2SD, MODULE])
-    assert check_faces(bundle) == [DFLASH, D2SD]
+    assert check_llm_args(bundle) == [DFLASH, D2SD]
     values = yaml.safe_load((bundle / FOLDER / DFLASH).read_text())
     assert values["speculative_config"] == {
         "decoding_type": "DFlash", "speculative_model": "drafter_first", "max_draft_len": 3, "mask_token_id": 63,
@@ -52,17 +60,17 @@ def test_arguments_of_a_bundle(tmp_path: Path) -> None:
 
 def test_one_drafter_has_one_face(tmp_path: Path) -> None:
     bundle, recipe = bundle_of(tmp_path / "bundle", drafters={"first": {"path": "first"}})
-    write_faces(bundle / FOLDER, recipe)
+    write_llm_args(bundle / FOLDER, recipe)
     assert [p.name for p in (bundle / FOLDER).iterdir()] == [DFLASH]
 
 
 def test_what_it_cannot_serve(tmp_path: Path) -> None:
     _, recipe = bundle_of(tmp_path / "fp32", precision="fp32")
-    assert "16-bit" in str(unserved(recipe))
+    assert "16-bit" in str(unsupported_reason(recipe))
     _, recipe = bundle_of(tmp_path / "plain", drafters={}, tree={"policy": "off"})
-    assert "no drafter" in str(unserved(recipe))
+    assert "no drafter" in str(unsupported_reason(recipe))
     _, recipe = bundle_of(tmp_path / "fp16", precision="fp16")
-    assert unserved(recipe) is None
+    assert unsupported_reason(recipe) is None
 
 
 @pytest.mark.parametrize(
@@ -83,28 +91,28 @@ def test_what_it_cannot_serve(tmp_path: Path) -> None:
 )
 def test_what_tensorrt_llm_refuses_is_refused(tmp_path: Path, key: str, value: object) -> None:
     bundle, recipe = bundle_of(tmp_path / "bundle")
-    write_faces(bundle / FOLDER, recipe)
+    write_llm_args(bundle / FOLDER, recipe)
     path = bundle / FOLDER / DFLASH
     values = yaml.safe_load(path.read_text())
     set_key(values, key, value)
     path.write_text(yaml.safe_dump(values))
     with pytest.raises(BundleError, match=key.replace(".", r"\.")):
-        check_faces(bundle)
+        check_llm_args(bundle)
 
 
 def test_more_drafts_than_the_drafter_was_trained_for(tmp_path: Path) -> None:
     bundle, recipe = bundle_of(tmp_path / "bundle")
-    write_faces(bundle / FOLDER, recipe)
+    write_llm_args(bundle / FOLDER, recipe)
     path = bundle / FOLDER / DFLASH
     path.write_text(path.read_text().replace("max_draft_len: 3", "max_draft_len: 4"))
     with pytest.raises(BundleError, match="1 to 3"):
-        check_faces(bundle)
+        check_llm_args(bundle)
 
 
 def test_no_face(tmp_path: Path) -> None:
     bundle, _ = bundle_of(tmp_path / "bundle")
     with pytest.raises(BundleError, match="no TensorRT-LLM face"):
-        check_faces(bundle)
+        check_llm_args(bundle)
 
 
 def test_the_table_as_it_was_read() -> None:

@@ -24,8 +24,8 @@ from d2sd.cli.inspect import inspect
 from d2sd.convert.bundle.load import load_bundle
 from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.convert.checkpoint.drafter import write_drafter
-from d2sd.convert.validate.drafter_config import check_fit, more_often_right, readings
-from d2sd.convert.validate.drafter_predictions import Guesses, all_guesses
+from d2sd.convert.validate.drafter_config import candidate_configs, check_drafter_config, sign_test
+from d2sd.convert.validate.drafter_predictions import Predictions, evaluate_configs
 from d2sd.errors import BuildError
 from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.decoder import Decoder
@@ -63,7 +63,7 @@ def learnt(folder: Path, seed: int) -> Drafter:
     """A drafter that knows the answers; it reads the outputs of the two middle layers."""
     rows = []
     for answer in answers():
-        out = full_pass(target(), torch.tensor([answer.prompt_ids + answer.answer_ids]), taps=TAPS)
+        out = full_pass(target(), torch.tensor([answer.prompt_ids + answer.answer_ids]), aux_layer_ids=TAPS)
         rows.append(torch.cat([out.features, out.hidden], -1)[0])
     data = TrainingData(answers(), len(TAPS), rows.__getitem__)
     geometry = Geometry(layers=1, block_size=BLOCK, mask_token_id=MASK, target_layer_ids=list(TAPS))
@@ -210,9 +210,9 @@ def test_from_the_places_of_its_steps_a_served_chain_commits_as_much(project: Pa
     requests = [chat_request(bundle, text, SamplingParams(), TOKENS) for text in prompts]
     plain = make_engine(bundle, policy="off").generate(requests)
     drafters = {name: drafter for name, drafter in (("first", bundle.first), ("second", bundle.second)) if drafter}
-    tried = {name: readings(drafter.config, bundle.tokenizer)[0] for name, drafter in drafters.items()}
+    tried = {name: candidate_configs(drafter.config, bundle.tokenizer)[0] for name, drafter in drafters.items()}
     before = [drafter.config for drafter in drafters.values()]
-    found = all_guesses(bundle, drafters, tried, plain)
+    found = evaluate_configs(bundle, drafters, tried, plain)
     assert [drafter.config for drafter in drafters.values()] == before, "the bundle stays as it was"
     means = []
     for name, drafter in drafters.items():
@@ -239,14 +239,14 @@ def test_of_several_better_readings_the_best_is_named(monkeypatch: pytest.Monkey
     worst = guesses(0, 40, length=100)[0]
     better = [guesses(40, length=length)[0] for length in (150, 200, 180)]
     asked = config(), tokenizer(64, {}, pad=7)
-    found = dict(zip(readings(*asked)[0], [worst, *better], strict=True))
-    monkeypatch.setattr("d2sd.convert.validate.drafter_config.all_guesses", lambda *given: {"first": found})
+    found = dict(zip(candidate_configs(*asked)[0], [worst, *better], strict=True))
+    monkeypatch.setattr("d2sd.convert.validate.drafter_config.evaluate_configs", lambda *given: {"first": found})
     recipe = SimpleNamespace(drafters=SimpleNamespace(first=SimpleNamespace(path="mine")), path=Path)
     bundle: Any = SimpleNamespace(
         first=SimpleNamespace(config=asked[0]), second=None, tokenizer=asked[1], recipe=recipe
     )
     with pytest.raises(BuildError, match=r"from 100\.00 to 200\.00 tokens a step with layer ids plus one"):
-        check_fit(bundle, [cast("Sequence", None)])
+        check_drafter_config(bundle, [cast("Sequence", None)])
 
 
 # --- What is tried ---------------------------------------------------------------------------------------------------
@@ -275,16 +275,18 @@ def config(**changes: Any) -> DrafterConfig:
     ],
 )  # fmt: skip
 def test_masks_come_from_where_trainers_take_them(known: Any, vocab: int, masks: list[int]) -> None:
-    found, _ = readings(config(vocab_size=vocab, mask_token_id=1), known)
+    found, _ = candidate_configs(config(vocab_size=vocab, mask_token_id=1), known)
     assert [reading.mask for reading in found] == [1, 1, 1, *masks]
     assert {reading.layer_ids for reading in found[3:]} == {TAPS}
-    again, _ = readings(config(vocab_size=vocab, mask_token_id=masks[0]), known)
+    again, _ = candidate_configs(config(vocab_size=vocab, mask_token_id=masks[0]), known)
     assert [reading.mask for reading in again[3:]] == masks[1:], "what is declared is not tried twice"
 
 
 def test_what_cannot_be_run_is_left_out_with_the_reason() -> None:
     known = tokenizer(64, {}, pad=7)
-    found, left_out = readings(config(target_layer_ids=(0, 3), mask_token_id=63, draft_vocabulary=(6, 7)), known)
+    found, left_out = candidate_configs(
+        config(target_layer_ids=(0, 3), mask_token_id=63, draft_vocabulary=(6, 7)), known
+    )
     assert [reading.name for reading in found] == ["as declared"]
     assert left_out == {
         "layer ids minus one": "the target has no layer -1",
@@ -297,12 +299,12 @@ def test_what_cannot_be_run_is_left_out_with_the_reason() -> None:
 # --- What is clear ---------------------------------------------------------------------------------------------------
 
 
-def guesses(won: int, lost: int = 0, same: int = 0, *, length: int = 2) -> tuple[Guesses, Guesses]:
+def guesses(won: int, lost: int = 0, same: int = 0, *, length: int = 2) -> tuple[Predictions, Predictions]:
     """Two readings of which the first wins and loses so many tokens; its steps are of `length`, the other's of 100."""
     hits = torch.tensor([1] * won + [0] * lost + [3] * same)
     other = torch.tensor([0] * won + [1] * lost + [3] * same)
     steps = torch.full_like(hits, 100)
-    return Guesses(steps * 0 + length, hits), Guesses(steps, other)
+    return Predictions(steps * 0 + length, hits), Predictions(steps, other)
 
 
 @pytest.mark.parametrize(
@@ -317,16 +319,16 @@ def guesses(won: int, lost: int = 0, same: int = 0, *, length: int = 2) -> tuple
     ],
 )
 def test_what_chance_would_not_do(won: int, lost: int, same: int, clear: bool) -> None:
-    assert more_often_right(*guesses(won, lost, same)) == clear
+    assert sign_test(*guesses(won, lost, same)) == clear
 
 
-def one_other(monkeypatch: pytest.MonkeyPatch, declared: Guesses, other: Guesses) -> Any:
+def one_other(monkeypatch: pytest.MonkeyPatch, declared: Predictions, other: Predictions) -> Any:
     """A bundle of one drafter, of which two readings say this."""
     asked = config(target_layer_ids=(0, 1), draft_vocabulary=(7, 9)), tokenizer(64, {}, pad=7)
-    found = readings(*asked)[0]
+    found = candidate_configs(*asked)[0]
     assert [reading.name for reading in found] == ["as declared", "layer ids plus one"]
     said = dict(zip(found, [declared, other], strict=True))
-    monkeypatch.setattr("d2sd.convert.validate.drafter_config.all_guesses", lambda *given: {"first": said})
+    monkeypatch.setattr("d2sd.convert.validate.drafter_config.evaluate_configs", lambda *given: {"first": said})
     recipe = SimpleNamespace(drafters=SimpleNamespace(first=SimpleNamespace(path="mine")), path=Path)
     return SimpleNamespace(first=SimpleNamespace(config=asked[0]), second=None, tokenizer=asked[1], recipe=recipe)
 
@@ -335,11 +337,11 @@ def test_a_little_better_is_told_and_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other, declared = guesses(40, length=104)
-    check_fit(one_other(monkeypatch, declared, other), [cast("Sequence", None)])
+    check_drafter_config(one_other(monkeypatch, declared, other), [cast("Sequence", None)])
     assert "commits 104.000 tokens a step with layer ids plus one, 100.000 as declared" in capsys.readouterr().err
     other, declared = guesses(40, length=105)
     with pytest.raises(BuildError, match=r"from 100\.00 to 105\.00"):
-        check_fit(one_other(monkeypatch, declared, other), [cast("Sequence", None)])
+        check_drafter_config(one_other(monkeypatch, declared, other), [cast("Sequence", None)])
 
 
 @pytest.mark.parametrize(("won", "lost", "length"), [(13, 0, 200), (40, 0, 99), (40, 30, 200)])
@@ -347,5 +349,5 @@ def test_what_is_not_clear_is_not_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], won: int, lost: int, length: int
 ) -> None:
     other, declared = guesses(won, lost, length=length)
-    check_fit(one_other(monkeypatch, declared, other), [cast("Sequence", None)])
+    check_drafter_config(one_other(monkeypatch, declared, other), [cast("Sequence", None)])
     assert capsys.readouterr().err == ""

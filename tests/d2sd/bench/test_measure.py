@@ -12,9 +12,9 @@ import pytest
 from d2sd.bench import metrics
 from d2sd.bench.measure import measure_cell
 from d2sd.bench.result import Cell, Key
-from d2sd.convert.validate.near_ties import TIE
+from d2sd.convert.validate.near_ties import TIE_TOLERANCE
 from d2sd.runtime.engine import Engine, Output, StepTrace
-from d2sd.runtime.observe import Observation, observe
+from d2sd.runtime.observe import StepObservation, observe
 from d2sd.runtime.request import Request
 from d2sd.runtime.speculation.policy import PolicyName
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, cheater, expected, make_engine, some_requests
@@ -120,7 +120,7 @@ def test_the_first_cell_is_compared_with_nothing() -> None:
     assert measured("off", plain=None).differences == []
 
 
-@pytest.mark.parametrize(("gap", "excused"), [(TIE / 2, True), (TIE * 2, False)])
+@pytest.mark.parametrize(("gap", "excused"), [(TIE_TOLERANCE / 2, True), (TIE_TOLERANCE * 2, False)])
 def test_differences_are_found_and_told_with_their_gap(gap: float, excused: bool) -> None:
     """Plain answers changed on purpose: in one a token, another cut short; the gap is asked for behind what agrees."""
     changed = [list(answer) for answer in PLAIN]
@@ -167,7 +167,7 @@ def test_watching_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] += 1.0
         return step()
 
-    def slow(trace: StepTrace) -> list[Observation]:
+    def slow(trace: StepTrace) -> list[StepObservation]:
         now[0] += 1000.0
         return observe(trace)
 

@@ -355,11 +355,11 @@ def test_auto_measures_costs_once_a_size(project: Path, tmp_path: Path, monkeypa
     from d2sd.runtime.engine import Engine
 
     seen: list[int] = []
-    adapt = Engine.adapt
+    enable_auto = Engine.enable_auto
 
     def watched(self: Engine, *arguments: Any) -> None:
         seen.append(self.limits.max_batch)
-        adapt(self, *arguments)
+        enable_auto(self, *arguments)
 
     monkeypatch.setattr(Engine, "adapt", watched)
     arguments = (*SMALL, "--methods", "auto:8", "--temperatures", "0,1", "--concurrency", "1,2")

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from d2sd.cli.trtllm import trtllm
-from d2sd.convert.trtllm.llm_args import D2SD, DFLASH, FOLDER, write_faces
+from d2sd.convert.trtllm.llm_args import D2SD, DFLASH, FOLDER, write_llm_args
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import edit_json, write_project
 from tests.d2sd.integrations.trtllm import fake
@@ -28,7 +28,7 @@ def invoke(*arguments: object) -> Result:
 def bundle(tmp_path: Path) -> Path:
     _, first, second = models(block_size=4)
     folder = write_bundle(tmp_path / "bundle", first, second)
-    write_faces(folder / FOLDER, load_recipe(write_project(tmp_path / "project", precision="bf16")))
+    write_llm_args(folder / FOLDER, load_recipe(write_project(tmp_path / "project", precision="bf16")))
     return folder
 
 

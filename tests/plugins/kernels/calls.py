@@ -13,7 +13,7 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.runtime import interpreter  # type: ignore[import-untyped]
 
-from d2sd.plugins.cascade_attention.mask import pack_visible
+from d2sd.plugins.cascade_attention.mask import pack_mask_bits
 from d2sd.plugins.cascade_attention.triton.launch import launch
 from d2sd.plugins.fp8 import from_pages, to_pages
 from tests.plugins.test_cascade_attention import Call
@@ -48,8 +48,8 @@ _mend_interpreter()
 
 def fused(call: Call, splits: int, scales: tuple[Tensor, Tensor] | tuple[()] = ()) -> Tensor:
     """The kernel's result of a call, on the CPU; `scales` of its pages where they are FP8."""
-    *tensors, visible = vars(call).values()
-    arguments = [x.to(DEVICE) for x in (*tensors, pack_visible(visible), *scales)]
+    *tensors, attn_mask = vars(call).values()
+    arguments = [x.to(DEVICE) for x in (*tensors, pack_mask_bits(attn_mask), *scales)]
     return launch(*arguments, splits=splits).cpu()
 
 

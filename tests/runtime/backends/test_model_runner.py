@@ -14,15 +14,15 @@ from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.runtime.backends import model_runner as module
-from d2sd.runtime.backends.model_runner import TorchExecutor
+from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.request import SamplingParams
-from d2sd.runtime.sampling.sample import Sampling, choose
+from d2sd.runtime.sampling.sample import Sampling, sample_target
 from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.speculation.tree import Tree, merge
-from tests.runtime.helpers import BLOCK, check_pages, copies, honest, models, poison, settle
+from tests.runtime.helpers import BLOCK, check_pages, copies, honest, models, poison, sync_drafters
 from tests.tiny import full_logits, full_pass, tiny_drafter
 
 PAGE = 4
@@ -30,7 +30,7 @@ TEXTS = [[5, 9, 1, 33, 20, 7, 41, 8, 2], [60, 3], [11, 12, 13, 14, 15, 16]]  # t
 TABLE = torch.tensor([[9, 2, 7, 4], [5, 1, 0, 0], [3, 8, 6, 0]])
 
 
-def prefilled(texts: list[list[int]], table: Tensor, *, paid: bool = True) -> tuple[TorchExecutor, Batch]:
+def prefilled(texts: list[list[int]], table: Tensor, *, paid: bool = True) -> tuple[ModelRunner, Batch]:
     """Each text in one chunk, padded to 8 tokens; all slots hold NaN before, and page 0 afterwards too."""
     executor = honest()
     executor.allocate(10, PAGE)
@@ -40,7 +40,7 @@ def prefilled(texts: list[list[int]], table: Tensor, *, paid: bool = True) -> tu
         chunk[0, : len(text) - 1] = torch.tensor(text[:-1])
         executor.prefill(chunk, torch.tensor([len(text) - 1]), table[row : row + 1], torch.tensor([0]))
     if paid:
-        settle(executor)
+        sync_drafters(executor)
     poison(executor, 0)
     batch = Batch(
         anchor=torch.tensor([t[-1] for t in texts]),
@@ -53,7 +53,7 @@ def prefilled(texts: list[list[int]], table: Tensor, *, paid: bool = True) -> tu
 
 
 @pytest.fixture
-def ready() -> tuple[TorchExecutor, Batch]:
+def ready() -> tuple[ModelRunner, Batch]:
     return prefilled(TEXTS, TABLE)
 
 
@@ -61,8 +61,8 @@ def fresh_draft(drafter: Drafter, text: list[int], blocks: list[list[int]]) -> T
     """Logits [K, G-1, V] of blocks behind the text's context, everything computed from nothing, one block at a time."""
     target: Decoder = models()[0]
     context = len(text) - 1
-    taps = drafter.config.target_layer_ids
-    out = full_pass(target, torch.tensor([text[:-1]]), taps=taps) if context else None
+    aux_layer_ids = drafter.config.target_layer_ids
+    out = full_pass(target, torch.tensor([text[:-1]]), aux_layer_ids=aux_layer_ids) if context else None
     positions = torch.arange(context + BLOCK)[None]
     body, logits = drafter.config.body, []
     for block in blocks:
@@ -91,7 +91,7 @@ def check_slot(draft: Draft, place: tuple[int, ...], logits: Tensor) -> None:
     torch.testing.assert_close(draft.logprob[place], logprob, atol=1e-4, rtol=1e-4)
 
 
-def test_first_draft_equals_drafting_from_nothing(ready: tuple[TorchExecutor, Batch]) -> None:
+def test_first_draft_equals_drafting_from_nothing(ready: tuple[ModelRunner, Batch]) -> None:
     executor, batch = ready
     draft = executor.draft_first(batch, WIDTH)
     assert draft.tokens.shape == (3, BLOCK - 1, WIDTH)
@@ -102,7 +102,7 @@ def test_first_draft_equals_drafting_from_nothing(ready: tuple[TorchExecutor, Ba
             check_slot(draft, (row, slot), logits[slot])
 
 
-def test_heads_get_rows_in_one_piece(ready: tuple[TorchExecutor, Batch], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_get_rows_in_one_piece(ready: tuple[ModelRunner, Batch], monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a view PyTorch multiplies batch by batch: the same numbers, sixty times slower in bf16 on a CPU."""
     executor, batch = ready
     whole: list[bool] = []
@@ -128,9 +128,7 @@ LENGTHS = torch.tensor([[0, 2, 3], [3, 1, 4], [1, 2, 0]])  # 4: nothing left to 
 
 
 @pytest.mark.parametrize("drafter", [0, 1])
-def test_second_draft_equals_drafting_each_branch_from_nothing(
-    ready: tuple[TorchExecutor, Batch], drafter: int
-) -> None:
+def test_second_draft_equals_drafting_each_branch_from_nothing(ready: tuple[ModelRunner, Batch], drafter: int) -> None:
     """By either drafter. So branches do not see each other, and nothing but the rejected token is kept from them."""
     executor, batch = ready
     first = executor.draft_first(batch, 1)
@@ -149,7 +147,7 @@ def test_second_draft_equals_drafting_each_branch_from_nothing(
                 check_slot(second, (row, branch, slot), logits[slot])
 
 
-def test_branches_need_not_follow_the_best_chain(ready: tuple[TorchExecutor, Batch]) -> None:
+def test_branches_need_not_follow_the_best_chain(ready: tuple[ModelRunner, Batch]) -> None:
     """Any tokens may be kept, and nothing may be rejected."""
     executor, batch = ready
     kept = torch.tensor([[[11, 22, 33, 44]]]).expand(3, -1, -1)
@@ -162,7 +160,7 @@ def test_branches_need_not_follow_the_best_chain(ready: tuple[TorchExecutor, Bat
             check_slot(second, (row, 0, slot), logits[slot])
 
 
-def test_second_draft_never_repeats_the_rejected_token(ready: tuple[TorchExecutor, Batch]) -> None:
+def test_second_draft_never_repeats_the_rejected_token(ready: tuple[ModelRunner, Batch]) -> None:
     """Even where it is what the second drafter likes best, and all other tokens are asked for."""
     executor, batch = ready
     first = executor.draft_first(batch, 1)
@@ -185,20 +183,20 @@ def tree_of(batch: Batch) -> Tree:
     return merge(candidates, torch.zeros(candidates.shape), 12)
 
 
-def test_verification_says_what_each_path_alone_would(ready: tuple[TorchExecutor, Batch]) -> None:
+def test_verification_says_what_each_path_alone_would(ready: tuple[ModelRunner, Batch]) -> None:
     executor, batch = ready
     tree = tree_of(batch)
     verified = executor.verify(batch, tree)
     assert verified.logits.shape == (3, 12, 64)
     for row, text in enumerate(TEXTS):
         for node in range(int(tree.valid[row].sum())):
-            path = tree.tokens[row][tree.visible[row, node]].tolist()  # ancestors stand before their children
+            path = tree.tokens[row][tree.attn_mask[row, node]].tolist()  # ancestors stand before their children
             alone = full_logits(models()[0], torch.tensor([text[:-1] + path]))[0, -1]
             torch.testing.assert_close(verified.logits[row, node], alone, atol=1e-4, rtol=1e-4)
     assert verified.logits.isfinite().all()  # padding rows as well: they see themselves
 
 
-def test_prefill_commits_the_context(ready: tuple[TorchExecutor, Batch]) -> None:
+def test_prefill_commits_the_context(ready: tuple[ModelRunner, Batch]) -> None:
     executor, _ = ready
     for row, text in enumerate(TEXTS):
         check_pages(executor, TABLE[row], text[:-1])
@@ -212,31 +210,31 @@ def test_drafters_pages_are_paid_before_they_draft(monkeypatch: pytest.MonkeyPat
     settled, _ = prefilled(TEXTS[:2], TABLE[:2])
     with pytest.raises(AssertionError, match="settle"):
         executor.draft_first(batch, WIDTH)
-    executor.settle((0,))
+    executor.sync_drafters((0,))
     one, other = (e.draft_first(batch, WIDTH) for e in (executor, settled))
     assert torch.equal(one.tokens, other.tokens)
     torch.testing.assert_close(one.logprob, other.logprob, atol=1e-5, rtol=1e-5)
     assert executor._pools[0].k[:, 5, 0].isfinite().all()
     assert executor._pools[1].k[:, 5, 0].isnan().all()
     branches = branches_behind(one, LENGTHS[:2])
-    executor.settle((1,))
+    executor.sync_drafters((1,))
     second, other_second = (e.draft_second(batch, branches, 1, WIDTH) for e in (executor, settled))
     assert torch.equal(second.tokens, other_second.tokens)
-    monkeypatch.setattr(module, "MOST_OWED", 64)
+    monkeypatch.setattr(module, "MAX_PENDING_ROWS", 64)
     for _ in range(9):  # 8 rows each
         executor.prefill(torch.zeros(1, 8, dtype=torch.long), torch.tensor([1]), TABLE[2:], torch.tensor([0]))
-        executor.settle(())
+        executor.sync_drafters(())
     assert executor._pools[1].k[:, 3, 0].isfinite().all()
 
 
-def test_commit_appends_the_path_and_nothing_else(ready: tuple[TorchExecutor, Batch]) -> None:
+def test_commit_appends_the_path_and_nothing_else(ready: tuple[ModelRunner, Batch]) -> None:
     executor, batch = ready
     tree = tree_of(batch)
     verified = executor.verify(batch, tree)
-    settle(executor)
+    sync_drafters(executor)
     before = [(p.k.clone(), p.v.clone()) for p in (executor._target_pool, *executor._pools)]
     deepest = tree.depth.argmax(1)
-    paths = [tree.visible[b, n].nonzero().flatten().tolist() for b, n in enumerate(deepest.tolist())]
+    paths = [tree.attn_mask[b, n].nonzero().flatten().tolist() for b, n in enumerate(deepest.tolist())]
     paths = [paths[0], paths[1][:2], paths[2]]
     path = torch.tensor([p + [0] * (BLOCK - len(p)) for p in paths])
     count = torch.tensor([len(p) for p in paths])
@@ -285,14 +283,14 @@ def test_requests_of_a_batch_do_not_touch_each_other() -> None:
         second = one.draft_second(own, branches, 1, policy.width)
         tree = policy.build(own, first, branches, second)
         drafts.append((first.tokens, second.tokens))
-        trees.append((tree.tokens, tree.parent, tree.origin))
+        trees.append((tree.tokens, tree.parent, tree.branch_id))
         logits.append(one.verify(own, tree).logits)
     for a, b in zip(drafts[0] + trees[0], drafts[1] + trees[1], strict=True):
         assert torch.equal(a[order], b)
     torch.testing.assert_close(logits[0][order], logits[1], atol=1e-5, rtol=1e-5)
 
 
-def test_sampled_drafts_follow_the_noise_of_their_positions(ready: tuple[TorchExecutor, Batch]) -> None:
+def test_sampled_drafts_follow_the_noise_of_their_positions(ready: tuple[ModelRunner, Batch]) -> None:
     """The best candidate of every slot and branch is the one the target would choose, had it these logits."""
     executor, batch = ready
     params = [SamplingParams(temperature=0.8, top_k=9, seed=seed) for seed in (1, 2**63 + 2, 3)]
@@ -308,22 +306,22 @@ def test_sampled_drafts_follow_the_noise_of_their_positions(ready: tuple[TorchEx
         place = batch.context_len[row : row + 1]
         block = [text[-1], *[models_[1].config.mask_token_id] * (BLOCK - 1)]
         logits = fresh_draft(models_[1], text, [block])
-        assert first.best[row].tolist() == choose(logits, depth, place, BLOCK - 1, own)[0].tolist()
+        assert first.best[row].tolist() == sample_target(logits, depth, place, BLOCK - 1, own)[0].tolist()
         for branch, length in enumerate(LENGTHS[row].tolist()):
             kept = [text[-1], *first.best[row, :length].tolist()]
             logits = fresh_draft(models_[2], text, [kept + [models_[2].config.mask_token_id] * (BLOCK - len(kept))])
             if length < BLOCK - 1:
                 logits[0, length, first.best[row, length]] = -torch.inf
-            wanted = choose(logits, depth, place, BLOCK - 1, own)[0]
+            wanted = sample_target(logits, depth, place, BLOCK - 1, own)[0]
             assert second.best[row, branch, length:].tolist() == wanted[length:].tolist()
 
 
 def test_drafters_go_in_order() -> None:
     target, _, second = copies()
     with pytest.raises(AssertionError):
-        TorchExecutor(target, None, second)
-    assert TorchExecutor(target).block_size == 1
-    assert TorchExecutor(target, block_size=6).block_size == 6
+        ModelRunner(target, None, second)
+    assert ModelRunner(target).block_size == 1
+    assert ModelRunner(target, block_size=6).block_size == 6
 
 
 @pytest.mark.parametrize("field", ["block_size", "target_layer_ids"])
@@ -332,5 +330,5 @@ def test_drafters_that_do_not_fit_each_other(field: str) -> None:
     other = {"block_size": 7, "target_layer_ids": (1,)}[field]
     second = tiny_drafter(target.config, role="variable_prefix", **{"block_size": BLOCK, field: other})  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=field) as caught:
-        TorchExecutor(target, first, second)
+        ModelRunner(target, first, second)
     assert caught.value.found == other

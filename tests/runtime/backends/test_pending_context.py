@@ -8,29 +8,29 @@ from torch import Tensor
 
 from d2sd.modeling.drafter import Drafter
 from d2sd.runtime.backends import model_runner as module
-from d2sd.runtime.backends.model_runner import TorchExecutor
+from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.speculation.policy import Chain, Policy, PolicyName
-from tests.runtime.helpers import BLOCK, check_pages, copies, expected, make_engine, settle, some_requests
+from tests.runtime.helpers import BLOCK, check_pages, copies, expected, make_engine, some_requests, sync_drafters
 
 
-class Eager(TorchExecutor):
+class Eager(ModelRunner):
     """Pays at once."""
 
-    def _owe(self, *arguments: Tensor) -> None:
-        super()._owe(*arguments)
-        settle(self)
+    def _queue_features(self, *arguments: Tensor) -> None:
+        super()._queue_features(*arguments)
+        sync_drafters(self)
 
 
-def owed(executor: TorchExecutor) -> list[int]:
+def owed(executor: ModelRunner) -> list[int]:
     """Rows owed to each drafter."""
-    return [debts.rows for debts in executor._debts]
+    return [debts.rows for debts in executor._pending]
 
 
 @pytest.fixture
 def never(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is paid before a drafter asks for it."""
-    monkeypatch.setattr(module, "MOST_OWED", 10**9)
+    monkeypatch.setattr(module, "MAX_PENDING_ROWS", 10**9)
 
 
 @pytest.mark.usefixtures("never")
@@ -38,9 +38,9 @@ def never(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("policy", ["off", "chain", "reanchor"])
 def test_pages_hold_what_they_would_had_it_been_paid_at_once(policy: PolicyName, pages: int | None) -> None:
     """Of all that run, every seventh step. With 11 pages some are preempted."""
-    executor = TorchExecutor(*copies())
+    executor = ModelRunner(*copies())
     engine = make_engine(executor, policy, pages=pages)
-    requests, owners, most = list(some_requests()[:6]), dict[int, set[int]](), 0
+    requests, request_keys, most = list(some_requests()[:6]), dict[int, set[int]](), 0
     sequences = []
     for step in range(500):
         if requests and step % 2 == 0:
@@ -49,21 +49,21 @@ def test_pages_hold_what_they_would_had_it_been_paid_at_once(policy: PolicyName,
         most = max(most, *owed(executor))
         for sequence in engine._scheduler.running:
             for page in sequence.pages:
-                owners.setdefault(page, set()).add(sequence.id)
+                request_keys.setdefault(page, set()).add(sequence.id)
             if step % 7 == 6:
                 check_pages(executor, torch.tensor(sequence.pages), sequence.tokens[: sequence.cached])
         if not requests and not engine.busy:
             break
     assert [s.answer for s in sequences] == [expected(s.request) for s in sequences]
     assert most > 30
-    assert sum(len(ids) > 1 for ids in owners.values()) > 2, "pages must be handed on, or this shows nothing"
+    assert sum(len(ids) > 1 for ids in request_keys.values()) > 2, "pages must be handed on, or this shows nothing"
     assert owed(executor) == [0, 0], "nothing is owed for those that left"
 
 
 @pytest.mark.usefixtures("never")
 def test_a_page_holds_what_its_last_owner_wrote() -> None:
     """Two requests one after the other on the same pages, nothing paid between: all pools hold the second's tokens."""
-    executor = TorchExecutor(*copies())
+    executor = ModelRunner(*copies())
     engine = make_engine(executor, "off", max_batch=1, pages=8)
     engine.generate([Request(tuple(range(9)), 14, SamplingParams(seed=1))])
     second = engine.submit(Request(tuple(range(40, 47)), 12, SamplingParams(seed=2)))
@@ -78,7 +78,7 @@ def test_a_page_holds_what_its_last_owner_wrote() -> None:
 def test_a_drafter_finds_everything_when_its_turn_comes() -> None:
     """Twenty plain steps, then a chain: it drafts what it would have drafted had it been fed all along."""
     drafts = []
-    for kind in (TorchExecutor, Eager):
+    for kind in (ModelRunner, Eager):
         executor = kind(*copies())
         engine = make_engine(executor, "off")
         for request in some_requests()[:3]:
@@ -113,8 +113,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_debts_stay_small_and_weights_are_read_once_for_many(monkeypatch: pytest.MonkeyPatch, seen: list[int]) -> None:
     """A long answer pays every 16th row, a short one never: a drafter's weights are read that seldom."""
-    monkeypatch.setattr(module, "MOST_OWED", 16)
-    executor = TorchExecutor(*copies())
+    monkeypatch.setattr(module, "MAX_PENDING_ROWS", 16)
+    executor = ModelRunner(*copies())
     engine = make_engine(executor, "off", max_batch=1)
     for length in (12, 40, 12):
         engine.generate([Request((1,), length, SamplingParams(seed=length))])
@@ -124,16 +124,16 @@ def test_debts_stay_small_and_weights_are_read_once_for_many(monkeypatch: pytest
 
 def test_padding_and_rejected_rows_are_not_computed(seen: list[int]) -> None:
     """Three requests in a bucket of four, blocks of which little is accepted: every token is computed once."""
-    executor = TorchExecutor(*copies())
+    executor = ModelRunner(*copies())
     engine = make_engine(executor, "chain")
     running = [engine.submit(Request(r.prompt, 30, r.sampling)) for r in some_requests()[:3]]
     for _ in range(6):
         engine.step()
-    settle(executor)
+    sync_drafters(executor)
     assert sum(seen) == 2 * sum(sequence.cached for sequence in running)
 
 
 def test_without_drafters_nothing_is_owed() -> None:
-    executor = TorchExecutor(copies()[0], block_size=BLOCK)
+    executor = ModelRunner(copies()[0], block_size=BLOCK)
     make_engine(executor, "off").generate(some_requests()[:1])
     assert owed(executor) == []

@@ -19,9 +19,9 @@ from d2sd.modeling.rows import KVPool, Rows
 from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, VERSION
 from d2sd.runtime.backends import tensorrt
 from d2sd.runtime.backends import tensorrt_checks as tensorrt_check
-from d2sd.runtime.backends.exported import GraphDrafter, Surface, drafter_surface, target_surface
-from d2sd.runtime.backends.model_runner import TorchExecutor
-from d2sd.runtime.backends.tensorrt import EngineSession, engine_executor
+from d2sd.runtime.backends.exported import GraphDrafter, IOSpec, drafter_surface, target_surface
+from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.backends.tensorrt import EngineSession, engine_runner
 from d2sd.runtime.backends.tensorrt_checks import Device, EngineFile, unfit
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits
@@ -52,20 +52,20 @@ def target(tmp_path: Path) -> EngineFile:
     return target_engine(tmp_path, model, first.config.target_layer_ids)
 
 
-def executor(folder: Path) -> TorchExecutor:
+def executor(folder: Path) -> ModelRunner:
     target, first, second = deepcopy(models())
     pairs = [(d, drafter_engine(folder, n, d)) for n, d in (("first", first), ("second", second))]
     engine = target_engine(folder, target, first.config.target_layer_ids)
-    return engine_executor(TRT, (target, engine), *pairs, taps=first.config.target_layer_ids, page_size=PAGE)
+    return engine_runner(TRT, (target, engine), *pairs, aux_layer_ids=first.config.target_layer_ids, page_size=PAGE)
 
 
-def serve(made: TorchExecutor, name: PolicyName) -> Engine:
+def serve(made: ModelRunner, name: PolicyName) -> Engine:
     limits = RECIPE.limits
     policy = make_policy(name, block_size=SIZE, branches=BRANCHES, row_budget=BUDGET)
     return Engine(made, policy, Limits(limits.max_batch, limits.max_context, PAGE, limits.prefill_chunk))
 
 
-def session(engine: EngineFile, surface: Surface | None = None) -> EngineSession:
+def session(engine: EngineFile, surface: IOSpec | None = None) -> EngineSession:
     body = models()[0].config.body
     return EngineSession(TRT, engine, surface or target_surface(body, torch.float32))
 
@@ -77,7 +77,7 @@ def inputs_of(batch: int, rows: int) -> dict[str, Tensor]:
     whole = torch.zeros(batch, rows, dtype=torch.int32)
     return {
         "embedded": torch.ones(batch, rows, body.hidden_size), "positions": whole.clone(),
-        "visible": torch.full((batch, rows, 1), 1, dtype=torch.int32), "page_table": whole[:, :1].clone(),
+        "attn_mask": torch.full((batch, rows, 1), 1, dtype=torch.int32), "page_table": whole[:, :1].clone(),
         "context_len": torch.zeros(batch, dtype=torch.int32),
         **{f"{kind}_pages_{layer}": pages.clone() for kind in "kv" for layer in range(body.num_layers)},
     }  # fmt: skip
@@ -90,7 +90,7 @@ def inputs_of(batch: int, rows: int) -> dict[str, Tensor]:
 def test_greedy_and_sampled_text_are_the_targets_own(tmp_path: Path, policy: PolicyName) -> None:
     """In the profiles that a build makes of the recipe, page 0 poisoned."""
     engine = serve(executor(tmp_path), policy)
-    poison(engine.executor, 0)  # type: ignore[arg-type]
+    poison(engine.executor, 0)
     sequences = engine.generate(some_requests())
     assert [s.answer for s in sequences] == [expected(s.request) for s in sequences]
     assert any(s.stats.tau > 1 for s in sequences), "random drafters hit now and then"
@@ -337,7 +337,7 @@ def test_an_engine_that_is_not_there(target: EngineFile, left: str) -> None:
 
 def test_a_graph_of_another_d2sd(target: EngineFile) -> None:
     surface = target_surface(models()[0].config.body, torch.float32)
-    more = Surface({**surface.inputs, "slopes": torch.float32}, {**surface.outputs, "hidden": torch.float16})
+    more = IOSpec({**surface.inputs, "slopes": torch.float32}, {**surface.outputs, "hidden": torch.float16})
     said = r"found: output hidden torch.float32\n  expected: input slopes torch.float32, output hidden torch.float16"
     with pytest.raises(BundleError, match=said):
         session(target, more)

@@ -18,8 +18,8 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.rows import KVPool, Rows
 from d2sd.plugins.cascade_attention.onnx import VERSION
-from d2sd.runtime.backends.model_runner import TorchExecutor
-from d2sd.runtime.backends.tensorrt import engine_executor
+from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.backends.tensorrt import engine_runner
 from d2sd.runtime.backends.tensorrt_checks import EngineFile
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits
@@ -40,7 +40,7 @@ class Served:
 
     target: Decoder
     drafters: tuple[Drafter, Drafter]
-    engines: TorchExecutor
+    engines: ModelRunner
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +70,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
         for name, job, report in zip(models, jobs, reports, strict=True)
     }
     pairs = [(deepcopy(drafter), built[name]) for name, drafter in (("first", first), ("second", second))]
-    engines = engine_executor(
+    engines = engine_runner(
         find_tensorrt("tensorrt-rtx"),
         (deepcopy(target), built["target"]),
         *pairs,
-        taps=first.config.target_layer_ids,
+        aux_layer_ids=first.config.target_layer_ids,
         page_size=PAGE,
     )
     return Served(target, (first, second), engines)
@@ -99,18 +99,18 @@ def context(model: Decoder | Drafter, lengths: list[int]) -> tuple[KVPool, KVPoo
 
 
 def moved(rows: Rows) -> Rows:
-    return Rows(*(tensor.cuda() for tensor in (rows.positions, rows.visible, rows.page_table, rows.context_len)))
+    return Rows(*(tensor.cuda() for tensor in (rows.positions, rows.attn_mask, rows.page_table, rows.context_len)))
 
 
 @torch.inference_mode()
 def test_the_targets_engine_verifies_trees(served: Served) -> None:
-    taps, lengths = served.drafters[0].config.target_layer_ids, torch.tensor([0, 9])
+    aux_layer_ids, lengths = served.drafters[0].config.target_layer_ids, torch.tensor([0, 9])
     pool, there, table = context(served.target, lengths.tolist())
     tokens = random_tokens(served.target, 2, BUDGET)
-    visible = torch.stack([ancestor_mask(random_tree(BUDGET, seed)) for seed in range(2)])
-    rows = Rows(lengths[:, None] + visible.sum(-1) - 1, visible, table, lengths)
-    found = served.engines.target(tokens.cuda(), moved(rows), there, taps)
-    expected = served.target(tokens, rows, pool, taps)
+    attn_mask = torch.stack([ancestor_mask(random_tree(BUDGET, seed)) for seed in range(2)])
+    rows = Rows(lengths[:, None] + attn_mask.sum(-1) - 1, attn_mask, table, lengths)
+    found = served.engines.target(tokens.cuda(), moved(rows), there, aux_layer_ids)
+    expected = served.target(tokens, rows, pool, aux_layer_ids)
     for name in ("hidden", "features", "k", "v"):
         close(getattr(found, name), getattr(expected, name))
 
@@ -124,8 +124,8 @@ def test_a_drafters_engine_fills_blocks_and_gives_keys_and_values(served: Served
     before = there.k.clone(), there.v.clone()
     embedded = served.target.embed_tokens(random_tokens(served.target, 2, 2 * BLOCK))
     of_block = torch.arange(2).repeat_interleave(BLOCK)
-    visible = (of_block[:, None] == of_block).expand(2, -1, -1)
-    rows = Rows(lengths[:, None] + torch.arange(BLOCK).repeat(2), visible, table, lengths)
+    attn_mask = (of_block[:, None] == of_block).expand(2, -1, -1)
+    rows = Rows(lengths[:, None] + torch.arange(BLOCK).repeat(2), attn_mask, table, lengths)
     close(graph.draft(embedded.cuda(), moved(rows), there), drafter.draft(embedded, rows, pool))
     features = torch.randn(1, 7, drafter.fc.in_features, generator=torch.Generator().manual_seed(0)).half()
     places = torch.arange(7)[None]

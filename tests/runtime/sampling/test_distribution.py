@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.runtime.backends.model_runner import TorchExecutor
+from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request, SamplingParams
-from d2sd.runtime.sampling.sample import Sampling, choose
+from d2sd.runtime.sampling.sample import Sampling, sample_target
 from d2sd.runtime.speculation.policy import PolicyName, make_policy
 from d2sd.runtime.stats import SequenceStats
 from tests.runtime.oracle import allowed, chi_square_p
@@ -65,7 +65,7 @@ def chosen(kind: SamplingParams) -> tuple[tuple[int, ...], ...]:
     text = torch.stack([zero, zero, zero], dim=1)
     for place in range(3):
         rows = logits()[text[:, 0], text[:, 1], place][:, None]
-        text[:, place] = choose(rows, zero[:, None], zero + place, 1, sampling)[:, 0]
+        text[:, place] = sample_target(rows, zero[:, None], zero + place, 1, sampling)[:, 0]
     return tuple(map(tuple, text.tolist()))
 
 
@@ -97,7 +97,7 @@ def test_the_engine_writes_the_same_texts(policy: PolicyName) -> None:
     second = tiny_drafter(target().config, layers=1, block_size=BLOCK, role="variable_prefix", seed=5)
     made = make_policy(policy, block_size=BLOCK, branches=2, row_budget=16)
     limits = Limits(max_batch=1024, max_context=4, page_size=4, prefill_chunk=1)
-    engine = Engine(TorchExecutor(deepcopy(target()), first, second), made, limits)
+    engine = Engine(ModelRunner(deepcopy(target()), first, second), made, limits)
     mixed = [kinds[seed % len(kinds)] for seed in range(SEEDS)]
     sequences = engine.generate(
         Request((PROMPT,), 3, SamplingParams(k.temperature, k.top_p, k.top_k, seed)) for seed, k in enumerate(mixed)
@@ -109,4 +109,4 @@ def test_the_engine_writes_the_same_texts(policy: PolicyName) -> None:
     stats = SequenceStats.merged(s.stats for s in sequences)
     if policy != "off":
         assert sum(n for length, n in stats.accepted.items() if length > 1) > 2000  # drafts did take part
-        assert stats.winners.keys() == {0, 1, 2}
+        assert stats.accepted_branches.keys() == {0, 1, 2}

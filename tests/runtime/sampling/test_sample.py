@@ -13,7 +13,7 @@ from torch import Tensor
 from d2sd.errors import RequestError
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.philox import gumbel
-from d2sd.runtime.sampling.sample import Sampling, choose, scored
+from d2sd.runtime.sampling.sample import Sampling, gumbel_scores, sample_target
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import allowed
 
@@ -29,7 +29,7 @@ def scores_of(logits: Tensor, *params: SamplingParams, depth: Tensor | None = No
     batch, rows, vocab = logits.shape
     depth = torch.arange(rows).expand(batch, rows) if depth is None else depth
     context = 10 * torch.arange(1, batch + 1)
-    return scored(logits, depth, context, int(depth.max()) + 1, Sampling.of(params, vocab, "cpu"))
+    return gumbel_scores(logits, depth, context, int(depth.max()) + 1, Sampling.of(params, vocab, "cpu"))
 
 
 def kept(scores: Tensor) -> set[int]:
@@ -78,7 +78,9 @@ def test_greedy_rows_stay_greedy_in_company() -> None:
     assert torch.equal(scores[0], logits[0])
     assert torch.equal(scores[2], logits[2])
     depth = torch.arange(4).expand(3, 4)
-    chosen = choose(logits, depth, torch.zeros(3, dtype=torch.long), 4, Sampling.of([GREEDY, hot, GREEDY], 32, "cpu"))
+    chosen = sample_target(
+        logits, depth, torch.zeros(3, dtype=torch.long), 4, Sampling.of([GREEDY, hot, GREEDY], 32, "cpu")
+    )
     assert torch.equal(chosen[[0, 2]], logits[[0, 2]].argmax(-1))
     assert not torch.equal(chosen[1], logits[1].argmax(-1))
 
@@ -86,10 +88,10 @@ def test_greedy_rows_stay_greedy_in_company() -> None:
 def test_all_greedy_is_argmax() -> None:
     logits = logits_of(1, 2, 3, 32)
     sampling = Sampling.of([GREEDY, SamplingParams(top_p=0.5, top_k=2, seed=9)], 32, "cpu")
-    assert not sampling.any_random
+    assert not sampling.any_sampled
     assert not sampling.any_filter
     depth = torch.zeros(2, 3, dtype=torch.long)
-    assert torch.equal(choose(logits, depth, depth[:, 0], 1, sampling), logits.argmax(-1))
+    assert torch.equal(sample_target(logits, depth, depth[:, 0], 1, sampling), logits.argmax(-1))
 
 
 @STEADY
@@ -100,9 +102,9 @@ def test_company_changes_nothing(params: list[SamplingParams], seed: int) -> Non
     for b, one in enumerate(params):
         context, depth = torch.tensor([10 * (b + 1)]), torch.tensor([[0, 1]])
         if one.temperature:
-            alone = scored(logits[b : b + 1], depth, context, 2, Sampling.of([one], 16, "cpu"))
+            alone = gumbel_scores(logits[b : b + 1], depth, context, 2, Sampling.of([one], 16, "cpu"))
             assert torch.equal(alone[0], together[b])
-        chosen = choose(logits[b : b + 1], depth, context, 2, Sampling.of([one], 16, "cpu"))
+        chosen = sample_target(logits[b : b + 1], depth, context, 2, Sampling.of([one], 16, "cpu"))
         assert torch.equal(chosen[0], together[b].argmax(-1))
 
 
@@ -130,8 +132,8 @@ def test_position_is_context_and_depth() -> None:
     """The row at depth d stands at context_len + d and chooses the token behind it, however the two add up."""
     sampling = Sampling.of([SamplingParams(temperature=1.0, seed=4)], 32, "cpu")
     logits = torch.zeros(1, 1, 32)
-    deep = scored(logits, torch.tensor([[2]]), torch.tensor([5]), 3, sampling)
-    late = scored(logits, torch.tensor([[0]]), torch.tensor([7]), 1, sampling)
+    deep = gumbel_scores(logits, torch.tensor([[2]]), torch.tensor([5]), 3, sampling)
+    late = gumbel_scores(logits, torch.tensor([[0]]), torch.tensor([7]), 1, sampling)
     assert torch.equal(deep, late)
     assert torch.equal(deep[0, 0], gumbel(torch.tensor([4]), torch.tensor([[8]]), 32)[0, 0])
 
@@ -141,7 +143,7 @@ def test_position_is_context_and_depth() -> None:
 def test_narrowest_sampling_is_greedy(narrow: dict[str, float], seed: int) -> None:
     params = SamplingParams(**{"temperature": 1.0, "seed": seed, **narrow})  # type: ignore[arg-type]
     logits = logits_of(3, 1, 6, 64)
-    chosen = choose(logits, torch.arange(6)[None], torch.tensor([0]), 6, Sampling.of([params], 64, "cpu"))
+    chosen = sample_target(logits, torch.arange(6)[None], torch.tensor([0]), 6, Sampling.of([params], 64, "cpu"))
     assert torch.equal(chosen, logits.argmax(-1))
 
 
@@ -150,7 +152,9 @@ def test_almost_no_temperature_is_greedy(temperature: float) -> None:
     """Logits divided by it leave fp32."""
     params = [SamplingParams(temperature, seed=1), SamplingParams(temperature, top_p=0.9, seed=1)]
     logits = logits_of(3, 2, 4, 64) + 20
-    chosen = choose(logits, torch.arange(4).expand(2, 4), torch.tensor([0, 0]), 4, Sampling.of(params, 64, "cpu"))
+    chosen = sample_target(
+        logits, torch.arange(4).expand(2, 4), torch.tensor([0, 0]), 4, Sampling.of(params, 64, "cpu")
+    )
     assert torch.equal(chosen, logits.argmax(-1))
 
 

@@ -32,7 +32,7 @@ def test_equals_a_walk_from_the_root(data: st.DataObject) -> None:
         assert int(accepted.count[b]) == len(path)
         assert accepted.path[b].tolist() == path + [0] * (size - len(path))
         assert accepted.tokens[b, : len(path)].tolist() == [chosen[b][node] for node in path]
-        assert int(accepted.winner[b]) == nodes[path[-1]].origin
+        assert int(accepted.accepted_branch[b]) == nodes[path[-1]].branch_id
 
 
 def test_chain_by_hand() -> None:
@@ -54,7 +54,7 @@ def test_branch_by_hand() -> None:
     accepted = accept(tree, torch.tensor([[1, 5, 0, 0, 6, 4, 0, 0]]), 4)
     assert accepted.path.tolist() == [[0, 1, 4, 5]]
     assert accepted.tokens.tolist() == [[1, 5, 6, 4]]
-    assert (accepted.count.tolist(), accepted.winner.tolist()) == ([4], [1])
+    assert (accepted.count.tolist(), accepted.accepted_branch.tolist()) == ([4], [1])
 
 
 def test_padding_is_never_accepted() -> None:
@@ -72,7 +72,7 @@ def test_siblings_by_hand() -> None:
     accepted = accept(tree, torch.tensor([[3, 0, 0, 0, 0, 4, 9, 0]]), 3)
     assert accepted.path.tolist() == [[0, 5, 6]]
     assert accepted.tokens.tolist() == [[3, 4, 9]]
-    assert (accepted.count.tolist(), accepted.winner.tolist()) == ([3], [2])
+    assert (accepted.count.tolist(), accepted.accepted_branch.tolist()) == ([3], [2])
 
 
 def test_bare_anchor() -> None:

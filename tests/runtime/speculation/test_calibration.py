@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d2sd.runtime.speculation.calibration import Calibration, log_odds
+from d2sd.runtime.speculation.calibration import Calibration, logit
 from d2sd.runtime.speculation.draft import Draft
 from tests.runtime.drafts import Passes, batch_of, draft_of, passes
 from tests.runtime.helpers import STEADY
@@ -85,6 +85,6 @@ def test_what_is_not_proposed_stays_so() -> None:
 
 
 def test_log_odds_are_finite_but_for_what_cannot_be() -> None:
-    odds = log_odds(torch.tensor([0.0, -1e-9, -1e-6, -0.6931472, -100.0, -math.inf]))
+    odds = logit(torch.tensor([0.0, -1e-9, -1e-6, -0.6931472, -100.0, -math.inf]))
     assert odds[:3].tolist() == pytest.approx([13.8155] * 3, abs=0.1)
     assert odds[3:].tolist() == pytest.approx([0.0, -100.0, -math.inf], abs=1e-5)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.philox import gumbel
-from d2sd.runtime.sampling.sample import Sampling, choose
-from d2sd.runtime.speculation.draft import POOL, Branches, Draft, candidates
+from d2sd.runtime.sampling.sample import Sampling, sample_target
+from d2sd.runtime.speculation.draft import CANDIDATE_POOL, Branches, Draft, candidates
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import allowed
 
@@ -33,7 +33,7 @@ def test_blocks_keep_the_prefix_and_mask_the_rest() -> None:
 
 
 def test_only_the_rejected_token_is_forbidden() -> None:
-    logits = BRANCHES.forbid(torch.zeros(2, 2, 4, 10))
+    logits = BRANCHES.mask_rejected(torch.zeros(2, 2, 4, 10))
     # request, branch, slot behind the boundary, token; nothing where no token was rejected
     assert logits.isinf().nonzero().tolist() == [[0, 0, 2, 3], [0, 1, 0, 1], [1, 0, 3, 7]]
     assert (logits[logits.isinf()] < 0).all()
@@ -41,7 +41,7 @@ def test_only_the_rejected_token_is_forbidden() -> None:
 
 def test_branches_join_both_drafts() -> None:
     second = Draft(torch.arange(100, 132).view(2, 2, 4, 2), torch.zeros(2, 2, 4, 2))
-    assert BRANCHES.joined(second).tolist() == [
+    assert BRANCHES.splice(second).tolist() == [
         [[1, 2, 104, 106], [108, 110, 112, 114]],
         [[4, 5, 6, 122], [4, 5, 6, 7]],
     ]
@@ -115,7 +115,7 @@ def test_a_drafter_as_good_as_the_target_proposes_what_it_chooses(params: list[S
     sampling = Sampling.of(params, VOCAB, "cpu")
     context = 10 * torch.arange(1, len(params) + 1)
     depth = torch.arange(4).expand(len(params), 4)
-    chosen = choose(logits[:, 0], depth, context, 4, sampling)
+    chosen = sample_target(logits[:, 0], depth, context, 4, sampling)
     assert torch.equal(proposed(logits, params, 3).best[:, 0], chosen)
 
 
@@ -139,9 +139,9 @@ def test_noise_reaches_the_likeliest_tokens_of_a_large_vocabulary() -> None:
     """Beyond them it is not computed: a token there is never proposed, and their probabilities add up to one."""
     logits = logits_of(1, 1, 1, 2, 500)
     one = SamplingParams(temperature=1.0, seed=5)
-    draft = proposed(logits, [one], POOL)
+    draft = proposed(logits, [one], CANDIDATE_POOL)
     for slot in range(2):
-        pool = logits[0, 0, slot].topk(POOL).indices.tolist()
+        pool = logits[0, 0, slot].topk(CANDIDATE_POOL).indices.tolist()
         assert sorted(draft.tokens[0, 0, slot].tolist()) == sorted(pool)
         noise = noise_at(one, 0, slot, 500)
         assert int(draft.best[0, 0, slot]) == max(pool, key=lambda t: float(logits[0, 0, slot, t]) + noise[t])
@@ -154,7 +154,7 @@ def test_a_forbidden_token_is_never_proposed(params: SamplingParams) -> None:
     logits = torch.zeros(1, 1, 2, 6)
     logits[..., 4] = 9.0
     branches = Branches(torch.zeros(1, 1, 2, dtype=torch.long), torch.tensor([[1]]), torch.tensor([[4]]))
-    draft = proposed(branches.forbid(logits), [params], 6)
+    draft = proposed(branches.mask_rejected(logits), [params], 6)
     told = dict(zip(draft.tokens[0, 0, 1].tolist(), draft.logprob[0, 0, 1].tolist(), strict=True))
     assert told.pop(4) == -math.inf
     assert sum(math.exp(p) for p in told.values()) == pytest.approx(1, abs=1e-5)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from d2sd.modeling.drafter import Drafter
-from d2sd.runtime.backends.model_runner import TorchExecutor
+from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
@@ -44,7 +44,7 @@ def narrowed(drafter: Drafter, ids: Ids) -> Drafter:
     return made.eval().requires_grad_(False)
 
 
-class Coached(TorchExecutor):
+class Coached(ModelRunner):
     """Its drafters lean to the plain text's next token where their vocabulary has it, unless dice say otherwise.
 
     Logits are all it touches: what is forbidden, chosen and named behind them is the real thing.
@@ -171,8 +171,8 @@ def test_candidates_are_those_of_a_masked_head(
     )
     drawn = Sampling.of(params, 20, "cpu")
     context = 10 * torch.arange(1, len(params) + 1)
-    small = branches.forbid(logits[..., known], known)
-    whole = branches.forbid(masked(logits, known))
+    small = branches.mask_rejected(logits[..., known], known)
+    whole = branches.mask_rejected(masked(logits, known))
     check_equal(candidates(small, context, drawn, width, known), candidates(whole, context, drawn, width))
 
 
@@ -180,7 +180,7 @@ def test_a_rejected_token_outside_the_vocabulary_forbids_nothing() -> None:
     known = torch.tensor([2, 5, 6])
     length, rejected = torch.tensor([[0, 1, 2, 3, 3, 1]]), torch.tensor([[0, 2, 4, 6, 9, -1]])
     branches = Branches(torch.zeros(1, 6, 4, dtype=torch.long), length, rejected)
-    logits = branches.forbid(torch.zeros(1, 6, 4, 3), known)
+    logits = branches.mask_rejected(torch.zeros(1, 6, 4, 3), known)
     # request, branch, slot behind the boundary, place in the vocabulary
     assert logits.isinf().nonzero().tolist() == [[0, 1, 1, 0], [0, 3, 3, 2]]
 
@@ -192,8 +192,8 @@ def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> No
     batch = replace(batch, sampling=Sampling.of([params] * len(TEXTS), whole.vocab_size, "cpu"))
     vocabularies = IDS, IDS[::2]
     target, *drafters = copies()
-    small = TorchExecutor(target, *map(narrowed, drafters, vocabularies))
-    small._target_pool, small._pools, small._debts = whole._target_pool, whole._pools, whole._debts
+    small = ModelRunner(target, *map(narrowed, drafters, vocabularies))
+    small._target_pool, small._pools, small._pending = whole._target_pool, whole._pools, whole._pending
     width = len(IDS[::2])
 
     def wanted(which: int, logits: Tensor) -> Draft:
@@ -210,13 +210,15 @@ def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> No
         rejected = torch.tensor([[IDS[0], IDS[1], 8], [IDS[4], 62, -1], [IDS[2], IDS[3], IDS[6]]])
         branches = Branches(first.best[:, None].expand(-1, BRANCHES, -1), length, rejected)
         logits = whole._draft(which, batch, branches.blocks(batch.anchor, 63))
-        check_equal(small.draft_second(batch, branches, which, width + 3), wanted(which, branches.forbid(logits)))
+        check_equal(
+            small.draft_second(batch, branches, which, width + 3), wanted(which, branches.mask_rejected(logits))
+        )
 
 
 @pytest.mark.parametrize("policy", ["chain", "hybrid"])
 def test_nothing_is_read_back(policy: PolicyName, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with vocabularies can be captured in a graph like any other."""
     target, first, second = copies()
-    made = TorchExecutor(target, narrowed(first, IDS), narrowed(second, frequent(24)))
+    made = ModelRunner(target, narrowed(first, IDS), narrowed(second, frequent(24)))
     monkeypatch.setattr(test_capturable, "honest", lambda: made)
     check_same(record(running(policy, HOT, SamplingParams()), 3))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2sd.runtime.speculation.draft import Branches
-from d2sd.runtime.speculation.growth import grow
+from d2sd.runtime.speculation.growth import best_first_tree
 from d2sd.runtime.speculation.tree import Tree
 from tests.runtime.drafts import NONSENSE, Passes, batch_of, check_best, draft_of, nodes_of, passes, slots_of
 from tests.runtime.helpers import STEADY
@@ -21,14 +21,14 @@ EVERYTHING = 10**6
 
 
 def grown(made: Passes, rows: int) -> Tree:
-    return grow(made.batch.anchor, made.first, rows, made.branches, made.second)
+    return best_first_tree(made.batch.anchor, made.first, rows, made.branches, made.second)
 
 
 @STEADY
 @given(passes(), st.integers(1, 150))
 def test_one_pass_equals_a_heap(made: Passes, rows: int) -> None:
     """Of one request and of several; with equal scores, certain tokens, tokens not proposed, rows to spare."""
-    tree = grow(made.batch.anchor, made.first, rows)
+    tree = best_first_tree(made.batch.anchor, made.first, rows)
     assert tree.tokens.shape == (len(made), rows)
     for row in range(len(made)):
         check_best(nodes_of(tree, row), best_first(made.anchor(row), made.slots(row), EVERYTHING), rows)
@@ -83,7 +83,7 @@ def test_as_large_as_it_is_served(seed: int) -> None:
     for row in range(3):
         found = nodes_of(tree, row)
         check_best(found, best_first(5, made.slots(row), 200, made.behind(row)), 64)
-        assert {node.origin for node in found} > {0}
+        assert {node.branch_id for node in found} > {0}
         assert max(len(node.path) for node in found) > 3
 
 
@@ -98,9 +98,9 @@ def test_by_hand() -> None:
         [[NONSENSE] * 2, [(4, A), (7, B)], [(8, A), (9, C)]],
         [[NONSENSE] * 2, [NONSENSE] * 2, [(10, A), (11, B)]],
     ]])  # fmt: skip
-    tree = grow(torch.tensor([0]), first, 64, branches, second)
-    origin = {node.path: node.origin for node in nodes_of(tree, 0)}
-    assert origin == {
+    tree = best_first_tree(torch.tensor([0]), first, 64, branches, second)
+    branch_id = {node.path: node.branch_id for node in nodes_of(tree, 0)}
+    assert branch_id == {
         (0,): 0, (0, 1): 0, (0, 2): 0,
         (0, 1, 4): 1, (0, 1, 7): 1, (0, 2, 3): 0, (0, 2, 4): 0,
         (0, 1, 4, 10): 2, (0, 1, 4, 11): 2, (0, 1, 7, 8): 1, (0, 1, 7, 9): 1,
@@ -112,17 +112,17 @@ def test_a_branch_that_keeps_nothing_or_everything_adds_nothing() -> None:
     first = draft_of([[[(1, A), (2, B)], [(3, A), (4, C)]]])
     branches = Branches(torch.tensor([[[1, 3], [1, 3]]]), torch.tensor([[0, 2]]), torch.tensor([[1, -1]]))
     second = draft_of([[[[(5, 0.0), (6, A)]] * 2, [[NONSENSE] * 2] * 2]])
-    tree = grow(torch.tensor([0]), first, 9, branches, second)
+    tree = best_first_tree(torch.tensor([0]), first, 9, branches, second)
     assert set(nodes_of(tree, 0)) == set(best_first(0, slots_of(first, 0), 9))
 
 
 def test_certain_drafts_come_in_order() -> None:
     """All on one path score alike: a parent stands before its child nevertheless."""
     sure = draft_of([[[(s, 0.0), (9, -math.inf)] for s in range(6)]])
-    nodes = nodes_of(grow(torch.tensor([7]), sure, 5), 0)
+    nodes = nodes_of(best_first_tree(torch.tensor([7]), sure, 5), 0)
     assert [node.path for node in nodes] == [(7, *range(n)) for n in range(5)]
 
 
 def test_nothing_proposed_leaves_the_anchor() -> None:
     nothing = draft_of([[[(1, -math.inf), (2, -math.inf)]] * 3])
-    assert [node.path for node in nodes_of(grow(torch.tensor([7]), nothing, 5), 0)] == [(7,)]
+    assert [node.path for node in nodes_of(best_first_tree(torch.tensor([7]), nothing, 5), 0)] == [(7,)]

@@ -144,7 +144,7 @@ def test_d2sd_by_hand() -> None:
     assert branches.length.tolist() == [[0, 1]]  # worth 1/2, 3/8; "everything accepted" is worth 1/8
     second = draft_of([[[[(9, half)], [(8, half)], [(7, half)]], [[(0, 0.0)], [(6, half)], [(5, half)]]]])
     nodes = nodes_of(policy.build(batch, first, branches, second), 0)
-    assert [(n.path[1:], n.origin) for n in nodes] == [
+    assert [(n.path[1:], n.branch_id) for n in nodes] == [
         ((), 0), ((2,), 0), ((2, 3), 0), ((2, 3, 4), 0),
         ((9,), 1), ((9, 8), 1), ((9, 8, 7), 1),
         ((2, 6), 2), ((2, 6, 5), 2),

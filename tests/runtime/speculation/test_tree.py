@@ -70,10 +70,10 @@ def test_example_of_the_docstring() -> None:
     tree = merged([[[anchor, b, c, d], [anchor, b, x, y], [anchor, b, x, z]]], 8)
     assert tree.tokens[0].tolist() == [anchor, b, c, d, x, y, z, 0]
     assert tree.parent[0].tolist() == [0, 0, 1, 2, 1, 4, 4, 0]
-    assert tree.origin[0].tolist() == [0, 0, 0, 0, 1, 1, 2, 0]
+    assert tree.branch_id[0].tolist() == [0, 0, 0, 0, 1, 1, 2, 0]
     assert tree.valid[0].tolist() == [True] * 7 + [False]
-    assert tree.visible[0, 6].nonzero().flatten().tolist() == [0, 1, 4, 6]
-    assert tree.visible[0, 7].nonzero().flatten().tolist() == [7]
+    assert tree.attn_mask[0, 6].nonzero().flatten().tolist() == [0, 1, 4, 6]
+    assert tree.attn_mask[0, 7].nonzero().flatten().tolist() == [7]
     assert tree.merged.tolist() == [5]  # A and b twice, x once
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.runtime.observe import Judged
+from d2sd.runtime.observe import NodeOutcome
 from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.train.confidence.platt import PRIOR, calibration_error, corrected, fit, logistic
+from d2sd.train.confidence.platt import PRIOR, calibrated, calibration_error, fit, logistic
 
 #: Mean and spread of what is said, then the true a and b: a modest drafter, sure ones, one that is better than it says.
 WORLDS = [
@@ -30,11 +30,13 @@ def drawn(mean: float, spread: float, a: float, b: float, count: int) -> tuple[T
     return x, (torch.rand(count, generator=dice, dtype=torch.float64) < torch.sigmoid(a * x + b)).double()
 
 
-def said(logprob: float, right: bool = True, *, drafter: int = 0, distance: int = 0, sibling: bool = False) -> Judged:
-    return Judged(drafter, distance, sibling, logprob, right, 1)
+def said(
+    logprob: float, right: bool = True, *, drafter: int = 0, distance: int = 0, sibling: bool = False
+) -> NodeOutcome:
+    return NodeOutcome(drafter, distance, sibling, logprob, right, 1)
 
 
-def judged(x: Tensor, y: Tensor, **where: int) -> list[Judged]:
+def judged(x: Tensor, y: Tensor, **where: int) -> list[NodeOutcome]:
     logprob = torch.nn.functional.logsigmoid(x)
     return [said(p, bool(right), **where) for p, right in zip(logprob.tolist(), y.tolist(), strict=True)]  # type: ignore[arg-type]
 
@@ -108,8 +110,8 @@ def test_corrected_applies_the_groups_own_numbers() -> None:
     slope[1, 0, 1, 1], offset[1, 0, 1, 1] = 0.5, -1.0
     own = Calibration(slope, offset)
     nodes = [said(math.log(0.8), distance=1, sibling=True), said(math.log(0.3), False)]
-    assert [n.said for n in corrected(nodes, own, 0)] == pytest.approx([0.8, 0.3], abs=1e-5)
-    warm = corrected(nodes, own, 1)
+    assert [n.said for n in calibrated(nodes, own, 0)] == pytest.approx([0.8, 0.3], abs=1e-5)
+    warm = calibrated(nodes, own, 1)
     odds = 0.5 * math.log(0.8 / 0.2) - 1
     assert [n.said for n in warm] == pytest.approx([1 / (1 + math.exp(-odds)), 0.3], abs=1e-5)
     assert [n._replace(logprob=0.0) for n in warm] == [n._replace(logprob=0.0) for n in nodes]
@@ -129,6 +131,6 @@ def test_a_fit_improves_what_it_has_not_seen(mean: float, spread: float, a: floa
     nodes = judged(*drawn(mean, spread, a, b, 4000))
     random.Random(1).shuffle(nodes)
     seen, fresh = nodes[:2000], nodes[2000:]
-    before, after = calibration_error(fresh, 0), calibration_error(corrected(fresh, fit(seen, [], 1), 0), 0)
+    before, after = calibration_error(fresh, 0), calibration_error(calibrated(fresh, fit(seen, [], 1), 0), 0)
     assert before > 0.07
     assert after < min(0.05, before / 2)

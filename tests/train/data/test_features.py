@@ -35,12 +35,14 @@ def killed_after(count: int) -> Callable[[int], None]:
     return advance
 
 
-def fill(path: Path, answers: list[Answer], taps: tuple[int, ...] = TAPS) -> tuple[TrainingData, list[int], int]:
+def fill(
+    path: Path, answers: list[Answer], aux_layer_ids: tuple[int, ...] = TAPS
+) -> tuple[TrainingData, list[int], int]:
     """The cache, what was reported, and how often the target ran."""
     told: list[int] = []
     runs: list[object] = []
     hook = target().register_forward_hook(lambda *args: runs.append(None))
-    cache = cache_features(target(), taps, answers, path, told.append)
+    cache = cache_features(target(), aux_layer_ids, answers, path, told.append)
     hook.remove()
     return cache, told, len(runs)
 
@@ -93,22 +95,22 @@ def test_a_killed_run_is_resumed(path: Path, tmp_path: Path) -> None:
     assert torch.equal(held(cache), held(fill(tmp_path / "other", answers)[0]))
 
 
-@pytest.mark.parametrize("changed", ["tokens", "order", "taps", "shorter", "longer"])
+@pytest.mark.parametrize("changed", ["tokens", "order", "aux_layer_ids", "shorter", "longer"])
 def test_other_data_starts_over(path: Path, tmp_path: Path, changed: str) -> None:
     """Also data of the very same size."""
-    answers, taps = random_answers(60), TAPS
+    answers, aux_layer_ids = random_answers(60), TAPS
     fill(path, answers)
     if changed == "tokens":
         answers = random_answers(60, seed=1)
     elif changed == "order":
         answers = answers[3:] + answers[:3]
-    elif changed == "taps":
-        taps = (0, 2)
+    elif changed == "aux_layer_ids":
+        aux_layer_ids = (0, 2)
     else:
         answers = answers[:55] if changed == "shorter" else answers + random_answers(2, seed=2)
-    cache, told, runs = fill(path, answers, taps)
+    cache, told, runs = fill(path, answers, aux_layer_ids)
     assert (sum(told), runs) == (len(answers), len(answers))
-    assert torch.equal(held(cache), held(fill(tmp_path / "other", answers, taps)[0]))
+    assert torch.equal(held(cache), held(fill(tmp_path / "other", answers, aux_layer_ids)[0]))
 
 
 def test_what_was_begun_over_is_not_taken_for_what_it_was(path: Path) -> None:
@@ -149,7 +151,7 @@ def test_a_full_disk_is_an_error_before_anything_runs(path: Path, monkeypatch: p
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space"):
         fill(path, random_answers(3))
-    assert asked == [3 * 7 * 3 * 32 * 2]  # sequences, tokens, two taps and the final state, hidden, bf16
+    assert asked == [3 * 7 * 3 * 32 * 2]  # sequences, tokens, two aux_layer_ids and the final state, hidden, bf16
 
 
 def test_parts_of_a_cache() -> None:

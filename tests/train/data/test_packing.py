@@ -15,7 +15,7 @@ from torch import Tensor
 
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.layers import Attend
-from d2sd.runtime.backends.model_runner import TorchExecutor
+from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
@@ -44,7 +44,7 @@ UNCOMPILED = pytest.mark.filterwarnings("ignore:flex_attention called without to
 def sequence(length: int = LENGTH, prompt: int = 1) -> TrainingSequence:
     """Random text, and what the target makes of it in fp32."""
     tokens = random_tokens(TARGET, 1, length, seed=length)
-    out = full_pass(TARGET, tokens, taps=DRAFTER.config.target_layer_ids)
+    out = full_pass(TARGET, tokens, aux_layer_ids=DRAFTER.config.target_layer_ids)
     return TrainingSequence(tokens[0], prompt, out.features[0], out.hidden[0])
 
 
@@ -175,10 +175,10 @@ def test_a_sequence_does_not_feel_what_it_is_packed_with() -> None:
     """Values, and what a loss of it alone teaches the drafter."""
     drafter = tiny_drafter(TARGET.config, block_size=BLOCK).requires_grad_(True)
     texts, anchors = [sequence(length) for length in (7, *LENGTHS)], [torch.tensor([1]), *ANCHORS]
-    together = hidden_of(pack_blocks(texts, anchors, BLOCK), 2, drafter)
+    wrap_ddp = hidden_of(pack_blocks(texts, anchors, BLOCK), 2, drafter)
     for row, (text, starts) in enumerate(zip(texts, anchors, strict=True)):
         alone = hidden_of(pack_blocks([text], [starts], BLOCK), 2, drafter)[0]
-        found = together[row, : len(starts)]
+        found = wrap_ddp[row, : len(starts)]
         # Sums over padded keys are grouped otherwise: a few eps.
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
         gradients = [
@@ -248,7 +248,7 @@ def test_training_forward_equals_the_serving_executor(which: int, anchor: int) -
     hidden = block_hidden(drafter, EMBEDDING, packed, visible[None])[0]
     trained = TARGET.logits(hidden[:, 1:])  # [A, G-1, V]
 
-    executor = TorchExecutor(deepcopy(TARGET), deepcopy(DRAFTER), deepcopy(second))  # it may repack weights
+    executor = ModelRunner(deepcopy(TARGET), deepcopy(DRAFTER), deepcopy(second))  # it may repack weights
     executor.allocate(pages=6, page_size=4)
     page_table, nothing = torch.tensor([[5, 2, 4, 1]]), torch.tensor([0])
     if anchor:
@@ -256,7 +256,7 @@ def test_training_forward_equals_the_serving_executor(which: int, anchor: int) -
     sampling = Sampling.of([SamplingParams()], TARGET.config.vocab_size, "cpu")
     batch = Batch(text.tokens[anchor : anchor + 1], page_table, torch.tensor([anchor]), torch.tensor([True]), sampling)
     branches = torch.where(torch.arange(BLOCK) < visible[:, None], packed.tokens[0], drafter.config.mask_token_id)
-    executor.settle((which,))
+    executor.sync_drafters((which,))
     served = executor._draft(which, batch, branches[None])[0]
     torch.testing.assert_close(trained, served, rtol=0, atol=1e-4)
     if which == 0:

@@ -34,7 +34,7 @@ GEOMETRY = {"layers": 2, "block_size": 4, "mask_token_id": 62, "target_layer_ids
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A ready drafter that `d2sd train` would not have made: another MLP, mask, depth and taps."""
+    """A ready drafter that `d2sd train` would not have made: another MLP, mask, depth and aux_layer_ids."""
     monkeypatch.setattr("d2sd.train.pipeline.run.plot_training", draw)
     folder = write_training(tmp_path / "project")
     config = tiny_drafter(tiny_decoder().config, mask_token_id=62, target_layer_ids=(0, 2)).config

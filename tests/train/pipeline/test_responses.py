@@ -10,7 +10,7 @@ import pytest
 
 from d2sd.progress import silent
 from d2sd.train.data.prompts import Job
-from d2sd.train.dist import World
+from d2sd.train.dist import Dist
 from d2sd.train.pipeline.responses import Answering
 from d2sd.train_recipe import SelfWritten
 
@@ -26,7 +26,7 @@ class Letters:
 
 def said(text: str, end: str | None, *, stopped: bool) -> str:
     bundle = SimpleNamespace(tokenizer=Letters(), stop_token_ids=(STOP,))
-    answering = Answering(cast(Any, None), cast(Any, bundle), Path(), World(), silent)
+    answering = Answering(cast(Any, None), cast(Any, bundle), Path(), Dist(), silent)
     ids = [ord(letter) for letter in text] + ([STOP] if stopped else [])
     job = Job("self/a/0", "def", SelfWritten(name="a", count=1, end=end))
     return answering._said(cast(Any, SimpleNamespace(answer=ids)), job)

@@ -77,7 +77,7 @@ class Server:
         self.worker = modules["utils"].get_spec_worker(config.spec_config, config, config.mapping)
         self.width = config.spec_config.max_draft_len + 1
         self.drafts = torch.zeros(len(prompts), self.width - 1, dtype=torch.long)
-        self.taps = tuple(
+        self.aux_layer_ids = tuple(
             json.loads((bundle / "drafter_first" / "config.json").read_text())["dflash_config"]["target_layer_ids"]
         )
         self.pools = [pool_for(decoder.config.body, 1, 96, seed=i) for i in range(len(prompts))]
@@ -85,7 +85,9 @@ class Server:
             max_num_requests=len(prompts) + 2, max_seq_len=96, slots=torch.arange(len(prompts)) + 1
         )
         for slot, text, (pool, table) in zip(self.metadata.slots, self.texts, self.pools, strict=True):
-            out = feed(decoder, torch.tensor([text[:-1]]), pool, table, torch.tensor([0]), taps=self.taps)
+            out = feed(
+                decoder, torch.tensor([text[:-1]]), pool, table, torch.tensor([0]), aux_layer_ids=self.aux_layer_ids
+            )
             self.worker.store_prefill_context(self.drafter, self.metadata, int(slot), out.features[0])
 
     def step(self) -> list[int]:
@@ -94,7 +96,7 @@ class Server:
         outs = []
         for text, row, (pool, table) in zip(self.texts, rows, self.pools, strict=True):
             chain = Rows.chain(self.width, table, torch.tensor([len(text) - 1]))
-            outs.append((self.decoder(row[None], chain, pool, self.taps), chain))
+            outs.append((self.decoder(row[None], chain, pool, self.aux_layer_ids), chain))
         self.metadata.captured = torch.cat([out.features[0] for out, _ in outs])
         logits = torch.cat([self.decoder.logits(out.hidden[0]) for out, _ in outs])
         said = self.worker._forward_impl(rows.flatten(), None, None, logits, object(), self.metadata, self.drafter)
@@ -113,7 +115,9 @@ def block_logits(decoder: Decoder, drafter: Drafter, text: list[int], block: lis
     context = torch.tensor([text[:-1]])
     pool, table = pool_for(drafter.config.body, 1, len(text) + len(block))
     target, pages = pool_for(decoder.config.body, 1, len(text))
-    features = feed(decoder, context, target, pages, torch.tensor([0]), taps=drafter.config.target_layer_ids).features
+    features = feed(
+        decoder, context, target, pages, torch.tensor([0]), aux_layer_ids=drafter.config.target_layer_ids
+    ).features
     positions = torch.arange(context.shape[1])[None]
     k, v = drafter.context_keys_values(features, positions)
     pool.write(k, v, table, positions, torch.ones_like(positions, dtype=torch.bool))
