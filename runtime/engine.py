@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from d2sd.errors import RequestError
+from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.policy_selector import Forecast, PolicySelector, profile_step_cost
@@ -53,7 +54,7 @@ class Engine:
 
     def __init__(
         self,
-        executor: ModelRunner,
+        runner: ModelRunner,
         policy: Policy,
         limits: Limits,
         decode: Decode | None = None,
@@ -63,15 +64,15 @@ class Engine:
 
         `calibration` straightens what the drafters say of themselves; without it they are taken at their word.
         """
-        self.executor, self.policy, self.limits = executor, policy, limits
-        self.adaptive: PolicySelector | None = None
-        self._calibration = None if calibration is None else calibration.to(executor.device)
+        self.runner, self.policy, self.limits = runner, policy, limits
+        self.selector: PolicySelector | None = None
+        self._calibration = None if calibration is None else calibration.to(runner.device)
         self.clock = Clock()
         self.trace: StepTrace | None = None
         self._decode = decode
-        self._scheduler = Scheduler(limits, executor.block_size)
+        self._scheduler = Scheduler(limits, runner.block_size)
         self._next_id = 0
-        executor.allocate(self._scheduler.page_count, limits.page_size)
+        runner.allocate(self._scheduler.page_count, limits.page_size)
 
     def enable_auto(
         self, policies: SequenceOf[Policy], forecast: Forecast, advance: Callable[[int], None] = lambda buckets: None
@@ -80,8 +81,8 @@ class Engine:
 
         `policies` hold plain decoding and stand in the order of their rows.
         """
-        seconds = profile_step_cost(self.executor, policies, forecast, self.limits, advance)
-        self.adaptive = PolicySelector(policies, seconds, forecast)
+        seconds = profile_step_cost(self.runner, policies, forecast, self.limits, advance)
+        self.selector = PolicySelector(policies, seconds, forecast)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise RequestError where this engine can never serve the request."""
-        self.limits.check(request, self.executor.vocab_size)
+        self.limits.check(request, self.runner.vocab_size)
         self._scheduler.check(request)
         if request.stop and self._decode is None:
             raise RequestError(
@@ -162,26 +163,26 @@ class Engine:
         return schedule.decode
 
     def draft_first(self, batch: Batch, sequences: list[Sequence]) -> Draft | None:
-        if self.policy.first == "nothing":
+        if self.policy.first_pass is FirstPass.NONE:
             return None
         with self.clock.stage("draft_first"):
-            if self.policy.first == "lookup":
+            if self.policy.first_pass is FirstPass.PROMPT_LOOKUP:
                 return self._look_up(batch, sequences)
-            draft = self.executor.draft_first(batch, self.policy.width)
+            draft = self.runner.draft_first(batch, self.policy.topk)
             return self._calibrated(draft, batch, 0)
 
     def pick_boundaries(self, batch: Batch, first: Draft | None) -> Branches | None:
-        if first is None or self.policy.second is None:
+        if first is None or self.policy.second_pass is None:
             return None
         with self.clock.stage("pick_boundaries"):
             return self.policy.branches(batch, first)
 
     def draft_second(self, batch: Batch, branches: Branches | None) -> Draft | None:
-        drafter = self.policy.second
+        drafter = self.policy.second_pass
         if branches is None or drafter is None:
             return None
         with self.clock.stage("draft_second"):
-            draft = self.executor.draft_second(batch, branches, drafter, self.policy.width)
+            draft = self.runner.draft_second(batch, branches, drafter, self.policy.topk)
             return self._calibrated(draft, batch, drafter, branches)
 
     def build_tree(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
@@ -190,18 +191,18 @@ class Engine:
 
     def verify(self, batch: Batch, tree: Tree) -> Verified:
         with self.clock.stage("verify"):
-            return self.executor.verify(batch, tree)
+            return self.runner.verify(batch, tree)
 
     def accept(self, batch: Batch, tree: Tree, verified: Verified) -> Accepted:
         with self.clock.stage("accept"), torch.inference_mode():
-            depths = min(self.executor.block_size, self.policy.rows)
+            depths = min(self.runner.block_size, self.policy.num_nodes)
             return accept(
                 tree, sample_target(verified.logits, tree.depth, batch.context_len, depths, batch.sampling), depths
             )
 
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         with self.clock.stage("commit"):
-            self.executor.commit(batch, verified, accepted)
+            self.runner.commit(batch, verified, accepted)
 
     def retire(self, trace: StepTrace) -> list[Output]:
         """Read the step's tokens (its only wait for the device), hand them out, and let the finished leave."""
@@ -214,15 +215,15 @@ class Engine:
                 accepted.tokens.tolist(),
                 accepted.accepted_branch.tolist(),
             )
-            if self.adaptive is not None:
+            if self.selector is not None:
                 active = len(trace.sequences)
-                self.adaptive.update(trace.policy, _temperature(trace.sequences), counts[:active])
+                self.selector.update(trace.policy, _temperature(trace.sequences), counts[:active])
             outputs = []
             for sequence, count, chosen, accepted_branch in zip(
                 trace.sequences, counts, tokens, accepted_branches, strict=False
             ):
                 sequence.cached += count
-                sequence.stats.record(count, accepted_branch, trace.policy.rows, str(trace.policy))
+                sequence.stats.record(count, accepted_branch, trace.policy.num_nodes, str(trace.policy))
                 outputs.append(self._take(sequence, chosen[:count]))
                 if sequence.finish is not None:
                     self._leave(sequence)
@@ -230,7 +231,7 @@ class Engine:
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.pages:
-            self.executor.forget(sequence.pages[0])
+            self.runner.forget(sequence.pages[0])
         self._scheduler.remove(sequence)
 
     # -- between host and device ---------------------------------------------------------------------------------------
@@ -259,33 +260,33 @@ class Engine:
         return Output(sequence, tuple(taken), text, sequence.finish)
 
     def _calibrated(self, draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:
-        if self._calibration is None or not self.policy.ranks:
+        if self._calibration is None or not self.policy.uses_probabilities:
             return draft
         return self._calibration.apply(draft, batch, drafter, branches)
 
     def _look_up(self, batch: Batch, sequences: list[Sequence]) -> Draft:
         """What followed the last time; host work, so this policy is no part of a captured graph."""
-        slots = self.executor.block_size - 1
+        slots = self.runner.block_size - 1
         found = [lookup(sequence.tokens, slots) for sequence in sequences]
         found += [[]] * (len(batch.anchor) - len(found))
-        tokens = torch.tensor([ids or [0] * slots for ids in found], device=self.executor.device)
-        known = torch.tensor([bool(ids) for ids in found], device=self.executor.device)
+        tokens = torch.tensor([ids or [0] * slots for ids in found], device=self.runner.device)
+        known = torch.tensor([bool(ids) for ids in found], device=self.runner.device)
         logprob = torch.where(known[:, None], 0.0, float("-inf")).expand(-1, slots)
         return Draft(tokens.view(-1, slots, 1).long(), logprob[..., None])
 
     def _prepare(self, sequences: list[Sequence]) -> None:
         """Choose the tree, and bring the drafters it runs up to date: what is owed differs from step to step."""
-        if self.adaptive is not None:
-            self.policy = self.adaptive.choose(_bucket(len(sequences)), _temperature(sequences))
+        if self.selector is not None:
+            self.policy = self.selector.choose(_bucket(len(sequences)), _temperature(sequences))
         with self.clock.stage("commit"):
-            self.executor.sync_drafters(self.policy.runs)
+            self.runner.sync_drafters(self.policy.required_drafters)
 
     def _prefill(self, sequence: Sequence, count: int) -> None:
         """One chunk, padded to its bucket."""
-        device = self.executor.device
+        device = self.runner.device
         chunk = sequence.tokens[sequence.cached : sequence.cached + count]
         padded = min(_bucket(count), self.limits.prefill_chunk)
-        self.executor.prefill(
+        self.runner.prefill(
             torch.tensor([chunk + [0] * (padded - count)], device=device),
             torch.tensor([count], device=device),
             self._page_table([sequence], 1),
@@ -295,7 +296,7 @@ class Engine:
 
     def _batch(self, sequences: list[Sequence]) -> Batch:
         """Host state to device tensors, padded to the batch bucket."""
-        device = self.executor.device
+        device = self.runner.device
         size = _bucket(len(sequences))
         padding = [0] * (size - len(sequences))
         params = [s.request.sampling for s in sequences] + [SamplingParams()] * len(padding)
@@ -304,7 +305,7 @@ class Engine:
             page_table=self._page_table(sequences, size),
             context_len=torch.tensor([s.cached for s in sequences] + padding, device=device),
             active=torch.arange(size, device=device) < len(sequences),
-            sampling=Sampling.of(params, self.executor.vocab_size, device),
+            sampling=Sampling.of(params, self.runner.vocab_size, device),
         )
 
     def _page_table(self, sequences: list[Sequence], size: int) -> torch.Tensor:
@@ -313,11 +314,11 @@ class Engine:
         On a CPU no shape is captured, and every page of padding is copied: there M is no bucket.
         """
         longest = max(len(s.pages) for s in sequences)
-        width = longest if self.executor.device == "cpu" else _bucket(longest)
+        width = longest if self.runner.device == "cpu" else _bucket(longest)
         table = torch.zeros(size, width, dtype=torch.long)
         for row, sequence in enumerate(sequences):
             table[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
-        return table.to(self.executor.device)
+        return table.to(self.runner.device)
 
 
 def _temperature(sequences: SequenceOf[Sequence]) -> float:

@@ -17,11 +17,11 @@ class NodeOutcome(NamedTuple):
     distance: int  # slots behind the last token the drafter was shown; 0 the next one
     sibling: bool  # not the slot's best candidate
     logprob: float  # what the drafter said of it, given its parent
-    right: bool
-    row: int  # its place in the tree: one of fewer rows would not have it
+    accepted: bool
+    node: int  # its place in the tree: one of fewer rows would not have it
 
     @property
-    def said(self) -> float:
+    def prob(self) -> float:
         """The drafter's probability."""
         return math.exp(self.logprob)
 
@@ -34,7 +34,7 @@ class StepObservation:
     accepted: int  # tokens committed, bonus included
     chain: int  # leading tokens of the first draft's best candidates that were right
     nodes: int
-    merged: int
+    num_merged: int
     rank: int | None  # of the branch that restarts exactly where that chain ends; None: no branch does
     rescued: bool  # the second pass's nodes carried acceptance beyond that chain
     judged: list[NodeOutcome]
@@ -51,12 +51,12 @@ def _request(trace: StepTrace, row: int) -> StepObservation:
     path = accepted.path[row, :count].tolist()
     truth = accepted.tokens[row, :count].tolist()
     nodes = int(tree.valid[row].sum())
-    best = [] if trace.first is None else trace.first.best[row].tolist()
+    best = [] if trace.first is None else trace.first.top1[row].tolist()
     chain = next((i for i, (a, b) in enumerate(zip(best, truth, strict=False)) if a != b), min(len(best), count))
     rank = None
     lengths: list[int] = []
     if trace.branches is not None:
-        lengths = trace.branches.length[row].tolist()
+        lengths = trace.branches.prefix_len[row].tolist()
         kept = trace.branches.tokens[row].tolist()
         starts = [tokens[:length] for tokens, length in zip(kept, lengths, strict=True)]
         rank = next((i for i, start in enumerate(starts) if start == best[:chain]), None)
@@ -65,15 +65,15 @@ def _request(trace: StepTrace, row: int) -> StepObservation:
         count,
         chain,
         nodes,
-        int(tree.merged[row]),
+        int(tree.num_merged[row]),
         rank,
-        trace.policy.second is not None and int(accepted.accepted_branch[row]) > 0 and count - 1 > chain,
+        trace.policy.second_pass is not None and int(accepted.accepted_branch[row]) > 0 and count - 1 > chain,
         _judged(trace, row, nodes, path, lengths),
     )
 
 
 def _judged(trace: StepTrace, row: int, nodes: int, path: list[int], lengths: list[int]) -> list[NodeOutcome]:
-    tree, second = trace.tree, trace.policy.second
+    tree, second = trace.tree, trace.policy.second_pass
     parent, depth = tree.parent[row, :nodes].tolist(), tree.depth[row, :nodes].tolist()
     branch_id = tree.branch_id[row, :nodes].tolist()
     logprob = (tree.score[row] - tree.score[row].gather(0, tree.parent[row])).tolist()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.request import Limits, SamplingParams
@@ -72,13 +73,13 @@ def forecast_tau(forecast: Forecast, policy: Policy, temperature: float) -> floa
     """Tokens a step of a policy; between T = 0 and T = 1 a straight line."""
     if policy.name not in forecast:
         return 1.0
-    cold, hot = (curve[min(policy.rows, len(curve)) - 1] for curve in forecast[policy.name])
+    cold, hot = (curve[min(policy.num_nodes, len(curve)) - 1] for curve in forecast[policy.name])
     warm = min(max(temperature, 0.0), 1.0)
     return cold + warm * (hot - cold)
 
 
 def profile_step_cost(
-    executor: ModelRunner,
+    runner: ModelRunner,
     policies: Sequence[Policy],
     forecast: Forecast,
     limits: Limits,
@@ -92,13 +93,13 @@ def profile_step_cost(
     (off,) = (policy for policy in policies if isinstance(policy, Off))
     found: dict[tuple[Policy, int], float] = {}
     for bucket in buckets(limits.max_batch):
-        batch = _batch(executor, limits, bucket)
-        plain = found[off, bucket] = _time(executor, off, batch)
+        batch = _batch(runner, limits, bucket)
+        plain = found[off, bucket] = _time(runner, off, batch)
         pruned: set[str] = set()
         for policy in policies:
             if policy is off or policy.name in pruned:
                 continue
-            seconds = found[policy, bucket] = _time(executor, policy, batch)
+            seconds = found[policy, bucket] = _time(runner, policy, batch)
             best = max(max(curve) for curve in forecast.get(policy.name, ([1.0],)))
             if seconds > best * plain:
                 pruned.add(policy.name)
@@ -111,47 +112,47 @@ def buckets(max_batch: int) -> list[int]:
     return [1 << n for n in range((max_batch - 1).bit_length() + 1)]
 
 
-def _time(executor: ModelRunner, policy: Policy, batch: Batch) -> float:
-    _cycle(executor, policy, batch)
+def _time(runner: ModelRunner, policy: Policy, batch: Batch) -> float:
+    _cycle(runner, policy, batch)
     taken = []
     for _ in range(_REPEATS):
-        _wait(executor)
+        _wait(runner)
         start = time.perf_counter()
-        _cycle(executor, policy, batch)
-        _wait(executor)
+        _cycle(runner, policy, batch)
+        _wait(runner)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken)
 
 
-def _cycle(executor: ModelRunner, policy: Policy, batch: Batch) -> None:
+def _cycle(runner: ModelRunner, policy: Policy, batch: Batch) -> None:
     """What `Engine.step` does on the device."""
-    executor.sync_drafters(policy.runs)
-    first = executor.draft_first(batch, policy.width) if policy.first == "drafter" else None
+    runner.sync_drafters(policy.required_drafters)
+    first = runner.draft_first(batch, policy.topk) if policy.first_pass is FirstPass.DRAFTER else None
     branches = policy.branches(batch, first) if first is not None else None
     second = None
-    if branches is not None and policy.second is not None:
-        second = executor.draft_second(batch, branches, policy.second, policy.width)
+    if branches is not None and policy.second_pass is not None:
+        second = runner.draft_second(batch, branches, policy.second_pass, policy.topk)
     tree = policy.build(batch, first, branches, second)
-    verified = executor.verify(batch, tree)
-    depths = min(executor.block_size, policy.rows)
+    verified = runner.verify(batch, tree)
+    depths = min(runner.block_size, policy.num_nodes)
     chosen = sample_target(verified.logits, tree.depth, batch.context_len, depths, batch.sampling)
     accepted = accept(tree, chosen, depths)
-    executor.commit(batch, verified, accepted)
+    runner.commit(batch, verified, accepted)
 
 
-def _batch(executor: ModelRunner, limits: Limits, bucket: int) -> Batch:
+def _batch(runner: ModelRunner, limits: Limits, bucket: int) -> Batch:
     """Greedy requests of a usual length, whose pages are all page 0."""
     pages = limits.pages_for(min(_CONTEXT, limits.max_context)) + 1
-    zeros = torch.zeros(bucket, dtype=torch.long, device=executor.device)
+    zeros = torch.zeros(bucket, dtype=torch.long, device=runner.device)
     return Batch(
         anchor=zeros,
         page_table=zeros[:, None].expand(-1, pages),
         context_len=zeros + (pages - 1) * limits.page_size,
         active=zeros.bool(),
-        sampling=Sampling.of([SamplingParams()] * bucket, executor.vocab_size, executor.device),
+        sampling=Sampling.of([SamplingParams()] * bucket, runner.vocab_size, runner.device),
     )
 
 
-def _wait(executor: ModelRunner) -> None:
-    if executor.device.startswith("cuda"):
+def _wait(runner: ModelRunner) -> None:
+    if runner.device.startswith("cuda"):
         torch.cuda.synchronize()

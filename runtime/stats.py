@@ -20,14 +20,14 @@ class SequenceStats:
     accepted_branches: Counter[int] = field(
         default_factory=Counter
     )  # origin of the accepted path's end -> steps with a draft accepted
-    rows: int = 0  # target rows verified
+    verified_nodes: int = 0  # target rows verified
     policies: Counter[str] = field(default_factory=Counter)  # trees that served it -> steps
     preemptions: int = 0
 
     def record(self, accepted: int, accepted_branch: int, rows: int, policy: str) -> None:
         self.accepted[accepted] += 1
         self.policies[policy] += 1
-        self.rows += rows
+        self.verified_nodes += rows
         if accepted > 1:
             self.accepted_branches[accepted_branch] += 1
 
@@ -57,7 +57,7 @@ class SequenceStats:
         for part in parts:
             total.accepted += part.accepted
             total.accepted_branches += part.accepted_branches
-            total.rows += part.rows
+            total.verified_nodes += part.verified_nodes
             total.policies += part.policies
             total.preemptions += part.preemptions
         return total

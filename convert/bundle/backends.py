@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from d2sd.modeling.drafter import Drafter
     from d2sd.runtime.backends.model_runner import ModelRunner
 
-ExecutorName = Literal["torch", "onnx", "tensorrt"]
-executor_option = click.option(
-    "--executor", type=click.Choice(get_args(ExecutorName)), default="torch", show_default=True,
+BackendName = Literal["torch", "onnx", "tensorrt"]
+backend_option = click.option(
+    "--executor", "backend", type=click.Choice(get_args(BackendName)), default="torch", show_default=True,
     help="PyTorch, or the bundle's graphs in ONNX Runtime or as TensorRT engines.",
 )  # fmt: skip
 #: Their stages, and the names of their files.
 MODELS = ("target", "drafter_first", "drafter_second")
 
 
-def make_runner(bundle: Bundle, drafters: Sequence[Drafter], name: ExecutorName, device: str) -> ModelRunner:
+def make_runner(bundle: Bundle, drafters: Sequence[Drafter], name: BackendName, device: str) -> ModelRunner:
     """An executor over the target and these drafters, the first ones of the bundle.
 
     Raises `BundleError` where the bundle has no graphs or engines, or they do not run here, `BuildError` where TensorRT

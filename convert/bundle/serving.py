@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from d2sd.convert.bundle.backends import ExecutorName, make_runner
+from d2sd.convert.bundle.backends import BackendName, make_runner
 from d2sd.errors import BundleError
 from d2sd.progress import bar
 from d2sd.recipe import Policy
@@ -27,15 +27,15 @@ def make_engine(
     policy: Policy | None = None,
     row_budget: int | None = None,
     device: str = "cpu",
-    executor: ExecutorName = "torch",
+    backend: BackendName = "torch",
     max_batch: int | None = None,
     calibrated: bool = True,
-    adaptive: PolicySelector | None = None,
+    selector: PolicySelector | None = None,
 ) -> Engine:
     """An engine over the bundle's models; what is not given is the recipe's.
 
     Raises BundleError if the policy needs a drafter the bundle has not. `calibrated=False` takes the drafters at their
-    word. `adaptive` is what another engine of the same bundle, device and batch has measured and learnt.
+    word. `selector` is what another engine of the same bundle, device and batch has measured and learnt.
     """
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.policy_selector import buckets
@@ -45,7 +45,7 @@ def make_engine(
     recipe = bundle.recipe
     name, rows = policy or recipe.tree.policy, row_budget or recipe.tree.row_budget
     candidates = _policies(bundle, name, rows)
-    drafters = [bundle.first, bundle.second][: max(len(candidate.runs) for candidate in candidates)]
+    drafters = [bundle.first, bundle.second][: max(len(candidate.required_drafters) for candidate in candidates)]
     if None in drafters:
         raise BundleError(
             f"the policy needs {len(drafters)} drafters", where=bundle.path,
@@ -54,14 +54,14 @@ def make_engine(
     models = [drafter for drafter in drafters if drafter is not None]
     limits, file = recipe.limits, bundle.calibration
     engine = Engine(
-        make_runner(bundle, models, executor, device),
+        make_runner(bundle, models, backend, device),
         candidates[-1],
         Limits(max_batch or limits.max_batch, limits.max_context, limits.page_size, limits.prefill_chunk),
         decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),
         calibration=Calibration.of(file.slope, file.offset) if file and calibrated else None,
     )
-    if adaptive is not None:
-        engine.adaptive = adaptive
+    if selector is not None:
+        engine.selector = selector
     elif len(candidates) > 1 and file is not None:
         curves = {name: (file.tau["0"][name], file.tau["1"][name]) for name in file.tau["0"]}
         with bar("measuring step costs", len(buckets(engine.limits.max_batch))) as advance:

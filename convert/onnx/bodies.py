@@ -54,9 +54,7 @@ class TargetBody(nn.Module):
             values.append(v)
             if index in self._aux_layer_ids:
                 aux[index] = x
-        features = (
-            torch.cat([aux[i] for i in self._aux_layer_ids], dim=-1) if self._aux_layer_ids else x[..., :0]
-        )
+        features = torch.cat([aux[i] for i in self._aux_layer_ids], dim=-1) if self._aux_layer_ids else x[..., :0]
         return self.norm(x), features, torch.stack(keys), torch.stack(values)
 
 

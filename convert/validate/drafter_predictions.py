@@ -66,10 +66,10 @@ def evaluate_configs(
         for ids in sorted({reading.layer_ids for some in tried.values() for reading in some}):
             asked = {name: [reading for reading in some if reading.layer_ids == ids] for name, some in tried.items()}
             readers = [name for name, some in asked.items() if some]
-            executor = _executor(bundle, [_reads(drafters[name], ids) for name in readers], plain)
+            runner = _executor(bundle, [_reads(drafters[name], ids) for name in readers], plain)
             for which, name in enumerate(readers):
                 for reading in asked[name]:
-                    found[name][reading] = _predictions(executor, which, reading.mask, plain, bundle)
+                    found[name][reading] = _predictions(runner, which, reading.mask, plain, bundle)
                     advance(1)
     return found
 
@@ -83,29 +83,29 @@ def _reads(drafter: Drafter, ids: tuple[int, ...]) -> Drafter:
 
 def _executor(bundle: Bundle, drafters: SequenceOf[Drafter], plain: SequenceOf[Sequence]) -> ModelRunner:
     """An executor with the whole of every text in its pages, one page a text, from page 1."""
-    executor = ModelRunner(bundle.target, *drafters)
-    executor.allocate(1 + len(plain), max(len(sequence.tokens) for sequence in plain))
+    runner = ModelRunner(bundle.target, *drafters)
+    runner.allocate(1 + len(plain), max(len(sequence.tokens) for sequence in plain))
     chunk = bundle.recipe.limits.prefill_chunk
     for page, sequence in enumerate(plain, 1):
         for start in range(0, len(sequence.tokens), chunk):
             tokens = torch.tensor([sequence.tokens[start : start + chunk]])
             length, table = torch.tensor([tokens.shape[1]]), torch.tensor([[page]])
-            executor.prefill(tokens, length, table, torch.tensor([start]))
-    executor.sync_drafters(range(len(drafters)))
-    return executor
+            runner.prefill(tokens, length, table, torch.tensor([start]))
+    runner.sync_drafters(range(len(drafters)))
+    return runner
 
 
 def _predictions(
-    executor: ModelRunner, which: int, mask: int, plain: SequenceOf[Sequence], bundle: Bundle
+    runner: ModelRunner, which: int, mask: int, plain: SequenceOf[Sequence], bundle: Bundle
 ) -> Predictions:
     """Draft before every token, as many at once as the bundle serves."""
-    slots = executor.block_size - 1
+    slots = runner.block_size - 1
     lengths, hits = [], []
     for page, sequence in enumerate(plain, 1):
         text = torch.tensor(sequence.tokens)
         anchors = torch.arange(len(sequence.request.prompt) - 1, len(text) - 1)
         parts = torch.split(anchors, bundle.recipe.limits.max_batch)
-        best = torch.cat([_draft(executor, which, mask, page, text[part], part) for part in parts])
+        best = torch.cat([_draft(runner, which, mask, page, text[part], part) for part in parts])
         guessed = anchors[:, None] + 1 + torch.arange(slots)  # [P, S], which token a slot guesses
         right = (best == F.pad(text, (0, slots), value=-1)[guessed]).long()  # what follows the text is not known
         lengths.append(1 + right.cumprod(1).sum(1))
@@ -114,12 +114,12 @@ def _predictions(
     return Predictions(torch.cat(lengths), torch.cat(hits))
 
 
-def _draft(executor: ModelRunner, which: int, mask: int, page: int, anchor: Tensor, position: Tensor) -> Tensor:
+def _draft(runner: ModelRunner, which: int, mask: int, page: int, anchor: Tensor, position: Tensor) -> Tensor:
     """The best tokens [P, S] behind `anchor [P]` at `position [P]` of one text."""
-    count, slots = len(anchor), executor.block_size - 1
-    sampling = Sampling.of([SamplingParams()] * count, executor.vocab_size, executor.device)
+    count, slots = len(anchor), runner.block_size - 1
+    sampling = Sampling.of([SamplingParams()] * count, runner.vocab_size, runner.device)
     batch = Batch(anchor, torch.full((count, 1), page), position, torch.ones(count, dtype=torch.bool), sampling)
     # To the executor these masks are tokens that it keeps: so it drafts with another mask than its config's.
     masks = torch.full((count, 1, slots), mask)
     kept = Branches(masks, torch.full((count, 1), slots), rejected=torch.full((count, 1), -1))
-    return executor.draft_second(batch, kept, which, 1).best[:, 0]
+    return runner.draft_second(batch, kept, which, 1).top1[:, 0]

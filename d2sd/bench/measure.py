@@ -40,9 +40,9 @@ class Counts:
         for one in observe(trace):
             self.accepted.setdefault(one.sequence.id, []).append(one.accepted)
             self.policies[str(trace.policy)] += 1
-            self.verified_rows += trace.policy.rows
+            self.verified_rows += trace.policy.num_nodes
             self.nodes += one.nodes
-            self.merged += one.merged
+            self.merged += one.num_merged
             self.rescued += one.rescued
             if trace.branches is not None:
                 self.ranks["none" if one.rank is None else str(one.rank)] += 1
@@ -51,8 +51,8 @@ class Counts:
     def _judge(self, one: StepObservation) -> None:
         for node in one.judged:
             bins = self.bins.setdefault(_DRAFTERS[node.drafter], [[0, 0.0, 0] for _ in range(10)])
-            cell = bins[min(int(node.said * 10), 9)]
-            cell[0], cell[1], cell[2] = cell[0] + 1, cell[1] + node.said, cell[2] + node.right
+            cell = bins[min(int(node.prob * 10), 9)]
+            cell[0], cell[1], cell[2] = cell[0] + 1, cell[1] + node.prob, cell[2] + node.accepted
 
 
 def measure_cell(

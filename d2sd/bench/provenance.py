@@ -19,8 +19,8 @@ from d2sd.bench.result import Provenance
 _TOOLS = ("d2sd", "torch", "transformers")
 
 
-def provenance(bundle: Mapping[str, str], device: str, executor: str = "torch") -> Provenance:
-    """`bundle` is what identifies it, `executor` what ran it on `device`; the rest is found out."""
+def provenance(bundle: Mapping[str, str], device: str, backend: str = "torch") -> Provenance:
+    """`bundle` is what identifies it, `backend` what ran it on `device`; the rest is found out."""
     machine: dict[str, str | int] = {
         "processor": _processor(), "cores": os.cpu_count() or 1, "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -34,7 +34,7 @@ def provenance(bundle: Mapping[str, str], device: str, executor: str = "torch") 
         versions={"python": platform.python_version()} | {tool: version(tool) for tool in _TOOLS},
         machine=machine,
         bundle=dict(bundle),
-        device=device if executor == "torch" else f"{device}, {executor}",
+        device=device if backend == "torch" else f"{device}, {backend}",
     )
 
 

@@ -15,7 +15,7 @@ from d2sd.bench.plots import write_plots
 from d2sd.bench.provenance import provenance
 from d2sd.bench.result import Cell, Key, Result, Settings, save
 from d2sd.bench.tables import tables
-from d2sd.convert.bundle.backends import ExecutorName
+from d2sd.convert.bundle.backends import BackendName
 from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.convert.validate.near_ties import top2_margin
 from d2sd.errors import D2SDError
@@ -40,7 +40,7 @@ class Run:
     settings: Settings
     repeat: int
     device: str
-    executor: ExecutorName
+    backend: BackendName
     out: Path
     _adaptive: dict[tuple[int, int], PolicySelector] = field(default_factory=dict)  # by rows and concurrency
 
@@ -54,9 +54,7 @@ class Run:
                     self._cell(key, turn)
                     advance(1)
         result = Result(
-            provenance=provenance(
-                {"name": self.bundle.recipe.name, "manifest": self._mark}, self.device, self.executor
-            ),
+            provenance=provenance({"name": self.bundle.recipe.name, "manifest": self._mark}, self.device, self.backend),
             settings=self.settings,
             cells=[self._median(key) for key in keys],
         )
@@ -77,7 +75,7 @@ class Run:
     @property
     def _parts(self) -> Path:
         """Where finished cells wait: another bundle or setting has another folder, other prompts have another name."""
-        inputs = f"{self._mark} {self.settings.model_dump_json()} {self.device} {self.executor}"
+        inputs = f"{self._mark} {self.settings.model_dump_json()} {self.device} {self.backend}"
         return self.out / "parts" / hashlib.sha256(inputs.encode()).hexdigest()[:12]
 
     def _path(self, key: Key, turn: int) -> Path:
@@ -113,11 +111,11 @@ class Run:
         place = key.rows, key.concurrency
         engine = make_engine(
             self.bundle, policy=cast("Policy", key.method), row_budget=key.rows if key.rows > 1 else None,
-            device=self.device, executor=self.executor, max_batch=key.concurrency,
-            adaptive=self._adaptive.get(place) if key.method == "auto" else None,
+            device=self.device, backend=self.backend, max_batch=key.concurrency,
+            selector=self._adaptive.get(place) if key.method == "auto" else None,
         )  # fmt: skip
-        if engine.adaptive is not None:
-            self._adaptive[place] = engine.adaptive
+        if engine.selector is not None:
+            self._adaptive[place] = engine.selector
         return engine
 
     def _requests(self, key: Key) -> list[tuple[str, Request]]:

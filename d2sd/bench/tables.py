@@ -134,7 +134,7 @@ def speed_table(result: Result, temperature: float) -> str:
 
 
 def chosen_table(result: Result, temperature: float) -> str | None:
-    """The trees of the adaptive method, by concurrency; None where it was not measured."""
+    """The trees of the selector method, by concurrency; None where it was not measured."""
     found = [
         (concurrency, views.pooled(result, line, temperature, concurrency)[0])
         for concurrency in views.concurrencies(result, temperature)

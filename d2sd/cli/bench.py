@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from d2sd.cli.report import Reporting
-from d2sd.convert.bundle.backends import ExecutorName, executor_option
+from d2sd.convert.bundle.backends import BackendName, backend_option
 from d2sd.errors import D2SDError
 from d2sd.progress import bar
 from d2sd.recipe import Policy
@@ -66,7 +66,7 @@ class Method(click.ParamType):  # type: ignore[type-arg]
 @click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="Runs a cell; the median counts.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda; of PyTorch.")
-@executor_option
+@backend_option
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: build/bench/<name>]")
 @click.option("--plan", is_flag=True, help="Print what would be measured.")
 @click.option(
@@ -79,7 +79,7 @@ class Method(click.ParamType):  # type: ignore[type-arg]
 def bench(
     bundle: Path | None, methods: list[str] | None, rows: list[int], prompts: tuple[Path, ...],
     temperatures: list[float], concurrency: list[int], per_set: int, max_new_tokens: int, repeat: int, seed: int,
-    device: str, executor: ExecutorName, out: Path | None, plan: bool, compare: tuple[Path, Path] | None,
+    device: str, backend: BackendName, out: Path | None, plan: bool, compare: tuple[Path, Path] | None,
 ) -> None:  # fmt: skip
     """Measure BUNDLE: tokens a step, acceptance, cost and speed of every method, as JSON, tables and plots.
 
@@ -113,9 +113,9 @@ def bench(
     settings = Settings(
         per_set=per_set, max_new_tokens=max_new_tokens, block_size=tree.block_size, branches=tree.branches, seed=seed,
     )  # fmt: skip
-    device = {"torch": device, "onnx": "cpu", "tensorrt": "cuda"}[executor]
+    device = {"torch": device, "onnx": "cpu", "tensorrt": "cuda"}[backend]
     out = out or Path("build/bench") / loaded.recipe.name
-    Run(loaded, matrix, sets, settings, repeat, device, executor, out).all()
+    Run(loaded, matrix, sets, settings, repeat, device, backend, out).all()
 
 
 def _runs(bundle: Bundle, name: Policy) -> bool:

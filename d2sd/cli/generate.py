@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, get_args
 import click
 
 from d2sd.cli.report import Reporting
-from d2sd.convert.bundle.backends import ExecutorName, executor_option
+from d2sd.convert.bundle.backends import BackendName, backend_option
 from d2sd.progress import bar
 from d2sd.recipe import Policy
 
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 @click.option("--tree-svg", type=click.Path(path_type=Path), help="Write that tree as an SVG picture to this file.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page that shows every step to this file.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda; of PyTorch.")
-@executor_option
+@backend_option
 def generate(
     bundle: Path, prompts: tuple[str, ...], policy: Policy | None, max_new_tokens: int | None,
     temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None, stop: tuple[str, ...],
     raw: bool, stats: bool, show_tree: bool, tree_svg: Path | None, html: Path | None, device: str,
-    executor: ExecutorName,
+    backend: BackendName,
 ) -> None:  # fmt: skip
     """Generate from the bundle at BUNDLE; a single answer streams as it is written.
 
@@ -73,7 +73,7 @@ def generate(
     length = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
     requests = [chat_request(loaded, text, sampling, length, raw=raw, stop=stop) for text in prompts]
     batch = min(len(prompts), loaded.recipe.limits.max_batch)
-    engine = make_engine(loaded, policy=policy, device=device, executor=executor, max_batch=batch)
+    engine = make_engine(loaded, policy=policy, device=device, backend=backend, max_batch=batch)
     sequences = [engine.submit(request) for request in requests]
     recordings: dict[Sequence, Recording] = {}
     if show_tree or tree_svg is not None or html is not None:
@@ -86,7 +86,7 @@ def generate(
     if stats:
         from d2sd.cli.stats import show_stats
 
-        baseline = make_engine(loaded, policy="off", device=device, executor=executor, max_batch=batch)
+        baseline = make_engine(loaded, policy="off", device=device, backend=backend, max_batch=batch)
         with bar("timing plain decoding"):
             baseline.generate([replace(request, max_new_tokens=min(8, length)) for request in requests])
         show_stats([s.stats for s in sequences], engine.clock, baseline.clock)

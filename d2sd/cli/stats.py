@@ -40,7 +40,11 @@ def show_stats(requests: Sequence[SequenceStats], clock: Clock, plain: Clock) ->
         ", ".join(f"{n} {c}" for n, (_, c) in zip(names, won, strict=True)) or "none",
         "steps with a draft accepted",
     )
-    row("rows verified", f"{total.rows / total.steps:.0f}", f"a step; {total.rows / total.tokens:.1f} for each token")
+    row(
+        "rows verified",
+        f"{total.verified_nodes / total.steps:.0f}",
+        f"a step; {total.verified_nodes / total.tokens:.1f} for each token",
+    )
     row("cycle cost", f"{cost:.2f}", "time of a step, in plain-decoding steps of the same batch")
     row("speedup", f"{total.tau / cost:.2f}", "tau by step / cycle cost: above 1, speculation pays on this machine")
     stages = {name: seconds for name, seconds in clock.seconds.items() if name != "prefill"}

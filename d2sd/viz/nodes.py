@@ -95,7 +95,7 @@ def _first_draft(trace: StepTrace, row: int) -> list[int]:
     """Best tokens of the first pass up to the first slot without a proposal."""
     if trace.first is None:
         return []
-    best: list[int] = trace.first.best[row].tolist()
+    best: list[int] = trace.first.top1[row].tolist()
     said: list[float] = trace.first.confidence[row].tolist()
     return best[: next((slot for slot, score in enumerate(said) if score == -math.inf), len(best))]
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from d2sd.policies import FirstPass
 from d2sd.viz.page_style import PAGE_STYLE, SCRIPT
 from d2sd.viz.record import Recording
 from d2sd.viz.steps import answer, bars, section
@@ -67,10 +68,12 @@ def _article(number: int, recording: Recording) -> str:
 
 
 def _marks(policies: Collection[Policy]) -> str:
-    if all(policy.first == "nothing" for policy in policies):
+    if all(policy.first_pass is FirstPass.NONE for policy in policies):
         return ""
     second = (
-        '<u class="second">violet</u>: from the second pass; ' if any(p.second is not None for p in policies) else ""
+        '<u class="second">violet</u>: from the second pass; '
+        if any(p.second_pass is not None for p in policies)
+        else ""
     )
     rescued = "<mark>Violet shade</mark>: the step gave more than the first draft’s best tokens alone would have."
     return f'Underlined {second}<u class="bonus">amber</u>: the target’s own; the rest: from the first draft. {rescued}'

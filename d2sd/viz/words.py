@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from d2sd.policies import FirstPass
 from d2sd.viz.nodes import Step
 from d2sd.viz.text import visible
 
@@ -19,19 +20,19 @@ _CHECKED = (
 
 def introduction(policies: Collection[Policy]) -> str:
     """What one sees, for the policies that wrote it."""
-    first = {policy.first for policy in policies}
-    if first == {"nothing"}:
+    first = {policy.first_pass for policy in policies}
+    if first == {FirstPass.NONE}:
         return (
             "Plain decoding: nothing is drafted, and every pass of the target model gives one token. "
             "This is what speculation is measured against."
         )
-    if "drafter" not in first:
+    if FirstPass.DRAFTER not in first:
         return f"At each step, what followed the last time the text ended like this is taken as a draft. {_CHECKED}"
     drafted = (
         "At each step a small diffusion drafter fills in the next tokens all at once (grey boxes), none of "
         "them knowing what the others will be"
     )
-    if any(policy.second is not None for policy in policies):
+    if any(policy.second_pass is not None for policy in policies):
         return f"{drafted}; where it is likely to go wrong, a second pass drafts again from there (violet). {_CHECKED}"
     return f"{drafted}. {_CHECKED}"
 

@@ -33,10 +33,10 @@ def chain_branches(first: Draft, count: int) -> Branches:
     Where "everything accepted" is among them its branch keeps the whole draft, so it adds no node.
     """
     length = boundary_scores(first.confidence).topk(count, dim=-1).indices
-    slots = first.best.shape[1]
-    behind = first.best.gather(1, length.clamp(max=slots - 1))
+    slots = first.top1.shape[1]
+    behind = first.top1.gather(1, length.clamp(max=slots - 1))
     rejected = torch.where(length < slots, behind, -1)
-    return Branches(first.best[:, None].expand(-1, count, -1), length, rejected)
+    return Branches(first.top1[:, None].expand(-1, count, -1), length, rejected)
 
 
 def tree_branches(anchor: Tensor, first: Draft, count: int) -> Branches:
@@ -47,13 +47,13 @@ def tree_branches(anchor: Tensor, first: Draft, count: int) -> Branches:
     other node P(u), since nothing behind it was drafted with it in view. The root is left out: from there the second
     pass would see what the first one saw.
     """
-    slots = first.best.shape[1]
+    slots = first.top1.shape[1]
     # Of K + S nodes the root and at most S - 1 others are on the chain: the K best of the rest are among them.
     inner = Draft(first.tokens[:, :-1], first.logprob[:, :-1])  # behind slot S there is nothing to draft
     tree = best_first_tree(anchor, inner, count + slots)
     path = _paths(tree, slots)
     step = torch.arange(slots, device=anchor.device)
-    on_chain = ((path == first.best[:, None]) | (step >= tree.depth[..., None])).all(-1)
+    on_chain = ((path == first.top1[:, None]) | (step >= tree.depth[..., None])).all(-1)
     behind = first.confidence.gather(1, tree.depth.clamp(max=slots - 1))
     worth = tree.score + torch.where(on_chain, log_rejected(behind), 0.0)
     usable = tree.valid & (tree.depth > 0)

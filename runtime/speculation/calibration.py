@@ -43,7 +43,7 @@ class Calibration:
         kind = (torch.arange(width, device=draft.tokens.device) > 0).long()
         distance = torch.arange(slots, device=draft.tokens.device)
         if branches is not None:
-            distance = (distance - branches.length[..., None]).clamp(min=0)  # [B, K, S]; kept slots mean nothing
+            distance = (distance - branches.prefix_len[..., None]).clamp(min=0)  # [B, K, S]; kept slots mean nothing
         warm = batch.sampling.temperature.clamp(0, 1).view(-1, *[1] * (draft.tokens.dim() - 1))
 
         def chosen(values: Tensor) -> Tensor:

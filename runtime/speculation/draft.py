@@ -26,7 +26,7 @@ class Draft:
     logprob: Tensor  # [B, (K,) S, M] fp32: of being the target's choice, were all tokens before it; -inf: no proposal
 
     @property
-    def best(self) -> Tensor:
+    def top1(self) -> Tensor:
         """The likeliest token of every slot, [B, (K,) S]."""
         return self.tokens[..., 0]
 
@@ -41,13 +41,13 @@ class Branches:
     """Where the second pass restarts: behind the anchor and `length` tokens taken from the first pass."""
 
     tokens: Tensor  # [B, K, S] int64; those past `length` mean nothing
-    length: Tensor  # [B, K] int64, 0 .. S; at S nothing is left to draft
+    prefix_len: Tensor  # [B, K] int64, 0 .. S; at S nothing is left to draft
     rejected: Tensor  # [B, K] int64, the token presumed wrong in the slot behind; -1: none is
 
     def blocks(self, anchor: Tensor, mask_token_id: int) -> Tensor:
         """The drafter's input [B, K, γ]: anchor, kept tokens, masks."""
         slots = torch.arange(self.tokens.shape[-1], device=anchor.device)
-        kept = torch.where(slots < self.length[..., None], self.tokens, mask_token_id)
+        kept = torch.where(slots < self.prefix_len[..., None], self.tokens, mask_token_id)
         return torch.cat([anchor[:, None, None].expand(-1, kept.shape[1], 1), kept], dim=-1)
 
     def mask_rejected(self, logits: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -58,14 +58,14 @@ class Branches:
         rejected = self.rejected if ids is None else index_in_vocab(ids, self.rejected)
         b = torch.arange(len(logits), device=logits.device)[:, None]
         k = torch.arange(logits.shape[1], device=logits.device)
-        place = b, k, self.length.clamp(max=logits.shape[2] - 1), rejected.clamp(min=0)
+        place = b, k, self.prefix_len.clamp(max=logits.shape[2] - 1), rejected.clamp(min=0)
         logits[place] = logits[place].masked_fill(rejected >= 0, float("-inf"))
         return logits
 
     def splice(self, second: Draft) -> Tensor:
         """Whole candidates [B, K, S]: kept tokens, then the second pass's best."""
         slots = torch.arange(self.tokens.shape[-1], device=self.tokens.device)
-        return torch.where(slots < self.length[..., None], self.tokens, second.best)
+        return torch.where(slots < self.prefix_len[..., None], self.tokens, second.top1)
 
 
 def index_in_vocab(ids: Tensor, tokens: Tensor) -> Tensor:

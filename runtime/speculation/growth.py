@@ -39,7 +39,7 @@ def best_first_tree(
 
     # The level at hand, [B, W]; `index` is the place in the list of all nodes found so far.
     score, state, index = zeros.float(), zeros, zeros
-    passed = None if branches is None else torch.ones_like(branches.length, dtype=torch.bool)[:, None]  # [B, W, K]
+    passed = None if branches is None else torch.ones_like(branches.prefix_len, dtype=torch.bool)[:, None]  # [B, W, K]
     found = [(anchor[:, None], zeros, zeros, zeros, score)]  # token, parent's place, depth, origin, score
     count = 1
     for depth in range(slots):
@@ -55,7 +55,7 @@ def best_first_tree(
         if branches is not None and passed is not None:
             right = branches.tokens[:, None, :, depth] == token[..., None]  # [B, W, K]
             passed = passed.gather(1, above[..., None].expand(-1, -1, passed.shape[2])) & right
-            enters = passed & (branches.length[:, None] == depth + 1)
+            enters = passed & (branches.prefix_len[:, None] == depth + 1)
             state = torch.where(enters.any(-1), enters.int().argmax(-1) + 1, branch_id)
     return from_scored_nodes(
         *(torch.cat(column, dim=1) for column in zip(*found, strict=True)), deepest=slots, budget=rows

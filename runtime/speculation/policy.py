@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from d2sd.errors import RecipeError
+from d2sd.policies import DrafterRole, FirstPass
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sampling.philox import gumbel_at
 from d2sd.runtime.speculation import tree
@@ -38,22 +39,26 @@ WIDTH = 16
 class Policy:
     """Static facts the step and its buffers are sized by, and the tree itself."""
 
-    rows: int  # nodes of every tree
-    count: int = 0  # K, branches or samples
+    num_nodes: int  # nodes of every tree
+    num_branches: int = 0  # K, branches or samples
 
     name: ClassVar[PolicyName]
-    first: ClassVar[Literal["nothing", "lookup", "drafter"]] = "drafter"  # who fills the first draft
-    second: ClassVar[int | None] = None  # drafter of the second pass: 1 the second, 0 the first once more
-    width: ClassVar[int] = 1  # M, candidates of every slot
-    ranks: ClassVar[bool] = True  # by probability, so that a calibration concerns it
+    first_pass: ClassVar[FirstPass] = FirstPass.DRAFTER
+    second_pass: ClassVar[DrafterRole | None] = None  # the drafter that drafts the branches
+    topk: ClassVar[int] = 1  # M, candidates of every slot
+    uses_probabilities: ClassVar[bool] = True  # by probability, so that a calibration concerns it
 
     def __str__(self) -> str:
-        return self.name if self.rows == 1 else f"{self.name} of {self.rows} rows"
+        return self.name if self.num_nodes == 1 else f"{self.name} of {self.num_nodes} rows"
 
     @property
-    def runs(self) -> tuple[int, ...]:
-        """Which of the two drafters it runs: 0 the first, 1 the second."""
-        return () if self.first != "drafter" else (0, 1) if self.second == 1 else (0,)
+    def required_drafters(self) -> tuple[DrafterRole, ...]:
+        """The drafters that this policy runs."""
+        if self.first_pass is not FirstPass.DRAFTER:
+            return ()
+        return (
+            (DrafterRole.FIRST, DrafterRole.SECOND) if self.second_pass is DrafterRole.SECOND else (DrafterRole.FIRST,)
+        )
 
     def branches(self, batch: Batch, first: Draft) -> Branches | None:
         """Where the second pass restarts."""
@@ -66,46 +71,48 @@ class Policy:
 
 class Off(Policy):
     name = "off"
-    first = "nothing"
+    first_pass = FirstPass.NONE
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         anchor = batch.anchor[:, None]
-        return tree.chain(anchor, torch.zeros_like(anchor, dtype=torch.float32))
+        return tree.from_chain(anchor, torch.zeros_like(anchor, dtype=torch.float32))
 
 
 class Chain(Policy):
     name = "chain"
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
-        return _chain(batch, first, self.rows)
+        return _chain(batch, first, self.num_nodes)
 
 
 class Lookup(Policy):
     name = "lookup"
-    first = "lookup"
+    first_pass = FirstPass.PROMPT_LOOKUP
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
-        return _chain(batch, first, self.rows)
+        return _chain(batch, first, self.num_nodes)
 
 
 class Samples(Policy):
     """Samples are drawn among the WIDTH likeliest tokens of each slot, with noise of their own."""
 
     name = "samples"
-    width = WIDTH
-    ranks = False
+    topk = WIDTH
+    uses_probabilities = False
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         assert first is not None
         slots = torch.arange(first.tokens.shape[1], device=batch.anchor.device)
         position = (batch.context_len[:, None, None] + 1 + slots[:, None]).expand_as(first.tokens)
-        tokens, logprob = [first.best], [first.confidence]
-        for sample in range(1, self.count + 1):
+        tokens, logprob = [first.top1], [first.confidence]
+        for sample in range(1, self.num_branches + 1):
             noise = gumbel_at(batch.sampling.seed ^ (sample << 32), position, first.tokens)
             drawn = (first.logprob + noise).argmax(-1, keepdim=True)
             tokens.append(first.tokens.gather(-1, drawn)[..., 0])
             logprob.append(first.logprob.gather(-1, drawn)[..., 0])
-        return tree.merge(*_behind(batch.anchor, torch.stack(tokens, 1), torch.stack(logprob, 1)), self.rows)
+        return tree.from_candidates(
+            *_behind(batch.anchor, torch.stack(tokens, 1), torch.stack(logprob, 1)), self.num_nodes
+        )
 
 
 class _Branched(Policy):
@@ -114,58 +121,58 @@ class _Branched(Policy):
     """
 
     def branches(self, batch: Batch, first: Draft) -> Branches | None:
-        return chain_branches(first, self.count)
+        return chain_branches(first, self.num_branches)
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         assert first is not None
         assert branches is not None
         assert second is not None
-        slots = torch.arange(first.best.shape[1], device=batch.anchor.device)
-        length = branches.length[..., None]
+        slots = torch.arange(first.top1.shape[1], device=batch.anchor.device)
+        length = branches.prefix_len[..., None]
         said = first.confidence[:, None]
         # In a branch the draft behind the boundary was rejected, and what the second pass says holds given that.
         rejected = torch.where(slots == length, log_rejected(said), 0.0)
         redrafted = torch.where(slots < length, said, second.confidence + rejected)
-        tokens = torch.cat([first.best[:, None], branches.splice(second)], dim=1)
-        return tree.merge(*_behind(batch.anchor, tokens, torch.cat([said, redrafted], dim=1)), self.rows)
+        tokens = torch.cat([first.top1[:, None], branches.splice(second)], dim=1)
+        return tree.from_candidates(*_behind(batch.anchor, tokens, torch.cat([said, redrafted], dim=1)), self.num_nodes)
 
 
 class Reanchor(_Branched):
     name = "reanchor"
-    second = 0
+    second_pass = DrafterRole.FIRST
 
 
 class D2SD(_Branched):
     name = "d2sd"
-    second = 1
+    second_pass = DrafterRole.SECOND
 
 
 class DDTree(Policy):
     name = "ddtree"
-    width = WIDTH
+    topk = WIDTH
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         assert first is not None
-        return best_first_tree(batch.anchor, first, self.rows)
+        return best_first_tree(batch.anchor, first, self.num_nodes)
 
 
 class Hybrid(Policy):
     name = "hybrid"
-    second = 1
-    width = WIDTH
+    second_pass = DrafterRole.SECOND
+    topk = WIDTH
 
     def branches(self, batch: Batch, first: Draft) -> Branches | None:
-        return tree_branches(batch.anchor, first, self.count)
+        return tree_branches(batch.anchor, first, self.num_branches)
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         assert first is not None
-        return best_first_tree(batch.anchor, first, self.rows, branches, second)
+        return best_first_tree(batch.anchor, first, self.num_nodes, branches, second)
 
 
 def _chain(batch: Batch, first: Draft | None, rows: int) -> Tree:
     assert first is not None
-    tokens, score = _behind(batch.anchor, first.best, first.confidence)
-    return tree.chain(tokens[:, :rows], score[:, :rows])
+    tokens, score = _behind(batch.anchor, first.top1, first.confidence)
+    return tree.from_chain(tokens[:, :rows], score[:, :rows])
 
 
 def _behind(anchor: Tensor, tokens: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:

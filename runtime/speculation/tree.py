@@ -32,7 +32,7 @@ class Tree:
     attn_mask: Tensor  # [B, N, N] bool: ancestors and self
     branch_id: Tensor  # [B, N] int64: 0 the first pass or first candidate, k >= 1 the k-th branch or candidate
     score: Tensor  # [B, N] fp32, log-probability of the node's path by the drafters; -inf in padding
-    merged: Tensor  # [B] int64, candidates' tokens that had a node already
+    num_merged: Tensor  # [B] int64, candidates' tokens that had a node already
 
 
 def max_nodes(block_size: int, branches: int) -> int:
@@ -40,7 +40,7 @@ def max_nodes(block_size: int, branches: int) -> int:
     return block_size + sum(block_size - 1 - i for i in range(branches))
 
 
-def chain(tokens: Tensor, score: Tensor) -> Tree:
+def from_chain(tokens: Tensor, score: Tensor) -> Tree:
     """One candidate [B, N] with the scores of its paths; at the first that is -inf it ends. Every row has a parent."""
     batch, size = tokens.shape
     steps = torch.arange(size, device=tokens.device)
@@ -50,7 +50,7 @@ def chain(tokens: Tensor, score: Tensor) -> Tree:
     return _tree(tokens, (depth - 1).clamp(min=0), depth, valid, torch.zeros_like(tokens), score, size - 1)
 
 
-def merge(candidates: Tensor, score: Tensor, budget: int) -> Tree:
+def from_candidates(candidates: Tensor, score: Tensor, budget: int) -> Tree:
     """candidates [B, C, G], all with the same slot 0, and their paths' scores [B, C, G] -> at most `budget` nodes."""
     batch, count, size = candidates.shape
     device = candidates.device

@@ -63,7 +63,7 @@ class CheatingRunner(ModelRunner):
     def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
         honest = super().draft_second(batch, branches, drafter, width)
         tokens, logprob = honest.tokens.tolist(), honest.logprob.tolist()
-        lengths, rejected = branches.length.tolist(), branches.rejected.tolist()
+        lengths, rejected = branches.prefix_len.tolist(), branches.rejected.tolist()
         for row, text, start, dice in self._known(batch, "second"):
             for branch, length in enumerate(lengths[row]):
                 self.boundaries[length] += 1
@@ -90,7 +90,7 @@ class CheatingRunner(ModelRunner):
             for node in accepted.path[row, 1 : accepted.count[row]].tolist():
                 branch_id, slot = int(self._tree.branch_id[row, node]), int(self._tree.depth[row, node]) - 1
                 second = self._second if branch_id else None  # there is none where it is a sample of the first pass
-                best = self._first.best[row] if second is None else second.best[row, branch_id - 1]
+                best = self._first.top1[row] if second is None else second.top1[row, branch_id - 1]
                 self.siblings[branch_id] += int(self._tree.tokens[row, node]) != int(best[slot])
 
     def _known(self, batch: Batch, salt: str) -> list[tuple[int, list[int], int, random.Random]]:

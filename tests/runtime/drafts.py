@@ -36,7 +36,7 @@ class Passes:
 
     @property
     def count(self) -> int:
-        return self.branches.length.shape[1]
+        return self.branches.prefix_len.shape[1]
 
     def anchor(self, row: int) -> int:
         return int(self.batch.anchor[row])
@@ -46,7 +46,7 @@ class Passes:
 
     def behind(self, row: int) -> list[tuple[Path, Slots]]:
         """Kept tokens and candidates of every branch of one request."""
-        kept = [tokens[:n] for tokens, n in zip(self.branches.tokens[row], self.branches.length[row], strict=True)]
+        kept = [tokens[:n] for tokens, n in zip(self.branches.tokens[row], self.branches.prefix_len[row], strict=True)]
         return [(tuple(k.tolist()), slots_of(self.second, row, b)) for b, k in enumerate(kept)]
 
     def only(self, row: int) -> Passes:
@@ -56,7 +56,7 @@ class Passes:
             batch_of(self.batch.anchor[one].tolist(), self.batch.context_len[one].tolist(), self.seeds[one]),
             self.seeds[one],
             Draft(first.tokens[one], first.logprob[one]),
-            Branches(branches.tokens[one], branches.length[one], branches.rejected[one]),
+            Branches(branches.tokens[one], branches.prefix_len[one], branches.rejected[one]),
             Draft(second.tokens[one], second.logprob[one]),
         )
 

@@ -90,7 +90,7 @@ def honest() -> ModelRunner:
 
 
 def make_engine(
-    executor: ModelRunner,
+    runner: ModelRunner,
     policy: PolicyName = "d2sd",
     *,
     max_batch: int = 4,
@@ -101,9 +101,9 @@ def make_engine(
     decode: Decode | None = None,
     calibration: Calibration | None = None,
 ) -> Engine:
-    made = make_policy(policy, block_size=executor.block_size, branches=BRANCHES, row_budget=row_budget)
+    made = make_policy(policy, block_size=runner.block_size, branches=BRANCHES, row_budget=row_budget)
     limits = Limits(max_batch, max_context=64, page_size=page_size, prefill_chunk=prefill_chunk, pages=pages)
-    return Engine(executor, made, limits, decode, calibration)
+    return Engine(runner, made, limits, decode, calibration)
 
 
 def run_staggered(
@@ -141,8 +141,8 @@ def all_pages(engine: Engine) -> int:
     return engine._scheduler.page_count - 1
 
 
-def poison(executor: ModelRunner, pages: int | slice) -> None:
-    for pool in (executor._target_pool, *executor._pools):
+def poison(runner: ModelRunner, pages: int | slice) -> None:
+    for pool in (runner._target_pool, *runner._pools):
         pool.k[:, pages] = torch.nan
         pool.v[:, pages] = torch.nan
 
@@ -154,20 +154,20 @@ def committed(pool: KVPool, table: Tensor, length: int) -> tuple[Tensor, Tensor]
     return pool.k[:, page, slot], pool.v[:, page, slot]
 
 
-def sync_drafters(executor: ModelRunner) -> None:
+def sync_drafters(runner: ModelRunner) -> None:
     """Bring all drafters' pages up to date, which otherwise waits until they draft."""
-    executor.sync_drafters(range(len(executor._pools)))
+    runner.sync_drafters(range(len(runner._pools)))
 
 
-def check_pages(executor: ModelRunner, table: Tensor, tokens: list[int]) -> None:
+def check_pages(runner: ModelRunner, table: Tensor, tokens: list[int]) -> None:
     """All pools hold what one pass over `tokens` from nothing gives."""
-    sync_drafters(executor)
+    sync_drafters(runner)
     target, *drafters = models()
-    out = full_pass(target, torch.tensor([tokens]), aux_layer_ids=executor._aux_layer_ids)
-    k, v = committed(executor._target_pool, table, len(tokens))
+    out = full_pass(target, torch.tensor([tokens]), aux_layer_ids=runner._aux_layer_ids)
+    k, v = committed(runner._target_pool, table, len(tokens))
     torch.testing.assert_close(k, out.k[:, 0], atol=1e-4, rtol=0)
     torch.testing.assert_close(v, out.v[:, 0], atol=1e-4, rtol=0)
-    for drafter, pool in zip(drafters, executor._pools, strict=True):
+    for drafter, pool in zip(drafters, runner._pools, strict=True):
         keys, values = drafter.context_keys_values(out.features, torch.arange(len(tokens))[None])
         k, v = committed(pool, table, len(tokens))
         torch.testing.assert_close(k, keys[:, 0], atol=1e-4, rtol=0)

@@ -82,7 +82,9 @@ class Node(NamedTuple):
     score: float
 
 
-def merge(candidates: Sequence[Sequence[int]], scores: Sequence[Sequence[float]], rows: int) -> tuple[list[Node], int]:
+def from_candidates(
+    candidates: Sequence[Sequence[int]], scores: Sequence[Sequence[float]], rows: int
+) -> tuple[list[Node], int]:
     """A dictionary of paths, filled candidate by candidate; also how many tokens found their path there already."""
     found: dict[Path, Node] = {}
     merged = 0

@@ -159,15 +159,15 @@ def test_padding_of_a_batch_owns_nothing() -> None:
 
 def test_prompts_are_padded_to_few_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of every length up to 11, and longer prompts in several."""
-    executor, lengths = honest(), set()
-    prefill = executor.prefill
+    runner, lengths = honest(), set()
+    prefill = runner.prefill
 
     def noted(tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
         lengths.add(tokens.shape[1])
         prefill(tokens, length, page_table, context_len)
 
-    monkeypatch.setattr(executor, "prefill", noted)
-    make_engine(executor, "off", prefill_chunk=11).generate(Request((1,) * n, 1) for n in range(2, 31))
+    monkeypatch.setattr(runner, "prefill", noted)
+    make_engine(runner, "off", prefill_chunk=11).generate(Request((1,) * n, 1) for n in range(2, 31))
     assert lengths == {1, 2, 4, 8, 11}
 
 

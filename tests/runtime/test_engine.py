@@ -232,7 +232,7 @@ def test_statistics_count_what_happened() -> None:
     for sequence in sequences:
         stats = sequence.stats
         assert len(sequence.answer) <= stats.tokens < len(sequence.answer) + BLOCK
-        assert stats.rows == stats.steps * BUDGET
+        assert stats.verified_nodes == stats.steps * BUDGET
     assert max(s.stats.steps for s in sequences) <= engine.clock.steps <= sum(s.stats.steps for s in sequences)
 
 

@@ -52,9 +52,9 @@ class Way:
     shuffled: bool = False
     row_budget: int = 14
 
-    def engine(self, executor: ModelRunner, policy: PolicyName) -> Engine:
+    def engine(self, runner: ModelRunner, policy: PolicyName) -> Engine:
         return make_engine(
-            executor,
+            runner,
             policy,
             max_batch=self.max_batch,
             page_size=self.page_size,
@@ -106,10 +106,10 @@ def test_requests_are_worth_running() -> None:
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_with_drafts_that_are_often_right(policy: PolicyName, way: Way) -> None:
     requests = some_requests()
-    executor = cheater(requests)
-    engine = way.engine(executor, policy)
+    runner = cheater(requests)
+    engine = way.engine(runner, policy)
     stats = way.run(engine, requests)
-    rows = engine.policy.rows
+    rows = engine.policy.num_nodes
     assert rows <= way.row_budget
     assert (stats.preemptions > 0) == (way.pages is not None)
     if policy in ("off", "lookup"):
@@ -118,20 +118,20 @@ def test_with_drafts_that_are_often_right(policy: PolicyName, way: Way) -> None:
     assert stats.accepted.keys() == set(range(1, min(rows, BLOCK) + 1))  # every length, up to the whole block
     assert stats.tau > (2 if rows > 2 else 1.5)
     if rows > BLOCK:
-        check_what_took_part(policy, stats, executor)
+        check_what_took_part(policy, stats, runner)
 
 
-def check_what_took_part(policy: PolicyName, stats: SequenceStats, executor: CheatingRunner) -> None:
+def check_what_took_part(policy: PolicyName, stats: SequenceStats, runner: CheatingRunner) -> None:
     """Siblings were accepted where there are any, and branches restarted everywhere and won."""
     boundaries = {"reanchor": range(BLOCK), "d2sd": range(BLOCK), "hybrid": range(1, BLOCK - 1)}.get(policy, ())
-    assert executor.boundaries.keys() == set(boundaries)
+    assert runner.boundaries.keys() == set(boundaries)
     assert stats.accepted_branches[0] > 5
     wins, siblings = (
-        sum(n for branch_id, n in c.items() if branch_id > 0) for c in (stats.accepted_branches, executor.siblings)
+        sum(n for branch_id, n in c.items() if branch_id > 0) for c in (stats.accepted_branches, runner.siblings)
     )
     assert wins > {"chain": -1, "ddtree": -1, "samples": 4}.get(policy, 15)
     assert siblings > 4 if policy in ("samples", "hybrid") else siblings == 0
-    assert executor.siblings[0] > 5 if policy in ("ddtree", "hybrid") else executor.siblings[0] == 0
+    assert runner.siblings[0] > 5 if policy in ("ddtree", "hybrid") else runner.siblings[0] == 0
 
 
 @pytest.mark.parametrize("way", [WAYS["alone"], WAYS["tight pages"], Way(gap=1, max_batch=8)])
@@ -149,9 +149,9 @@ def test_with_real_drafters(policy: PolicyName, way: Way) -> None:
 )
 def test_without_the_models_that_a_policy_does_not_run(policy: PolicyName, drafters: int) -> None:
     target, first, _ = copies()
-    executor = ModelRunner(target, first) if drafters else ModelRunner(target, block_size=BLOCK)
-    engine = WAYS["tight pages"].engine(executor, policy)
-    assert len(engine.policy.runs) <= drafters
+    runner = ModelRunner(target, first) if drafters else ModelRunner(target, block_size=BLOCK)
+    engine = WAYS["tight pages"].engine(runner, policy)
+    assert len(engine.policy.required_drafters) <= drafters
     WAYS["tight pages"].run(engine, some_requests())
 
 
@@ -200,8 +200,8 @@ def test_other_families(family: Family) -> None:
     second = tiny_drafter(target.config, block_size=4, role="variable_prefix", seed=2)
     prompts = ([4, 60, 8], [17])
     texts = {n: prompt + greedy_text(target, prompt, 24) for n, prompt in enumerate(prompts, 1)}
-    executor = CheatingRunner(target, first, second, texts)
-    engine = make_engine(executor, "hybrid")
+    runner = CheatingRunner(target, first, second, texts)
+    engine = make_engine(runner, "hybrid")
     sequences = engine.generate(Request(tuple(p), 20, SamplingParams(seed=n)) for n, p in enumerate(prompts, 1))
     assert [s.tokens for s in sequences] == [texts[n][: len(p) + 20] for n, p in enumerate(prompts, 1)]
     assert SequenceStats.merged(s.stats for s in sequences).tau > 2
@@ -211,12 +211,12 @@ def test_other_families(family: Family) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_runs(dtype: torch.dtype, policy: PolicyName) -> None:
     """Rounding may choose other tokens there, but everything fits together and pages keep the target's dtype."""
-    executor = ModelRunner(*(model.to(dtype) for model in copies()))  # type: ignore[arg-type]
-    engine = make_engine(executor, policy, max_batch=8)
+    runner = ModelRunner(*(model.to(dtype) for model in copies()))  # type: ignore[arg-type]
+    engine = make_engine(runner, policy, max_batch=8)
     requests = some_requests()
     sequences = engine.generate(requests)
     assert [len(s.answer) for s in sequences] == [r.max_new_tokens for r in requests]
-    assert executor._target_pool.k.dtype == executor._pools[1].v.dtype == dtype
+    assert runner._target_pool.k.dtype == runner._pools[1].v.dtype == dtype
     pairs = [pair for s in sequences for pair in zip(s.answer, expected(s.request), strict=True)]
     assert sum(a == b for a, b in pairs) > len(pairs) / 4
 
@@ -249,8 +249,8 @@ def test_wrong_drafts_still_gain_the_bonus(policy: PolicyName) -> None:
 def test_pages_hold_what_one_pass_over_the_tokens_gives(policy: PolicyName) -> None:
     """After every step, for whoever runs, in the target's pages and both drafters': also behind a preemption."""
     requests = some_requests()
-    executor = cheater(requests)
-    engine = make_engine(executor, policy, pages=16, max_batch=4)
+    runner = cheater(requests)
+    engine = make_engine(runner, policy, pages=16, max_batch=4)
     sequences = [engine.submit(r) for r in requests]
     checked: Counter[str] = Counter()
     for step in range(1000):
@@ -262,7 +262,7 @@ def test_pages_hold_what_one_pass_over_the_tokens_gives(policy: PolicyName) -> N
             if complete:
                 assert sequence.cached == len(sequence.tokens) - 1
             if step % 3 == 0 and sequence.cached:
-                check_pages(executor, torch.tensor(sequence.pages), sequence.tokens[: sequence.cached])
+                check_pages(runner, torch.tensor(sequence.pages), sequence.tokens[: sequence.cached])
                 checked["complete" if complete else "partial"] += 1
                 checked["preempted"] += sequence.stats.preemptions > 0
     assert [s.answer for s in sequences] == [expected(r) for r in requests]

@@ -48,8 +48,8 @@ def trace_of(made: Passes, policy: Policy, agree: float, seed: int, active: int)
     """A step whose target agrees with each node's likeliest child, or some other, as the dice say."""
     dice = random.Random(seed)
     first = None if isinstance(policy, Off) else made.first
-    branches = made.branches if policy.second is not None else None
-    second = made.second if policy.second is not None else None
+    branches = made.branches if policy.second_pass is not None else None
+    second = made.second if policy.second_pass is not None else None
     tree = policy.build(made.batch, first, branches, second)
     chosen = torch.full_like(tree.tokens, 99)
     for row in range(len(made)):
@@ -74,28 +74,28 @@ def slowly(trace: StepTrace, row: int) -> StepObservation:
         chain += 1
     starts: list[list[int]] = []
     if trace.branches is not None:
-        rows = zip(trace.branches.tokens[row].tolist(), trace.branches.length[row].tolist(), strict=True)
+        rows = zip(trace.branches.tokens[row].tolist(), trace.branches.prefix_len[row].tolist(), strict=True)
         starts = [tokens[:length] for tokens, length in rows]
     rank = next((n for n, start in enumerate(starts) if start == best[:chain]), None)
     judged, parents = [], list[Path]()
     for number, node in enumerate(nodes[1:], 1):
         above = node.path[:-1]
         slot = len(node.path) - 2
-        redrafted = trace.policy.second is not None and node.branch_id > 0
+        redrafted = trace.policy.second_pass is not None and node.branch_id > 0
         if above in path:
             judged.append(
                 NodeOutcome(
-                    drafter=(trace.policy.second or 0) if redrafted else 0,
+                    drafter=(trace.policy.second_pass or 0) if redrafted else 0,
                     distance=slot - len(starts[node.branch_id - 1]) if redrafted else slot,
                     sibling=above in parents,
                     logprob=node.score - by_path[above].score,
-                    right=node.path in path,
-                    row=number,
+                    accepted=node.path in path,
+                    node=number,
                 )
             )
         parents.append(above)
-    merged = int(trace.tree.merged[row])
-    rescued = trace.policy.second is not None and by_path[deepest].branch_id > 0 and len(path) - 1 > chain
+    merged = int(trace.tree.num_merged[row])
+    rescued = trace.policy.second_pass is not None and by_path[deepest].branch_id > 0 and len(path) - 1 > chain
     return StepObservation(trace.sequences[row], len(path), chain, len(nodes), merged, rank, rescued, judged)
 
 
@@ -107,7 +107,7 @@ def check(trace: StepTrace) -> list[StepObservation]:
         assert [n._replace(logprob=0.0) for n in one.judged] == [n._replace(logprob=0.0) for n in wanted.judged]
         assert [n.logprob for n in one.judged] == pytest.approx([n.logprob for n in wanted.judged], abs=1e-4)
         assert replace(one, judged=[]) == replace(wanted, judged=[])
-        assert sum(node.right for node in one.judged) == one.accepted - 1
+        assert sum(node.accepted for node in one.judged) == one.accepted - 1
     return found
 
 
@@ -134,17 +134,17 @@ def test_everything_occurs(name: PolicyName) -> None:
         first = draft_of([[slot() for _ in range(7)] for _ in range(3)])
         length = torch.tensor([dice.sample(range(1, 6), 4) for _ in range(3)])
         second = [[[[NONSENSE] * WIDTH] * n + [slot() for _ in range(7 - n)] for n in own] for own in length.tolist()]
-        branches = Branches(first.best[:, None].expand(-1, 4, -1), length, torch.full_like(length, -1))
+        branches = Branches(first.top1[:, None].expand(-1, 4, -1), length, torch.full_like(length, -1))
         made = Passes(batch_of([1] * 3, [0] * 3, [0] * 3), (0, 0, 0), first, branches, draft_of(second))
         found += check(trace_of(made, policy, 0.6, seed, active=2))  # the third row is padding
     assert len(found) == 16
     judged = [node for one in found for node in one.judged]
-    assert any(one.rank is not None for one in found) == (policy.second is not None)
-    assert {node.drafter for node in judged} == (set() if name == "off" else {0, policy.second or 0})
-    assert any(one.rescued for one in found) == (policy.second is not None)
+    assert any(one.rank is not None for one in found) == (policy.second_pass is not None)
+    assert {node.drafter for node in judged} == (set() if name == "off" else {0, policy.second_pass or 0})
+    assert any(one.rescued for one in found) == (policy.second_pass is not None)
     assert any(one.accepted - 1 > one.chain for one in found) == (name not in ("off", "lookup", "chain"))
     if name in ("ddtree", "hybrid"):
-        assert {node.sibling for node in judged if node.right} == {True, False}
+        assert {node.sibling for node in judged if node.accepted} == {True, False}
 
 
 A, B = math.log(0.5), math.log(0.25)
@@ -160,7 +160,7 @@ def by_hand(policy: Policy, chosen: list[int]) -> StepObservation:
     branches = Branches(torch.tensor([[[1, 9]]]), torch.tensor([[1]]), torch.tensor([[-1]]))
     second = draft_of([[[[NONSENSE] * 2, [(5, A), (6, B)]]]])
     batch = batch_of([0], [0], [0])
-    with_second = policy.second is not None
+    with_second = policy.second_pass is not None
     tree = policy.build(batch, first, branches if with_second else None, second if with_second else None)
     target: Tensor = torch.tensor([[*chosen, *[99] * (tree.tokens.shape[1] - len(chosen))]])
     return observe(
@@ -174,18 +174,18 @@ def test_a_branch_that_rescues_by_hand() -> None:
     """Nodes by score: 0, 1 (1/2), 5 (1/4), 2 (1/4), 6 (1/8), 3 (1/8), 4 (1/16); the target says 1, then 5, then 7."""
     one = by_hand(Hybrid(7, 1), [1, 5, 7])
     assert (one.accepted, one.chain, one.nodes, one.rank, one.rescued) == (3, 1, 7, 0, True)
-    told = {(n.drafter, n.distance, n.sibling, round(n.said, 3), n.right) for n in one.judged}
+    told = {(n.drafter, n.distance, n.sibling, round(n.prob, 3), n.accepted) for n in one.judged}
     assert told == {
         (0, 0, False, 0.5, True), (0, 0, True, 0.25, False),
         (1, 0, False, 0.5, True), (1, 0, True, 0.25, False),
     }  # fmt: skip
-    assert next(n.row for n in one.judged if (n.drafter, n.sibling) == (0, False)) == 1
+    assert next(n.node for n in one.judged if (n.drafter, n.sibling) == (0, False)) == 1
 
 
 def test_no_branch_where_the_chain_ends_by_hand() -> None:
     one = by_hand(Hybrid(7, 1), [8])
     assert (one.accepted, one.chain, one.rank, one.rescued) == (1, 0, None, False)
-    assert [(n.distance, n.right) for n in one.judged] == [(0, False), (0, False)]
+    assert [(n.distance, n.accepted) for n in one.judged] == [(0, False), (0, False)]
 
 
 def test_a_sibling_of_the_first_pass_is_no_rescue_by_hand() -> None:
@@ -212,7 +212,7 @@ def test_what_lookup_did_not_find_is_not_judged() -> None:
     policy, batch = Lookup(3), batch_of([0], [0], [0])
     tree = policy.build(batch, first, None, None)
     (one,) = observe(StepTrace(sequences(1), policy, first, None, tree, accept(tree, torch.tensor([[1, 0, 9]]), 3)))
-    assert (one.accepted, one.nodes, [node.said for node in one.judged]) == (2, 2, [1.0])
+    assert (one.accepted, one.nodes, [node.prob for node in one.judged]) == (2, 2, [1.0])
 
 
 @pytest.mark.parametrize("said", [0.0, -1e-9])
@@ -229,7 +229,7 @@ def test_a_certain_draft_that_was_wrong_is_a_number(said: float) -> None:
             chosen[0, tree.parent[0, node]] = tree.tokens[0, node]
     (one,) = observe(StepTrace(sequences(1), policy, first, branches, tree, accept(tree, chosen, 4)))
     assert one.accepted == 4
-    assert [0 <= node.said <= 1 for node in one.judged] == [True] * 4, [node.said for node in one.judged]
+    assert [0 <= node.prob <= 1 for node in one.judged] == [True] * 4, [node.prob for node in one.judged]
 
 
 def test_a_chain_of_fewer_rows_than_slots() -> None:

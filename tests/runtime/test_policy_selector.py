@@ -36,7 +36,7 @@ FORECAST = {
 }
 
 
-def adaptive(seconds: Mapping[Policy, float], forecast: Any = FORECAST) -> PolicySelector:
+def selector(seconds: Mapping[Policy, float], forecast: Any = FORECAST) -> PolicySelector:
     """Costs at a batch of one."""
     return PolicySelector(POLICIES, {(policy, 1): s for policy, s in seconds.items()}, forecast)
 
@@ -77,12 +77,12 @@ def test_curves_of_different_length_end_each_where_it_ends() -> None:
     ],
 )
 def test_the_most_tokens_a_second(seconds: dict[Policy, float], temperature: float, best: Policy) -> None:
-    assert adaptive(seconds).choose(1, temperature) == best
+    assert selector(seconds).choose(1, temperature) == best
 
 
 def test_speculation_must_promise_a_margin() -> None:
     for gain, best in ((MARGIN * 0.999, OFF), (MARGIN * 1.001, CHAIN)):
-        assert adaptive({OFF: 1.0, CHAIN: 2.0 / gain}).choose(1, 0.0) == best
+        assert selector({OFF: 1.0, CHAIN: 2.0 / gain}).choose(1, 0.0) == best
 
 
 def test_every_batch_size_has_its_own_costs_and_what_was_not_measured_is_never_chosen() -> None:
@@ -93,14 +93,14 @@ def test_every_batch_size_has_its_own_costs_and_what_was_not_measured_is_never_c
 
 
 def test_what_nobody_forecasts_is_never_chosen() -> None:
-    assert adaptive({OFF: 1.0, CHAIN: 1.0}, {}).choose(1, 0.0) == OFF
+    assert selector({OFF: 1.0, CHAIN: 1.0}, {}).choose(1, 0.0) == OFF
 
 
 # -- what serving teaches ----------------------------------------------------------------------------------------------
 
 
 def test_what_was_promised_teaches_nothing() -> None:
-    own = adaptive({OFF: 1.0})
+    own = selector({OFF: 1.0})
     own.update(CHAIN, 0.0, [1, 3, 2, 2])
     own.update(CHAIN, 0.5, [1, 3, 1, 1, 2, 2, 1, 3, 2, 1])  # 1.7 a step
     assert own.acceptance_scale == pytest.approx(1.0)
@@ -109,7 +109,7 @@ def test_what_was_promised_teaches_nothing() -> None:
 @pytest.mark.parametrize(("accepted", "limit"), [([1], 0.0), ([1, 2], 0.5), ([4], 3.0)])
 def test_trust_goes_to_the_ratio_that_is_seen(accepted: list[int], limit: float) -> None:
     """By a share of n / (32 + n) with n requests in the step, so that a batch teaches as much as its requests."""
-    own, wanted = adaptive({OFF: 1.0}), 1.0
+    own, wanted = selector({OFF: 1.0}), 1.0
     for _ in range(60):
         own.update(CHAIN, 0.0, accepted)
         wanted += (limit - wanted) * len(accepted) / (32 + len(accepted))
@@ -121,7 +121,7 @@ def test_trust_goes_to_the_ratio_that_is_seen(accepted: list[int], limit: float)
 
 def test_plain_steps_forget_from_both_sides() -> None:
     for start in (0.2, 1.8):
-        own = adaptive({OFF: 1.0})
+        own = selector({OFF: 1.0})
         own.acceptance_scale = start
         for step in range(1, 400):
             own.update(OFF, 0.0, [1, 1])
@@ -129,7 +129,7 @@ def test_plain_steps_forget_from_both_sides() -> None:
 
 
 def test_texts_that_disappoint_are_served_plainly_and_speculation_comes_back() -> None:
-    own = adaptive({OFF: 1.0, CHAIN: 1.5})
+    own = selector({OFF: 1.0, CHAIN: 1.5})
     served = []
     for _ in range(300):
         policy = own.choose(1, 0.0)
@@ -179,7 +179,7 @@ class Scripted:
         return self._pass(batch, 0, 3, width)
 
     def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
-        return self._pass(batch, drafter, branches.length.shape[1], 3, width)
+        return self._pass(batch, drafter, branches.prefix_len.shape[1], 3, width)
 
     def verify(self, batch: Batch, tree: Tree) -> Verified:
         assert not batch.active.any()
@@ -194,30 +194,32 @@ class Scripted:
 
 
 def measured(
-    monkeypatch: pytest.MonkeyPatch, executor: Scripted, policies: Sequence[Policy], forecast: Any, max_batch: int = 1,
+    monkeypatch: pytest.MonkeyPatch, runner: Scripted, policies: Sequence[Policy], forecast: Any, max_batch: int = 1,
     advance: Callable[[int], None] = lambda count: None,
 ) -> dict[tuple[Policy, int], float]:  # fmt: skip
-    monkeypatch.setattr("d2sd.runtime.policy_selector.time", SimpleNamespace(perf_counter=lambda: executor.now))
-    return profile_step_cost(cast(ModelRunner, executor), policies, forecast, Limits(max_batch, 64, 4, 16), advance)
+    monkeypatch.setattr("d2sd.runtime.policy_selector.time", SimpleNamespace(perf_counter=lambda: runner.now))
+    return profile_step_cost(cast(ModelRunner, runner), policies, forecast, Limits(max_batch, 64, 4, 16), advance)
 
 
 def test_costs_are_those_of_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both passes, the target, the commit; in every bucket; and one bar's advance a bucket."""
     told: list[int] = []
-    executor = Scripted(lambda rows, size: rows * size)
+    runner = Scripted(lambda rows, size: rows * size)
     trees = (CHAIN, LARGE, Hybrid(8, 2))
     forecast = {policy.name: ([9.0], [9.0]) for policy in trees}
-    found = measured(monkeypatch, executor, (OFF, *trees), forecast, 3, told.append)
+    found = measured(monkeypatch, runner, (OFF, *trees), forecast, 3, told.append)
     passes = {OFF: 0, CHAIN: 1, LARGE: 1, trees[2]: 2}
     assert found == {
-        (policy, size): policy.rows * size + passes[policy] + 0.25 for policy in (OFF, *trees) for size in (1, 2, 4)
+        (policy, size): policy.num_nodes * size + passes[policy] + 0.25
+        for policy in (OFF, *trees)
+        for size in (1, 2, 4)
     }
     assert told == [1, 1, 1]
 
 
 def test_a_hiccup_of_the_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = Scripted(lambda rows, size: 1.0, slow=frozenset({0, 2, 4, 7, 9}))  # at most two of five timed ones
-    found = measured(monkeypatch, executor, (OFF, CHAIN), {"chain": ([2.0], [2.0])})
+    runner = Scripted(lambda rows, size: 1.0, slow=frozenset({0, 2, 4, 7, 9}))  # at most two of five timed ones
+    found = measured(monkeypatch, runner, (OFF, CHAIN), {"chain": ([2.0], [2.0])})
     assert found == {(OFF, 1): 1.25, (CHAIN, 1): 2.25}
 
 
@@ -226,11 +228,11 @@ def test_trees_larger_than_one_that_cannot_pay_are_not_tried(monkeypatch: pytest
 
     Another kind of tree is tried nevertheless, and so is the same one at the next size.
     """
-    executor = Scripted(lambda rows, size: 1.0 if size != 2 or rows == 1 else 10.0)
+    runner = Scripted(lambda rows, size: 1.0 if size != 2 or rows == 1 else 10.0)
     forecast = {"chain": ([9.0], [9.0]), "ddtree": ([1.0, 2.0], [1.0, 4.0])}
-    found = measured(monkeypatch, executor, POLICIES, forecast, 4)
+    found = measured(monkeypatch, runner, POLICIES, forecast, 4)
     assert found.keys() == {(policy, size) for policy in POLICIES for size in (1, 2, 4)} - {(LARGE, 2)}
-    assert (8, 2) not in executor.verified
+    assert (8, 2) not in runner.verified
 
 
 def test_a_policy_without_a_forecast_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,13 +253,13 @@ def test_buckets_hold_every_batch(monkeypatch: pytest.MonkeyPatch, max_batch: in
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_real_models_are_measured_on_page_0_alone(page_size: int) -> None:
     """Pages smaller than a block too; and with requests running nobody's text changes."""
-    executor = honest()
-    engine = make_engine(executor, "off", page_size=page_size)
+    runner = honest()
+    engine = make_engine(runner, "off", page_size=page_size)
     trees = CHAIN, DDTree(8), Hybrid(8, BRANCHES)
-    found = profile_step_cost(executor, (OFF, *trees), {p.name: ([99.0], [99.0]) for p in trees}, engine.limits)
+    found = profile_step_cost(runner, (OFF, *trees), {p.name: ([99.0], [99.0]) for p in trees}, engine.limits)
     assert found.keys() == {(policy, size) for policy in (OFF, *trees) for size in (1, 2, 4)}
     assert min(found.values()) > 0
-    for pool in (executor._target_pool, *executor._pools):
+    for pool in (runner._target_pool, *runner._pools):
         assert not pool.k[:, 1:].any()
         assert not pool.v[:, 1:].any()
     requests = some_requests()[:3]
@@ -269,7 +271,7 @@ def test_real_models_are_measured_on_page_0_alone(page_size: int) -> None:
 
 def scripted(monkeypatch: pytest.MonkeyPatch, engine: Engine, seconds: dict[tuple[Policy, int], float]) -> None:
     """Let an engine adapt to costs made by hand, with forecasts that keep every promise."""
-    policies = sorted({policy for policy, _ in seconds}, key=lambda policy: policy.rows)
+    policies = sorted({policy for policy, _ in seconds}, key=lambda policy: policy.num_nodes)
     forecast: dict[str, Any] = {policy.name: ([2.0], [2.0]) for policy in policies if policy != OFF}
     with monkeypatch.context() as patch:
         patch.setattr("d2sd.runtime.engine.profile_step_cost", lambda *arguments: seconds)
@@ -299,7 +301,9 @@ def test_the_policy_follows_the_batch_and_the_answers_stay(monkeypatch: pytest.M
     assert [s.answer for s in sequences] == [expected(r) for r in requests]
     assert served.keys() == {(1, "hybrid"), (2, "chain"), (3, "off"), (4, "off")}
     rows = {"hybrid": 14, "chain": BLOCK, "off": 1}
-    assert sum(s.stats.rows for s in sequences) == sum(n * rows[name] * count for (n, name), count in served.items())
+    assert sum(s.stats.verified_nodes for s in sequences) == sum(
+        n * rows[name] * count for (n, name), count in served.items()
+    )
 
 
 def test_the_policy_follows_the_mean_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,12 +311,13 @@ def test_the_policy_follows_the_mean_temperature(monkeypatch: pytest.MonkeyPatch
     engine = make_engine(honest(), "off", max_batch=2)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "d2sd.runtime.engine.profile_step_cost", lambda *a: {(p, n): 1.0 + p.rows / 10 for p in (OFF, CHAIN) for n in (1, 2)}
+            "d2sd.runtime.engine.profile_step_cost",
+            lambda *a: {(p, n): 1.0 + p.num_nodes / 10 for p in (OFF, CHAIN) for n in (1, 2)},
         )
         engine.enable_auto((OFF, CHAIN), {"chain": ([1.9], [1.0])})
     for temperatures, wanted in {(0.0,): CHAIN, (1.0,): OFF, (1.0, 0.0): CHAIN, (1.2, 0.4): OFF}.items():
-        assert engine.adaptive is not None
-        engine.adaptive.acceptance_scale = 1.0
+        assert engine.selector is not None
+        engine.selector.acceptance_scale = 1.0
         for t in temperatures:
             engine.submit(Request((5,), 1, SamplingParams(t, seed=1)))
         engine.step()

@@ -17,7 +17,7 @@ def stats(*steps: tuple[int, int]) -> SequenceStats:
 
 def test_counts_of_one_request() -> None:
     one = stats((1, 0), (4, 2), (2, 0), (1, 3))
-    assert (one.steps, one.tokens, one.rows) == (4, 8, 28)
+    assert (one.steps, one.tokens, one.verified_nodes) == (4, 8, 28)
     assert one.tau == 2.0
     assert one.accepted_branches == Counter({2: 1, 0: 1})  # steps without an accepted draft have no winner
     assert one.reached() == [2 / 4, 1 / 4, 1 / 4]
@@ -38,7 +38,7 @@ def test_merged_weighs_steps_and_the_mean_weighs_requests() -> None:
     assert mean_tau([short, long]) == pytest.approx((4 + 4 / 3) / 2)
     assert merged.accepted == Counter({4: 1, 1: 2, 2: 1})
     assert merged.accepted_branches == Counter({1: 2})
-    assert merged.rows == 28
+    assert merged.verified_nodes == 28
     assert short.tokens == 4  # what was merged stays as it was
 
 

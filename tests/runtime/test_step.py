@@ -70,21 +70,21 @@ ASKED: dict[PolicyName, list[tuple[str, int, int]]] = {
 
 @pytest.mark.parametrize("policy", NAMES)
 def test_who_is_asked_for_what(policy: PolicyName) -> None:
-    executor = Spy()
-    engine = make_engine(executor, policy)
+    runner = Spy()
+    engine = make_engine(runner, policy)
     batch, sequences = ready(engine)
     first = engine.draft_first(batch, sequences)
     branches = engine.pick_boundaries(batch, first)
     second = engine.draft_second(batch, branches)
-    assert executor.asked == ASKED[policy]
+    assert runner.asked == ASKED[policy]
     assert (first is None) == (policy == "off")
     assert (branches is None) == (second is None) == (policy not in ("reanchor", "d2sd", "hybrid"))
     if first is not None:
-        assert first.tokens.shape == first.logprob.shape == (4, SLOTS, engine.policy.width)
+        assert first.tokens.shape == first.logprob.shape == (4, SLOTS, engine.policy.topk)
     if branches is not None and second is not None:
-        assert branches.length.shape == branches.rejected.shape == (4, BRANCHES)
-        assert second.tokens.shape == second.logprob.shape == (4, BRANCHES, SLOTS, engine.policy.width)
-    assert engine.build_tree(batch, first, branches, second).tokens.shape == (4, engine.policy.rows)
+        assert branches.prefix_len.shape == branches.rejected.shape == (4, BRANCHES)
+        assert second.tokens.shape == second.logprob.shape == (4, BRANCHES, SLOTS, engine.policy.topk)
+    assert engine.build_tree(batch, first, branches, second).tokens.shape == (4, engine.policy.num_nodes)
 
 
 @pytest.mark.parametrize("policy", NAMES)
@@ -114,7 +114,7 @@ def test_lookup_drafts_from_each_text_alone() -> None:
     batch = engine._batch(sequences)
     draft = engine.draft_first(batch, sequences)
     assert draft is not None
-    assert draft.best.tolist() == [[3, 4, 5, 6], [8, 7, 8, 7], [0] * 4, [0] * 4]
+    assert draft.top1.tolist() == [[3, 4, 5, 6], [8, 7, 8, 7], [0] * 4, [0] * 4]
     assert draft.confidence.exp().tolist() == [[1] * 4, [1] * 4, [0] * 4, [0] * 4]
     tree = engine.build_tree(batch, draft, None, None)
     assert tree.tokens.tolist() == [[2, 3, 4, 5, 6], [7, 8, 7, 8, 7], [11, 0, 0, 0, 0], [0] * 5]
@@ -130,30 +130,30 @@ def made_up(seed: int = 0) -> Calibration:
 @pytest.mark.parametrize("policy", ["chain", "reanchor", "d2sd", "ddtree", "hybrid"])
 def test_drafts_are_straightened_as_those_of_their_drafter(policy: PolicyName) -> None:
     """Both passes, before anything is decided by them; in reanchor the first drafter speaks twice."""
-    executor, calibration = Spy(), made_up()
-    engine = make_engine(executor, policy, calibration=calibration)
+    runner, calibration = Spy(), made_up()
+    engine = make_engine(runner, policy, calibration=calibration)
     batch, sequences = ready(engine)
     first = engine.draft_first(batch, sequences)
     branches = engine.pick_boundaries(batch, first)
     second = engine.draft_second(batch, branches)
     assert first is not None
-    straight = calibration.apply(executor.said[0], batch, 0)
+    straight = calibration.apply(runner.said[0], batch, 0)
     assert torch.equal(first.logprob, straight.logprob)
-    assert not torch.allclose(first.logprob, executor.said[0].logprob)
+    assert not torch.allclose(first.logprob, runner.said[0].logprob)
     if branches is not None and second is not None:
         wanted = engine.policy.branches(batch, straight)
         assert wanted is not None
-        assert torch.equal(branches.length, wanted.length)
+        assert torch.equal(branches.prefix_len, wanted.prefix_len)
         drafter = {"reanchor": 0}.get(policy, 1)
-        assert torch.equal(second.logprob, calibration.apply(executor.said[1], batch, drafter, branches).logprob)
+        assert torch.equal(second.logprob, calibration.apply(runner.said[1], batch, drafter, branches).logprob)
 
 
 def test_samples_are_drawn_from_what_the_drafter_said() -> None:
     """Straightened as acceptance of single tokens, its probabilities would be no distribution to draw from."""
-    executor = Spy()
-    engine = make_engine(executor, "samples", calibration=made_up())
+    runner = Spy()
+    engine = make_engine(runner, "samples", calibration=made_up())
     first = engine.draft_first(*ready(engine))
-    assert first is executor.said[0]
+    assert first is runner.said[0]
 
 
 @pytest.mark.parametrize("policy", ["reanchor", "d2sd", "ddtree", "hybrid"])

@@ -94,4 +94,4 @@ def _chain_gain(observations: list[StepObservation]) -> list[float]:
 
 
 def _tree_gain(observations: list[StepObservation]) -> list[float]:
-    return _gain([[node.row for node in one.judged if node.right] for one in observations])
+    return _gain([[node.node for node in one.judged if node.accepted] for one in observations])

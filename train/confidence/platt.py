@@ -24,7 +24,7 @@ def fit(greedy: Iterable[NodeOutcome], sampled: Iterable[NodeOutcome], slots: in
         groups: dict[tuple[int, int, int], list[tuple[float, bool]]] = {}
         for one in observed:
             key = one.drafter, one.distance, int(one.sibling)
-            groups.setdefault(key, []).append((one.logprob, one.right))
+            groups.setdefault(key, []).append((one.logprob, one.accepted))
         for key, pairs in groups.items():
             x = logit(torch.tensor([logprob for logprob, _ in pairs], dtype=torch.float64))
             y = torch.tensor([right for _, right in pairs], dtype=torch.float64)
@@ -76,7 +76,7 @@ def calibration_error(judged: Iterable[NodeOutcome], drafter: int) -> float:
     bins = [[0.0, 0.0, 0.0] for _ in range(10)]
     for one in judged:
         if one.drafter == drafter:
-            cell = bins[min(int(one.said * 10), 9)]
-            cell[0], cell[1], cell[2] = cell[0] + 1, cell[1] + one.said, cell[2] + one.right
+            cell = bins[min(int(one.prob * 10), 9)]
+            cell[0], cell[1], cell[2] = cell[0] + 1, cell[1] + one.prob, cell[2] + one.accepted
     total = sum(cell[0] for cell in bins)
     return sum(abs(said - right) for _, said, right in bins) / total if total else 0.0

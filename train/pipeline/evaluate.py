@@ -65,7 +65,7 @@ class Evaluator:
         engine = make_engine(
             self.serving(first, second), policy=method, row_budget=_ROWS, device=self.device, max_batch=flight
         )
-        key = Key(method, engine.policy.rows, "held out", 0.0, flight)
+        key = Key(method, engine.policy.num_nodes, "held out", 0.0, flight)
         with self._progress(f"evaluating {method}", len(self._asked)) as advance:
             return measure_cell(engine, key, self._asked, None, _not_asked, advance)[0]
 

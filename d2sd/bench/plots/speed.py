@@ -58,7 +58,7 @@ def plot_cost(result: Result, path: Path) -> None:
             left = [a + b for a, b in zip(left, spent, strict=True)]
         panel.set_yticks(places, [style.name(line) for line in found])
         panel.invert_yaxis()
-        panel.grid(axis="y", attn_mask=False)
+        panel.grid(axis="y", visible=False)
         panel.grid(axis="x", color="#DDDDDD", linewidth=0.8)
         panel.set_xlabel("milliseconds a step")
         panel.set_title(f"{concurrency} in flight", loc="left", fontsize=11)

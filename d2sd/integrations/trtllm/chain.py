@@ -35,7 +35,7 @@ def spliced(logits: Tensor, anchor: Tensor, mask_token_id: int, width: int, seco
     branch = chain_branches(first, 1)  # at S, "everything accepted", the second pass has nothing to say
     block = branch.blocks(anchor, mask_token_id)[:, 0]
     again = second(pad(block, (0, width - block.shape[1]), value=mask_token_id)).to(logits.dtype)
-    kept = torch.arange(slots, device=logits.device) < branch.length
+    kept = torch.arange(slots, device=logits.device) < branch.prefix_len
     chain = torch.where(kept[..., None], logits, again)
     better = expected_length(_best(chain)) > expected_length(first)
     return torch.where(better[:, None, None], chain, logits)

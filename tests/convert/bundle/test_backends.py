@@ -68,7 +68,7 @@ def test_graphs_write_what_pytorch_writes(bundle: Bundle, policy: Policy) -> Non
     prompts = random_tokens(bundle.target, 3, 6, seed=5).tolist()
     requests = [Request(tuple(prompt), 12) for prompt in prompts]
     plain = make_engine(bundle, policy="off").generate(requests)
-    found = make_engine(bundle, policy=policy, executor="onnx").generate(requests)
+    found = make_engine(bundle, policy=policy, backend="onnx").generate(requests)
     assert [s.answer for s in found] == [s.answer for s in plain]
 
 
@@ -163,12 +163,12 @@ def test_a_benchmark_says_what_it_ran(bundle: Bundle, tmp_path: Path, monkeypatc
     (tmp_path / "words.jsonl").write_text('{"id": "a", "turns": ["w1 w5 w9"]}\n{"id": "b", "turns": ["w7"]}\n')
     small = ["--methods", "hybrid:8", "--temperatures", "0", "--max-new-tokens", "8"]
     found = {}
-    for executor in ("torch", "onnx"):
+    for runner in ("torch", "onnx"):
         # one folder: cells of another executor are not taken for finished
-        chosen = [*small, "--prompts", str(tmp_path / "words.jsonl"), "--out", str(tmp_path), "--executor", executor]
+        chosen = [*small, "--prompts", str(tmp_path / "words.jsonl"), "--out", str(tmp_path), "--executor", runner]
         ended = CliRunner().invoke(main, ["bench", str(bundle.path), *chosen])
         assert ended.exit_code == 0, ended.output
-        found[executor] = load_result(tmp_path / "result.json")
+        found[runner] = load_result(tmp_path / "result.json")
     assert [result.provenance.device for result in found.values()] == ["cpu", "cpu, onnx"]
     taus = [[metrics.tau(cell) for cell in result.cells] for result in found.values()]
     assert taus[0] == taus[1]
@@ -178,8 +178,8 @@ def test_a_benchmark_says_what_it_ran(bundle: Bundle, tmp_path: Path, monkeypatc
 def test_a_bundle_without_graphs(tmp_path: Path) -> None:
     recipe = write_project(tmp_path / "project")
     build(load_recipe(recipe), tmp_path / "bundle", check=lambda bundle: {})
-    for executor in ("onnx", "tensorrt"):
-        code, told = generate(tmp_path / "bundle", "--executor", executor)
+    for runner in ("onnx", "tensorrt"):
+        code, told = generate(tmp_path / "bundle", "--executor", runner)
         assert code == 2
         assert "neither graphs nor engines" in told
 

@@ -66,11 +66,11 @@ def watched_engine(graphs: Path, builder: Builder, policy: PolicyName) -> tuple[
         Watched(OnnxSession(graphs / f"{name}.onnx"), make_profiles(RECIPE, builder, model.config))
         for name, model in (("target", target), ("first", drafters[0]), ("second", drafters[1]))
     ]
-    executor = ModelRunner(
+    runner = ModelRunner(
         GraphDecoder(target, drafters[0].config.target_layer_ids, watched[0]),
         *(GraphDrafter(drafter, session, 4, 1024) for drafter, session in zip(drafters, watched[1:], strict=True)),
     )
-    return Engine(executor, policy_of(policy), LIMITS), watched
+    return Engine(runner, policy_of(policy), LIMITS), watched
 
 
 @pytest.mark.parametrize("builder", ["tensorrt-rtx", "tensorrt"])

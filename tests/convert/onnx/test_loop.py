@@ -34,19 +34,19 @@ def executor_of(folder: Path, target: Decoder, *drafters: Drafter) -> ModelRunne
     return ModelRunner(GraphDecoder(target, aux_layer_ids, OnnxSession(folder / "target.onnx")), *graphs)
 
 
-def engine_of(executor: ModelRunner, name: PolicyName) -> Engine:
+def engine_of(runner: ModelRunner, name: PolicyName) -> Engine:
     policy = make_policy(name, block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
-    return Engine(executor, policy, Limits(max_batch=4, max_context=64, page_size=PAGE, prefill_chunk=8))
+    return Engine(runner, policy, Limits(max_batch=4, max_context=64, page_size=PAGE, prefill_chunk=8))
 
 
 @pytest.fixture(scope="module")
-def executor(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     return executor_of(tmp_path_factory.mktemp("graphs"), *deepcopy(models()))
 
 
 @pytest.mark.parametrize("policy", ["chain", "d2sd", "hybrid"])
-def test_greedy_and_sampled_text_are_the_targets_own(executor: ModelRunner, policy: PolicyName) -> None:
-    sequences = engine_of(executor, policy).generate(some_requests())
+def test_greedy_and_sampled_text_are_the_targets_own(runner: ModelRunner, policy: PolicyName) -> None:
+    sequences = engine_of(runner, policy).generate(some_requests())
     for sequence in sequences:
         assert sequence.answer == expected(sequence.request)
     assert any(sequence.stats.tau > 1 for sequence in sequences), "random drafters hit now and then"
@@ -58,9 +58,9 @@ def test_an_fp8_graph_multiplies_the_numbers_of_the_emulation(tmp_path: Path) ->
     target = fp8_decoder(cache=True)
     first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
     second = tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
-    executor = executor_of(tmp_path, target, first, second)
+    runner = executor_of(tmp_path, target, first, second)
     prompts = random_tokens(target, 6, 5, seed=3).tolist()
     requests = [Request(tuple(prompt), 12, SamplingParams()) for prompt in prompts]
     plain = engine_of(ModelRunner(deepcopy(target), deepcopy(first), deepcopy(second)), "off").generate(requests)
-    found = engine_of(executor, "hybrid").generate(requests)
+    found = engine_of(runner, "hybrid").generate(requests)
     assert [s.answer for s in found] == [s.answer for s in plain]

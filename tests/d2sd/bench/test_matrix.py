@@ -34,8 +34,8 @@ def test_what_grows_is_what_a_larger_budget_gives_more_rows() -> None:
         name
         for name in get_args(Policy)
         if name != "auto"
-        and make_policy(name, block_size=8, branches=7, row_budget=32).rows
-        > make_policy(name, block_size=8, branches=7, row_budget=16).rows
+        and make_policy(name, block_size=8, branches=7, row_budget=32).num_nodes
+        > make_policy(name, block_size=8, branches=7, row_budget=16).num_nodes
     }
     assert grown == set(GROWING)
 

@@ -87,9 +87,9 @@ def test_counts_add_up(policy: PolicyName, concurrency: int, monkeypatch: pytest
 
     steps = metrics.request_steps(cell)
     assert cell.policies == {str(engine.policy): steps}
-    assert cell.verified_rows == steps * engine.policy.rows
+    assert cell.verified_rows == steps * engine.policy.num_nodes
     assert cell.nodes == sum(int(t.tree.valid[row].sum()) for t, _ in traces for row in range(len(t.sequences)))
-    assert cell.merged == sum(int(t.tree.merged[row]) for t, _ in traces for row in range(len(t.sequences)))
+    assert cell.merged == sum(int(t.tree.num_merged[row]) for t, _ in traces for row in range(len(t.sequences)))
     assert (sum(cell.boundary_rank.values()) == steps) == (policy in ("d2sd", "hybrid"))
     assert set(cell.boundary_rank) <= {"none", *map(str, range(BRANCHES))}
     if policy != "lookup":  # where nobody drafts, what was looked up may count or not

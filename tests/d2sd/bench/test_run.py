@@ -361,7 +361,7 @@ def test_auto_measures_costs_once_a_size(project: Path, tmp_path: Path, monkeypa
         seen.append(self.limits.max_batch)
         enable_auto(self, *arguments)
 
-    monkeypatch.setattr(Engine, "adapt", watched)
+    monkeypatch.setattr(Engine, "enable_auto", watched)
     arguments = (*SMALL, "--methods", "auto:8", "--temperatures", "0,1", "--concurrency", "1,2")
     result = done(project, tmp_path, *arguments, "--max-new-tokens", "2")
     assert seen == [1, 2]

@@ -121,13 +121,13 @@ def test_the_build_takes_it_and_auto_serves_by_it(recipe: Path, ended: Result, t
     calibrated = load_bundle(built(recipe, tmp_path / "calibrated", override))
     assert calibrated.calibration == load_calibration(recipe.with_name("found.json"))
     auto, pinned = make_engine(calibrated), make_engine(calibrated, policy="hybrid")
-    assert auto.adaptive is not None
-    assert isinstance(auto.adaptive.off, Off)
-    assert {policy.rows for policy in auto.adaptive.policies} == {1, 4, 8, 16}  # the recipe's budget is 16
-    assert {size for _, size in auto.adaptive.seconds} == {1, 2}
-    assert pinned.adaptive is None
+    assert auto.selector is not None
+    assert isinstance(auto.selector.off, Off)
+    assert {policy.num_nodes for policy in auto.selector.policies} == {1, 4, 8, 16}  # the recipe's budget is 16
+    assert {size for _, size in auto.selector.seconds} == {1, 2}
+    assert pinned.selector is None
     bare = make_engine(load_bundle(recipe.with_name("bundle")))
-    assert bare.adaptive is None
+    assert bare.selector is None
     request = chat_request(calibrated, "w1 w5 w9", SamplingParams(), 12)
     answers = [engine.generate([request])[0].answer for engine in (auto, pinned, bare)]
     assert answers[0] == answers[1] == answers[2] == make_engine(calibrated, policy="off").generate([request])[0].answer

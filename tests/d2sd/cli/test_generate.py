@@ -105,7 +105,10 @@ def test_a_build_that_would_lose_tokens_fails(bundle: Bundle, monkeypatch: pytes
     def careless(self: Engine, *arguments: object) -> Accepted:
         accepted: Accepted = honest(self, *arguments)  # type: ignore[arg-type]
         return Accepted(
-            accepted.path, accepted.count, (accepted.tokens + len(self.policy.runs)) % 60, accepted.accepted_branch
+            accepted.path,
+            accepted.count,
+            (accepted.tokens + len(self.policy.required_drafters)) % 60,
+            accepted.accepted_branch,
         )
 
     monkeypatch.setattr(Engine, "accept", careless)

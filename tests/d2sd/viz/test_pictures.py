@@ -26,7 +26,7 @@ from d2sd.runtime.speculation.accept import accept
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import D2SD as D2SDPolicy
 from d2sd.runtime.speculation.policy import Lookup, Off, Samples
-from d2sd.runtime.speculation.tree import chain, merge
+from d2sd.runtime.speculation.tree import from_candidates, from_chain
 from d2sd.viz.files import check_writable, write_whole
 from d2sd.viz.layout import BOX, arrange
 from d2sd.viz.nodes import Node, Source, Step, read_step, token_text
@@ -57,7 +57,7 @@ def merged_trace(candidates: list[list[int]], choice: Callable[[int], int], *, s
     """
     tokens = torch.tensor([candidates, [[900 + slot for slot in range(len(row))] for row in candidates]])
     score = math.log(0.5) * torch.arange(tokens.shape[2]).expand(tokens.shape)
-    tree = merge(tokens, score.clone(), 16)
+    tree = from_candidates(tokens, score.clone(), 16)
     chosen = torch.tensor([[choice(token) for token in row] for row in tree.tokens.tolist()])
     first = Draft(tokens[:, 0, 1:, None], score[:, 0, 1:, None])
     branches = Branches(tokens[:, 1:, 1:], torch.zeros(2, 1), torch.zeros(2, 1)) if second else None
@@ -130,7 +130,7 @@ def test_samples_of_the_first_pass_are_no_second_pass() -> None:
 
 def test_a_lookup_ends_where_it_found_nothing_more() -> None:
     score = torch.tensor([[0.0, 0.0, -math.inf, -math.inf]])
-    tree = chain(torch.tensor([[5, 6, 0, 0]]), score)
+    tree = from_chain(torch.tensor([[5, 6, 0, 0]]), score)
     first = Draft(torch.tensor([[[6], [0], [0]]]), score[:, 1:, None])
     done = accept(tree, torch.tensor([[7, 0, 0, 0]]), 4)
     step = read_step(StepTrace((), LOOKUP, first, None, tree, done), 0, word)
@@ -139,7 +139,7 @@ def test_a_lookup_ends_where_it_found_nothing_more() -> None:
 
 
 def test_plain_decoding_is_an_anchor_and_a_bonus() -> None:
-    tree = chain(torch.tensor([[5]]), torch.zeros(1, 1))
+    tree = from_chain(torch.tensor([[5]]), torch.zeros(1, 1))
     step = read_step(StepTrace((), OFF, None, None, tree, accept(tree, torch.tensor([[7]]), 1)), 0, word)
     assert [(n.text, n.source) for n in step.nodes] == [("t5", "anchor"), ("t7", "bonus")]
     assert (step.draft, step.right, step.saved, step.miss) == ((), 0, 0, None)

@@ -21,7 +21,7 @@ from d2sd.runtime.sampling.sample import Sampling, sample_target
 from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import make_policy
-from d2sd.runtime.speculation.tree import Tree, merge
+from d2sd.runtime.speculation.tree import Tree, from_candidates
 from tests.runtime.helpers import BLOCK, check_pages, copies, honest, models, poison, sync_drafters
 from tests.tiny import full_logits, full_pass, tiny_drafter
 
@@ -32,24 +32,24 @@ TABLE = torch.tensor([[9, 2, 7, 4], [5, 1, 0, 0], [3, 8, 6, 0]])
 
 def prefilled(texts: list[list[int]], table: Tensor, *, paid: bool = True) -> tuple[ModelRunner, Batch]:
     """Each text in one chunk, padded to 8 tokens; all slots hold NaN before, and page 0 afterwards too."""
-    executor = honest()
-    executor.allocate(10, PAGE)
-    poison(executor, slice(None))
+    runner = honest()
+    runner.allocate(10, PAGE)
+    poison(runner, slice(None))
     for row, text in enumerate(texts):
         chunk = torch.zeros(1, 8, dtype=torch.long)
         chunk[0, : len(text) - 1] = torch.tensor(text[:-1])
-        executor.prefill(chunk, torch.tensor([len(text) - 1]), table[row : row + 1], torch.tensor([0]))
+        runner.prefill(chunk, torch.tensor([len(text) - 1]), table[row : row + 1], torch.tensor([0]))
     if paid:
-        sync_drafters(executor)
-    poison(executor, 0)
+        sync_drafters(runner)
+    poison(runner, 0)
     batch = Batch(
         anchor=torch.tensor([t[-1] for t in texts]),
         page_table=table,
         context_len=torch.tensor([len(t) - 1 for t in texts]),
         active=torch.ones(len(texts), dtype=torch.bool),
-        sampling=Sampling.of([SamplingParams()] * len(texts), executor.vocab_size, "cpu"),
+        sampling=Sampling.of([SamplingParams()] * len(texts), runner.vocab_size, "cpu"),
     )
-    return executor, batch
+    return runner, batch
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def check_slot(draft: Draft, place: tuple[int, ...], logits: Tensor) -> None:
 
 
 def test_first_draft_equals_drafting_from_nothing(ready: tuple[ModelRunner, Batch]) -> None:
-    executor, batch = ready
-    draft = executor.draft_first(batch, WIDTH)
+    runner, batch = ready
+    draft = runner.draft_first(batch, WIDTH)
     assert draft.tokens.shape == (3, BLOCK - 1, WIDTH)
     _, first, _ = models()
     for row, text in enumerate(TEXTS):
@@ -104,24 +104,24 @@ def test_first_draft_equals_drafting_from_nothing(ready: tuple[ModelRunner, Batc
 
 def test_heads_get_rows_in_one_piece(ready: tuple[ModelRunner, Batch], monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a view PyTorch multiplies batch by batch: the same numbers, sixty times slower in bf16 on a CPU."""
-    executor, batch = ready
+    runner, batch = ready
     whole: list[bool] = []
 
     def watched(hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         whole.append(hidden.is_contiguous())
         return head(hidden)
 
-    monkeypatch.setattr(executor, "_heads", [partial(watched, head=head) for head in executor._heads])
-    first = executor.draft_first(batch, WIDTH)
-    executor.draft_second(batch, branches_behind(first, torch.tensor([[1, 2], [0, 3], [2, 1]])), 1, WIDTH)
+    monkeypatch.setattr(runner, "_heads", [partial(watched, head=head) for head in runner._heads])
+    first = runner.draft_first(batch, WIDTH)
+    runner.draft_second(batch, branches_behind(first, torch.tensor([[1, 2], [0, 3], [2, 1]])), 1, WIDTH)
     assert whole == [True, True]
 
 
 def branches_behind(first: Draft, length: Tensor) -> Branches:
     """As D²SD restarts: behind drafts of the best chain, the next one rejected."""
-    slots = first.best.shape[1]
-    rejected = first.best.gather(1, length.clamp(max=slots - 1)).where(length < slots, -1)
-    return Branches(first.best[:, None].expand(-1, length.shape[1], -1), length, rejected)
+    slots = first.top1.shape[1]
+    rejected = first.top1.gather(1, length.clamp(max=slots - 1)).where(length < slots, -1)
+    return Branches(first.top1[:, None].expand(-1, length.shape[1], -1), length, rejected)
 
 
 LENGTHS = torch.tensor([[0, 2, 3], [3, 1, 4], [1, 2, 0]])  # 4: nothing left to draft
@@ -130,29 +130,29 @@ LENGTHS = torch.tensor([[0, 2, 3], [3, 1, 4], [1, 2, 0]])  # 4: nothing left to 
 @pytest.mark.parametrize("drafter", [0, 1])
 def test_second_draft_equals_drafting_each_branch_from_nothing(ready: tuple[ModelRunner, Batch], drafter: int) -> None:
     """By either drafter. So branches do not see each other, and nothing but the rejected token is kept from them."""
-    executor, batch = ready
-    first = executor.draft_first(batch, 1)
+    runner, batch = ready
+    first = runner.draft_first(batch, 1)
     branches = branches_behind(first, LENGTHS)
-    second = executor.draft_second(batch, branches, drafter, WIDTH)
+    second = runner.draft_second(batch, branches, drafter, WIDTH)
     assert second.tokens.shape == (3, 3, BLOCK - 1, WIDTH)
     _, *drafters = models()
     model = drafters[drafter]
     for row, text in enumerate(TEXTS):
         for branch, length in enumerate(LENGTHS[row].tolist()):
-            kept = [text[-1], *first.best[row, :length].tolist()]
+            kept = [text[-1], *first.top1[row, :length].tolist()]
             logits = fresh_draft(model, text, [kept + [model.config.mask_token_id] * (BLOCK - len(kept))])[0]
             if length < BLOCK - 1:
-                logits[length, first.best[row, length]] = -torch.inf
+                logits[length, first.top1[row, length]] = -torch.inf
             for slot in range(length, BLOCK - 1):
                 check_slot(second, (row, branch, slot), logits[slot])
 
 
 def test_branches_need_not_follow_the_best_chain(ready: tuple[ModelRunner, Batch]) -> None:
     """Any tokens may be kept, and nothing may be rejected."""
-    executor, batch = ready
+    runner, batch = ready
     kept = torch.tensor([[[11, 22, 33, 44]]]).expand(3, -1, -1)
     branches = Branches(kept, torch.full((3, 1), 2), torch.full((3, 1), -1))
-    second = executor.draft_second(batch, branches, 1, WIDTH)
+    second = runner.draft_second(batch, branches, 1, WIDTH)
     model = models()[2]
     for row, text in enumerate(TEXTS):
         logits = fresh_draft(model, text, [[text[-1], 11, 22] + [model.config.mask_token_id] * 2])[0]
@@ -162,16 +162,16 @@ def test_branches_need_not_follow_the_best_chain(ready: tuple[ModelRunner, Batch
 
 def test_second_draft_never_repeats_the_rejected_token(ready: tuple[ModelRunner, Batch]) -> None:
     """Even where it is what the second drafter likes best, and all other tokens are asked for."""
-    executor, batch = ready
-    first = executor.draft_first(batch, 1)
+    runner, batch = ready
+    first = runner.draft_first(batch, 1)
     for length in range(BLOCK - 1):
         branches = branches_behind(first, torch.full((3, 1), length))
-        free = Branches(branches.tokens, branches.length, torch.full_like(branches.rejected, -1))
-        wish = executor.draft_second(batch, free, 1, 1).best[:, 0, length]
-        asked = Branches(branches.tokens, branches.length, wish[:, None])
-        got = executor.draft_second(batch, asked, 1, executor.vocab_size)
+        free = Branches(branches.tokens, branches.prefix_len, torch.full_like(branches.rejected, -1))
+        wish = runner.draft_second(batch, free, 1, 1).top1[:, 0, length]
+        asked = Branches(branches.tokens, branches.prefix_len, wish[:, None])
+        got = runner.draft_second(batch, asked, 1, runner.vocab_size)
         proposed = got.tokens[:, 0, length].where(got.logprob[:, 0, length].isfinite(), -1)
-        assert ((proposed >= 0).sum(-1) == executor.vocab_size - 1).all()
+        assert ((proposed >= 0).sum(-1) == runner.vocab_size - 1).all()
         assert (proposed != wish[:, None]).all()
 
 
@@ -180,13 +180,13 @@ def tree_of(batch: Batch) -> Tree:
     dice = torch.Generator().manual_seed(1)
     candidates = torch.randint(0, 3, (len(batch.anchor), 4, BLOCK), generator=dice)
     candidates[:, :, 0] = batch.anchor[:, None]
-    return merge(candidates, torch.zeros(candidates.shape), 12)
+    return from_candidates(candidates, torch.zeros(candidates.shape), 12)
 
 
 def test_verification_says_what_each_path_alone_would(ready: tuple[ModelRunner, Batch]) -> None:
-    executor, batch = ready
+    runner, batch = ready
     tree = tree_of(batch)
-    verified = executor.verify(batch, tree)
+    verified = runner.verify(batch, tree)
     assert verified.logits.shape == (3, 12, 64)
     for row, text in enumerate(TEXTS):
         for node in range(int(tree.valid[row].sum())):
@@ -197,57 +197,57 @@ def test_verification_says_what_each_path_alone_would(ready: tuple[ModelRunner, 
 
 
 def test_prefill_commits_the_context(ready: tuple[ModelRunner, Batch]) -> None:
-    executor, _ = ready
+    runner, _ = ready
     for row, text in enumerate(TEXTS):
-        check_pages(executor, TABLE[row], text[:-1])
-    for pool in (executor._target_pool, *executor._pools):  # and nothing else: what was not written is NaN
+        check_pages(runner, TABLE[row], text[:-1])
+    for pool in (runner._target_pool, *runner._pools):  # and nothing else: what was not written is NaN
         assert int(pool.k[0, :, :, 0, 0].isfinite().sum()) == sum(len(text) - 1 for text in TEXTS)
 
 
 def test_drafters_pages_are_paid_before_they_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill owes them their K/V; a drafter that is not run stays in debt until the debt is long."""
-    executor, batch = prefilled(TEXTS[:2], TABLE[:2], paid=False)
+    runner, batch = prefilled(TEXTS[:2], TABLE[:2], paid=False)
     settled, _ = prefilled(TEXTS[:2], TABLE[:2])
     with pytest.raises(AssertionError, match="settle"):
-        executor.draft_first(batch, WIDTH)
-    executor.sync_drafters((0,))
-    one, other = (e.draft_first(batch, WIDTH) for e in (executor, settled))
+        runner.draft_first(batch, WIDTH)
+    runner.sync_drafters((0,))
+    one, other = (e.draft_first(batch, WIDTH) for e in (runner, settled))
     assert torch.equal(one.tokens, other.tokens)
     torch.testing.assert_close(one.logprob, other.logprob, atol=1e-5, rtol=1e-5)
-    assert executor._pools[0].k[:, 5, 0].isfinite().all()
-    assert executor._pools[1].k[:, 5, 0].isnan().all()
+    assert runner._pools[0].k[:, 5, 0].isfinite().all()
+    assert runner._pools[1].k[:, 5, 0].isnan().all()
     branches = branches_behind(one, LENGTHS[:2])
-    executor.sync_drafters((1,))
-    second, other_second = (e.draft_second(batch, branches, 1, WIDTH) for e in (executor, settled))
+    runner.sync_drafters((1,))
+    second, other_second = (e.draft_second(batch, branches, 1, WIDTH) for e in (runner, settled))
     assert torch.equal(second.tokens, other_second.tokens)
     monkeypatch.setattr(module, "MAX_PENDING_ROWS", 64)
     for _ in range(9):  # 8 rows each
-        executor.prefill(torch.zeros(1, 8, dtype=torch.long), torch.tensor([1]), TABLE[2:], torch.tensor([0]))
-        executor.sync_drafters(())
-    assert executor._pools[1].k[:, 3, 0].isfinite().all()
+        runner.prefill(torch.zeros(1, 8, dtype=torch.long), torch.tensor([1]), TABLE[2:], torch.tensor([0]))
+        runner.sync_drafters(())
+    assert runner._pools[1].k[:, 3, 0].isfinite().all()
 
 
 def test_commit_appends_the_path_and_nothing_else(ready: tuple[ModelRunner, Batch]) -> None:
-    executor, batch = ready
+    runner, batch = ready
     tree = tree_of(batch)
-    verified = executor.verify(batch, tree)
-    sync_drafters(executor)
-    before = [(p.k.clone(), p.v.clone()) for p in (executor._target_pool, *executor._pools)]
+    verified = runner.verify(batch, tree)
+    sync_drafters(runner)
+    before = [(p.k.clone(), p.v.clone()) for p in (runner._target_pool, *runner._pools)]
     deepest = tree.depth.argmax(1)
     paths = [tree.attn_mask[b, n].nonzero().flatten().tolist() for b, n in enumerate(deepest.tolist())]
     paths = [paths[0], paths[1][:2], paths[2]]
     path = torch.tensor([p + [0] * (BLOCK - len(p)) for p in paths])
     count = torch.tensor([len(p) for p in paths])
     batch.active[2] = False  # a padding row: nothing of it may be kept
-    executor.commit(batch, verified, Accepted(path, count, path, count))
+    runner.commit(batch, verified, Accepted(path, count, path, count))
     for row in (0, 1):
         tokens = TEXTS[row][:-1] + [int(tree.tokens[row, n]) for n in paths[row]]
-        check_pages(executor, TABLE[row], tokens)
+        check_pages(runner, TABLE[row], tokens)
     written: set[tuple[int, int]] = {(0, slot) for slot in range(PAGE)}
     for row in (0, 1):
         start = len(TEXTS[row]) - 1
         written |= {(int(TABLE[row, p // PAGE]), p % PAGE) for p in range(start, start + len(paths[row]))}
-    for pool, (k, v) in zip((executor._target_pool, *executor._pools), before, strict=True):
+    for pool, (k, v) in zip((runner._target_pool, *runner._pools), before, strict=True):
         same = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
         for page in range(10):
             for slot in range(PAGE):
@@ -258,29 +258,29 @@ def test_commit_appends_the_path_and_nothing_else(ready: tuple[ModelRunner, Batc
 
 @pytest.mark.parametrize("chunk", [1, 3, 5])
 def test_chunked_prefill_commits_the_same(chunk: int) -> None:
-    executor = honest()
-    executor.allocate(10, PAGE)
-    poison(executor, slice(None))
+    runner = honest()
+    runner.allocate(10, PAGE)
+    poison(runner, slice(None))
     text = TEXTS[0]
     for start in range(0, len(text), chunk):
         piece = text[start : start + chunk]
         tokens = torch.tensor([piece + [63] * (chunk - len(piece))])
-        executor.prefill(tokens, torch.tensor([len(piece)]), TABLE[:1], torch.tensor([start]))
-    check_pages(executor, TABLE[0], text)
+        runner.prefill(tokens, torch.tensor([len(piece)]), TABLE[:1], torch.tensor([start]))
+    check_pages(runner, TABLE[0], text)
 
 
 def test_requests_of_a_batch_do_not_touch_each_other() -> None:
     """In another order and on other pages, all that is said about a request stays."""
     order = [2, 0, 1]
-    executor, batch = prefilled(TEXTS, TABLE)
+    runner, batch = prefilled(TEXTS, TABLE)
     moved, shuffled = prefilled([TEXTS[i] for i in order], torch.tensor([[1, 2, 0, 0], [8, 7, 3, 6], [4, 0, 0, 0]]))
     policy = make_policy("hybrid", block_size=BLOCK, branches=3, row_budget=14)
     drafts, trees, logits = [], [], []
-    for one, own in ((executor, batch), (moved, shuffled)):
-        first = one.draft_first(own, policy.width)
+    for one, own in ((runner, batch), (moved, shuffled)):
+        first = one.draft_first(own, policy.topk)
         branches = policy.branches(own, first)
         assert branches is not None
-        second = one.draft_second(own, branches, 1, policy.width)
+        second = one.draft_second(own, branches, 1, policy.topk)
         tree = policy.build(own, first, branches, second)
         drafts.append((first.tokens, second.tokens))
         trees.append((tree.tokens, tree.parent, tree.branch_id))
@@ -292,28 +292,28 @@ def test_requests_of_a_batch_do_not_touch_each_other() -> None:
 
 def test_sampled_drafts_follow_the_noise_of_their_positions(ready: tuple[ModelRunner, Batch]) -> None:
     """The best candidate of every slot and branch is the one the target would choose, had it these logits."""
-    executor, batch = ready
+    runner, batch = ready
     params = [SamplingParams(temperature=0.8, top_k=9, seed=seed) for seed in (1, 2**63 + 2, 3)]
-    sampling = Sampling.of(params, executor.vocab_size, "cpu")
+    sampling = Sampling.of(params, runner.vocab_size, "cpu")
     batch = replace(batch, sampling=sampling)
-    first = executor.draft_first(batch, 1)
+    first = runner.draft_first(batch, 1)
     branches = branches_behind(first, LENGTHS)
-    second = executor.draft_second(batch, branches, 1, 1)
+    second = runner.draft_second(batch, branches, 1, 1)
     models_ = models()
     depth = torch.arange(BLOCK - 1)[None]
     for row, text in enumerate(TEXTS):
-        own = Sampling.of(params[row : row + 1], executor.vocab_size, "cpu")
+        own = Sampling.of(params[row : row + 1], runner.vocab_size, "cpu")
         place = batch.context_len[row : row + 1]
         block = [text[-1], *[models_[1].config.mask_token_id] * (BLOCK - 1)]
         logits = fresh_draft(models_[1], text, [block])
-        assert first.best[row].tolist() == sample_target(logits, depth, place, BLOCK - 1, own)[0].tolist()
+        assert first.top1[row].tolist() == sample_target(logits, depth, place, BLOCK - 1, own)[0].tolist()
         for branch, length in enumerate(LENGTHS[row].tolist()):
-            kept = [text[-1], *first.best[row, :length].tolist()]
+            kept = [text[-1], *first.top1[row, :length].tolist()]
             logits = fresh_draft(models_[2], text, [kept + [models_[2].config.mask_token_id] * (BLOCK - len(kept))])
             if length < BLOCK - 1:
-                logits[0, length, first.best[row, length]] = -torch.inf
+                logits[0, length, first.top1[row, length]] = -torch.inf
             wanted = sample_target(logits, depth, place, BLOCK - 1, own)[0]
-            assert second.best[row, branch, length:].tolist() == wanted[length:].tolist()
+            assert second.top1[row, branch, length:].tolist() == wanted[length:].tolist()
 
 
 def test_drafters_go_in_order() -> None:

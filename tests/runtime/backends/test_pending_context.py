@@ -22,9 +22,9 @@ class Eager(ModelRunner):
         sync_drafters(self)
 
 
-def owed(executor: ModelRunner) -> list[int]:
+def owed(runner: ModelRunner) -> list[int]:
     """Rows owed to each drafter."""
-    return [debts.rows for debts in executor._pending]
+    return [debts.rows for debts in runner._pending]
 
 
 @pytest.fixture
@@ -38,40 +38,40 @@ def never(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("policy", ["off", "chain", "reanchor"])
 def test_pages_hold_what_they_would_had_it_been_paid_at_once(policy: PolicyName, pages: int | None) -> None:
     """Of all that run, every seventh step. With 11 pages some are preempted."""
-    executor = ModelRunner(*copies())
-    engine = make_engine(executor, policy, pages=pages)
+    runner = ModelRunner(*copies())
+    engine = make_engine(runner, policy, pages=pages)
     requests, request_keys, most = list(some_requests()[:6]), dict[int, set[int]](), 0
     sequences = []
     for step in range(500):
         if requests and step % 2 == 0:
             sequences.append(engine.submit(requests.pop(0)))
         engine.step()
-        most = max(most, *owed(executor))
+        most = max(most, *owed(runner))
         for sequence in engine._scheduler.running:
             for page in sequence.pages:
                 request_keys.setdefault(page, set()).add(sequence.id)
             if step % 7 == 6:
-                check_pages(executor, torch.tensor(sequence.pages), sequence.tokens[: sequence.cached])
+                check_pages(runner, torch.tensor(sequence.pages), sequence.tokens[: sequence.cached])
         if not requests and not engine.busy:
             break
     assert [s.answer for s in sequences] == [expected(s.request) for s in sequences]
     assert most > 30
     assert sum(len(ids) > 1 for ids in request_keys.values()) > 2, "pages must be handed on, or this shows nothing"
-    assert owed(executor) == [0, 0], "nothing is owed for those that left"
+    assert owed(runner) == [0, 0], "nothing is owed for those that left"
 
 
 @pytest.mark.usefixtures("never")
 def test_a_page_holds_what_its_last_owner_wrote() -> None:
     """Two requests one after the other on the same pages, nothing paid between: all pools hold the second's tokens."""
-    executor = ModelRunner(*copies())
-    engine = make_engine(executor, "off", max_batch=1, pages=8)
+    runner = ModelRunner(*copies())
+    engine = make_engine(runner, "off", max_batch=1, pages=8)
     engine.generate([Request(tuple(range(9)), 14, SamplingParams(seed=1))])
     second = engine.submit(Request(tuple(range(40, 47)), 12, SamplingParams(seed=2)))
     for _ in range(8):
         engine.step()
     table = torch.tensor(second.pages)
-    assert 7 - 1 + 8 <= owed(executor)[0] < 9 - 1 + 14, "the second's rows, not the first's"
-    check_pages(executor, table, second.tokens[: second.cached])
+    assert 7 - 1 + 8 <= owed(runner)[0] < 9 - 1 + 14, "the second's rows, not the first's"
+    check_pages(runner, table, second.tokens[: second.cached])
 
 
 @pytest.mark.usefixtures("never")
@@ -79,8 +79,8 @@ def test_a_drafter_finds_everything_when_its_turn_comes() -> None:
     """Twenty plain steps, then a chain: it drafts what it would have drafted had it been fed all along."""
     drafts = []
     for kind in (ModelRunner, Eager):
-        executor = kind(*copies())
-        engine = make_engine(executor, "off")
+        runner = kind(*copies())
+        engine = make_engine(runner, "off")
         for request in some_requests()[:3]:
             engine.submit(Request(request.prompt, 30, request.sampling))
         for _ in range(20):
@@ -92,7 +92,7 @@ def test_a_drafter_finds_everything_when_its_turn_comes() -> None:
         assert engine.trace.first is not None
         drafts.append(engine.trace.first)
         # The step's own rows are new debts: they were committed after the draft.
-        assert owed(executor) == ([0, 0] if kind is Eager else [4 * BLOCK, owed(executor)[1]])
+        assert owed(runner) == ([0, 0] if kind is Eager else [4 * BLOCK, owed(runner)[1]])
     assert torch.equal(drafts[0].tokens[:3], drafts[1].tokens[:3])
     torch.testing.assert_close(drafts[0].logprob[:3], drafts[1].logprob[:3], atol=1e-4, rtol=0)
 
@@ -114,26 +114,26 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_debts_stay_small_and_weights_are_read_once_for_many(monkeypatch: pytest.MonkeyPatch, seen: list[int]) -> None:
     """A long answer pays every 16th row, a short one never: a drafter's weights are read that seldom."""
     monkeypatch.setattr(module, "MAX_PENDING_ROWS", 16)
-    executor = ModelRunner(*copies())
-    engine = make_engine(executor, "off", max_batch=1)
+    runner = ModelRunner(*copies())
+    engine = make_engine(runner, "off", max_batch=1)
     for length in (12, 40, 12):
         engine.generate([Request((1,), length, SamplingParams(seed=length))])
-        assert owed(executor) == [0, 0]
+        assert owed(runner) == [0, 0]
     assert seen == [16, 16] * 2
 
 
 def test_padding_and_rejected_rows_are_not_computed(seen: list[int]) -> None:
     """Three requests in a bucket of four, blocks of which little is accepted: every token is computed once."""
-    executor = ModelRunner(*copies())
-    engine = make_engine(executor, "chain")
+    runner = ModelRunner(*copies())
+    engine = make_engine(runner, "chain")
     running = [engine.submit(Request(r.prompt, 30, r.sampling)) for r in some_requests()[:3]]
     for _ in range(6):
         engine.step()
-    sync_drafters(executor)
+    sync_drafters(runner)
     assert sum(seen) == 2 * sum(sequence.cached for sequence in running)
 
 
 def test_without_drafters_nothing_is_owed() -> None:
-    executor = ModelRunner(copies()[0], block_size=BLOCK)
-    make_engine(executor, "off").generate(some_requests()[:1])
-    assert owed(executor) == []
+    runner = ModelRunner(copies()[0], block_size=BLOCK)
+    make_engine(runner, "off").generate(some_requests()[:1])
+    assert owed(runner) == []

@@ -52,7 +52,7 @@ def target(tmp_path: Path) -> EngineFile:
     return target_engine(tmp_path, model, first.config.target_layer_ids)
 
 
-def executor(folder: Path) -> ModelRunner:
+def runner(folder: Path) -> ModelRunner:
     target, first, second = deepcopy(models())
     pairs = [(d, drafter_engine(folder, n, d)) for n, d in (("first", first), ("second", second))]
     engine = target_engine(folder, target, first.config.target_layer_ids)
@@ -89,8 +89,8 @@ def inputs_of(batch: int, rows: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("policy", ["chain", "hybrid"])
 def test_greedy_and_sampled_text_are_the_targets_own(tmp_path: Path, policy: PolicyName) -> None:
     """In the profiles that a build makes of the recipe, page 0 poisoned."""
-    engine = serve(executor(tmp_path), policy)
-    poison(engine.executor, 0)
+    engine = serve(runner(tmp_path), policy)
+    poison(engine.runner, 0)
     sequences = engine.generate(some_requests())
     assert [s.answer for s in sequences] == [expected(s.request) for s in sequences]
     assert any(s.stats.tau > 1 for s in sequences), "random drafters hit now and then"
@@ -101,7 +101,7 @@ def test_greedy_and_sampled_text_are_the_targets_own(tmp_path: Path, policy: Pol
 
 def test_pools_are_bound_where_they_lie(tmp_path: Path) -> None:
     """Every layer of every pool, in every launch but those that compute K/V alone."""
-    made = executor(tmp_path)
+    made = runner(tmp_path)
     serve(made, "d2sd").generate(some_requests()[:3])
     pools = {"target": made._target_pool, "first": made._pools[0], "second": made._pools[1]}
     for name, pool in pools.items():
@@ -121,7 +121,7 @@ def test_engines_leave_the_default_stream(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "default")
     monkeypatch.setattr(torch.cuda, "Stream", lambda: ours)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: done.append(("serves on", stream)))
-    executor(tmp_path)
+    runner(tmp_path)
     assert done == ([] if current else [("waits for", "default"), ("serves on", ours)])
 
 
@@ -189,7 +189,7 @@ def test_long_context_is_computed_in_parts(tmp_path: Path) -> None:
     ):
         torch.testing.assert_close(found, wanted)
     assert [launch.shapes["features"][1] for launch in GRAPHS["first"].launches] == [4, 4, 2]
-    made = executor(tmp_path)
+    made = runner(tmp_path)
     assert isinstance(made.first, GraphDrafter)
     assert made.first._context_rows == max(p["features"][2][1] for p in GRAPHS["first"].profiles)
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2sd.runtime.speculation.accept import accept
-from d2sd.runtime.speculation.tree import chain, merge
+from d2sd.runtime.speculation.tree import from_candidates, from_chain
 from tests.runtime import oracle
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import walk
@@ -23,11 +23,11 @@ def test_equals_a_walk_from_the_root(data: st.DataObject) -> None:
 
     candidates = [[[0, *tokens(size - 1)] for _ in range(count)] for _ in range(batch)]
     chosen = [tokens(budget) for _ in range(batch)]
-    tree = merge(torch.tensor(candidates), torch.zeros(batch, count, size), budget)
+    tree = from_candidates(torch.tensor(candidates), torch.zeros(batch, count, size), budget)
     accepted = accept(tree, torch.tensor(chosen), size)
     assert accepted.path.shape == accepted.tokens.shape == (batch, size)
     for b in range(batch):
-        nodes, _ = oracle.merge(candidates[b], [[0.0] * size] * count, budget)
+        nodes, _ = oracle.from_candidates(candidates[b], [[0.0] * size] * count, budget)
         path = walk(nodes, chosen[b])
         assert int(accepted.count[b]) == len(path)
         assert accepted.path[b].tolist() == path + [0] * (size - len(path))
@@ -36,7 +36,7 @@ def test_equals_a_walk_from_the_root(data: st.DataObject) -> None:
 
 
 def test_chain_by_hand() -> None:
-    tree = chain(torch.tensor([[7, 1, 2, 3]] * 4), torch.zeros(4, 4))
+    tree = from_chain(torch.tensor([[7, 1, 2, 3]] * 4), torch.zeros(4, 4))
     chosen = torch.tensor([[1, 2, 3, 9], [1, 9, 3, 9], [9, 2, 3, 9], [1, 2, 9, 9]])
     accepted = accept(tree, chosen, 4)
     assert accepted.count.tolist() == [4, 2, 1, 3]  # a choice behind a rejected draft counts for nothing
@@ -50,7 +50,7 @@ def test_chain_by_hand() -> None:
 
 def test_branch_by_hand() -> None:
     #              0  1  2  3 | 4  5 (below 1)
-    tree = merge(torch.tensor([[[7, 1, 2, 3], [7, 1, 5, 6]]]), torch.zeros(1, 2, 4), 8)
+    tree = from_candidates(torch.tensor([[[7, 1, 2, 3], [7, 1, 5, 6]]]), torch.zeros(1, 2, 4), 8)
     accepted = accept(tree, torch.tensor([[1, 5, 0, 0, 6, 4, 0, 0]]), 4)
     assert accepted.path.tolist() == [[0, 1, 4, 5]]
     assert accepted.tokens.tolist() == [[1, 5, 6, 4]]
@@ -59,7 +59,7 @@ def test_branch_by_hand() -> None:
 
 def test_padding_is_never_accepted() -> None:
     """Padding rows hold token 0 below node 0: just what the target chooses here."""
-    tree = merge(torch.tensor([[[7, 1], [7, 1]]]), torch.zeros(1, 2, 2), 6)
+    tree = from_candidates(torch.tensor([[[7, 1], [7, 1]]]), torch.zeros(1, 2, 2), 6)
     accepted = accept(tree, torch.zeros(1, 6, dtype=torch.long), 2)
     assert accepted.count.tolist() == [1]
     assert accepted.tokens[0, 0] == 0
@@ -67,7 +67,7 @@ def test_padding_is_never_accepted() -> None:
 
 def test_siblings_by_hand() -> None:
     """Three siblings; the target takes the last, and below it the first of two."""
-    tree = merge(torch.tensor([[[7, 1, 4], [7, 2, 4], [7, 3, 4], [7, 3, 5]]]), torch.zeros(1, 4, 3), 8)
+    tree = from_candidates(torch.tensor([[[7, 1, 4], [7, 2, 4], [7, 3, 4], [7, 3, 5]]]), torch.zeros(1, 4, 3), 8)
     #  0  1  2 | 3  4 | 5  6 | 7 (below 5)
     accepted = accept(tree, torch.tensor([[3, 0, 0, 0, 0, 4, 9, 0]]), 3)
     assert accepted.path.tolist() == [[0, 5, 6]]
@@ -76,7 +76,7 @@ def test_siblings_by_hand() -> None:
 
 
 def test_bare_anchor() -> None:
-    accepted = accept(chain(torch.tensor([[4], [5]]), torch.zeros(2, 1)), torch.tensor([[8], [9]]), 3)
+    accepted = accept(from_chain(torch.tensor([[4], [5]]), torch.zeros(2, 1)), torch.tensor([[8], [9]]), 3)
     assert accepted.count.tolist() == [1, 1]
     assert accepted.path.tolist() == [[0, 0, 0]] * 2
     assert accepted.tokens[:, 0].tolist() == [8, 9]

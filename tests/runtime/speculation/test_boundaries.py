@@ -21,7 +21,7 @@ PAPER = torch.tensor([[0.95, 0.84, 0.62, 0.70, 0.42]]).log()
 
 def kept(branches: Branches, row: int) -> list[Path]:
     """The tokens that each branch of one request keeps."""
-    own = zip(branches.tokens[row].tolist(), branches.length[row].tolist(), strict=True)
+    own = zip(branches.tokens[row].tolist(), branches.prefix_len[row].tolist(), strict=True)
     return [tuple(tokens[:length]) for tokens, length in own]
 
 
@@ -32,7 +32,7 @@ def test_worked_example_of_the_paper() -> None:
     torch.testing.assert_close(scores, expected, atol=6e-4, rtol=0)
     first = draft_of([[[(slot, float(p))] for slot, p in enumerate(PAPER[0])]])
     branches = chain_branches(first, 6)
-    assert branches.length.tolist() == [[2, 4, 1, 3, 5, 0]]
+    assert branches.prefix_len.tolist() == [[2, 4, 1, 3, 5, 0]]
     assert branches.rejected.tolist() == [[2, 4, 1, 3, -1, 0]]
     assert kept(branches, 0) == [tuple(range(n)) for n in (2, 4, 1, 3, 5, 0)]
 
@@ -54,12 +54,12 @@ def test_certain_and_impossible_drafts() -> None:
 @STEADY
 @given(passes(), st.data())
 def test_chain_branches_are_the_likeliest_boundaries(made: Passes, data: st.DataObject) -> None:
-    size = made.first.best.shape[1]
+    size = made.first.top1.shape[1]
     count = data.draw(st.integers(1, size + 1))
     branches = chain_branches(made.first, count)
     for row in range(len(made)):
         worth = chain_worth(made.slots(row))
-        length, best = branches.length[row].tolist(), made.first.best[row].tolist()
+        length, best = branches.prefix_len[row].tolist(), made.first.top1[row].tolist()
         assert len(set(length)) == count
         assert [worth[n] for n in length] == pytest.approx(sorted(worth, reverse=True)[:count], abs=1e-6)
         assert kept(branches, row) == [tuple(best[:n]) for n in length]
@@ -70,7 +70,7 @@ def test_chain_branches_are_the_likeliest_boundaries(made: Passes, data: st.Data
 @given(passes(), st.integers(1, 7))
 def test_tree_branches_are_the_nodes_worth_most(made: Passes, count: int) -> None:
     """More branches asked for than there are nodes: the rest keeps everything, and so redrafts nothing."""
-    size = made.first.best.shape[1]
+    size = made.first.top1.shape[1]
     branches = tree_branches(made.batch.anchor, made.first, count)
     assert branches.tokens.shape == (len(made), count, size)
     assert (branches.rejected == -1).all()
@@ -100,7 +100,7 @@ def test_tree_branches_by_hand() -> None:
 def test_a_block_of_one_draft_has_nothing_to_restart_behind(slots: int) -> None:
     first = draft_of([[[(1, -0.5), (2, -1.0)]] * slots])
     branches = tree_branches(torch.tensor([0]), first, 3)
-    assert sorted(branches.length[0].tolist()) == ([1] * 3 if slots == 1 else [1, 1, 2])
+    assert sorted(branches.prefix_len[0].tolist()) == ([1] * 3 if slots == 1 else [1, 1, 2])
 
 
 @pytest.mark.parametrize("pick", ["chain", "tree"])

@@ -57,7 +57,7 @@ def test_equals_a_loop_over_scalars(made: Passes, seed: int, drafter: int, tempe
                 for rank, logprob in enumerate(first.logprob[row, slot].tolist())
             ]
             close(one.logprob[row, slot].tolist(), wanted)
-            for branch, length in enumerate(made.branches.length[row].tolist()):
+            for branch, length in enumerate(made.branches.prefix_len[row].tolist()):
                 if slot >= length:
                     wanted = [
                         expected(own, drafter, temperature, slot - length, rank, logprob)

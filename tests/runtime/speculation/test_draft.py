@@ -116,7 +116,7 @@ def test_a_drafter_as_good_as_the_target_proposes_what_it_chooses(params: list[S
     context = 10 * torch.arange(1, len(params) + 1)
     depth = torch.arange(4).expand(len(params), 4)
     chosen = sample_target(logits[:, 0], depth, context, 4, sampling)
-    assert torch.equal(proposed(logits, params, 3).best[:, 0], chosen)
+    assert torch.equal(proposed(logits, params, 3).top1[:, 0], chosen)
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, 300])
@@ -144,7 +144,7 @@ def test_noise_reaches_the_likeliest_tokens_of_a_large_vocabulary() -> None:
         pool = logits[0, 0, slot].topk(CANDIDATE_POOL).indices.tolist()
         assert sorted(draft.tokens[0, 0, slot].tolist()) == sorted(pool)
         noise = noise_at(one, 0, slot, 500)
-        assert int(draft.best[0, 0, slot]) == max(pool, key=lambda t: float(logits[0, 0, slot, t]) + noise[t])
+        assert int(draft.top1[0, 0, slot]) == max(pool, key=lambda t: float(logits[0, 0, slot, t]) + noise[t])
     torch.testing.assert_close(draft.logprob.exp().sum(-1), torch.ones(1, 1, 2))
 
 
@@ -158,4 +158,4 @@ def test_a_forbidden_token_is_never_proposed(params: SamplingParams) -> None:
     told = dict(zip(draft.tokens[0, 0, 1].tolist(), draft.logprob[0, 0, 1].tolist(), strict=True))
     assert told.pop(4) == -math.inf
     assert sum(math.exp(p) for p in told.values()) == pytest.approx(1, abs=1e-5)
-    assert int(draft.best[0, 0, 0]) == 4
+    assert int(draft.top1[0, 0, 0]) == 4

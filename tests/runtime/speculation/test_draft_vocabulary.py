@@ -91,12 +91,12 @@ SIZES = {"both": (24, 24), "first": (24, None), "second": (None, 24), "differ": 
 @pytest.mark.parametrize("policy", DRAFTING)
 def test_the_text_is_what_plain_decoding_writes(policy: PolicyName, name: str) -> None:
     way = WAYS[name]
-    executor = Coached(frequent(24), frequent(16))
-    stats = way.run(way.engine(executor, policy), some_requests())
+    runner = Coached(frequent(24), frequent(16))
+    stats = way.run(way.engine(runner, policy), some_requests())
     assert stats.tau > 1.6
     assert stats.accepted.keys() == set(range(1, BLOCK + 1))
-    assert executor.told[0] > 100
-    assert (executor.told[1] > 100) == (policy in ("d2sd", "hybrid"))
+    assert runner.told[0] > 100
+    assert (runner.told[1] > 100) == (policy in ("d2sd", "hybrid"))
 
 
 @pytest.mark.parametrize(("first", "second"), SIZES.values(), ids=SIZES)
@@ -208,7 +208,7 @@ def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> No
     for which in (0, 1):
         length = torch.tensor([[0, 2, 3], [3, 1, 4], [1, 2, 0]])
         rejected = torch.tensor([[IDS[0], IDS[1], 8], [IDS[4], 62, -1], [IDS[2], IDS[3], IDS[6]]])
-        branches = Branches(first.best[:, None].expand(-1, BRANCHES, -1), length, rejected)
+        branches = Branches(first.top1[:, None].expand(-1, BRANCHES, -1), length, rejected)
         logits = whole._draft(which, batch, branches.blocks(batch.anchor, 63))
         check_equal(
             small.draft_second(batch, branches, which, width + 3), wanted(which, branches.mask_rejected(logits))

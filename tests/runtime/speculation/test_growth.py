@@ -32,7 +32,7 @@ def test_one_pass_equals_a_heap(made: Passes, rows: int) -> None:
     assert tree.tokens.shape == (len(made), rows)
     for row in range(len(made)):
         check_best(nodes_of(tree, row), best_first(made.anchor(row), made.slots(row), EVERYTHING), rows)
-    assert tree.merged.tolist() == [0] * len(made)
+    assert tree.num_merged.tolist() == [0] * len(made)
 
 
 @STEADY

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2sd.errors import RecipeError
+from d2sd.policies import FirstPass
 from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import NAMES, WIDTH, Policy, PolicyName, make_policy
 from tests.runtime import oracle
@@ -39,7 +40,7 @@ def slow(policy: Policy, made: Passes, row: int) -> list[Node]:
         candidates = [[]]
     if policy.name == "samples":
         context = int(made.batch.context_len[row])
-        candidates = oracle.samples(first, policy.count, made.seeds[row], context)
+        candidates = oracle.samples(first, policy.num_branches, made.seeds[row], context)
     if policy.name in ("reanchor", "d2sd"):
         for kept, slots in behind:
             own = [(token, candidates[0][place][1]) for place, token in enumerate(kept)]
@@ -52,7 +53,7 @@ def slow(policy: Policy, made: Passes, row: int) -> list[Node]:
             candidates.append(own)
     tokens = [[anchor, *(token for token, _ in own)] for own in candidates]
     scores = [[sum(logprob for _, logprob in own[:n]) for n in range(len(own) + 1)] for own in candidates]
-    nodes, _ = oracle.merge(tokens, scores, 10**6)
+    nodes, _ = oracle.from_candidates(tokens, scores, 10**6)
     return [n for n in nodes if n.score > -math.inf] if policy.name in ("chain", "lookup") else nodes
 
 
@@ -64,14 +65,14 @@ def test_tree_equals_the_slow_one(name: PolicyName, made: Passes, budget: int) -
     policy = made_for(name, made, budget)
     branches = made.branches if name in PICKING else None
     tree = policy.build(made.batch, made.first, branches, made.second if branches else None)
-    assert tree.tokens.shape == (len(made), policy.rows)
-    assert policy.rows <= budget
+    assert tree.tokens.shape == (len(made), policy.num_nodes)
+    assert policy.num_nodes <= budget
     for row in range(len(made)):
         nodes, everything = nodes_of(tree, row), slow(policy, made, row)
         if name in GROWN:
-            check_best(nodes, everything, policy.rows)
+            check_best(nodes, everything, policy.num_nodes)
         else:
-            everything = everything[: policy.rows]
+            everything = everything[: policy.num_nodes]
             assert [n[:2] for n in nodes] == [n[:2] for n in everything]
             assert [n.score for n in nodes] == pytest.approx([n.score for n in everything], abs=1e-4)
 
@@ -89,8 +90,8 @@ def test_requests_and_rows_do_not_mix(name: PolicyName, made: Passes, budget: in
         policy = made_for(name, one, rows)
         branches = policy.branches(one.batch, one.first)
         assert (branches is not None) == (name in PICKING)
-        doubt = torch.arange(1, policy.count + 1)[:, None, None] / 8
-        tokens = one.first.tokens[:, None].expand(-1, policy.count, -1, -1)
+        doubt = torch.arange(1, policy.num_branches + 1)[:, None, None] / 8
+        tokens = one.first.tokens[:, None].expand(-1, policy.num_branches, -1, -1)
         second = Draft(tokens, one.first.logprob[:, None] - doubt)
         tree = policy.build(one.batch, one.first, branches, second if branches else None)
         return [nodes_of(tree, row) for row in range(len(one))]
@@ -104,25 +105,30 @@ def test_requests_and_rows_do_not_mix(name: PolicyName, made: Passes, budget: in
 @pytest.mark.parametrize(
     ("name", "drafters", "first", "second", "width", "count", "rows"),
     [
-        ("off", 0, "nothing", None, 1, 0, 1),
-        ("lookup", 0, "lookup", None, 1, 0, 4),
-        ("chain", 1, "drafter", None, 1, 0, 4),
-        ("samples", 1, "drafter", None, WIDTH, 2, 10),
-        ("reanchor", 1, "drafter", 0, 1, 2, 9),
-        ("d2sd", 2, "drafter", 1, 1, 2, 9),
-        ("ddtree", 1, "drafter", None, WIDTH, 0, 64),
-        ("hybrid", 2, "drafter", 1, WIDTH, 2, 64),
+        ("off", 0, FirstPass.NONE, None, 1, 0, 1),
+        ("lookup", 0, FirstPass.PROMPT_LOOKUP, None, 1, 0, 4),
+        ("chain", 1, FirstPass.DRAFTER, None, 1, 0, 4),
+        ("samples", 1, FirstPass.DRAFTER, None, WIDTH, 2, 10),
+        ("reanchor", 1, FirstPass.DRAFTER, 0, 1, 2, 9),
+        ("d2sd", 2, FirstPass.DRAFTER, 1, 1, 2, 9),
+        ("ddtree", 1, FirstPass.DRAFTER, None, WIDTH, 0, 64),
+        ("hybrid", 2, FirstPass.DRAFTER, 1, WIDTH, 2, 64),
     ],
 )
 def test_static_facts(
-    name: PolicyName, drafters: int, first: str, second: int | None, width: int, count: int, rows: int
+    name: PolicyName, drafters: int, first: FirstPass, second: int | None, width: int, count: int, rows: int
 ) -> None:
     """Merged trees have no more rows than their candidates can fill; grown ones take all they are given."""
     policy = make_policy(name, block_size=4, branches=2, row_budget=64)
-    assert (policy.name, len(policy.runs), policy.first, policy.second) == (name, drafters, first, second)
-    assert (policy.width, policy.count, policy.rows) == (width, count, rows)
+    assert (policy.name, len(policy.required_drafters), policy.first_pass, policy.second_pass) == (
+        name,
+        drafters,
+        first,
+        second,
+    )
+    assert (policy.topk, policy.num_branches, policy.num_nodes) == (width, count, rows)
     tight = make_policy(name, block_size=4, branches=2, row_budget=3)
-    assert (tight.rows, tight.count) == (min(3, rows), count)
+    assert (tight.num_nodes, tight.num_branches) == (min(3, rows), count)
 
 
 def test_every_name_has_its_policy() -> None:
@@ -141,7 +147,7 @@ def test_d2sd_by_hand() -> None:
     batch = batch_of([1], [0], [0])
     branches = policy.branches(batch, first)
     assert branches is not None
-    assert branches.length.tolist() == [[0, 1]]  # worth 1/2, 3/8; "everything accepted" is worth 1/8
+    assert branches.prefix_len.tolist() == [[0, 1]]  # worth 1/2, 3/8; "everything accepted" is worth 1/8
     second = draft_of([[[[(9, half)], [(8, half)], [(7, half)]], [[(0, 0.0)], [(6, half)], [(5, half)]]]])
     nodes = nodes_of(policy.build(batch, first, branches, second), 0)
     assert [(n.path[1:], n.branch_id) for n in nodes] == [
@@ -161,14 +167,14 @@ def test_samples_differ_from_each_other_and_between_positions() -> None:
     one, other = nodes_of(tree, 0), nodes_of(tree, 1)
     assert len({node.path[1] for node in one if len(node.path) == 2}) > 3
     assert one != other
-    torch.testing.assert_close(tree.merged, 28 - tree.valid.sum(1))
+    torch.testing.assert_close(tree.num_merged, 28 - tree.valid.sum(1))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("budget", [-1, 0, 1])
 def test_no_rows_for_a_tree(name: PolicyName, budget: int) -> None:
     if name == "off":
-        assert make_policy(name, block_size=8, branches=2, row_budget=budget).rows == 1
+        assert make_policy(name, block_size=8, branches=2, row_budget=budget).num_nodes == 1
         return
     with pytest.raises(RecipeError, match="rows") as caught:
         make_policy(name, block_size=8, branches=2, row_budget=budget)
@@ -186,14 +192,14 @@ def test_branches_out_of_range(name: PolicyName, branches: int) -> None:
 @pytest.mark.parametrize("name", ["reanchor", "d2sd"])
 @pytest.mark.parametrize("branches", [1, 7])
 def test_branches_at_the_ends_of_the_range(name: PolicyName, branches: int) -> None:
-    assert make_policy(name, block_size=8, branches=branches, row_budget=64).count == branches
+    assert make_policy(name, block_size=8, branches=branches, row_budget=64).num_branches == branches
 
 
 @pytest.mark.parametrize("name", ["samples", "hybrid"])
 def test_elsewhere_there_may_be_more_branches_than_drafts(name: PolicyName) -> None:
-    assert make_policy(name, block_size=8, branches=20, row_budget=64).count == 20
+    assert make_policy(name, block_size=8, branches=20, row_budget=64).num_branches == 20
 
 
 @pytest.mark.parametrize("name", ["off", "lookup", "chain", "ddtree"])
 def test_branches_are_nothing_to_policies_without_any(name: PolicyName) -> None:
-    assert make_policy(name, block_size=8, branches=99, row_budget=64).count == 0
+    assert make_policy(name, block_size=8, branches=99, row_budget=64).num_branches == 0

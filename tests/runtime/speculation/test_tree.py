@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d2sd.runtime.speculation.tree import Tree, chain, max_nodes, merge
+from d2sd.runtime.speculation.tree import Tree, from_candidates, from_chain, max_nodes
 from tests.runtime import oracle
 from tests.runtime.drafts import nodes_of
 from tests.runtime.helpers import STEADY
@@ -44,25 +44,25 @@ def scores_for(candidates: list[list[list[int]]]) -> list[list[list[float]]]:
 @given(candidate_sets(), st.integers(1, 30))
 def test_merge_equals_a_dictionary_of_paths(candidates: list[list[list[int]]], budget: int) -> None:
     scores = scores_for(candidates)
-    tree = merge(torch.tensor(candidates), torch.tensor(scores), budget)
+    tree = from_candidates(torch.tensor(candidates), torch.tensor(scores), budget)
     for b, own in enumerate(candidates):
-        nodes, merged = oracle.merge(own, scores[b], budget)
+        nodes, merged = oracle.from_candidates(own, scores[b], budget)
         assert nodes_of(tree, b) == nodes
-        assert int(tree.merged[b]) == merged
+        assert int(tree.num_merged[b]) == merged
 
 
 @STEADY
 @given(candidate_sets(), st.integers(1, 30), st.integers(0, 10))
 def test_fewer_rows_are_the_beginning_of_more(candidates: list[list[list[int]]], budget: int, more: int) -> None:
     tokens, scores = torch.tensor(candidates), torch.tensor(scores_for(candidates))
-    small, large = (merge(tokens, scores, rows) for rows in (budget, budget + more))
+    small, large = (from_candidates(tokens, scores, rows) for rows in (budget, budget + more))
     for b in range(len(candidates)):
         assert nodes_of(small, b) == nodes_of(large, b)[:budget]
 
 
 def merged(candidates: list[list[list[int]]] | Tensor, budget: int) -> Tree:
     tokens = torch.as_tensor(candidates)
-    return merge(tokens, torch.zeros(tokens.shape), budget)
+    return from_candidates(tokens, torch.zeros(tokens.shape), budget)
 
 
 def test_example_of_the_docstring() -> None:
@@ -74,15 +74,15 @@ def test_example_of_the_docstring() -> None:
     assert tree.valid[0].tolist() == [True] * 7 + [False]
     assert tree.attn_mask[0, 6].nonzero().flatten().tolist() == [0, 1, 4, 6]
     assert tree.attn_mask[0, 7].nonzero().flatten().tolist() == [7]
-    assert tree.merged.tolist() == [5]  # A and b twice, x once
+    assert tree.num_merged.tolist() == [5]  # A and b twice, x once
 
 
 def test_chain_is_the_tree_of_one_candidate() -> None:
     tokens, scores = torch.tensor([[3, 1, 1, 2], [0, 0, 0, 0]]), torch.tensor([[0.0, -1, -2, -3], [0, -0.5, -4, -9]])
-    tree = chain(tokens, scores)
+    tree = from_chain(tokens, scores)
     for b in range(2):
-        assert nodes_of(tree, b) == oracle.merge([tokens[b].tolist()], [scores[b].tolist()], 4)[0]
-    assert tree.merged.tolist() == [0, 0]
+        assert nodes_of(tree, b) == oracle.from_candidates([tokens[b].tolist()], [scores[b].tolist()], 4)[0]
+    assert tree.num_merged.tolist() == [0, 0]
 
 
 @STEADY
@@ -91,7 +91,7 @@ def test_chain_ends_where_nothing_is_proposed(drafts: list[int], size: int) -> N
     """Requests of one batch at different lengths; what stands behind the end is forgotten."""
     tokens = torch.arange(1, size + 1).repeat(len(drafts), 1)
     scores = torch.tensor([[-float(s) if s <= end else -math.inf for s in range(size)] for end in drafts])
-    tree = chain(tokens, scores)
+    tree = from_chain(tokens, scores)
     for b, end in enumerate(drafts):
         count = min(end + 1, size)
         expected = [Node(tuple(range(1, n + 2)), 0, -float(n)) for n in range(count)]
@@ -99,7 +99,7 @@ def test_chain_ends_where_nothing_is_proposed(drafts: list[int], size: int) -> N
 
 
 def test_bare_anchors() -> None:
-    tree = chain(torch.tensor([[9], [8]]), torch.zeros(2, 1))
+    tree = from_chain(torch.tensor([[9], [8]]), torch.zeros(2, 1))
     assert [nodes_of(tree, b) for b in range(2)] == [[Node((9,), 0, 0.0)], [Node((8,), 0, 0.0)]]
 
 

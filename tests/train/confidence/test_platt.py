@@ -110,10 +110,10 @@ def test_corrected_applies_the_groups_own_numbers() -> None:
     slope[1, 0, 1, 1], offset[1, 0, 1, 1] = 0.5, -1.0
     own = Calibration(slope, offset)
     nodes = [said(math.log(0.8), distance=1, sibling=True), said(math.log(0.3), False)]
-    assert [n.said for n in calibrated(nodes, own, 0)] == pytest.approx([0.8, 0.3], abs=1e-5)
+    assert [n.prob for n in calibrated(nodes, own, 0)] == pytest.approx([0.8, 0.3], abs=1e-5)
     warm = calibrated(nodes, own, 1)
     odds = 0.5 * math.log(0.8 / 0.2) - 1
-    assert [n.said for n in warm] == pytest.approx([1 / (1 + math.exp(-odds)), 0.3], abs=1e-5)
+    assert [n.prob for n in warm] == pytest.approx([1 / (1 + math.exp(-odds)), 0.3], abs=1e-5)
     assert [n._replace(logprob=0.0) for n in warm] == [n._replace(logprob=0.0) for n in nodes]
 
 

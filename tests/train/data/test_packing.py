@@ -248,16 +248,16 @@ def test_training_forward_equals_the_serving_executor(which: int, anchor: int) -
     hidden = block_hidden(drafter, EMBEDDING, packed, visible[None])[0]
     trained = TARGET.logits(hidden[:, 1:])  # [A, G-1, V]
 
-    executor = ModelRunner(deepcopy(TARGET), deepcopy(DRAFTER), deepcopy(second))  # it may repack weights
-    executor.allocate(pages=6, page_size=4)
+    runner = ModelRunner(deepcopy(TARGET), deepcopy(DRAFTER), deepcopy(second))  # it may repack weights
+    runner.allocate(pages=6, page_size=4)
     page_table, nothing = torch.tensor([[5, 2, 4, 1]]), torch.tensor([0])
     if anchor:
-        executor.prefill(text.tokens[None, :anchor], torch.tensor([anchor]), page_table, nothing)
+        runner.prefill(text.tokens[None, :anchor], torch.tensor([anchor]), page_table, nothing)
     sampling = Sampling.of([SamplingParams()], TARGET.config.vocab_size, "cpu")
     batch = Batch(text.tokens[anchor : anchor + 1], page_table, torch.tensor([anchor]), torch.tensor([True]), sampling)
     branches = torch.where(torch.arange(BLOCK) < visible[:, None], packed.tokens[0], drafter.config.mask_token_id)
-    executor.sync_drafters((which,))
-    served = executor._draft(which, batch, branches[None])[0]
+    runner.sync_drafters((which,))
+    served = runner._draft(which, batch, branches[None])[0]
     torch.testing.assert_close(trained, served, rtol=0, atol=1e-4)
     if which == 0:
-        assert trained[0].argmax(-1).tolist() == executor.draft_first(batch, 1).best[0].tolist()
+        assert trained[0].argmax(-1).tolist() == runner.draft_first(batch, 1).top1[0].tolist()
