@@ -1,7 +1,7 @@
 """YAML 1.2 as recipes use it: mappings, lists and plain values, within bounds.
 
-PyYAML finds the nodes; values are made here. PyYAML's own follow YAML 1.1, where `off`, `0b_`, `12:30` and 2001-99-99 are
-no words, let the last of two equal keys win in silence, and expand aliases without a bound.
+PyYAML parses the text into nodes, and this module turns them into values. PyYAML's own constructors follow YAML 1.1
+(where `off` is a boolean and 12:30 an integer), keep the last of two equal keys, and do not bound aliases.
 """
 
 from __future__ import annotations

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
-
-import click
+from typing import TYPE_CHECKING, Literal
 
 from d2sd.errors import BundleError, D2SDError
 
@@ -18,10 +16,6 @@ if TYPE_CHECKING:
     from d2sd.runtime.backends.model_runner import ModelRunner
 
 BackendName = Literal["torch", "onnx", "tensorrt"]
-backend_option = click.option(
-    "--executor", "backend", type=click.Choice(get_args(BackendName)), default="torch", show_default=True,
-    help="PyTorch, or the bundle's graphs in ONNX Runtime or as TensorRT engines.",
-)  # fmt: skip
 #: Their stages, and the names of their files.
 MODELS = ("target", "drafter_first", "drafter_second")
 
