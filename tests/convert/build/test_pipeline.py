@@ -253,6 +253,50 @@ def test_a_folder_that_is_no_bundle_is_never_replaced(recipe: Path, out: Path) -
     assert (out / "photos" / "a.jpg").exists()
 
 
+def test_a_folder_with_a_manifest_that_is_not_ours_is_never_replaced(recipe: Path, out: Path) -> None:
+    folder = out / "work"
+    folder.mkdir()
+    (folder / "thesis").write_text("x")
+    for text in ("{}", "[]", "{", '{"d2sd_bundle": 1}', '{"d2sd_bundle": 2}', '{"name": "an extension"}'):
+        (folder / "manifest.json").write_text(text)
+        with pytest.raises(BuildError, match=r"not a bundle(.|\n)*work"):
+            run(recipe, folder)
+        assert leftovers(folder) == ["manifest.json", "thesis"], text
+    assert leftovers(out) == ["work"]
+
+
+@pytest.mark.parametrize("stray", ["thesis.txt", "target/notes.md", "link"])
+def test_a_bundle_with_a_file_that_is_not_its_own_is_never_replaced(recipe: Path, out: Path, stray: str) -> None:
+    run(recipe, out / "tiny")
+    if stray == "link":
+        (out / "tiny" / stray).symlink_to(recipe.parent, target_is_directory=True)
+    else:
+        (out / "tiny" / stray).write_text("mine")
+    before = tree_bytes(out / "tiny")
+    with pytest.raises(BuildError, match=rf"bundle(.|\n)*{stray}"):
+        run(recipe, out / "tiny", finished=lambda stage: pytest.fail("refused before any work"))
+    assert tree_bytes(out / "tiny") == before
+    assert leftovers(out) == ["tiny"]
+
+
+def test_files_that_come_to_the_output_during_a_build_are_kept(recipe: Path, out: Path) -> None:
+    def interfere(stage: str) -> None:
+        if stage == "check":
+            (out / "tiny").mkdir()
+            (out / "tiny" / "thesis.txt").write_text("mine")
+
+    with pytest.raises(BuildError, match="not a bundle"):
+        run(recipe, out / "tiny", finished=interfere)
+    assert (out / "tiny" / "thesis.txt").read_text() == "mine"
+
+
+def test_an_output_that_cannot_be_is_named(recipe: Path, out: Path) -> None:
+    (out / "loop").symlink_to(out / "loop")
+    for name in ("loop", "a\0b", "a\ud800"):
+        with pytest.raises(BuildError, match="output path"):
+            run(recipe, out / name)
+
+
 class Killed(BaseException):
     """Not an Exception, as a signal is none."""
 
