@@ -8,7 +8,6 @@ drafter_*      each calibrated while it drafts for the target of the bundle, the
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from d2sd.convert.checkpoint.target import load_target, stop_tokens, write_targe
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.convert.validate.fp8 import compare_fp8, exercise_drafters, sample_texts
 from d2sd.convert.validate.perplexity import Text
-from d2sd.io import digest, write_json
+from d2sd.io import digest, read_json, write_json
 from d2sd.manifest import Manifest
 from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.drafter import Drafter
@@ -47,7 +46,7 @@ class Fp8Build:
 
     def texts(self) -> list[Text]:
         """The stage `texts`, read back."""
-        values = json.loads((self.work.internal / "texts" / "texts.json").read_text("utf-8"))["texts"]
+        values = read_json(self.work.internal / "texts" / "texts.json")["texts"]
         return [Text(**text) for text in values]
 
     def inputs(self) -> dict[str, object]:

@@ -13,7 +13,6 @@ kill, even by the kernel, ends in the same bytes as one that was never killed (e
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from typing import Any
 
 from d2sd.convert.bundle.load import list_bundle
 from d2sd.errors import BuildError, BundleError, D2SDError
-from d2sd.io import digest, disk_space, exclusive, hash_files, list_files, remove, write_json
+from d2sd.io import digest, disk_space, exclusive, hash_files, list_files, read_json, remove, write_json
 from d2sd.manifest import NAME, load_manifest
 from d2sd.progress import Progress
 
@@ -126,8 +125,8 @@ class StageCache:
 
     def _resume(self, path: Path, root: Path, name: str, inputs: str) -> Marker | None:
         try:
-            marker = Marker(**json.loads(path.read_text("utf-8")))
-        except (OSError, ValueError, TypeError):
+            marker = Marker(**read_json(path))
+        except (D2SDError, TypeError):
             return None  # no marker, or a damaged one: the stage runs again
         return marker if marker.inputs == inputs and marker.files == self._hashes(root, name) else None
 
