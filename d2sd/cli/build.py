@@ -10,10 +10,8 @@ import click
 from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
 from d2sd.cli.tables import show_plan
-from d2sd.convert.build.pipeline import build as build_bundle
+from d2sd.convert.build import pipeline
 from d2sd.convert.build.plan import make_plan
-from d2sd.convert.validate.checks import check_bundle
-from d2sd.convert.validate.fp8 import fp8_trials
 from d2sd.progress import bar
 from d2sd.recipe import load_recipe
 
@@ -44,6 +42,5 @@ def build(recipe: Path, plan: bool, overrides: tuple[str, ...], out: Path | None
         if verbose:
             click.echo(f"{stage:14} done after {time.monotonic() - start:.1f} s", err=True)
 
-    trials = fp8_trials(loaded)
-    build_bundle(loaded, output, check=check_bundle, fp8=trials, progress=bar, finished=finished)
+    pipeline.build(loaded, output, progress=bar, finished=finished)
     click.echo(output)
