@@ -10,7 +10,7 @@ import click
 from d2sd.convert.bundle.backends import BackendName, check_device
 
 
-class _FilePath(click.Path):  # type: ignore[type-arg]  # generic in newer versions of Click only
+class _FilePath(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
             return super().convert(value, param, ctx)
