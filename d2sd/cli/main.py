@@ -8,6 +8,7 @@ from d2sd.cli.bench import bench
 from d2sd.cli.build import build
 from d2sd.cli.calibrate import calibrate
 from d2sd.cli.convert import convert
+from d2sd.cli.data import data
 from d2sd.cli.generate import generate
 from d2sd.cli.inspect import inspect
 from d2sd.cli.report import ReportingGroup
@@ -30,6 +31,7 @@ main.add_command(bench)
 main.add_command(build)
 main.add_command(calibrate)
 main.add_command(convert)
+main.add_command(data)
 main.add_command(generate)
 main.add_command(inspect)
 main.add_command(train)
