@@ -15,6 +15,7 @@ from d2sd.convert.checkpoint.quantization import Quantization
 from d2sd.convert.checkpoint.target import check_target_tensors, parse_target_config, target_shapes
 from d2sd.convert.checkpoint.weights import DTYPES, stored_as
 from d2sd.errors import RecipeError
+from d2sd.extras import require
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role
 from d2sd.plugins.cascade_attention.triton.tiles import HEAD_STEP, LARGEST_HEAD
 from d2sd.recipe import FP8, DrafterSource, Recipe, SecondSource, Source
@@ -81,6 +82,8 @@ class Plan:
 def make_plan(recipe: Recipe) -> Plan:
     """Read every config and header a recipe names and check that they fit together."""
     source = recipe.target
+    if source.pypi is not None:
+        require("gguf", ("gguf", "accelerate"), "A target in GGUF")
     target_file = located(recipe, source)
     target: Part | None = None
     config: DecoderConfig | None = None
