@@ -27,7 +27,7 @@ POLICIES: tuple[Policy, ...] = ("lookup", "chain", "samples", "reanchor", "d2sd"
 EVAL = Path(__file__).parents[2] / "shared" / "data" / "eval"
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module", autouse=True)
