@@ -28,7 +28,7 @@ def build_tiny(folder: Path, *, template: str | None = TEMPLATE, **changes: Any)
     if template is not None:
         path = folder / "project" / "target" / "tokenizer_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
-    build(load_recipe(recipe, ["checks.count=1"]), folder / "bundle", check=lambda bundle: {})
+    build(load_recipe(recipe, ["checks.count=1"]), folder / "bundle", validate=False)
     return folder / "bundle"
 
 
