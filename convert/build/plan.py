@@ -16,7 +16,7 @@ from d2sd.convert.checkpoint.target import check_target_tensors, parse_target_co
 from d2sd.convert.checkpoint.weights import DTYPES, stored_as
 from d2sd.errors import RecipeError
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role
-from d2sd.plugins.cascade_attention.triton.tiles import HEAD_STEP, LARGEST_HEAD
+from d2sd.plugins.dispatch import HEAD_STEP, LARGEST_HEAD
 from d2sd.recipe import FP8, DrafterSource, Recipe, SecondSource
 from d2sd.tensorrt_env import ALIGNMENT
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from d2sd.modeling.rows import KVPool, Rows
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.rows import Rows
 
 
 def test_chain_follows_each_context() -> None:

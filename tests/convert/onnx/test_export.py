@@ -14,7 +14,8 @@ from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.config import Family
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.rows import KVPool, Rows
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.rows import Rows
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession
 from tests.convert.helpers import tree_bytes
 from tests.tiny import ancestor_mask, pool_for, random_tokens, random_tree, tiny_decoder, tiny_drafter

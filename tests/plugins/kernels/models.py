@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.modeling import rows
+from d2sd.plugins import dispatch
 from tests.plugins.kernels import calls
 from tests.tiny import feed, pool_for, random_tokens, tiny_decoder
 
@@ -29,6 +29,6 @@ def test_a_model_over_kernels_is_the_model(monkeypatch: pytest.MonkeyPatch) -> N
     assert calls.DEVICE == "cpu"
     with torch.inference_mode():
         expected = hidden([10])
-        monkeypatch.setattr(rows, "use_triton", lambda pages: True)
+        monkeypatch.setattr(dispatch, "use_triton", lambda pages: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
         torch.testing.assert_close(hidden([6, 1, 3]), expected, rtol=1e-4, atol=1e-5)
