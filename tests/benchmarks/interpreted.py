@@ -17,7 +17,7 @@ from benchmarks.gpu.cases import Skip
 from benchmarks.gpu.shapes import Shape
 from d2sd.plugins.cascade_attention import PagedContext
 from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
-from tests.plugins.kernels.calls import DEVICE  # mends the interpreter
+from tests.plugins.kernels.calls import DEVICE
 
 TINY = Shape((32, 32), 5, heads=6, kv_heads=2, size=16, kind="fp16")
 #: What a function's times come to when nothing is timed.

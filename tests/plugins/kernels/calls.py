@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
-from triton.runtime import interpreter  # type: ignore[import-untyped]
 
 from d2sd.plugins.cascade_attention import PagedContext
 from d2sd.plugins.cascade_attention.mask import pack_mask_bits
@@ -29,28 +28,12 @@ BUDGET = {
 }
 
 
-def _mend_interpreter() -> None:
-    """Loop bounds read from memory: Triton 3.6 turns arrays of one number into integers, which NumPy 2.4 refuses.
-
-    What stands here is Triton's own line of 3.9.
-    """
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    interpreter._patch_lang_tensor = patched
-
-
-_mend_interpreter()
-
-
 def fused(call: Call, splits: int) -> Tensor:
     """The kernel's result of a call, on the CPU."""
     q, k, v = (x.to(DEVICE) for x in (call.q, call.k, call.v))
-    tensors: list[Any] = [getattr(call.context, name) for name in call.context.__dataclass_fields__]
-    context = PagedContext(*(x if x is None else x.to(DEVICE) for x in tensors))
+    tensors = [getattr(call.context, name) for name in call.context.__dataclass_fields__]
+    there: list[Any] = [None if x is None else x.to(DEVICE) for x in tensors]
+    context = PagedContext(*there)
     return launch(q, k, v, context, pack_mask_bits(call.attn_mask).to(DEVICE), splits=splits).cpu()
 
 
