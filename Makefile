@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 BUNDLE := bundles/smollm2-135m
 
-.PHONY: demo test lint verify gpu-suite kernels consumers bench train ablation train-gpu clean
+.PHONY: demo test test-slow lint verify gpu-suite kernels consumers bench train ablation train-gpu clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -13,9 +13,15 @@ demo: .venv/demo
 	  -p "Write a Python function that returns the n-th Fibonacci number." \
 	  -p "A train travels 60 km in 45 minutes. What is its speed in km/h?"
 
-## lint and the test suite
+## lint, types, and the tests of every change: minutes, one worker a core (WORKERS=0 for one process)
+WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal
 test: lint
-	$(BIN)/pytest
+	$(PYTEST) -m "not slow"
+
+## the other tests, which CI runs too: real models, engines of all architectures, full products of what `test` samples
+test-slow: .venv/dev
+	$(PYTEST) -m slow
 
 lint: .venv/dev
 	$(BIN)/ruff check

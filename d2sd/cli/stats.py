@@ -27,7 +27,7 @@ def show_stats(requests: Sequence[SequenceStats], clock: Clock, plain: Clock) ->
     row("tau", f"{mean_tau(requests):.2f}", "tokens a step, bonus included: mean over requests")
     row("tau by step", f"{total.tau:.2f}", f"the same over all {total.steps} steps")
     row("trees", ", ".join(f"{name}: {steps}" for name, steps in total.policies.most_common()), "steps by policy")
-    accepted = total.reached()
+    accepted = total.joint_acceptance()
     row(
         "accepted by position",
         " ".join(f"{share:.2f}" for share in accepted) or "none",

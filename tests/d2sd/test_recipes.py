@@ -204,6 +204,7 @@ def test_build_and_generate(tmp_path: Path, name: str, drafters: str, precision:
     write_shrunken(lay_out(tmp_path) / "checkpoints", name)
     overrides = ["limits.max_batch=2", "limits.max_context=256", "sampling.max_new_tokens=8", "checks.count=1"]
     overrides += [PRECISIONS[precision]]
+    overrides += ["fp8.count=2", "fp8.tokens=8"] if precision != "bf16" else []
     overrides += [second(name)] if drafters == "both" else []
     sets = [word for override in overrides for word in ("--set", override)]
     out = tmp_path / "bundle"
