@@ -51,7 +51,7 @@ def find_tensorrt(name: Builder) -> TensorRT:
 
 
 class ErrorLog:
-    """A logger (`log`) that keeps errors, so that they can be told where they belong."""
+    """A logger (`log`) that keeps errors, so that they can be reported where they belong."""
 
     def __init__(self, module: Any) -> None:
         errors: list[str] = []

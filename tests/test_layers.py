@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 #: Single files of d2sd/.
 FOUNDATION = (
     "errors", "recipe", "train_recipe", "manifest", "calibration", "policies", "io", "progress", "prompts",
+    "schema", "shipped", "yaml_reader", "extras", "prompt_sets",
     "tensorrt_env",
 )  # fmt: skip
 STEPS: tuple[tuple[str, ...], ...] = (
