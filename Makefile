@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 BUNDLE := bundles/smollm2-135m
 
-.PHONY: demo test test-slow lint verify gpu-suite kernels consumers bench train ablation train-gpu clean
+.PHONY: demo test test-slow lint verify gpu-suite kernels consumers bench train ablation train-gpu docs clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -66,6 +66,12 @@ ablation: .venv/demo
 ## nine minutes of training on a GPU machine without a package index; benchmarks/train_gpu.sh says what goes before
 train-gpu:
 	sh benchmarks/train_gpu.sh train
+
+## the documentation site in build/site: generated pages are up to date, every link resolves
+docs: .venv/demo
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	$(BIN)/python docs/generate.py --check
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv bundles build .mypy_cache .ruff_cache .pytest_cache .hypothesis
