@@ -3,15 +3,11 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 BUNDLE := bundles/smollm2-135m
 
-<<<<<<< HEAD
-.PHONY: demo test test-slow lint verify gpu-suite kernels consumers bench train ablation train-gpu docs clean
-=======
 # The versions that are tested together; docs/install.md has other ways to install.
 CONSTRAINTS := constraints/tested.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: demo test test-slow lint verify gpu-suite kernels consumers bench train ablation train-gpu data data-wheel wheel clean
->>>>>>> main
+.PHONY: demo test test-slow lint verify gpu-suite kernels consumers bench train ablation train-gpu data data-wheel wheel docs clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -88,7 +84,7 @@ train-gpu:
 
 ## the documentation site in build/site: generated pages are up to date, every link resolves
 docs: .venv/demo
-	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	$(PIP_INSTALL) --editable ".[docs]"
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/mkdocs build --strict
 
