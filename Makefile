@@ -86,7 +86,7 @@ train-gpu:
 docs: .venv/demo
 	$(PIP_INSTALL) --editable ".[docs]"
 	$(BIN)/python docs/generate.py --check
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv bundles build .mypy_cache .ruff_cache .pytest_cache .hypothesis

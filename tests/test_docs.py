@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 import yaml
+
+from d2sd.cli.main import main as cli
+from d2sd.recipe import Recipe
+from tests.test_words import BANNED
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -16,6 +22,8 @@ WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.m
 #: Measured on a day, with that day's names.
 DATED = DOCS / "results"
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+#: Written by docs/generate.py from the schemas, whose prose tests/test_words.py checks.
+GENERATED = DOCS / "reference"
 #: A file or folder of the repository in backticks.
 FOLDERS = "benchmarks|convert|d2sd|docs|examples|modeling|models|plugins|recipes|runtime|tests|train"
 PATH = re.compile(rf"`((?:{FOLDERS})/[\w./-]*)`")
@@ -86,3 +94,39 @@ def test_the_readme_takes_its_figures_from_the_results() -> None:
     full = set(numbers.findall((DOCS / "results.md").read_text("utf-8")))
     assert numbers.findall(readme)
     assert set(numbers.findall(readme)) <= full
+
+
+def commands(path: Path) -> Iterator[list[str]]:
+    """Arguments of every `d2sd` command in the code blocks of a document; d2sd-build is `d2sd build`."""
+    text = path.read_text("utf-8").replace("\\\n", " ")
+    code = "\n".join([*re.findall(r"```sh\n(.*?)```", text, flags=re.S), *re.findall(r"^ {4}(.*)$", text, flags=re.M)])
+    for line in code.splitlines():
+        program, *args = shlex.split(line.partition(" && ")[0], comments=True) or [""]
+        if program in ("d2sd", "d2sd-build"):
+            yield ["build", *args] if program == "d2sd-build" else args
+
+
+@pytest.mark.parametrize("path", [path for path in WRITTEN if GENERATED not in path.parents], ids=ids)
+def test_commands_parse(path: Path) -> None:
+    """Options and arguments are those of the command line; nothing is run."""
+    for args in commands(path):
+        context = click.Context(cli, info_name="d2sd")
+        name, command, rest = cli.resolve_command(context, list(args))
+        assert command is not None
+        while isinstance(command, click.Group):
+            name, command, rest = command.resolve_command(click.Context(command, info_name=name), rest)
+            assert command is not None
+        command.make_context(name, rest)
+
+
+def test_the_recipe_of_the_readme_is_valid() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), flags=re.S)
+    Recipe.model_validate(yaml.safe_load(block))
+
+
+@pytest.mark.parametrize("path", [path for path in WRITTEN if not {GENERATED, DATED} & set(path.parents)], ids=ids)
+def test_documents_use_the_fields_words(path: Path) -> None:
+    text = path.read_text("utf-8")
+    for pattern, instead in BANNED.items():
+        found = re.search(rf".*\b(?:{pattern})\b.*", text, re.IGNORECASE)
+        assert not found, f"{found and found.group()!r}: {instead}"
