@@ -101,8 +101,8 @@ def commands(path: Path) -> Iterator[list[str]]:
     text = path.read_text("utf-8").replace("\\\n", " ")
     code = "\n".join([*re.findall(r"```sh\n(.*?)```", text, flags=re.S), *re.findall(r"^ {4}(.*)$", text, flags=re.M)])
     for line in code.splitlines():
-        program, *args = shlex.split(line.partition(" && ")[0], comments=True) or [""]
-        if program in ("d2sd", "d2sd-build"):
+        if re.match("d2sd(-build)? ", line):
+            program, *args = shlex.split(line.partition(" && ")[0], comments=True)
             yield ["build", *args] if program == "d2sd-build" else args
 
 
