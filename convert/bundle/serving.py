@@ -112,7 +112,7 @@ def chat_request(
     elif raw or not tokenizer.chat_template:
         raise RequestError(
             "A conversation needs a chat template.", where=bundle.path / "target",
-            found="raw" if raw else "none in tokenizer_config.json", fix="pass one string",
+            found="raw" if raw else "none in tokenizer_config.json", fix="pass one string, as LLM.generate() takes it",
         )  # fmt: skip
     else:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
