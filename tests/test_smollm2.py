@@ -20,11 +20,12 @@ from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.recipe import Policy
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.stats import mean_tau
+from tests.data import DATA
 
 TOKENS = 24
 POLICIES: tuple[Policy, ...] = ("lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid", "auto")
-#: One of each eval set where they lie beside the checkout, and prompts of our own.
-EVAL = Path(__file__).parents[2] / "shared" / "data" / "eval"
+#: One of each eval set, as far as `make data` has been given them, and prompts of our own.
+EVAL = DATA / "eval"
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(900)]

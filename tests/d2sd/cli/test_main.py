@@ -24,6 +24,7 @@ FLAGS = {
         *("--max-new-tokens", "--repeat", "--seed", "--device", "--executor", "--out", "--plan", "--compare"),
     },
     "build": {"recipe", "--plan", "--set", "--out", "-v", "--verbose"},
+    "data": {"--from", "--to"},
     "generate": {
         *("bundle", "-p", "--prompt", "--policy", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed"),
         *("--stop", "--raw", "--stats", "--show-tree", "--tree-svg", "--html", "--device", "--executor"),
