@@ -19,7 +19,7 @@ demo: .venv/demo
 
 ## lint, types, and the tests of every change: minutes, one worker a core (WORKERS=0 for one process)
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
-PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal
+PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=worksteal
 test: lint
 	$(PYTEST) -m "not slow"
 
