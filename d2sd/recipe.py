@@ -13,9 +13,10 @@ from pydantic_core import ErrorDetails
 from typing_extensions import Self
 
 from d2sd.errors import RecipeError
+from d2sd.policies import FACTS, DrafterRole, PolicyName
 
 Precision = Literal["fp32", "bf16", "fp16"]
-Policy = Literal["auto", "off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid"]
+Policy = Literal["auto", PolicyName]
 Builder = Literal["tensorrt-rtx", "tensorrt"]
 Compute = Literal["sm75", "sm80", "sm86", "sm89", "sm120", "sm121", "portable", "native"]
 #: A plain name: it becomes a file or folder name, so it holds no separator and does not start with a dot.
@@ -238,9 +239,10 @@ class Recipe(RecipeFile):
                 f"tree.branches {tree.branches} exceeds the {tree.block_size - 1} boundaries of tree.block_size "
                 f"{tree.block_size}; lower it to at most {tree.block_size - 1}"
             )
-        if tree.policy not in ("auto", "off", "lookup") and self.drafters.first is None:
+        required = () if tree.policy == "auto" else FACTS[tree.policy].required_drafters
+        if DrafterRole.FIRST in required and self.drafters.first is None:
             raise ValueError(f"tree.policy {tree.policy} needs drafters.first; add it or set tree.policy to off")
-        if tree.policy in ("d2sd", "hybrid") and self.drafters.second is None:
+        if DrafterRole.SECOND in required and self.drafters.second is None:
             raise ValueError(f"tree.policy {tree.policy} needs drafters.second; add it or set tree.policy to ddtree")
         if self.drafters.calibration is not None and self.drafters.first is None:
             raise ValueError("drafters.calibration is of drafters, and there are none; remove it")

@@ -11,11 +11,11 @@ from d2sd.recipe import Policy
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
+    from d2sd.policies import PolicyName
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.policy_selector import PolicySelector
     from d2sd.runtime.request import Request, SamplingParams
     from d2sd.runtime.speculation.policy import Policy as TreePolicy
-    from d2sd.runtime.speculation.policy import PolicyName
 
 #: Trees that `auto` weighs, each about twice the last: between them the best is flat.
 _ROWS = (4, 8, 16, 32, 64)
@@ -37,8 +37,8 @@ def make_engine(
     Raises BundleError if the policy needs a drafter the bundle has not. `calibrated=False` takes the drafters at their
     word. `selector` is what another engine of the same bundle, device and batch has measured and learnt.
     """
+    from d2sd.runtime.buckets import buckets
     from d2sd.runtime.engine import Engine
-    from d2sd.runtime.policy_selector import buckets
     from d2sd.runtime.request import Limits
     from d2sd.runtime.speculation.calibration import Calibration
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from d2sd.errors import BuildError
-from d2sd.recipe import Policy, Recipe
+from d2sd.policies import FACTS, PolicyName
+from d2sd.recipe import Recipe
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
@@ -34,12 +35,11 @@ def check_bundle(bundle: Bundle) -> dict[str, Any]:
     sequences = make_engine(bundle, policy="off").generate(requests)
     plain = [s.answer for s in sequences]
     fit = check_drafter_config(bundle, sequences)
-    runnable: tuple[tuple[Policy, object], ...] = (
-        ("chain", bundle.first), ("d2sd", bundle.second), ("hybrid", bundle.second),
-    )  # fmt: skip
+    compared: tuple[PolicyName, ...] = ("chain", "d2sd", "hybrid")
+    drafters = (bundle.first, bundle.second)
     figures: dict[str, Any] = {}
-    for policy, needed in runnable:
-        if needed is None:
+    for policy in compared:
+        if any(drafters[role] is None for role in FACTS[policy].required_drafters):
             continue
         sequences = make_engine(bundle, policy=policy).generate(requests)
         equal = sum(s.answer == answer for s, answer in zip(sequences, plain, strict=True))

@@ -22,10 +22,11 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
     moves all that follows it. ONNX Runtime computes no bf16 on a CPU: then a word says so.
     """
     from d2sd.convert.validate.shadow import ShadowDecoder, ShadowDrafter, ShadowRunner
+    from d2sd.policies import PolicyName
     from d2sd.runtime.backends.exported import OnnxSession
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.request import Limits
-    from d2sd.runtime.speculation.policy import PolicyName, make_policy
+    from d2sd.runtime.speculation.policy import make_policy
 
     recipe, folder = bundle.recipe, bundle.path / "onnx"
     if recipe.precision == "bf16":

@@ -25,6 +25,10 @@ class Accepted:
     tokens: Tensor  # [B, G] int64, what the target chose at each node of the path: `count` new tokens
     accepted_branch: Tensor  # [B] int64, origin of the path's last node
 
+    def packed(self) -> Tensor:
+        """What the host reads after a step, in one tensor [B, 2 + G]: count, accepted branch, tokens."""
+        return torch.cat([self.count[:, None], self.accepted_branch[:, None], self.tokens], dim=1)
+
 
 def accept(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
     """chosen [B, N]: the target's choice behind each node. `longest` is γ."""

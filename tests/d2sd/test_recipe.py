@@ -12,7 +12,6 @@ import yaml
 import d2sd.recipe
 from d2sd.errors import RecipeError
 from d2sd.recipe import Policy, Recipe, load_recipe
-from d2sd.runtime.speculation.policy import NAMES
 
 ROOT = Path(__file__).parents[2]
 MINIMAL: dict[str, Any] = {
@@ -108,10 +107,6 @@ def test_fields_that_contradict_each_other(tmp_path: Path, overrides: list[str],
         load(tmp_path, MINIMAL, *overrides)
     for part in told:
         assert part in str(caught.value)
-
-
-def test_policies_are_the_runtimes_and_auto() -> None:
-    assert get_args(Policy) == ("auto", *NAMES)
 
 
 @pytest.mark.parametrize("policy", get_args(Policy))

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d2sd.runtime.batch import Batch
-from d2sd.runtime.engine import Engine, StepTrace
+from d2sd.policies import NAMES, PolicyName
+from d2sd.runtime.decode import decode_step
+from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
-from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.runtime.speculation.policy import NAMES, PolicyName
 from tests.runtime.helpers import BLOCK, honest, make_engine
 
 #: Operators whose result has the shape of its data, or is a number on the host.
@@ -51,18 +50,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def stages(engine: Engine, batch: Batch, sequences: list[Sequence]) -> StepTrace:
-    """Everything between the host's two turns: what will be one graph."""
-    first = engine.draft_first(batch, sequences)
-    branches = engine.pick_boundaries(batch, first)
-    second = engine.draft_second(batch, branches)
-    tree = engine.build_tree(batch, first, branches, second)
-    verified = engine.verify(batch, tree)
-    accepted = engine.accept(batch, tree, verified)
-    engine.commit(batch, verified, accepted)
-    return StepTrace(tuple(sequences), engine.policy, first, branches, tree, accepted)
-
-
 def check_same(steps: list[Kernels]) -> None:
     """Without the pages of difference that two lists of kernels would print."""
     different = [n for n, step in enumerate(steps) if step != steps[0]]
@@ -96,13 +83,12 @@ def record(engine: Engine, steps: int) -> list[Kernels]:
     recorded = []
     for _ in range(steps):
         sequences = engine.admit()
-        engine._prepare(sequences)
-        batch = engine._batch(sequences)
+        batch, prompt_lookup = engine.prepare(sequences)
         recorder = Recorder()
         with pytest.MonkeyPatch.context() as patch, recorder:
             forbid_reading(patch)
-            trace = stages(engine, batch, sequences)
-        engine.retire(trace)
+            result = decode_step(engine.runner, engine.policy, batch, engine.calibration, prompt_lookup)
+        engine.retire(sequences, result)
         recorded.append(recorder.kernels)
     return recorded
 
@@ -114,11 +100,7 @@ GREEDY, HOT, NARROW = (
 )
 
 
-#: Prompt lookup reads the text on the host.
-CAPTURED = tuple(name for name in NAMES if name != "lookup")
-
-
-@pytest.mark.parametrize("policy", CAPTURED)
+@pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize("kinds", [(GREEDY,), (HOT,), (GREEDY, HOT, NARROW)], ids=["greedy", "hot", "mixed"])
 def test_nothing_is_read_back_and_every_step_is_the_same(policy: PolicyName, kinds: tuple[SamplingParams, ...]) -> None:
     """Four steps at different lengths, with different tokens, trees and accepted paths."""
@@ -151,7 +133,7 @@ def test_calibrated_steps_are_the_same_too(policy: PolicyName) -> None:
 
 def test_padding_of_a_batch_owns_nothing() -> None:
     engine = running("d2sd", HOT, GREEDY)
-    batch = engine._batch(engine.admit())
+    batch, _ = engine.prepare(engine.admit())
     assert batch.active.tolist() == [True, True, True, False]
     assert batch.page_table[3].tolist() == [0] * batch.page_table.shape[1]
     assert int(batch.context_len[3]) == 0

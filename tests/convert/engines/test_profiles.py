@@ -10,13 +10,14 @@ from torch import Tensor
 
 from d2sd.convert.engines.profiles import Profile, make_profiles
 from d2sd.convert.onnx.export import export_drafter, export_target
+from d2sd.policies import PolicyName
 from d2sd.recipe import Builder, Recipe, Tree
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession, Session
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.scheduler import Scheduler
-from d2sd.runtime.speculation.policy import Policy, PolicyName, make_policy
+from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.tiny import random_tokens, tiny_decoder, tiny_drafter
 
 pytest.importorskip("onnxruntime", reason="the extra engines is not installed")

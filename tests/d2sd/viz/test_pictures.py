@@ -19,9 +19,9 @@ import torch
 from click.testing import CliRunner, Result
 
 from d2sd.cli.main import main
-from d2sd.runtime.engine import Output, StepTrace
+from d2sd.runtime.observe import StepTrace
 from d2sd.runtime.request import Request
-from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.accept import accept
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import D2SD as D2SDPolicy
