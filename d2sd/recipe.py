@@ -8,12 +8,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 from typing_extensions import Self
 
 from d2sd.errors import RecipeError
-from d2sd.policies import FACTS, DrafterRole, PolicyName
+from d2sd.policies import FACTS, MAX_BLOCK_SIZE, MAX_NODES, DrafterRole, PolicyName
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Policy = Literal["auto", PolicyName]
@@ -116,11 +126,11 @@ class Tree(Part):
     #: auto serves the tree whose measured cost pays at each batch size, or none; the others are pinned
     policy: Policy = "auto"
     #: γ, anchor included; what our drafters were trained with
-    block_size: Annotated[int, Field(ge=2)] = 8
+    block_size: Annotated[int, Field(ge=2, le=MAX_BLOCK_SIZE)] = 8
     #: K boundaries re-drafted a step: all of a block of 8, and the row budget decides what is kept
     branches: Positive = 7
     #: most rows verified a request and step; 64 is what a GPU verifies at little more than the cost of one
-    row_budget: Annotated[int, Field(ge=2)] = 64
+    row_budget: Annotated[int, Field(ge=2, le=MAX_NODES)] = 64
 
 
 class Sampling(Part):
@@ -138,17 +148,33 @@ class Sampling(Part):
     max_new_tokens: Positive = 256
 
 
+def _kv_memory(value: object) -> float | int:
+    """A share stays a float; bytes become an int."""
+    if isinstance(value, float) and 0 < value <= 1:
+        return value
+    try:
+        size = TypeAdapter(ByteSize).validate_python(value) if isinstance(value, int | str) else 0
+    except ValidationError:
+        size = 0
+    if size < 2**10:
+        raise ValueError(f"{value!r} is neither a share above 0 and up to 1.0 nor at least 1KiB; write 0.9 or 4GiB")
+    return int(size)
+
+
 class Limits(Part):
     """What memory is laid out for."""
 
     #: requests in flight: beyond a few, plain decoding already fills a CPU
-    max_batch: Positive = 8
+    max_batch: Annotated[int, Field(ge=1, le=4096)] = 8
     #: prompt and answer together, a multiple of page_size: a chat turn of a small model
-    max_context: Positive = 2048
+    max_context: Annotated[int, Field(ge=1, le=2**20)] = 2048
     #: tokens a page: small enough to waste little, large enough for one load
-    page_size: Positive = 16
-    #: prompt tokens a step: short enough that running requests do not stall
-    prefill_chunk: Positive = 128
+    page_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    #: prompt tokens a step, of all requests: few enough that running requests do not stall
+    prefill_chunk: Annotated[int, Field(ge=1, le=16384)] = 128
+    #: memory of the K/V pools: a share of what is free when serving starts (0.9), or bytes (4GiB). With less than all
+    #: requests need, the newest is preempted and recomputed later; absent: enough for max_batch times max_context
+    kv_memory: Annotated[float | int, BeforeValidator(_kv_memory)] | None = None
 
 
 class Checks(Part):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from d2sd.runtime.buckets import bucket
+from d2sd.runtime.buckets import bucket, prefill_rows
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sequence import Sequence
@@ -67,7 +67,7 @@ def prefill_inputs(chunks: SequenceOf[tuple[Sequence, int]], max_rows: int, devi
     """The next `count` prompt tokens of each (sequence, count), padded to a bucket of at most `max_rows` rows."""
     size = bucket(len(chunks))
     padding = [0] * (size - len(chunks))
-    rows = min(bucket(max(count for _, count in chunks)), max_rows)
+    rows = prefill_rows(max(count for _, count in chunks), max_rows)
     tokens = [s.tokens[s.cached : s.cached + count] + [0] * (rows - count) for s, count in chunks]
     return PrefillInputs(
         tokens=torch.tensor(tokens + [[0] * rows for _ in padding], device=device),

@@ -11,10 +11,11 @@ from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch, prefill_inputs
 from d2sd.runtime.buckets import bucket
 from d2sd.runtime.decode import StepResult, decode_step
+from d2sd.runtime.memory import free_memory, plan_kv_memory
 from d2sd.runtime.observe import StepTrace
 from d2sd.runtime.policy_selector import Forecast, PolicySelector, profile_step_cost
 from d2sd.runtime.request import Limits, Request
-from d2sd.runtime.scheduler import Scheduler
+from d2sd.runtime.scheduler import Scheduler, prefill_calls
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.draft import Draft
@@ -46,9 +47,11 @@ class Engine:
         self.record_trace = False  # set it to find each step's tensors in `trace`, until the next step
         self.trace: StepTrace | None = None
         self._decode = decode
-        self.scheduler = Scheduler(limits, runner.block_size)
+        free = free_memory(runner.device) if isinstance(limits.kv_memory, float) else None
+        self.memory = plan_kv_memory(limits, runner.block_size, runner.page_bytes(limits.page_size), free)
+        runner.allocate(self.memory.pool_pages, limits.page_size)
+        self.scheduler = Scheduler(limits, runner.block_size, self.memory.pool_pages)
         self._next_id = 0
-        runner.allocate(self.scheduler.page_count, limits.page_size)
 
     def enable_auto(
         self, policies: SequenceOf[Policy], forecast: Forecast, advance: Callable[[int], None] = lambda buckets: None
@@ -127,9 +130,11 @@ class Engine:
         """Let requests join, compute their prompts chunk by chunk; returns those ready to decode."""
         with self.clock.stage("prefill"):
             schedule = self.scheduler.schedule()
-            for sequence, count in schedule.prefill:
-                self.runner.prefill(*prefill_inputs([(sequence, count)], self.limits.prefill_chunk, self.runner.device))
-                sequence.cached += count
+            budget = self.limits.prefill_chunk
+            for chunks in prefill_calls(schedule.prefill, budget, self.runner.max_prefill_requests):
+                self.runner.prefill(*prefill_inputs(chunks, budget, self.runner.device))
+                for sequence, count in chunks:
+                    sequence.cached += count
         return schedule.decode
 
     def prepare(self, sequences: list[Sequence]) -> tuple[Batch, Draft | None]:

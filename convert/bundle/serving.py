@@ -52,11 +52,11 @@ def make_engine(
             found=f"{sum(d is not None for d in (bundle.first, bundle.second))}", fix="choose another with --policy",
         )  # fmt: skip
     models = [drafter for drafter in drafters if drafter is not None]
-    limits, file = recipe.limits, bundle.calibration
+    file = bundle.calibration
     engine = Engine(
         make_runner(bundle, models, backend, device),
         candidates[-1],
-        Limits(max_batch or limits.max_batch, limits.max_context, limits.page_size, limits.prefill_chunk),
+        Limits.of(recipe.limits, max_batch),
         decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),
         calibration=Calibration.of(file.slope, file.offset) if file and calibrated else None,
     )

@@ -103,7 +103,8 @@ def make_engine(
     calibration: Calibration | None = None,
 ) -> Engine:
     made = make_policy(policy, block_size=runner.block_size, branches=BRANCHES, row_budget=row_budget)
-    limits = Limits(max_batch, max_context=64, page_size=page_size, prefill_chunk=prefill_chunk, pages=pages)
+    kv_memory = None if pages is None else (1 + pages) * runner.page_bytes(page_size)
+    limits = Limits(max_batch, max_context=64, page_size=page_size, prefill_chunk=prefill_chunk, kv_memory=kv_memory)
     return Engine(runner, made, limits, decode, calibration)
 
 

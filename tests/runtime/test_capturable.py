@@ -72,7 +72,7 @@ def forbid_reading(patch: pytest.MonkeyPatch) -> None:
 def running(
     policy: PolicyName, *kinds: SamplingParams, batch: int = 3, calibration: Calibration | None = None
 ) -> Engine:
-    engine = make_engine(honest(), policy, max_batch=batch, page_size=64, pages=12, calibration=calibration)
+    engine = make_engine(honest(), policy, max_batch=batch, page_size=64, pages=6, calibration=calibration)
     for row in range(batch):
         engine.submit(Request((row + 1, 7, 2 * row), 30, kinds[row % len(kinds)]))
     return engine
@@ -139,18 +139,34 @@ def test_padding_of_a_batch_owns_nothing() -> None:
     assert int(batch.context_len[3]) == 0
 
 
-def test_prompts_are_padded_to_few_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of every length up to 11, and longer prompts in several."""
-    runner, lengths = honest(), set()
+def prefills(monkeypatch: pytest.MonkeyPatch, chunk: int, prompts: list[int]) -> list[tuple[int, list[int]]]:
+    """Rows and lengths of every prefill call of an engine that is asked for prompts of these lengths."""
+    runner = honest()
+    calls: list[tuple[int, list[int]]] = []
     prefill = runner.prefill
 
     def noted(tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
-        lengths.add(tokens.shape[1])
+        assert len(tokens) == len(length) == len(page_table) == len(context_len)
+        assert (page_table[length == 0] == 0).all()
+        calls.append((tokens.shape[1], length.tolist()))
         prefill(tokens, length, page_table, context_len)
 
     monkeypatch.setattr(runner, "prefill", noted)
-    make_engine(runner, "off", prefill_chunk=11).generate(Request((1,) * n, 1) for n in range(2, 31))
-    assert lengths == {1, 2, 4, 8, 11}
+    make_engine(runner, "off", prefill_chunk=chunk).generate(Request((1,) * n, 1) for n in prompts)
+    return calls
+
+
+def test_prompts_are_padded_to_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of every length up to 11, and longer prompts in several; no call exceeds the budget, padding included."""
+    calls = prefills(monkeypatch, 11, list(range(2, 31)))
+    assert {rows for rows, _ in calls} == {1, 2, 4, 8, 11}
+    assert {len(lengths) for _, lengths in calls} <= {1, 2, 4, 8}
+    assert all(rows * len(lengths) <= 11 for rows, lengths in calls)
+
+
+def test_prompts_of_like_length_go_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of four are of one bucket, 4; a fourth request of that call is padding."""
+    assert prefills(monkeypatch, 16, [4, 5, 4, 2]) == [(4, [3, 4, 3, 0]), (1, [1])]
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from d2sd.recipe import Builder, Recipe, Tree
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession, Session
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.memory import plan_kv_memory
 from d2sd.runtime.request import Limits, Request
-from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.tiny import random_tokens, tiny_decoder, tiny_drafter
 
@@ -29,8 +29,7 @@ RECIPE = Recipe.model_validate(
         "limits": {"max_batch": 3, "max_context": 48, "page_size": 4, "prefill_chunk": 24},
     }
 )  # fmt: skip
-_OF = RECIPE.limits
-LIMITS = Limits(_OF.max_batch, _OF.max_context, _OF.page_size, _OF.prefill_chunk)
+LIMITS = Limits.of(RECIPE.limits)
 
 
 def fits(shapes: Mapping[str, tuple[int, ...]], profile: Profile) -> bool:
@@ -104,10 +103,10 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_profiles_hold_what_the_scheduler_lays_out() -> None:
-    scheduler = Scheduler(LIMITS, RECIPE.tree.block_size)
+def test_profiles_hold_the_pools_of_the_runtime() -> None:
+    memory = plan_kv_memory(LIMITS, RECIPE.tree.block_size, page_bytes=1)
     for profile in make_profiles(RECIPE, "tensorrt", tiny_decoder().config):
-        assert profile["k_pages_0"][2][0] == scheduler.page_count
+        assert profile["k_pages_0"][2][0] == memory.pool_pages
         assert profile["page_table"][2][1] == 16, "a bucket that holds 13 pages"
 
 
