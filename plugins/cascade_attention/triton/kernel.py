@@ -19,8 +19,8 @@ base-2 logarithm of that sum, -inf for an empty split; `merge_kernel` combines t
 gives 0 here (the reference gives NaN).
 
 Exponentials are of base 2, log2(e) folded into the scale of the scores. FP8 pages are converted to q's type before the
-products, as in `from_pages`, so a row's K/V are the same before and after its commit. WIDEN is for the interpreter, whose
-products of bf16 are wrong. Triton compiles this file's functions; mypy does not know their types.
+products, as in `from_pages`, so a row's K/V are the same before and after its commit. WIDEN is for the interpreter,
+whose products of bf16 are wrong. Triton compiles this file's functions; mypy does not know their types.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
 
