@@ -3,7 +3,11 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 BUNDLE := bundles/smollm2-135m
 
-.PHONY: demo test lint verify gpu-suite kernels consumers bench train ablation train-gpu clean
+# The versions that are tested together; docs/install.md has other ways to install.
+CONSTRAINTS := constraints/tested.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
+
+.PHONY: demo test test-slow lint verify gpu-suite kernels consumers bench train ablation train-gpu data data-wheel wheel clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -13,17 +17,34 @@ demo: .venv/demo
 	  -p "Write a Python function that returns the n-th Fibonacci number." \
 	  -p "A train travels 60 km in 45 minutes. What is its speed in km/h?"
 
-## lint and the test suite
+## lint, types, and the tests of every change: minutes, one worker a core (WORKERS=0 for one process)
+WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal
 test: lint
-	$(BIN)/pytest
+	$(PYTEST) -m "not slow"
+
+## the other tests, which CI runs too: real models, engines of all architectures, full products of what `test` samples
+test-slow: .venv/dev
+	$(PYTEST) -m slow
 
 lint: .venv/dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-## the lossless proof on 128 real prompts: long, resumable; PROMPTS is a folder of four JSONL sets
-PROMPTS ?= ../shared/data/eval
+## the public prompt sets: copied to data/ from the folder FROM and checked; without FROM, where each comes from
+data: .venv/demo
+	$(BIN)/d2sd data $(if $(FROM),--from "$(FROM)")
+
+## the wheel of d2sd and the wheel of the shipped drafters, in dist/
+wheel: data-wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+data-wheel: .venv/demo
+	$(BIN)/python models/data_wheel.py recipes/smollm2-135m.yaml --out dist
+
+## the lossless proof on 128 real prompts: long, resumable; PROMPTS is a folder of four JSONL sets, see `make data`
+PROMPTS ?= data/eval
 verify: .venv/demo
 	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
 	$(BIN)/python benchmarks/lossless.py $(BUNDLE) --prompts $(PROMPTS) --out build/lossless
@@ -64,12 +85,12 @@ train-gpu:
 clean:
 	rm -rf .venv bundles build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-# Stamps: an install is repeated when pyproject.toml changes.
-.venv/demo: pyproject.toml
+# Stamps: an install is repeated when pyproject.toml or the tested set changes.
+.venv/demo: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable .
+	$(PIP_INSTALL) --editable ".[gguf,plots]"
 	touch $@
 
 .venv/dev: .venv/demo
-	$(BIN)/python -m pip install --quiet --editable ".[dev,fp8,engines]"
+	$(PIP_INSTALL) --editable ".[gguf,plots,dev,fp8,engines]"
 	touch $@

@@ -5,7 +5,13 @@ A message says what is wrong, where (file and key), what was found, what was exp
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import Path
+
+#: Longest `found` in characters: enough to recognise a value, too little to flood a terminal with a damaged file.
+_FOUND = 200
+#: Longest of the other lines in characters; a path may be long.
+_LINE = 4000
 
 
 class D2SDError(Exception):
@@ -20,10 +26,38 @@ class D2SDError(Exception):
         expected: object | None = None,
         fix: str | None = None,
     ) -> None:
-        """`what` is one sentence; the rest become labelled lines under it, in this order."""
+        """`what` is one sentence; the rest become labelled lines under it, in this order. Long values are cut."""
         self.what, self.where, self.found, self.expected, self.fix = what, where, found, expected, fix
-        labelled = {"where": where, "found": found, "expected": expected, "fix": fix}
-        super().__init__("\n".join([what, *(f"  {k}: {v}" for k, v in labelled.items() if v is not None)]))
+        labelled = {
+            "where": where if where is None else shortened(str(where), _LINE),
+            "found": found if found is None else shortened(found),
+            "expected": expected if expected is None else shortened(expected, _LINE),
+            "fix": fix,
+        }
+        lines = [f"  {label}: {text}" for label, text in labelled.items() if text is not None]
+        super().__init__("\n".join([shortened(what, _LINE), *lines]))
+
+
+def shortened(value: object, most: int = _FOUND) -> str:
+    """Show a value in at most `most` characters, with the middle left out. Safe and fast for any size of value."""
+    if isinstance(value, (str, Path, BaseException)):
+        text = str(value)
+    elif isinstance(value, (dict, list, tuple, set, frozenset)):
+        text = _BOUNDED.repr(value)
+    else:
+        try:
+            text = str(value)
+        except ValueError:  # an integer of more digits than Python prints
+            text = "an integer of very many digits"
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} … {text[-(most - most // 2 - 3) :]}"
+
+
+_BOUNDED = reprlib.Repr()
+_BOUNDED.maxlevel = 4
+_BOUNDED.maxdict = _BOUNDED.maxlist = _BOUNDED.maxtuple = _BOUNDED.maxset = _BOUNDED.maxfrozenset = 12
+_BOUNDED.maxstring = _BOUNDED.maxother = _BOUNDED.maxlong = 80
 
 
 class RecipeError(D2SDError):

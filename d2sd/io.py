@@ -1,4 +1,4 @@
-"""Small file rules shared by cache, build and bundle: hashes, canonical JSON, exclusive folders."""
+"""Files: guarded reading, atomic writing, hashes, canonical JSON, locks and free disk space."""
 
 from __future__ import annotations
 
@@ -6,16 +6,213 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from d2sd.errors import BuildError
+from d2sd.errors import BuildError, BundleError, D2SDError
 from d2sd.progress import Progress, silent
 
 _CHUNK = 1 << 20
+#: Most bytes of a text or JSON file that we read whole; real ones are far below.
+MAX_BYTES = 64 << 20
+#: Deepest nesting of JSON and YAML; real files stay below 10, and Python's own limit is 1,000 frames.
+MAX_DEPTH = 64
+#: Longest integer in JSON and YAML: transformers writes int(1e30), of 31 digits, for a tokenizer without a limit.
+MAX_DIGITS = 40
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading bytes.
+
+    Raises OSError naming `path` if it is missing, unreadable, or not a regular file: reading a pipe, a terminal or a
+    device such as /dev/zero might never end.
+    """
+    with _naming(path):
+        # O_NONBLOCK: opening a pipe without a writer would wait for one
+        stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            stream.close()
+            raise OSError(errno.EINVAL, "Not a regular file")
+        return stream
+
+
+def read_text(path: Path, *, error: type[D2SDError] = D2SDError, what: str = "file", max_bytes: int = MAX_BYTES) -> str:
+    """Read a UTF-8 text file of at most `max_bytes`.
+
+    Raises `error` naming the file, and the line where that is what is wrong; `what` is what messages call the file.
+    """
+    try:
+        with open_regular(path) as stream:
+            data = stream.read(max_bytes + 1)
+    except OSError as fault:
+        raise error(f"The {what} cannot be read.", where=path, found=fault.strerror) from None
+    if len(data) > max_bytes:
+        raise error(f"The {what} is too large.", where=path, expected=f"at most {max_bytes:,} bytes")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as fault:
+        line = data.count(b"\n", 0, fault.start) + 1
+        found = f"byte 0x{data[fault.start]:02x}, which is not UTF-8 text"
+        raise error(f"The {what} is damaged.", where=f"{path}:{line}", found=found) from None
+
+
+def parse_json(text: str, *, max_depth: int = MAX_DEPTH, finite: bool = True) -> Any:
+    """Parse JSON whose values can be used without surprises.
+
+    Raises ValueError (JSONDecodeError, with a line, where the syntax is wrong) for integers of more than `MAX_DIGITS`
+    digits, nesting deeper than `max_depth`, strings with half a surrogate pair and, if `finite`, NaN and infinities.
+    """
+    as_float, constant = (_finite, _finite) if finite else (float, float)
+    try:
+        value = json.loads(text, parse_int=parse_int, parse_float=as_float, parse_constant=constant)
+    except RecursionError:
+        value = None
+        depth = max_depth + 1
+    else:
+        depth = nesting(value, max_depth)
+    if depth > max_depth:
+        raise ValueError(f"it is nested more than {max_depth} levels deep")
+    if "\\ud" in text.lower():
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError("a string holds half a surrogate pair, which is not text") from None
+    return value
+
+
+def read_json(
+    path: Path,
+    *,
+    error: type[D2SDError] = BundleError,
+    what: str = "file",
+    max_bytes: int = MAX_BYTES,
+    max_depth: int = MAX_DEPTH,
+    finite: bool = True,
+) -> Any:
+    """Read a JSON file within bounds; see `parse_json`. Raises `error` naming the file, and the line where known."""
+    text = read_text(path, error=error, what=what, max_bytes=max_bytes)
+    try:
+        return parse_json(text, max_depth=max_depth, finite=finite)
+    except json.JSONDecodeError as fault:
+        found = f"no JSON: {fault.msg}"
+        raise error(f"The {what} is damaged.", where=f"{path}:{fault.lineno}", found=found) from None
+    except ValueError as fault:
+        raise error(f"The {what} is damaged.", where=path, found=fault) from None
+
+
+def nesting(value: object, most: int) -> int:
+    """Levels of lists and mappings in `value`, counted no further than `most` + 1."""
+    depth, level = 0, [value]
+    while depth <= most and (level := [one for one in level if isinstance(one, (dict, list))]):
+        depth += 1
+        level = [child for one in level for child in (one.values() if isinstance(one, dict) else one)]
+    return depth
+
+
+def parse_int(text: str) -> int:
+    """Turn digits into an integer; raises ValueError beyond `MAX_DIGITS` digits."""
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"an integer has {len(text)} digits; at most {MAX_DIGITS} are read")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:24]} is not a finite number")
+    return value
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Write a file completely or not at all.
+
+    Example: `with atomic_write(path) as partial: partial.write_text(text, "utf-8")`
+
+    Gives the path of a temporary neighbour, which is flushed to disk and renamed to `path` when the block ends, and
+    deleted if the block raises. A symbolic link stays a link to the new contents. A pipe or a terminal is given as it
+    is. Raises OSError naming `path`, never the neighbour; a folder is refused.
+    """
+    with _naming(path):
+        partial = path if _special(path) else _partial(path)
+    try:
+        try:
+            yield partial
+        except OSError as error:
+            if error.filename not in (None, str(partial)):
+                raise  # of another file
+            raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+        if partial != path:
+            with _naming(path):
+                with partial.open("rb") as stream:
+                    os.fsync(stream.fileno())
+                partial.replace(path.resolve())
+    finally:
+        if partial != path:
+            with suppress(OSError):  # mostly renamed by now
+                partial.unlink()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text through `atomic_write`."""
+    with atomic_write(path) as partial:
+        partial.write_text(text, "utf-8")
+
+
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """Write canonical JSON through `atomic_write`."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def check_writable(path: Path) -> None:
+    """Raise now the OSError, naming `path`, that writing it later would raise."""
+    with _naming(path):
+        if not _special(path):
+            partial = _partial(path)
+            partial.touch()
+            partial.unlink()
+
+
+def _special(path: Path) -> bool:
+    """Whether `path` is a pipe, a terminal or a device, which a rename would replace. Raises OSError for a folder."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    return path.exists() and not path.is_file()
+
+
+def _partial(path: Path) -> Path:
+    target = path.resolve()
+    return target.with_name(f"{target.name}.{os.getpid()}.partial")
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Make every fault of `path` an OSError that names it as it was given."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+    except RuntimeError as error:  # Path.resolve before Python 3.13
+        if "Symlink loop" not in str(error):
+            raise
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
+    except ValueError:  # a NUL, or half a surrogate pair
+        raise OSError(errno.EINVAL, "Not a possible file name", str(path)) from None
+
+
+# -- hashes and folders -----------------------------------------------------------------------------------------------
 
 
 def sha256(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
@@ -42,13 +239,6 @@ def hash_files(folder: Path, names: list[str], progress: Progress = silent) -> d
 def digest(value: object) -> str:
     """Hash a JSON value by its canonical text."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """Write canonical JSON, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
-    partial.replace(path)
 
 
 @contextmanager

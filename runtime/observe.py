@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from d2sd.runtime.engine import StepTrace
+from d2sd.runtime.engine import Engine, StepTrace
 from d2sd.runtime.sequence import Sequence
 
 
@@ -45,14 +46,22 @@ def observe(trace: StepTrace) -> list[StepObservation]:
     return [_request(trace, row) for row in range(len(trace.sequences))]
 
 
+def run_observed(engine: Engine, advance: Callable[[int], None] = lambda count: None) -> Iterator[StepObservation]:
+    """Step `engine` until it is idle and yield the facts of every request-step; `advance` counts finished requests."""
+    while engine.busy:
+        outputs = engine.step()
+        if outputs and engine.trace is not None:
+            yield from observe(engine.trace)
+        advance(sum(output.finish is not None for output in outputs))
+
+
 def _request(trace: StepTrace, row: int) -> StepObservation:
     tree, accepted = trace.tree, trace.accepted
     count = int(accepted.count[row])
     path = accepted.path[row, :count].tolist()
-    truth = accepted.tokens[row, :count].tolist()
     nodes = int(tree.valid[row].sum())
-    best = [] if trace.first is None else trace.first.top1[row].tolist()
-    chain = next((i for i, (a, b) in enumerate(zip(best, truth, strict=False)) if a != b), min(len(best), count))
+    best = [] if trace.first is None else trace.first.chain(row)
+    chain = accepted.matches(row, best)
     rank = None
     lengths: list[int] = []
     if trace.branches is not None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 #: `origin` of the deepest accepted node: 0 the first draft, i >= 1 the i-th branch (ranked by boundary score).
 FIRST_DRAFT = 0
+
+#: Drafted tokens whose predicted acceptance lies in one tenth: their number, the sum of predictions, how many were
+#: accepted.
+Bin = tuple[int, float, int]
 
 
 @dataclass(slots=True)
@@ -45,10 +49,15 @@ class SequenceStats:
         """Mean accepted length: tokens per step."""
         return self.tokens / self.steps if self.steps else 0.0
 
-    def reached(self) -> list[float]:
+    def joint_acceptance(self) -> list[float]:
         """Joint acceptance: share of steps that accepted at least k drafts, for k = 1, 2, …"""
         deepest = max(self.accepted, default=1)
         return [sum(c for n, c in self.accepted.items() if n > k) / self.steps for k in range(1, deepest)]
+
+    def conditional_acceptance(self) -> list[float]:
+        """Of the steps that accepted at least k - 1 drafts, the share that accepted at least k, for k = 1, 2, …"""
+        joint = self.joint_acceptance()
+        return [now / before for before, now in zip([1.0, *joint], joint, strict=False)]
 
     @staticmethod
     def merged(parts: Iterable[SequenceStats]) -> SequenceStats:
@@ -67,6 +76,26 @@ def mean_tau(parts: Iterable[SequenceStats]) -> float:
     """Mean over requests of each request's tau: the papers' definition (z-lab, D²SD)."""
     values = [part.tau for part in parts if part.steps]
     return sum(values) / len(values) if values else 0.0
+
+
+def reliability_bins(outcomes: Iterable[tuple[float, bool]]) -> list[Bin]:
+    """Ten equal bins of (predicted acceptance, accepted)."""
+    counts, predicted, accepted = [0] * 10, [0.0] * 10, [0] * 10
+    for prob, right in outcomes:
+        index = min(int(prob * 10), 9)
+        counts[index] += 1
+        predicted[index] += prob
+        accepted[index] += right
+    return list(zip(counts, predicted, accepted, strict=True))
+
+
+def calibration_error(bins: Sequence[Bin]) -> float | None:
+    """Expected calibration error: mean over drafted tokens of |mean predicted acceptance - share accepted| of the
+    token's bin (ten equal bins). 0 is a drafter that knows how often it is right.
+    """
+    # The docstring is printed under the tables of d2sd bench. None: no drafted token at all.
+    count = sum(number for number, _, _ in bins)
+    return sum(abs(predicted - accepted) for _, predicted, accepted in bins) / count if count else None
 
 
 @dataclass(slots=True)

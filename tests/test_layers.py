@@ -1,6 +1,7 @@
-"""The import arrows and the top level of docs' layer table, held by a test: drift shows in the change that causes it.
+"""The staircase and the top level of docs' layer table, held by a test: drift shows in the change that causes it.
 
-cli -> {convert, runtime, train} -> modeling -> plugins; errors for all; schemas for cli and for whom they are.
+A room imports what lies on the steps below it. `viz` is a leaf: it draws what others measured, so it imports the
+foundation alone, and types of the runtime.
 """
 
 from __future__ import annotations
@@ -8,94 +9,182 @@ from __future__ import annotations
 import ast
 import subprocess
 from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-#: layer -> layers it may import beside itself; everyone may import d2sd.errors
-ARROWS = {
-    "plugins": set(),
-    "modeling": {"plugins"},
-    "convert": {"modeling", "plugins", "recipe", "manifest", "calibration"},
-    "runtime": {"modeling", "plugins"},
-    "train": {"modeling", "plugins", "train_recipe"},
-    "cli": {
-        "convert",
-        "runtime",
-        "train",
-        "bench",
-        "modeling",
-        "plugins",
-        "recipe",
-        "manifest",
-        "calibration",
-        "train_recipe",
-    },
-    "bench": {"runtime"},
-    "calibration": set(),
-    "recipe": set(),
-    "train_recipe": {"recipe"},
-    "manifest": {"recipe"},
-    "errors": set(),
-}
-INSIDE = {"cli", "bench"}  # of d2sd/, not beside it
-FOLDERS = {layer: ROOT / (f"d2sd/{layer}" if layer in INSIDE else layer) for layer in ARROWS}
-#: What decides who runs where: tested in milliseconds, and readable by people who know no torch.
-PURE = ("scheduler", "pages", "sequence")
+#: Single files of d2sd/.
+FOUNDATION = (
+    "errors", "recipe", "train_recipe", "manifest", "calibration", "policies", "io", "progress", "prompts",
+    "tensorrt_env",
+)  # fmt: skip
+STEPS: tuple[tuple[str, ...], ...] = (
+    FOUNDATION, ("plugins",), ("modeling",), ("runtime",), ("convert", "integrations"), ("train", "serve", "bench"),
+    ("cli",),
+)  # fmt: skip
+#: Within a step: training measures its pairs as a benchmark does.
+SIDEWAYS = {("train", "bench")}
+ROOMS = (*chain(*STEPS[1:]), "viz")
+#: d2sd/NAME is a link to NAME.
+TOP_ROOMS = ("plugins", "modeling", "runtime", "convert", "train")
+#: What decides who runs where and what the foundation states: tested in milliseconds, readable without knowing torch.
+PURE = (*FOUNDATION, "runtime.scheduler", "runtime.pages", "runtime.sequence")
+HEAVY = {"torch", "numpy", "triton", "tensorrt", "tensorrt_rtx", "transformers"}
 TOP_LEVEL = {
-    "pyproject.toml", "README.md", "LICENSE", "CONTRIBUTING.md", "Makefile",
-    "d2sd", "plugins", "modeling", "convert", "runtime", "train", "recipes", "models", "tests", "benchmarks", "docs",
+    "pyproject.toml", "README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff",
+    "Makefile", "mkdocs.yml", "zensical.toml",
+    "d2sd", *TOP_ROOMS, "recipes", "models", "tests", "benchmarks", "docs", "examples", "constraints",
 }  # fmt: skip
 
 
-def sources(layer: str) -> list[Path]:
-    single = ROOT / "d2sd" / f"{layer}.py"
-    return [single] if single.is_file() else sorted(FOLDERS[layer].rglob("*.py"))
+class Import(NamedTuple):
+    """Absolute name of what a file imports; `typing` where it does so under TYPE_CHECKING alone."""
+
+    name: str
+    typing: bool
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Absolute names of everything a file imports, inside functions and under TYPE_CHECKING too."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+@cache
+def files() -> dict[str, Path]:
+    """Every module of the package, by dotted name behind `d2sd.`; a package is named as its folder."""
+    found = {path.stem: path for path in (ROOT / "d2sd").glob("*.py") if path.stem != "__init__"}
+    for room in ROOMS:
+        folder = ROOT / room if room in TOP_ROOMS else ROOT / "d2sd" / room
+        for path in folder.rglob("*.py"):
+            parts = (room, *path.relative_to(folder).with_suffix("").parts)
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def imports(module: str) -> tuple[Import, ...]:
+    """Of everything a file imports, inside functions and under TYPE_CHECKING too."""
+    tree = ast.parse(files()[module].read_text("utf-8"))
+    guarded = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for line in node.body
+        for inner in ast.walk(line)
+    }
+    found = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [Import(alias.name, id(node) in guarded) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import hides its layer"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            assert node.level == 0, f"{module}: a relative import hides its layer"
+            found += [Import(f"{node.module}.{alias.name}", id(node) in guarded) for alias in node.names]
+    return tuple(found)
 
 
-@pytest.mark.parametrize("layer", ARROWS)
-def test_layers_import_downwards(layer: str) -> None:
-    allowed = ARROWS[layer] | {layer, "errors"}
-    for path in sources(layer):
-        for name in imports(path):
-            if name.startswith("d2sd."):
-                assert name.split(".")[1] in allowed, f"{path.relative_to(ROOT)} imports {name}"
-            assert name.split(".")[0] not in ARROWS, f"{path.relative_to(ROOT)} imports the unmapped folder {name}"
+def own_imports(module: str) -> Iterator[tuple[str, bool]]:
+    """Modules of d2sd that a module imports: of `d2sd.a.b.name`, the longest part that is a module."""
+    for name, typing in imports(module):
+        parts = name.split(".")
+        if parts[0] == "d2sd":
+            candidates = (".".join(parts[1:end]) for end in range(len(parts), 1, -1))
+            if imported := next((candidate for candidate in candidates if candidate in files()), None):
+                yield imported, typing
 
 
-def test_every_file_of_the_package_belongs_to_a_layer() -> None:
-    known = {path for layer in ARROWS for path in sources(layer)} | {ROOT / "d2sd" / "__init__.py"}
-    assert set((ROOT / "d2sd").rglob("*.py")) <= known
+def room_of(module: str) -> str:
+    return module.split(".")[0]
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_who_runs_where_needs_no_torch(name: str) -> None:
-    queue, seen = [ROOT / "runtime" / f"{name}.py"], set()
+def allowed(room: str) -> set[str]:
+    """Rooms that a room may import, itself included."""
+    if room == "viz":
+        return {"viz", *FOUNDATION}
+    below, step = next((STEPS[:place], step) for place, step in enumerate(STEPS) if room in step)
+    drawn = {"viz"} if room in ("train", "serve", "bench", "cli") else set()
+    beside = set(FOUNDATION) if room in FOUNDATION else {other for one, other in SIDEWAYS if one == room}
+    assert beside <= set(step)
+    return {room, *chain(*below), *beside, *drawn}
+
+
+@pytest.mark.parametrize("room", [*FOUNDATION, *ROOMS])
+def test_layers_import_downwards(room: str) -> None:
+    wrong = []
+    for module in files():
+        if room_of(module) != room:
+            continue
+        for imported, typing in own_imports(module):
+            fine = allowed(room) | ({"runtime"} if room == "viz" and typing else set())
+            if room_of(imported) not in fine:
+                wrong.append(f"{module} imports {imported}")
+        wrong += [f"{module} imports the unmapped folder {i.name}" for i in imports(module) if room_of(i.name) in ROOMS]
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", ["foundation", *ROOMS])
+def test_layers_have_no_import_cycles(room: str) -> None:
+    """Between the files of a room, at import or inside functions; names for type checkers may go in circles."""
+    own = {m for m in files() if room_of(m) == room or (room == "foundation" and m in FOUNDATION)}
+    graph = {module: {i for i, typing in own_imports(module) if not typing and i in own - {module}} for module in own}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_layers_hold_every_file_of_the_package() -> None:
+    known = {*files().values(), ROOT / "d2sd" / "__init__.py"}
+    assert {path for path in (ROOT / "d2sd").rglob("*.py") if path.is_file()} <= known
+    assert {room_of(module) for module in files()} == {*FOUNDATION, *ROOMS}
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_layers_pure_modules_need_no_torch(module: str) -> None:
+    queue, seen = [module], set[str]()
     while queue:
-        path = queue.pop()
-        seen.add(path)
-        for imported in imports(path):
-            package, *rest = imported.split(".")
-            assert package not in ("torch", "numpy", "triton", "tensorrt"), f"{path} imports {imported}"
-            if package == "d2sd" and rest[0] != "errors":
-                assert rest[0] == "runtime", f"{path} imports {imported}"
-                queue += {ROOT / "runtime" / f"{rest[1]}.py"} - seen
+        one = queue.pop()
+        seen.add(one)
+        for imported in imports(one):
+            assert room_of(imported.name) not in HEAVY, f"{one} imports {imported.name}"
+        queue += {imported for imported, _ in own_imports(one)} - seen
 
 
-def test_the_top_level_is_what_the_layout_says() -> None:
+def test_layers_top_level_is_what_the_layout_says() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("not a git checkout")
     found = {name.split("/")[0] for name in listed.stdout.split()}
-    assert {name for name in found if not name.startswith(".")} == TOP_LEVEL
+    assert {name for name in found if not name.startswith(".")} <= TOP_LEVEL
+    assert {"convert", "plugins", "runtime", "recipes", "tests"} <= found
+
+
+# --- Sizes ----------------------------------------------------------------------------------------------------------
+
+
+def lines_of(module: str) -> int:
+    return len(files()[module].read_text("utf-8").splitlines())
+
+
+def function_lines(module: str, name: str) -> list[int]:
+    """Lines of every function of this name in a module, signature and docstring included."""
+    tree = ast.parse(files()[module].read_text("utf-8"))
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name]
+    return [(node.end_lineno or 0) - node.lineno + 1 for node in found]
+
+
+def test_cli_holds_options_and_tables_only() -> None:
+    assert sum(lines_of(module) for module in files() if room_of(module) == "cli") < 1000
+
+
+def test_engine_is_under_200_lines() -> None:
+    assert lines_of("runtime.engine") < 200
+
+
+def test_engine_step_fits_one_screen() -> None:
+    (lines,) = function_lines("runtime.engine", "step")
+    assert lines <= 45
+
+
+def test_decode_step_fits_one_screen_and_is_the_only_one() -> None:
+    (lines,) = (size for module in files() for size in function_lines(module, "decode_step"))
+    assert lines <= 45

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from d2sd.bench.result import Bin, Cell, Difference, Drafter, Key, Response
+from d2sd.bench.result import Cell, Difference, Drafter, Key, Response
 from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch
 from d2sd.runtime.engine import Engine, StepTrace
-from d2sd.runtime.observe import StepObservation, observe
+from d2sd.runtime.observe import observe
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence as Running
+from d2sd.runtime.stats import reliability_bins
 
 #: Tokens of the warm-up: all shapes of a step are met, and what it counted is thrown away.
 _WARM_UP = 8
@@ -33,7 +34,7 @@ class Counts:
     merged: int = 0
     rescued: int = 0
     ranks: Counter[str] = field(default_factory=Counter)
-    bins: dict[Drafter, list[list[float]]] = field(default_factory=dict)
+    outcomes: dict[Drafter, list[tuple[float, bool]]] = field(default_factory=dict)  # predicted acceptance, accepted
 
     def add(self, trace: StepTrace) -> None:
         """Count one step."""
@@ -46,13 +47,8 @@ class Counts:
             self.rescued += one.rescued
             if trace.branches is not None:
                 self.ranks["none" if one.rank is None else str(one.rank)] += 1
-            self._judge(one)
-
-    def _judge(self, one: StepObservation) -> None:
-        for node in one.judged:
-            bins = self.bins.setdefault(_DRAFTERS[node.drafter], [[0, 0.0, 0] for _ in range(10)])
-            cell = bins[min(int(node.prob * 10), 9)]
-            cell[0], cell[1], cell[2] = cell[0] + 1, cell[1] + node.prob, cell[2] + node.accepted
+            for node in one.judged:
+                self.outcomes.setdefault(_DRAFTERS[node.drafter], []).append((node.prob, node.accepted))
 
 
 def measure_cell(
@@ -88,7 +84,7 @@ def measure_cell(
         policies=dict(counts.policies),
         verified_rows=counts.verified_rows, nodes=counts.nodes, merged=counts.merged,
         boundary_rank=dict(counts.ranks), rescued=counts.rescued,
-        calibration={name: [_bin(values) for values in bins] for name, bins in counts.bins.items()},
+        calibration={name: reliability_bins(outcomes) for name, outcomes in counts.outcomes.items()},
         stage_seconds=dict(engine.clock.seconds), steps=engine.clock.steps, wall_seconds=wall,
         differences=[] if plain is None else _differences([request for _, request in requests], answers, plain, gap),
     )  # fmt: skip
@@ -97,10 +93,6 @@ def measure_cell(
 
 def _response(name: str, sequence: Running, counts: Counts) -> Response:
     return Response(id=name, accepted=counts.accepted[sequence.id], tokens=len(sequence.answer))
-
-
-def _bin(values: Sequence[float]) -> Bin:
-    return int(values[0]), values[1], int(values[2])
 
 
 def _differences(

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from d2sd.bench.result import Bin, Cell, Response
+from d2sd.bench.result import Cell, Response
+from d2sd.runtime import stats
+from d2sd.runtime.stats import SequenceStats
+
+calibration_error = stats.calibration_error
 
 
 def tau(cell: Cell) -> float:
     """Mean over responses of each response's tokens per step, bonus included (the papers' definition)."""
-    return sum(map(response_tau, cell.requests)) / len(cell.requests)
+    return stats.mean_tau(map(_stats, cell.requests))
 
 
 def response_tau(response: Response) -> float:
     """Tokens per step of one response, bonus included."""
-    return sum(response.accepted) / len(response.accepted)
+    return _stats(response).tau
 
 
 def mean_tau(cells: Sequence[Cell]) -> float:
@@ -24,29 +29,27 @@ def mean_tau(cells: Sequence[Cell]) -> float:
 
 def tau_by_token(cell: Cell) -> float:
     """All committed tokens over all request-steps: long responses weigh more than in τ."""
-    return committed(cell) / request_steps(cell)
+    return _total(cell).tau
 
 
 def request_steps(cell: Cell) -> int:
     """Decode steps summed over requests: a step that serves three requests counts three times."""
-    return sum(len(response.accepted) for response in cell.requests)
+    return _total(cell).steps
 
 
 def committed(cell: Cell) -> int:
     """Tokens that the steps committed, those past a stop token or the length limit included."""
-    return sum(sum(response.accepted) for response in cell.requests)
+    return _total(cell).tokens
 
 
 def joint_acceptance(cell: Cell) -> list[float]:
     """Share of request-steps that accepted at least k drafts, for k = 1, 2, … up to the most that any accepted."""
-    drafts = [accepted - 1 for response in cell.requests for accepted in response.accepted]
-    return [sum(n >= k for n in drafts) / len(drafts) for k in range(1, max(drafts) + 1)]
+    return _total(cell).joint_acceptance()
 
 
 def conditional_acceptance(cell: Cell) -> list[float]:
     """Of the request-steps that accepted at least k - 1 drafts, the share that accepted at least k."""
-    joint = joint_acceptance(cell)
-    return [now / before for before, now in zip([1.0, *joint], joint, strict=False)]
+    return _total(cell).conditional_acceptance()
 
 
 def rows_per_step(cell: Cell) -> float:
@@ -117,12 +120,12 @@ def speedup(cell: Cell, plain: Cell) -> float | None:
     return tokens_per_second(cell) / unit if unit else None
 
 
-def calibration_error(bins: Sequence[Bin]) -> float | None:
-    """Expected calibration error: mean over drafted tokens of |mean predicted acceptance - share accepted| of the
-    token's bin (ten equal bins). 0 is a drafter that knows how often it is right.
-    """
-    count = sum(bin_[0] for bin_ in bins)
-    return sum(abs(predicted - hits) for _, predicted, hits in bins) / count if count else None
+def _stats(response: Response) -> SequenceStats:
+    return SequenceStats(Counter(response.accepted))
+
+
+def _total(cell: Cell) -> SequenceStats:
+    return SequenceStats.merged(map(_stats, cell.requests))
 
 
 def _same_work(cell: Cell, plain: Cell) -> None:

@@ -64,10 +64,8 @@ def read_step(trace: StepTrace, row: int, show: Callable[[int], str]) -> Step:
     tree, count = trace.tree, int(trace.accepted.count[row])
     chosen: list[int] = trace.accepted.tokens[row, :count].tolist()
     path: list[int] = trace.accepted.path[row, :count].tolist()
-    draft = _first_draft(trace, row)
-    right = 0
-    while right < min(len(draft), count - 1) and draft[right] == chosen[right]:
-        right += 1
+    draft = [] if trace.first is None else trace.first.chain(row)
+    right = min(trace.accepted.matches(row, draft), count - 1)  # a bonus token is the target's, drafted or not
 
     tokens, parents, depths = tree.tokens[row].tolist(), tree.parent[row].tolist(), tree.depth[row].tolist()
     origins, scores, valid = tree.branch_id[row].tolist(), tree.score[row].tolist(), tree.valid[row].tolist()
@@ -89,15 +87,6 @@ def read_step(trace: StepTrace, row: int, show: Callable[[int], str]) -> Step:
         )
     nodes.append(Node(show(chosen[-1]), place[path[-1]], count, "bonus", 0, 1.0, True, False))
     return Step(tuple(nodes), tuple(map(show, draft)), right, len(tokens))
-
-
-def _first_draft(trace: StepTrace, row: int) -> list[int]:
-    """Best tokens of the first pass up to the first slot without a proposal."""
-    if trace.first is None:
-        return []
-    best: list[int] = trace.first.top1[row].tolist()
-    said: list[float] = trace.first.confidence[row].tolist()
-    return best[: next((slot for slot, score in enumerate(said) if score == -math.inf), len(best))]
 
 
 def token_text(decode: Callable[[list[int]], str]) -> Callable[[int], str]:

@@ -25,6 +25,12 @@ class Accepted:
     tokens: Tensor  # [B, G] int64, what the target chose at each node of the path: `count` new tokens
     accepted_branch: Tensor  # [B] int64, origin of the path's last node
 
+    def matches(self, row: int, drafted: list[int]) -> int:
+        """Length of the prefix of `drafted` that equals the target's choices for request `row`, bonus included."""
+        chosen: list[int] = self.tokens[row, : self.count[row]].tolist()
+        pairs = zip(drafted, chosen, strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafted), len(chosen)))
+
 
 def accept(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
     """chosen [B, N]: the target's choice behind each node. `longest` is γ."""

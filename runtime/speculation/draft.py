@@ -35,6 +35,15 @@ class Draft:
         """Log-probability of the likeliest token of every slot, [B, (K,) S]."""
         return self.logprob[..., 0]
 
+    def chain(self, row: int) -> list[int]:
+        """The likeliest tokens of request `row` (of a first pass, [B, S, M]), up to the first slot without a proposal.
+
+        Reads both tensors back to the host.
+        """
+        tokens: list[int] = self.top1[row].tolist()
+        confidence: list[float] = self.confidence[row].tolist()
+        return tokens[: next((slot for slot, score in enumerate(confidence) if score == -math.inf), len(tokens))]
+
 
 @dataclass(frozen=True, slots=True)
 class Branches:

@@ -291,6 +291,9 @@ def test_low_precision_keeps_logits_wide() -> None:
     assert (logits - exact).abs().mean() < 0.05 * exact.std()
 
 
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.timeout(900)
 def test_smollm2_logits_equal_transformers(smollm2_dir: Path) -> None:
     """The real target, its prompt fed in chunks through pages."""
     theirs = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32, attn_implementation="eager").eval()

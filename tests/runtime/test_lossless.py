@@ -90,6 +90,7 @@ WAYS = {
     "two rows": Way(row_budget=2, max_batch=10),
     "many rows": Way(row_budget=70, max_batch=10),
 }
+REAL_WAYS = {"alone": WAYS["alone"], "tight pages": WAYS["tight pages"], "joining": Way(gap=1, max_batch=8)}
 DRAFTING = tuple(name for name in NAMES if name not in ("off", "lookup"))
 
 
@@ -102,8 +103,25 @@ def test_requests_are_worth_running() -> None:
     assert len({r.max_new_tokens % BLOCK for r in requests}) > 2
 
 
-@pytest.mark.parametrize("policy", NAMES)
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+#: At every change, of all pairs: three policies each way and a fourth where a tree hardly fits, four ways a policy.
+SAMPLED = {(name, NAMES[(place + step) % 8]) for place, name in enumerate(WAYS) for step in (0, 3, 4)}
+SAMPLED |= {("few rows", "hybrid")}
+
+
+def test_sample_covers_every_way_and_policy() -> None:
+    ways, policies = (Counter(pair[side] for pair in SAMPLED) for side in (0, 1))
+    assert min(ways[way] for way in WAYS) >= 3
+    assert min(policies[policy] for policy in NAMES) >= 4
+
+
+@pytest.mark.parametrize(
+    ("way", "policy"),
+    [
+        pytest.param(way, policy, id=f"{name}-{policy}", marks=[] if (name, policy) in SAMPLED else pytest.mark.slow)
+        for name, way in WAYS.items()
+        for policy in NAMES
+    ],
+)
 def test_with_drafts_that_are_often_right(policy: PolicyName, way: Way) -> None:
     requests = some_requests()
     runner = cheater(requests)
@@ -134,8 +152,14 @@ def check_what_took_part(policy: PolicyName, stats: SequenceStats, runner: Cheat
     assert runner.siblings[0] > 5 if policy in ("ddtree", "hybrid") else runner.siblings[0] == 0
 
 
-@pytest.mark.parametrize("way", [WAYS["alone"], WAYS["tight pages"], Way(gap=1, max_batch=8)])
-@pytest.mark.parametrize("policy", DRAFTING)
+@pytest.mark.parametrize(
+    ("way", "policy"),
+    [
+        pytest.param(way, policy, id=f"{name}-{policy}", marks=[] if (turn + place) % 3 == 0 else pytest.mark.slow)
+        for turn, (name, way) in enumerate(REAL_WAYS.items())
+        for place, policy in enumerate(DRAFTING)
+    ],
+)
 def test_with_real_drafters(policy: PolicyName, way: Way) -> None:
     """Random ones, hardly ever right: what is rejected must leave no trace."""
     stats = way.run(way.engine(honest(), policy), some_requests())
@@ -306,8 +330,14 @@ def test_nobody_reads_what_padding_writes(policy: PolicyName) -> None:
     way.run(way.engine(Poisoned(*copies()), policy), some_requests())
 
 
-@pytest.mark.parametrize("spoilt", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize(
+    ("policy", "spoilt"),
+    [
+        pytest.param(policy, spoilt, marks=[] if spoilt == (0, 1) or policy == "hybrid" else pytest.mark.slow)
+        for policy in NAMES
+        for spoilt in ((0,), (1,), (0, 1))
+    ],
+)
 def test_drafters_that_say_nan_change_no_text(policy: PolicyName, spoilt: tuple[int, ...]) -> None:
     """As drafters do whose numbers outgrow fp16: they are useless then, not the end of the answer."""
     target, *drafters = copies()

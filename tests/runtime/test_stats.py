@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from d2sd.runtime.stats import Clock, SequenceStats, mean_tau
+from d2sd.runtime.stats import Clock, SequenceStats, calibration_error, mean_tau, reliability_bins
 
 
 def stats(*steps: tuple[int, int]) -> SequenceStats:
@@ -20,13 +20,13 @@ def test_counts_of_one_request() -> None:
     assert (one.steps, one.tokens, one.verified_nodes) == (4, 8, 28)
     assert one.tau == 2.0
     assert one.accepted_branches == Counter({2: 1, 0: 1})  # steps without an accepted draft have no winner
-    assert one.reached() == [2 / 4, 1 / 4, 1 / 4]
+    assert one.joint_acceptance() == [2 / 4, 1 / 4, 1 / 4]
 
 
 def test_nothing_done_yet() -> None:
     none = SequenceStats()
     assert none.tau == 0.0
-    assert none.reached() == []
+    assert none.joint_acceptance() == []
     assert mean_tau([]) == 0.0
     assert SequenceStats.merged([]).tau == 0.0
 
@@ -57,3 +57,20 @@ def test_clock_adds_up_and_counts_a_stage_that_fails() -> None:
     with pytest.raises(ValueError, match="x"), clock.stage("verify"):
         raise ValueError("x")
     assert clock.seconds["verify"] > once > 0
+
+
+def test_conditional_acceptance_is_given_the_positions_before() -> None:
+    one = SequenceStats()
+    for length in (1, 4, 2, 1):
+        one.record(length, 0, 8, "chain")
+    assert one.conditional_acceptance() == [1 / 2, 1 / 2, 1.0]
+
+
+def test_calibration_error_by_hand() -> None:
+    """Two bins: 0.95 predicted twice and accepted once, 0.25 once and accepted; 1.0 belongs to the last bin."""
+    outcomes = [(0.95, True), (0.95, False), (0.25, True)]
+    bins = reliability_bins(outcomes)
+    assert [n for n, _, _ in bins] == [0, 0, 1, 0, 0, 0, 0, 0, 0, 2]
+    assert calibration_error(bins) == pytest.approx((abs(1.9 - 1) + abs(0.25 - 1)) / 3)
+    assert calibration_error(reliability_bins([*outcomes, (1.0, True)])) == pytest.approx((0.9 + 0.75) / 4)
+    assert calibration_error(reliability_bins([])) is None

@@ -10,11 +10,11 @@ from d2sd.calibration import CalibrationFile
 from d2sd.convert.bundle.load import Bundle
 from d2sd.convert.bundle.serving import make_engine
 from d2sd.progress import bar
-from d2sd.runtime.observe import NodeOutcome, StepObservation, observe
+from d2sd.runtime.observe import NodeOutcome, StepObservation, run_observed
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import PolicyName
-from d2sd.train.confidence.platt import calibrated, calibration_error, fit
+from d2sd.train.confidence.platt import calibrated, drafter_error, fit
 
 #: The widest tree that is watched; narrower ones are its beginnings.
 _ROWS = 64
@@ -55,16 +55,10 @@ def watch(
 ) -> list[StepObservation]:
     """Answer all requests and observe every step."""
     engine = make_engine(bundle, policy=policy, row_budget=_ROWS, calibrated=False, device=device)
-    found: list[StepObservation] = []
+    for seed, request in enumerate(requests):
+        engine.submit(replace(request, sampling=SamplingParams(temperature, seed=seed)))
     with bar(f"{policy} at T = {temperature:g}", len(requests)) as advance:
-        for seed, request in enumerate(requests):
-            engine.submit(replace(request, sampling=SamplingParams(temperature, seed=seed)))
-        while engine.busy:
-            outputs = engine.step()
-            if outputs and engine.trace is not None:
-                found += observe(engine.trace)
-            advance(sum(output.finish is not None for output in outputs))
-    return found
+        return list(run_observed(engine, advance))
 
 
 def _errors(judged: list[list[NodeOutcome]], fitted: Calibration, *, drafters: int) -> dict[str, float]:
@@ -72,8 +66,8 @@ def _errors(judged: list[list[NodeOutcome]], fitted: Calibration, *, drafters: i
     for warm, nodes in enumerate(judged):
         for drafter in range(drafters):
             name = f"calibration error of {('first', 'second')[drafter]} at T = {warm}"
-            found[f"{name}, before"] = round(calibration_error(nodes, drafter), 4)
-            found[f"{name}, after"] = round(calibration_error(calibrated(nodes, fitted, warm), drafter), 4)
+            found[f"{name}, before"] = round(drafter_error(nodes, drafter), 4)
+            found[f"{name}, after"] = round(drafter_error(calibrated(nodes, fitted, warm), drafter), 4)
     return found
 
 

@@ -10,6 +10,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from d2sd.runtime.observe import NodeOutcome
 from d2sd.runtime.speculation.calibration import Calibration, logit
+from d2sd.runtime.stats import calibration_error, reliability_bins
 
 #: Pulls a and b towards 1 and 0, as strongly as this many observations: distances hardly ever reached stay sane.
 PRIOR = 4.0
@@ -71,12 +72,7 @@ def calibrated(judged: Iterable[NodeOutcome], calibration: Calibration, warm: in
     return found
 
 
-def calibration_error(judged: Iterable[NodeOutcome], drafter: int) -> float:
-    """Expected calibration error over ten bins: mean distance of what was said from what happened."""
-    bins = [[0.0, 0.0, 0.0] for _ in range(10)]
-    for one in judged:
-        if one.drafter == drafter:
-            cell = bins[min(int(one.prob * 10), 9)]
-            cell[0], cell[1], cell[2] = cell[0] + 1, cell[1] + one.prob, cell[2] + one.accepted
-    total = sum(cell[0] for cell in bins)
-    return sum(abs(said - right) for _, said, right in bins) / total if total else 0.0
+def drafter_error(outcomes: Iterable[NodeOutcome], drafter: int) -> float:
+    """Expected calibration error of one drafter's nodes (0 the first, 1 the second); 0 without any."""
+    bins = reliability_bins((one.prob, one.accepted) for one in outcomes if one.drafter == drafter)
+    return calibration_error(bins) or 0.0

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from d2sd import tensorrt_env as tensorrt
+from d2sd.convert.build import build
 from d2sd.convert.build import engines as stages
-from d2sd.convert.build.pipeline import build
 from d2sd.convert.build.plan import make_plan
 from d2sd.convert.bundle.load import load_bundle
 from d2sd.convert.engines.worker import Job, Report
@@ -35,7 +35,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def run(recipe: Path, output: Path, **options: Any) -> dict[str, bytes]:
-    build(load_recipe(recipe), output, check=lambda bundle: {}, **options)
+    build(load_recipe(recipe), output, validate=False, **options)
     return tree_bytes(output)
 
 
@@ -78,6 +78,9 @@ def stop_after(last: str) -> Callable[[str], None]:
     return finished
 
 
+@pytest.mark.engines
+@pytest.mark.export
+@pytest.mark.e2e
 def test_a_bundle_with_engines(recipe: Path, tmp_path: Path) -> None:
     found = run(recipe, tmp_path / "whole")
     graphs = [f"onnx/{model}.onnx{part}" for model in MODELS for part in ("", ".data")]

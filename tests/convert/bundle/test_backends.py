@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from d2sd.bench import metrics
 from d2sd.bench.result import load_result
 from d2sd.cli.main import main
+from d2sd.convert.build import build
 from d2sd.convert.build import engines as stages
-from d2sd.convert.build.pipeline import build
 from d2sd.convert.bundle.backends import choose_compute
 from d2sd.convert.bundle.load import Bundle, assemble, load_bundle
 from d2sd.convert.bundle.serving import make_engine
@@ -27,12 +27,14 @@ from d2sd.modeling.rows import Rows
 from d2sd.recipe import Policy, load_recipe
 from d2sd.runtime.backends.exported import OnnxSession
 from d2sd.runtime.request import Request
+from tests.conftest import Once
 from tests.convert.helpers import write_project
 from tests.tiny import pool_for, random_tokens, tiny_decoder
 
 onnx = pytest.importorskip("onnx", reason="the extra engines is not installed")
 pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
 pytest.importorskip("tensorrt_rtx", reason="the extra engines is not installed")
+pytestmark = pytest.mark.export
 
 
 def no_engines(jobs: list[Job], *rest: Any, **options: Any) -> list[Report]:
@@ -42,15 +44,18 @@ def no_engines(jobs: list[Job], *rest: Any, **options: Any) -> list[Report]:
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """With graphs, and with the figures of a build; its engines are a few bytes."""
-    folder = tmp_path_factory.mktemp("bundle")
-    target = tiny_decoder("qwen3", layers=2, head_dim=16)
-    recipe = write_project(folder / "project", target, engines={"compute": ["sm89"]}, checks={"count": 2, "tokens": 12})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "build_engines", no_engines)
-        build(load_recipe(recipe), folder / "bundle", check=check_bundle)
-    return load_bundle(folder / "bundle")
+def bundle(once: Once) -> Bundle:
+    """With graphs, and with the figures of a build; its engines are a few bytes. Nobody writes into it."""
+
+    def make(folder: Path) -> None:
+        target = tiny_decoder("qwen3", layers=2, head_dim=16)
+        checks = {"count": 2, "tokens": 12}
+        recipe = write_project(folder / "project", target, engines={"compute": ["sm89"]}, checks=checks)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stages, "build_engines", no_engines)
+            build(load_recipe(recipe), folder / "bundle")
+
+    return load_bundle(once("bundle-with-graphs", make) / "bundle")
 
 
 def test_a_build_compares_graphs_with_models(bundle: Bundle) -> None:
@@ -109,7 +114,7 @@ def test_a_bundle_without_drafters_has_graphs_too(tmp_path: Path, monkeypatch: p
         "tree": {"policy": "off"},
     }  # fmt: skip
     recipe = write_project(tmp_path / "project", tiny_decoder("qwen3", layers=2, head_dim=16), **changes)
-    build(load_recipe(recipe), tmp_path / "bundle", check=check_bundle)
+    build(load_recipe(recipe), tmp_path / "bundle")
     figures: Any = load_bundle(tmp_path / "bundle").manifest.checks["graphs"]
     assert (figures["policy"], figures["equal_to_plain_decoding"]) == ("off", 2)
     assert sorted(figures["target"]) == ["hidden", "k", "v"]
@@ -177,7 +182,7 @@ def test_a_benchmark_says_what_it_ran(bundle: Bundle, tmp_path: Path, monkeypatc
 
 def test_a_bundle_without_graphs(tmp_path: Path) -> None:
     recipe = write_project(tmp_path / "project")
-    build(load_recipe(recipe), tmp_path / "bundle", check=lambda bundle: {})
+    build(load_recipe(recipe), tmp_path / "bundle", validate=False)
     for runner in ("onnx", "tensorrt"):
         code, told = generate(tmp_path / "bundle", "--executor", runner)
         assert code == 2

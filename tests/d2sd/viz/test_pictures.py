@@ -8,7 +8,6 @@ import html
 import math
 import subprocess
 import sys
-import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -27,7 +26,6 @@ from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import D2SD as D2SDPolicy
 from d2sd.runtime.speculation.policy import Lookup, Off, Samples
 from d2sd.runtime.speculation.tree import from_candidates, from_chain
-from d2sd.viz.files import check_writable, write_whole
 from d2sd.viz.layout import BOX, arrange
 from d2sd.viz.nodes import Node, Source, Step, read_step, token_text
 from d2sd.viz.page import page
@@ -381,41 +379,8 @@ def test_the_page_needs_nothing_and_runs_nothing_else() -> None:
 
 
 def test_pictures_need_no_torch() -> None:
-    program = "import sys, d2sd.viz.page, d2sd.viz.files; print('torch' in sys.modules)"
+    program = "import sys, d2sd.viz.page, d2sd.io; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    file, link = tmp_path / "a.svg", tmp_path / "link.svg"
-    file.write_text("old")
-    link.symlink_to(file)
-    check_writable(link)
-    assert file.read_text() == "old"
-    with pytest.raises(UnicodeEncodeError):
-        write_whole(link, "new \ud800")
-    assert file.read_text() == "old"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.svg", "link.svg"]
-    write_whole(link, "new ⏎")
-    assert link.is_symlink()
-    assert file.read_text("utf-8") == "new ⏎"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.svg", "link.svg"]
-
-
-def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
-    import os
-
-    pipe, got = tmp_path / "pipe", list[str]()
-    os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: got.append(pipe.read_text()), daemon=True)
-    reader.start()
-    check_writable(pipe)
-    write_whole(pipe, "text")
-    reader.join(5)
-    assert got == ["text"]
-    assert pipe.is_fifo()
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

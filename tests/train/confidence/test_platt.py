@@ -11,7 +11,7 @@ from torch import Tensor
 
 from d2sd.runtime.observe import NodeOutcome
 from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.train.confidence.platt import PRIOR, calibrated, calibration_error, fit, logistic
+from d2sd.train.confidence.platt import PRIOR, calibrated, drafter_error, fit, logistic
 
 #: Mean and spread of what is said, then the true a and b: a modest drafter, sure ones, one that is better than it says.
 WORLDS = [
@@ -117,13 +117,13 @@ def test_corrected_applies_the_groups_own_numbers() -> None:
     assert [n._replace(logprob=0.0) for n in warm] == [n._replace(logprob=0.0) for n in nodes]
 
 
-def test_calibration_error_by_hand() -> None:
+def test_drafter_error_by_hand() -> None:
     """Two bins: 0.95 said twice and right once, 0.25 said once and right; a certain one belongs to the last bin."""
     nodes = [said(math.log(0.95)), said(math.log(0.95), False), said(math.log(0.25))]
-    assert calibration_error(nodes, 0) == pytest.approx((abs(1.9 - 1) + abs(0.25 - 1)) / 3)
-    assert calibration_error([*nodes, said(0.0)], 0) == pytest.approx((abs(2.9 - 2) + abs(0.25 - 1)) / 4)
-    assert calibration_error([*nodes, *[said(0.0, False, drafter=1)] * 9], 0) == calibration_error(nodes, 0)
-    assert calibration_error(nodes, 1) == 0
+    assert drafter_error(nodes, 0) == pytest.approx((abs(1.9 - 1) + abs(0.25 - 1)) / 3)
+    assert drafter_error([*nodes, said(0.0)], 0) == pytest.approx((abs(2.9 - 2) + abs(0.25 - 1)) / 4)
+    assert drafter_error([*nodes, *[said(0.0, False, drafter=1)] * 9], 0) == drafter_error(nodes, 0)
+    assert drafter_error(nodes, 1) == 0
 
 
 @pytest.mark.parametrize(("mean", "spread", "a", "b"), WORLDS)
@@ -131,6 +131,6 @@ def test_a_fit_improves_what_it_has_not_seen(mean: float, spread: float, a: floa
     nodes = judged(*drawn(mean, spread, a, b, 4000))
     random.Random(1).shuffle(nodes)
     seen, fresh = nodes[:2000], nodes[2000:]
-    before, after = calibration_error(fresh, 0), calibration_error(calibrated(fresh, fit(seen, [], 1), 0), 0)
+    before, after = drafter_error(fresh, 0), drafter_error(calibrated(fresh, fit(seen, [], 1), 0), 0)
     assert before > 0.07
     assert after < min(0.05, before / 2)

@@ -1,0 +1,86 @@
+"""Pydantic models filled from files; every mismatch is a `D2SDError` that names file and key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from d2sd.errors import D2SDError, shortened
+from d2sd.io import MAX_BYTES, read_json
+
+Schema = TypeVar("Schema", bound=BaseModel)
+#: Faults of one file that are listed; the others are counted.
+_MOST = 10
+
+
+def read_model(
+    schema: type[Schema],
+    path: Path,
+    *,
+    error: type[D2SDError],
+    what: str,
+    version: tuple[str, int] | None = None,
+    fix: str | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> Schema:
+    """Read a JSON file into `schema`; `what` is what messages call the file.
+
+    `version` is the key of the file's schema version and the one we read. Raises `error` naming file and key.
+    """
+    # NaN is refused by the schema, which names its key
+    values = read_json(path, error=error, what=what, max_bytes=max_bytes, finite=False)
+    if version is not None:
+        key, expected = version
+        if not isinstance(values, dict) or key not in values:
+            raise error(f"The {what} is damaged.", where=path, found=f"no key {key}", fix=fix)
+        if values[key] != expected:
+            raise error(
+                f"The {what} has another schema version.",
+                where=f"{path}: {key}", found=values[key], expected=expected, fix=fix,
+            )  # fmt: skip
+    return validated(schema, values, path, error=error, what=f"The {what} is damaged.", fix=fix)
+
+
+def validated(
+    schema: type[Schema],
+    values: object,
+    where: str | Path,
+    *,
+    error: type[D2SDError],
+    what: str | None = None,
+    fix: str | None = None,
+) -> Schema:
+    """Fill `schema`. Raises `error` with the key of the first fault behind `where`, and a line for each other fault.
+
+    The first fault is the message's first sentence, or what was found if `what` is given as the first sentence.
+    """
+    try:
+        return schema.model_validate(values)
+    except ValidationError as fault:
+        # str(fault) would print the whole input
+        first, *others = fault.errors(include_url=False, include_context=False)
+        key, sentence = _described(first)
+        more = [": ".join(filter(None, _described(one))) for one in others[: _MOST - 1]]
+        if len(others) > len(more):
+            more.append(f"{len(others) - len(more)} more")
+        found = None if first["type"] in ("missing", "value_error") else _quoted(first["input"])
+        if what is not None:
+            found = sentence if found is None else f"{found}: {sentence}"
+        lines = [what or sentence, *(f"  also: {line}" for line in more)]
+        raise error("\n".join(lines), where=f"{where}: {key}" if key else where, found=found, fix=fix) from None
+
+
+def _described(error: ErrorDetails) -> tuple[str, str]:
+    """Return (key, sentence)."""
+    key = shortened(".".join(str(part) for part in error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return key, "Unknown key."
+    return key, shortened(error["msg"].removeprefix("Value error, "), 400) + "."
+
+
+def _quoted(value: object) -> str:
+    """Show a value as it would be written: text in quotes."""
+    return repr(shortened(value, 80)) if isinstance(value, str) else shortened(value, 80)

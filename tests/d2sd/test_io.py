@@ -1,0 +1,189 @@
+"""Files: what cannot be read is an error that names it, and what is written is written completely or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from d2sd.errors import BundleError, D2SDError
+from d2sd.io import MAX_DEPTH, MAX_DIGITS, atomic_write, check_writable, open_regular, read_json, read_text, write_text
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _loop(folder: Path) -> Path:
+    (folder / "a").symlink_to(folder / "b")
+    (folder / "b").symlink_to(folder / "a")
+    return folder / "a"
+
+
+def _fifo(folder: Path) -> Path:
+    os.mkfifo(folder / "pipe")
+    return folder / "pipe"
+
+
+def _zero_link(folder: Path) -> Path:
+    (folder / "link").symlink_to("/dev/zero")
+    return folder / "link"
+
+
+NO_FILES: dict[str, Callable[[Path], Path]] = {
+    "missing": lambda folder: folder / "none",
+    "folder": lambda folder: folder,
+    "below a file": lambda folder: Path(__file__) / "x",
+    "pipe": _fifo,
+    "endless device": lambda folder: Path("/dev/zero"),
+    "full device": lambda folder: Path("/dev/full"),
+    "link to a device": _zero_link,
+    "loop of links": _loop,
+    "NUL": lambda folder: folder / "a\0b",
+    "half a surrogate pair": lambda folder: folder / "\ud800",
+    "long name": lambda folder: folder / ("x" * 300),
+}
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
+    path = NO_FILES[kind](tmp_path)
+    with pytest.raises(OSError) as caught:  # noqa: PT011  (of any kind, but naming the file)
+        open_regular(path)
+    assert caught.value.filename == str(path)
+    with pytest.raises(BundleError) as told:
+        read_text(path, error=BundleError)
+    assert told.value.where == path
+
+
+def test_a_file_that_is_too_large_is_refused_after_its_bound(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_text("12345")
+    assert read_text(file, max_bytes=5) == "12345"
+    with pytest.raises(D2SDError, match="too large"):
+        read_text(file, max_bytes=4)
+
+
+def test_bytes_that_are_not_utf8_are_named_by_line(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_bytes(b"one\ntwo\nthr\xffe")
+    with pytest.raises(D2SDError, match=r"a:3\n  found: byte 0xff"):
+        read_text(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"a":\n 1,}', ":2"),
+        ("", ":1"),
+        ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "levels deep"),
+        ('{"a":' * 100_000, "levels deep"),
+        ("[" * 100_000 + "]" * 100_000, "levels deep"),
+        ("9" * (MAX_DIGITS + 1), "digits"),
+        ("9" * 5_000, "digits"),
+        ("NaN", "NaN"),
+        ("[-Infinity]", "Infinity"),
+        ("1e400", "not a finite number"),
+        ("1" * 400 + ".0", "not a finite number"),
+        (r'{"a": "\ud800"}', "surrogate"),
+        (r'{"\uDC00": 1}', "surrogate"),
+    ],
+)
+def test_json_beyond_its_bounds_is_an_error_that_names_the_file(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(text)
+    with pytest.raises(BundleError, match=r"a\.json") as caught:
+        read_json(file)
+    assert told in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_json_within_its_bounds_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    deep = "[" * MAX_DEPTH + "]" * MAX_DEPTH
+    file.write_text(rf'{{"n": {2**64 - 1}, "x": -1.5e3, "s": "\ud83d\ude00 \\ud800"}}')
+    assert read_json(file) == {"n": 2**64 - 1, "x": -1500.0, "s": "😀 \\ud800"}
+    file.write_text(deep)
+    assert str(read_json(file)) == deep
+
+
+@pytest.mark.parametrize(
+    "found",
+    ["x" * 10**6, list(range(10**6)), {"k": ["y" * 10**6] * 1000}, 10**5000, b"z" * 999],
+    ids=["text", "list", "mapping", "integer", "bytes"],
+)
+def test_found_is_cut(found: object) -> None:
+    assert 10 < len(str(D2SDError("what", found=found))) < 1500
+    assert len(str(D2SDError("what", found="a" * 500 + "z")).splitlines()[1]) < 220
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
+    file, link = tmp_path / "a.svg", tmp_path / "link.svg"
+    file.write_text("old")
+    link.symlink_to(file)
+    check_writable(link)
+    assert file.read_text() == "old"
+    with pytest.raises(UnicodeEncodeError):
+        write_text(link, "new \ud800")
+    assert file.read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.svg", "link.svg"]
+    write_text(link, "new ⏎")
+    assert link.is_symlink()
+    assert file.read_text("utf-8") == "new ⏎"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.svg", "link.svg"]
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_text("old")
+    with pytest.raises(KeyboardInterrupt), atomic_write(file) as partial:  # noqa: PT012
+        partial.write_text("half")
+        assert file.read_text() == "old"
+        raise KeyboardInterrupt
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert file.read_text() == "old"
+
+
+def test_what_is_written_is_flushed_before_it_takes_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[bool]()
+    monkeypatch.setattr(os, "fsync", lambda handle: seen.append((tmp_path / "a").exists()))
+    write_text(tmp_path / "a", "x")
+    assert seen == [False]
+
+
+def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
+    pipe, got = _fifo(tmp_path), list[str]()
+    reader = threading.Thread(target=lambda: got.append(pipe.read_text()), daemon=True)
+    reader.start()
+    check_writable(pipe)
+    write_text(pipe, "text")
+    reader.join(5)
+    assert got == ["text"]
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("kind", ["folder", "below a file", "loop of links", "NUL", "half a surrogate pair"])
+@pytest.mark.parametrize("write", [check_writable, lambda path: write_text(path, "x")], ids=["check", "write"])
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, kind: str, write: Callable[[Path], None]) -> None:
+    path = NO_FILES[kind](tmp_path)
+    with pytest.raises(OSError) as caught:  # noqa: PT011
+        write(path)
+    assert caught.value.filename == str(path)
+
+
+def test_a_full_disk_names_the_file_and_keeps_its_number(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space") as caught:
+        write_text(Path("/dev/full"), "x" * 100_000)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "/dev/full")
+
+
+def test_an_error_of_another_file_keeps_its_name(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught, atomic_write(tmp_path / "a"):
+        (tmp_path / "none").read_text()
+    assert caught.value.filename == str(tmp_path / "none")
+    assert not list(tmp_path.iterdir())
