@@ -142,7 +142,7 @@ class EngineSession:
 
     def _demand(self, done: bool, what: str) -> None:
         if not done:
-            raise BundleError(f"TensorRT refused {what}.", where=self._file.path, found=self._heard.told())
+            raise BundleError(f"TensorRT refused {what}.", where=self._file.path, found=self._heard.drain())
 
 
 def _admits(profile: Profile, name: str, tensor: Tensor) -> bool:
