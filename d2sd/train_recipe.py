@@ -78,7 +78,7 @@ class Geometry(Part):
 
 
 class Objective(Part):
-    """What a drafter minimises: the sum of named terms times these weights. `d2sd/train/objectives.py` defines them."""
+    """What a drafter minimises: the sum of named terms times these weights. `train/objectives/` defines them."""
 
     #: how the slots of a block weigh in the slot terms
     slots: Literal["uniform", "decay", "dpace"] = "decay"
