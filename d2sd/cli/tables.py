@@ -93,7 +93,7 @@ def _line(label: str, text: object) -> None:
 def show_table(table: Table, console: Console = _CONSOLE) -> None:
     """Print a table at the width that its contents need: a narrow terminal wraps the lines, but no name is cut."""
     width = console.measure(table, options=console.options.update(width=1000)).maximum
-    console.print(table, width=width, crop=False, soft_wrap=False, no_wrap=True)
+    Console(file=console.file, width=max(width, console.width)).print(table)
 
 
 def _told(name: str, result: JsonValue) -> Iterator[str]:
