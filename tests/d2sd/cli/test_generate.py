@@ -112,7 +112,7 @@ def test_a_build_that_would_lose_tokens_fails(bundle: Bundle, monkeypatch: pytes
         )
 
     monkeypatch.setattr(Engine, "accept", careless)
-    with pytest.raises(BuildError, match="does not write what plain decoding writes"):
+    with pytest.raises(BuildError, match="does not produce the tokens of plain decoding"):
         checks.check_bundle(bundle)
 
 
