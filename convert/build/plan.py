@@ -134,14 +134,14 @@ def _check_engines(plan: Plan) -> None:
         body, limits = part.body, plan.recipe.limits
         if body.head_dim % HEAD_STEP or body.head_dim > LARGEST_HEAD:
             raise RecipeError(
-                "Engines cannot be built of heads of this size: the attention kernels do not take them.",
+                "The attention kernels do not support this head size, so engines cannot be built.",
                 where=f"{part.source}: head_dim", found=body.head_dim,
                 expected=f"a multiple of {HEAD_STEP} up to {LARGEST_HEAD}", fix="remove engines from the recipe",
             )  # fmt: skip
         page = limits.page_size * body.num_kv_heads * body.head_dim * DTYPES[plan.recipe.precision].itemsize
         if page % ALIGNMENT:  # a layer of a pool begins where the one before it ends
             raise RecipeError(
-                "A page of K/V is no multiple of what TensorRT aligns to.", where="limits.page_size",
+                "A page of K/V is not aligned for TensorRT.", where="limits.page_size",
                 found=f"{limits.page_size} tokens, {page} bytes", expected=f"a multiple of {ALIGNMENT} bytes",
                 fix="double limits.page_size",
             )  # fmt: skip
@@ -153,7 +153,7 @@ def _calibration(recipe: Recipe) -> CalibrationFile | None:
     calibration = load_calibration(path)
     if calibration.block_size != recipe.tree.block_size:
         raise RecipeError(
-            "The calibration is of another block size.", where=f"{path}: block_size",
+            "The calibration is for another block size.", where=f"{path}: block_size",
             found=calibration.block_size, expected=recipe.tree.block_size, fix="run d2sd calibrate",
         )  # fmt: skip
     return calibration

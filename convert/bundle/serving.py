@@ -33,10 +33,10 @@ def make_engine(
     calibrated: bool = True,
     selector: PolicySelector | None = None,
 ) -> Engine:
-    """An engine over the bundle's models; what is not given is the recipe's.
+    """An engine over the bundle's models; arguments that are not given are the recipe's.
 
-    Raises BundleError if the policy needs a drafter the bundle has not. `calibrated=False` takes the drafters at their
-    word. `selector` is what another engine of the same bundle, device and batch has measured and learnt.
+    Raises BundleError if the bundle lacks a drafter that the policy needs. `calibrated=False` uses the drafters' raw
+    probabilities. `selector` is another engine's, of the same bundle, device and batch size, with its measurements.
     """
     from d2sd.runtime.buckets import buckets
     from d2sd.runtime.engine import Engine
@@ -49,7 +49,7 @@ def make_engine(
     drafters = [bundle.first, bundle.second][: max(len(candidate.required_drafters) for candidate in candidates)]
     if None in drafters:
         raise BundleError(
-            f"the policy needs {len(drafters)} drafters", where=bundle.path,
+            f"The policy needs {len(drafters)} drafters.", where=bundle.path,
             found=f"{sum(d is not None for d in (bundle.first, bundle.second))}", fix="choose another with --policy",
         )  # fmt: skip
     models = [drafter for drafter in drafters if drafter is not None]
@@ -71,7 +71,7 @@ def make_engine(
 
 
 def _policies(bundle: Bundle, name: Policy, rows: int) -> list[TreePolicy]:
-    """The one asked for; for `auto` all that the bundle can run, by rows, the last one for when nothing is known."""
+    """The named policy; for `auto` all that the bundle can run, by number of nodes; the last is tried first."""
     from d2sd.runtime.speculation.policy import make_policy
 
     tree = bundle.recipe.tree

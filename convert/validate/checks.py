@@ -51,12 +51,12 @@ def check_bundle(bundle: Bundle, progress: Progress = silent) -> dict[str, Any]:
         if recipe.precision == "fp32" and equal < len(requests):
             _explain(bundle, policy, [s.answer for s in sequences], plain, [r.prompt for r in requests])
         if policy == "chain":
-            _demand(recipe, figures[policy]["tau"], len(requests))
+            _check_min_tau(recipe, figures[policy]["tau"], len(requests))
     graphs = check_graphs(bundle, requests, plain) if recipe.engines else {}
     return {"greedy": figures, "fit": fit} | graphs
 
 
-def _demand(recipe: Recipe, tau: float, prompts: int) -> None:
+def _check_min_tau(recipe: Recipe, tau: float, prompts: int) -> None:
     """Raise BuildError where the first drafter's chain commits fewer tokens a step than the recipe asks for."""
     least = recipe.checks.min_tau
     if least is not None and tau < least:
@@ -72,13 +72,14 @@ def _explain(
 ) -> None:
     """Raise BuildError for the first difference where plain decoding's two best logits are no tie."""
     for prompt, answer, expected in zip(prompts, answers, plain, strict=True):
-        place = first_mismatch(answer, expected)
-        if place is None:
+        index = first_mismatch(answer, expected)
+        if index is None:
             continue
-        gap = top2_margin(bundle.target, [*prompt, *expected[:place]])
+        gap = top2_margin(bundle.target, [*prompt, *expected[:index]])
         if gap > TIE_TOLERANCE:
             raise BuildError(
-                f"{policy} does not write what plain decoding writes", where=f"token {place} of an answer",
-                found=answer[place : place + 1], expected=f"{expected[place : place + 1]} (logit gap {gap:.2g})",
+                f"The policy {policy} does not produce the tokens of plain decoding.",
+                where=f"token {index} of an answer", found=answer[index : index + 1],
+                expected=f"{expected[index : index + 1]} (logit gap {gap:.2g})",
                 fix="this is a bug in d2sd: report it",
             )  # fmt: skip

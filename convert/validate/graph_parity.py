@@ -30,7 +30,7 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
 
     recipe, folder = bundle.recipe, bundle.path / "onnx"
     if recipe.precision == "bf16":
-        return {"graphs": "not run: ONNX Runtime computes no bf16 on a CPU"}
+        return {"graphs": "not run: ONNX Runtime does not support bf16 on CPUs"}
     pairs = {"drafter_first": bundle.first, "drafter_second": bundle.second}
     aux_layer_ids = bundle.first.config.target_layer_ids if bundle.first else ()
     target = ShadowDecoder(bundle.target, aux_layer_ids, OnnxSession(folder / "target.onnx"))

@@ -108,7 +108,7 @@ def test_a_build_that_would_lose_tokens_fails(bundle: Bundle, monkeypatch: pytes
         return replace(accepted, tokens=(accepted.tokens + drafted) % 60)
 
     monkeypatch.setattr("d2sd.runtime.decode.accept", careless)
-    with pytest.raises(BuildError, match="does not write what plain decoding writes"):
+    with pytest.raises(BuildError, match="does not produce the tokens of plain decoding"):
         checks.check_bundle(bundle)
 
 
