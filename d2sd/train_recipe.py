@@ -10,8 +10,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from d2sd.recipe import DrafterSource, Name, Part, Positive, Precision, RecipeFile, Target, read_yaml, validated
+from d2sd.errors import RecipeError
+from d2sd.recipe import DrafterSource, Name, Part, Positive, Precision, RecipeFile, Target
+from d2sd.schema import validated
 from d2sd.shipped import find_recipe
+from d2sd.yaml_reader import read_yaml
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Above0 = Annotated[float, Field(gt=0)]
@@ -220,4 +223,4 @@ def load_train_recipe(path: Path) -> TrainRecipe:
     Raises `RecipeError` naming file and key.
     """
     file, folder = find_recipe(path, "train")
-    return validated(TrainRecipe, read_yaml(file), file).at(folder, file.resolve().parent)
+    return validated(TrainRecipe, read_yaml(file), file, error=RecipeError).at(folder, file.resolve().parent)

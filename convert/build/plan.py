@@ -18,6 +18,7 @@ from d2sd.errors import RecipeError
 from d2sd.extras import require
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role
 from d2sd.plugins.cascade_attention.triton.tiles import HEAD_STEP, LARGEST_HEAD
+from d2sd.prompts import read_prompts
 from d2sd.recipe import FP8, DrafterSource, Recipe, SecondSource, Source
 from d2sd.tensorrt_env import ALIGNMENT
 
@@ -109,6 +110,9 @@ def make_plan(recipe: Recipe) -> Plan:
     missing = tuple(source for source in sources_of(recipe) if located(recipe, source) is None)
     plan = Plan(recipe, target_file, target, drafters, _calibration(recipe), missing)
     _check_engines(plan)
+    for prompts in (recipe.checks.prompts, recipe.fp8.prompts if recipe.fp8 else None):
+        if prompts is not None:
+            read_prompts(recipe.path(prompts))  # raises before anything is converted
     return plan
 
 
