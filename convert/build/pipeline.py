@@ -201,7 +201,7 @@ def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:
 
 
 def _calibration_path(recipe: Recipe) -> Path | None:
-    return recipe.drafters.calibration and located(recipe, recipe.drafters.calibration)
+    return located(recipe, recipe.drafters.calibration) if recipe.drafters.calibration is not None else None
 
 
 def _target_geometry(part: Part) -> TargetGeometry:

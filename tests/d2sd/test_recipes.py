@@ -115,10 +115,10 @@ def test_every_path_is_one_that_the_headers_commands_fill(name: str) -> None:
     assert drafters.first is not None
     assert drafters.second is not None
     assert trained.ready_first is not None
-    target, first = recipe.path(recipe.target.path or "").resolve(), recipe.path(drafters.first.path).resolve()
+    target, first = recipe.path(recipe.target.path or "").resolve(), recipe.path(drafters.first.path or "").resolve()
     assert (target, first) == tuple(ROOT / "checkpoints" / folder for folder in CHECKPOINTS[name].folders)
     assert trained.path(trained.target.path or "").resolve() == target
-    assert trained.path(trained.ready_first.path).resolve() == first
+    assert trained.path(trained.ready_first.path or "").resolve() == first
     said = header(ROOT / "recipes" / f"{name}.yaml")
     downloads = re.findall(r"hf download (\S+)/(\S+) .*--local-dir checkpoints/(\S+)", said)
     assert [(repository, folder) for _, repository, folder in downloads] == [(f, f) for f in CHECKPOINTS[name].folders]
