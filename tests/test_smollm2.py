@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,10 +28,15 @@ POLICIES: tuple[Policy, ...] = ("lookup", "chain", "samples", "reanchor", "d2sd"
 EVAL = DATA / "eval"
 
 
+pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(900)]
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _two_threads() -> None:
+def _two_threads() -> Iterator[None]:
     """A real model gains from a second thread; the tiny ones of the other tests lose (see conftest)."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

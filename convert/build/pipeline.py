@@ -201,7 +201,8 @@ def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:
 
 
 def _calibration_path(recipe: Recipe) -> Path | None:
-    return located(recipe, recipe.drafters.calibration) if recipe.drafters.calibration is not None else None
+    source = recipe.drafters.calibration
+    return located(recipe, source) if source is not None else None
 
 
 def _target_geometry(part: Part) -> TargetGeometry:

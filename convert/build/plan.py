@@ -17,7 +17,7 @@ from d2sd.convert.checkpoint.weights import DTYPES, stored_as
 from d2sd.errors import RecipeError
 from d2sd.extras import require
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role
-from d2sd.plugins.cascade_attention.triton.tiles import HEAD_STEP, LARGEST_HEAD
+from d2sd.plugins.dispatch import HEAD_STEP, LARGEST_HEAD
 from d2sd.prompts import read_prompts
 from d2sd.recipe import FP8, DrafterSource, Recipe, SecondSource, Source
 from d2sd.tensorrt_env import ALIGNMENT

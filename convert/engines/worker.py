@@ -18,7 +18,7 @@ from d2sd.errors import BuildError, D2SDError
 from d2sd.io import atomic_write
 from d2sd.plugins.cascade_attention.onnx import BLOCK, TREE
 from d2sd.plugins.cascade_attention.tensorrt.plugin import register
-from d2sd.plugins.cascade_attention.triton.tiles import HEAD_STEP, LARGEST_HEAD
+from d2sd.plugins.dispatch import HEAD_STEP, LARGEST_HEAD
 from d2sd.tensorrt_env import COMPUTE, Builder, ErrorLog, TensorRT, find_tensorrt
 
 #: Rises with every change of `configure`: engines that were built otherwise are built again.

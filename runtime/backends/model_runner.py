@@ -16,8 +16,10 @@ from torch import Tensor
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.fp8 import kv_scales
+from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.packed import pack, reduced_head
-from d2sd.modeling.rows import KVPool, Rows
+from d2sd.modeling.rows import Rows
 from d2sd.runtime.backends.pending_context import MAX_PENDING_ROWS, PendingContext
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.speculation.accept import Accepted
@@ -77,8 +79,7 @@ class ModelRunner:
         """Make the K/V pools."""
 
         def pool(model: Decoder | Drafter) -> KVPool:
-            body = model.config.body
-            return KVPool(body.num_layers, pages, page_size, body.num_kv_heads, body.head_dim, self._dtype, self.device)
+            return KVPool.for_body(model.config.body, pages, page_size, self._dtype, self.device, kv_scales(model))
 
         self._target_pool = pool(self.target)
         self._pools = [pool(drafter) for drafter in self._drafters]

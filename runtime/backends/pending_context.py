@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.rows import KVPool
+from d2sd.modeling.kv_pool import KVPool
 
 # Shape letters: B requests, T rows, M pages a request, E hidden, n auxiliary layers, R rows of all requests.
 

@@ -197,6 +197,7 @@ def test_trainings_differ_by_their_model_alone() -> None:
     assert all(other == first for other in others)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("name", "drafters"), [*((name, "first") for name in NAMES), ("llama-3.1-8b", "both")])
 @pytest.mark.parametrize("precision", BUILT)
 def test_build_and_generate(tmp_path: Path, name: str, drafters: str, precision: str) -> None:

@@ -23,7 +23,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "find_spec", lambda name: name)
     monkeypatch.delenv(fused.NO_FALLBACK, raising=False)
     fused.unsupported.cache_clear()
-    fused._tell.cache_clear()
+    fused._warn_once.cache_clear()
 
 
 def test_cpu_tensors_take_the_specification(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.rows import KVPool
+from d2sd.modeling.kv_pool import KVPool
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine, Output
 from d2sd.runtime.request import Limits, Request, SamplingParams
@@ -23,7 +23,7 @@ from d2sd.runtime.speculation.policy import PolicyName, make_policy
 from d2sd.runtime.text import Decode
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.oracle import plain_text
-from tests.tiny import full_pass, tiny_decoder, tiny_drafter
+from tests.tiny import tiny_decoder, tiny_drafter
 
 BLOCK, BRANCHES, BUDGET = 5, 3, 14
 
@@ -163,7 +163,7 @@ def check_pages(runner: ModelRunner, table: Tensor, tokens: list[int]) -> None:
     """All pools hold what one pass over `tokens` from nothing gives."""
     sync_drafters(runner)
     target, *drafters = models()
-    out = full_pass(target, torch.tensor([tokens]), aux_layer_ids=runner._aux_layer_ids)
+    out = target.full_pass(torch.tensor([tokens]), aux_layer_ids=runner._aux_layer_ids)
     k, v = committed(runner._target_pool, table, len(tokens))
     torch.testing.assert_close(k, out.k[:, 0], atol=1e-4, rtol=0)
     torch.testing.assert_close(v, out.v[:, 0], atol=1e-4, rtol=0)

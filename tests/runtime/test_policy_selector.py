@@ -85,7 +85,7 @@ def test_speculation_must_promise_a_margin() -> None:
         assert selector({OFF: 1.0, CHAIN: 2.0 / gain}).choose(1, 0.0) == best
 
 
-def test_every_batch_size_has_its_own_costs_and_what_was_not_measured_is_never_chosen() -> None:
+def test_auto_never_chooses_what_was_not_measured_at_this_batch_size() -> None:
     """At two in flight the larger tree would win by far, but its cost is not known there."""
     costs = {(OFF, 1): 1.0, (LARGE, 1): 1.1, (OFF, 2): 1.0, (SMALL, 2): 1.5, (OFF, 4): 1.0, (SMALL, 4): 4.0}
     own = PolicySelector(POLICIES, costs, FORECAST)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Head sizes the kernel takes: multiples of this (the least inner size of a product), up to LARGEST_HEAD.
-HEAD_STEP = 16
-LARGEST_HEAD = 256
+from d2sd.plugins.dispatch import HEAD_STEP
+
 #: More splits make the merge read more than they save the kernel.
 MOST_SPLITS = 16
 #: Tokens of context that a split should have at least: fewer cost less than writing and merging a partial result.

@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["rows", "places", "columns"])
-def write_rows_kernel(
+def write_pages_kernel(
     k, v, k_pages, v_pages, page_table, positions, keep, path, k_scale, v_scale,
     row_stride, page_stride, rows, places, columns,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr,

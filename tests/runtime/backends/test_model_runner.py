@@ -23,7 +23,7 @@ from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.speculation.tree import Tree, from_candidates
 from tests.runtime.helpers import BLOCK, check_pages, copies, honest, models, poison, sync_drafters
-from tests.tiny import full_logits, full_pass, tiny_drafter
+from tests.tiny import full_logits, tiny_drafter
 
 PAGE = 4
 TEXTS = [[5, 9, 1, 33, 20, 7, 41, 8, 2], [60, 3], [11, 12, 13, 14, 15, 16]]  # the last token is the anchor
@@ -62,7 +62,7 @@ def fresh_draft(drafter: Drafter, text: list[int], blocks: list[list[int]]) -> T
     target: Decoder = models()[0]
     context = len(text) - 1
     aux_layer_ids = drafter.config.target_layer_ids
-    out = full_pass(target, torch.tensor([text[:-1]]), aux_layer_ids=aux_layer_ids) if context else None
+    out = target.full_pass(torch.tensor([text[:-1]]), aux_layer_ids=aux_layer_ids) if context else None
     positions = torch.arange(context + BLOCK)[None]
     body, logits = drafter.config.body, []
     for block in blocks:

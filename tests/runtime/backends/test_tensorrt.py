@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from d2sd.errors import BundleError
-from d2sd.modeling.rows import KVPool, Rows
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.rows import Rows
 from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, VERSION
 from d2sd.runtime.backends import tensorrt
 from d2sd.runtime.backends import tensorrt_checks as tensorrt_check
@@ -210,7 +211,7 @@ def test_what_a_drafter_passes_lies_on_its_device() -> None:
     graph = GraphDrafter(first, Asked(), PAGE)  # type: ignore[arg-type]
     with torch.device("meta"):
         table, lengths = torch.zeros(3, 2, dtype=torch.long).t(), torch.zeros(2, dtype=torch.long)
-        pool = KVPool(body.num_layers, 3, PAGE, body.num_kv_heads, body.head_dim, torch.float32, "meta")
+        pool = KVPool.for_body(body, 3, PAGE, torch.float32, "meta")
         graph.draft(torch.zeros(2, SIZE, 32), Rows.chain(SIZE, table, lengths), pool)
         graph.context_keys_values(torch.zeros(1, 4, width), torch.zeros(4, 1, dtype=torch.long).t())
 
