@@ -18,6 +18,7 @@ from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.backends import BackendName
 from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.errors import D2SDError
+from d2sd.extras import require_plots
 from d2sd.policies import FACTS
 from d2sd.progress import bar
 from d2sd.prompts import OWN_PROMPTS, read_prompts
@@ -109,6 +110,7 @@ def bench(
     if plan:
         _show_plan(matrix, sets, repeat)
         return
+    require_plots()  # hours before they are drawn
     settings = Settings(
         per_set=per_set, max_new_tokens=max_new_tokens, block_size=tree.block_size, branches=tree.branches, seed=seed,
     )  # fmt: skip
