@@ -103,7 +103,7 @@ def test_greedy_and_sampled_text_are_the_targets_own(tmp_path: Path, policy: Pol
 
 
 def test_prompts_are_packed_as_the_profiles_admit(tmp_path: Path) -> None:
-    """Several requests in the profiles of decoding, whose trees have up to 14 rows; one in the profile of long chunks."""
+    """Several requests in the profiles of decoding, of at most 14 rows; one in the profile of long chunks."""
     long = RECIPE.model_copy(update={"limits": RECIPE.limits.model_copy(update={"prefill_chunk": 32})})
     for builder in get_args(Builder):
         profiles = make_profiles(long, builder, models()[0].config)
