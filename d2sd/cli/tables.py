@@ -150,9 +150,13 @@ def _pool(plan: Plan) -> int:
 
 def _gpus(plan: Plan) -> None:
     """Arithmetic of weights and K/V alone: activations, logits and CUDA's own come on top."""
-    needed, context = plan.weight_bytes + _pool(plan), plan.recipe.limits.max_context
-    _line("a request", f"{_size(plan.request_bytes)} of K/V for {context:,} tokens")
+    limits = plan.recipe.limits
+    _line("a request", f"{_size(plan.request_bytes)} of K/V for {limits.max_context:,} tokens")
     for name, memory in GPUS.items():
+        pool = _pool(plan)
+        if isinstance(limits.kv_memory, float):
+            pool = min(pool, int(limits.kv_memory * max(0, memory - plan.weight_bytes)))
+        needed = plan.weight_bytes + pool
         left = f"{_size(memory - needed)} left" if needed < memory else f"{_size(needed - memory)} too much"
         most = f"the weights and {plan.requests_in(memory):,} such requests"
         _line(f"{name} {memory // 10**9} GB", f"{left}; four fifths of it hold {most}")

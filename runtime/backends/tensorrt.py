@@ -7,7 +7,8 @@ one stream.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,6 +152,12 @@ def _admits(profile: Profile, name: str, tensor: Tensor) -> bool:
     return all(low <= size <= high for low, size, high in sizes)
 
 
+def max_requests(profiles: Sequence[Profile], rows: int) -> int:
+    """The most requests of so many rows each that a run of the target takes, by its profiles."""
+    shapes = [profile["embedded"] for profile in profiles]
+    return max((most[0] for least, _, most in shapes if least[1] <= rows <= most[1]), default=1)
+
+
 def engine_runner(
     trt: TensorRT,
     target: tuple[Decoder, EngineFile],
@@ -180,13 +187,7 @@ def engine_runner(
         ).to(device)
         for drafter, engine in drafters
     ]
-
-    def max_prefill_requests(rows: int) -> int:
-        """Of the profiles that admit so many rows a request, the most requests."""
-        shapes = [profile["embedded"] for profile in engine.profiles]
-        return max((most[0] for least, _, most in shapes if least[1] <= rows <= most[1]), default=1)
-
     return ModelRunner(
         GraphDecoder(decoder, aux_layer_ids, session).to(device), *drafting, block_size=block_size,
-        max_prefill_requests=max_prefill_requests,
+        max_prefill_requests=partial(max_requests, engine.profiles),
     )  # fmt: skip

@@ -254,6 +254,18 @@ def test_trace_shows_the_last_step() -> None:
             assert old + trace.accepted.tokens[row, :count].tolist() == sequence.tokens
 
 
+def test_trace_is_kept_only_where_asked_for() -> None:
+    """It would hold a step's masks and drafts until the next step."""
+    engine = make_engine(honest())
+    engine.submit(replace(FINE, max_new_tokens=20))
+    traces = []
+    for wanted in (False, True, False):
+        engine.record_trace = wanted
+        engine.step()
+        traces.append(engine.trace)
+    assert [trace is not None for trace in traces] == [False, True, False]
+
+
 FINE = Request((1, 2, 3), 4)
 
 

@@ -91,6 +91,20 @@ def test_a_missing_drafter_is_named(tmp_path: Path, bundle: Bundle) -> None:
         make_engine(replace(bundle, second=None), policy="d2sd")
 
 
+def test_a_recipe_may_have_more_requests_than_memory(bundle: Bundle) -> None:
+    """K/V for about one and a half requests: the second is preempted, and every answer stays."""
+    requests = [chat_request(bundle, f"w{n} w{n + 1}", SamplingParams(seed=n), 40) for n in range(4)]
+    answers = [s.answer for s in make_engine(bundle, policy="d2sd").generate(requests)]
+    limits = bundle.recipe.limits.model_copy(update={"page_size": 4, "kv_memory": 16 * 4 * 896})
+    recipe = bundle.recipe.model_copy(update={"limits": limits})
+    tight = replace(bundle, manifest=bundle.manifest.model_copy(update={"recipe": recipe}))
+    engine = make_engine(tight, policy="d2sd")
+    assert (engine.memory.page_bytes, engine.memory.pages) == (4 * 896, 15)
+    sequences = engine.generate(requests)
+    assert [s.answer for s in sequences] == answers
+    assert sum(s.stats.preemptions for s in sequences) > 0
+
+
 def test_the_build_records_what_it_proved(bundle: Bundle) -> None:
     figures: Any = bundle.manifest.checks["greedy"]
     for policy in ("chain", "d2sd"):
