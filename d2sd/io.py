@@ -216,9 +216,9 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def sha256(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
-    """Hash one file, reporting bytes as they are read."""
+    """Hash one regular file, reporting bytes as they are read. Raises OSError naming it."""
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         while chunk := stream.read(_CHUNK):
             digest.update(chunk)
             advance(len(chunk))

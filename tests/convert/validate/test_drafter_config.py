@@ -174,7 +174,7 @@ def test_a_drafter_that_is_accepted_next_to_never_is_told_and_built(tmp_path: Pa
     assert built.exit_code == 0, built.output
     told = built.stderr.splitlines()
     assert [line.split(":")[0] for line in told] == [
-        f"the {name} drafter is accepted next to never" for name in ("first", "second")
+        f"the {name} drafter is almost never accepted" for name in ("first", "second")
     ]
     for line, name in zip(told, ("first", "second"), strict=True):
         assert f": {checks(out)['fit'][name]['tokens a step']['as declared']:.2f} tokens a step" in line
