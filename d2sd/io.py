@@ -23,8 +23,8 @@ _CHUNK = 1 << 20
 MAX_BYTES = 64 << 20
 #: Deepest nesting of JSON and YAML; real files stay below 10, and Python's own limit is 1,000 frames.
 MAX_DEPTH = 64
-#: Longest integer in JSON and YAML: the largest we use is 2**64 - 1, of 20 digits.
-MAX_DIGITS = 24
+#: Longest integer in JSON and YAML: transformers writes int(1e30), of 31 digits, for a tokenizer without a limit.
+MAX_DIGITS = 40
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

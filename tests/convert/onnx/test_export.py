@@ -12,7 +12,8 @@ from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.rows import KVPool, Rows
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.rows import Rows
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession
 from tests.convert.exported import PAGE, PAIRS, TAPS, ExportOnce, export_pair, tiny_pair
 from tests.convert.helpers import tree_bytes
@@ -34,7 +35,10 @@ class Pair:
     draft_graph: GraphDrafter
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids=[family for family, _ in PAIRS])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(made, id=made[0], marks=pytest.mark.slow if made[0] == "qwen2" else []) for made in PAIRS],
+)
 def pair(request: pytest.FixtureRequest, export_once: ExportOnce) -> Pair:
     exported = export_once(*request.param)
     target, drafter, folder = exported.target, exported.drafter, exported.folder
