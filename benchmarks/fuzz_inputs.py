@@ -176,16 +176,18 @@ KINDS = {"recipes": recipes, "checkpoints": checkpoints, "bundles": bundles}
 @click.option("--count", default=1000, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 def fuzz(kind: str, path: Path, count: int, seed: int) -> None:
-    """Damage the input at PATH in COUNT ways and print the faults."""
+    """Damage the input at PATH in COUNT ways and print the faults; Ctrl-C ends it early."""
     faults: Counter[str] = Counter()
-    cases = KINDS[kind](path, random.Random(seed))
-    for _ in range(count):
-        if fault := next(cases):
-            faults[fault] += 1
-    cases.close()  # type: ignore[attr-defined]
+    cases, tried = KINDS[kind](path, random.Random(seed)), 0
+    try:
+        for tried in range(1, count + 1):  # noqa: B007
+            if fault := next(cases):
+                faults[fault] += 1
+    except KeyboardInterrupt:
+        tried -= 1
     for fault, times in faults.most_common():
         click.echo(f"{times:6} {fault}")
-    click.echo(f"{kind}: {count} inputs, {faults.total()} faults in {len(faults)} places")
+    click.echo(f"{kind}: {tried} inputs, {faults.total()} faults in {len(faults)} places")
     raise SystemExit(bool(faults))
 
 

@@ -57,7 +57,7 @@ Shapes = tuple[list[int], list[int], list[int]]
 
 
 class Engines(_Part):
-    """What lies in engines/<compute>/<model>.engine: without a GPU an engine cannot be asked."""
+    """What is in engines/<compute>/<model>.engine: without a GPU an engine cannot be asked."""
 
     builder: Builder
     version: str  # of the builder

@@ -1,4 +1,4 @@
-"""What long work tells its caller. The CLI draws bars; libraries and tests stay silent."""
+"""Progress of long work. The CLI draws bars; libraries and tests stay silent."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """`with progress("hashing", total_bytes) as advance: advance(n)`; no total means that nobody can know it."""
+    """`with progress("hashing", total_bytes) as advance: advance(n)`; without a total where it cannot be known."""
 
     def __call__(self, what: str, total: int | None = None) -> AbstractContextManager[Callable[[int], None]]: ...
 
 
 @contextmanager
 def silent(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Report to nobody."""
+    """Show nothing."""
     del what, total
     yield lambda count: None
 

@@ -229,7 +229,7 @@ class Limits(Part):
 
 
 class Checks(Part):
-    """What a build tries on real prompts before it publishes a bundle; the figures stand in its manifest."""
+    """What a build tries on real prompts before it publishes a bundle; the figures go into its manifest."""
 
     #: JSONL of {"id", "turns"}; a few dozen of our own writing where absent
     prompts: str | None = None
@@ -263,7 +263,7 @@ class FP8(Part):
 
 
 class Engines(Part):
-    """TensorRT engines of all models, with d2sd's plugins, beside the checkpoints; built on a CPU by TensorRT-RTX."""
+    """TensorRT engines of all models, with d2sd's plugins, next to the checkpoints; built on a CPU by TensorRT-RTX."""
 
     #: compute capabilities, an engine each; portable is one for all that TensorRT-RTX knows, and native, of classic
     #: TensorRT, is the GPU that builds
@@ -331,7 +331,7 @@ class Recipe(RecipeFile):
             raise ValueError("drafters.second extends drafters.first, which is absent; add it")
         if limits.max_context % limits.page_size:
             raise ValueError(
-                f"limits.max_context {limits.max_context} is no multiple of limits.page_size {limits.page_size}; "
+                f"limits.max_context {limits.max_context} is not a multiple of limits.page_size {limits.page_size}; "
                 f"try {-(-limits.max_context // limits.page_size) * limits.page_size}"
             )
         if sampling.max_new_tokens >= limits.max_context:

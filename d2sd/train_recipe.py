@@ -34,13 +34,13 @@ class SelfWritten(Part):
 
     #: of this kind, part of the turns' ids
     name: Name
-    #: how many are tried; those unfinished or screened out are told
+    #: how many are tried; those unfinished or screened out are reported
     count: Positive
     #: how a turn may begin, drawn at random, to steer towards code, questions, essays; "" leaves it to the target
     openings: list[str] = Field(default=[""], min_length=1)
     #: diversity is what they are for
     temperature: Above0 = 1.0
-    #: text that ends a turn and stays in it, beside the target's own end: a docstring's, for functions without a body
+    #: text that ends a turn and stays in it, next to the target's own end: a docstring's, for functions without a body
     end: str | None = None
     #: longer ones are dropped
     max_tokens: Positive = 96
@@ -128,7 +128,7 @@ class TrainSettings(Part):
     micro_batch: Positive = 1
     #: blocks a sequence, at random anchors
     blocks: Positive = 32
-    #: muon: for the matrices, beside AdamW for the rest; adamw: for all, as published
+    #: muon: for the matrices, with AdamW for the rest; adamw: for all, as published
     optimizer: Literal["muon", "adamw"] = "muon"
     #: for muon; DFlash's AdamW has 6e-4
     learning_rate: Above0 = 2e-3
@@ -153,7 +153,7 @@ class TrainSettings(Part):
 
 
 class SecondSettings(TrainSettings):
-    """What a variable-prefix drafter's training needs beside."""
+    """What a variable-prefix drafter's training needs in addition."""
 
     #: Pr(n visible tokens) ∝ base^n, as published
     prefix_base: Above0 = 0.9
@@ -191,7 +191,7 @@ class TrainRecipe(RecipeFile):
     ready_first: DrafterSource | None = None
     #: starts from the first drafter; absent: none is trained
     second: SecondSettings | None = None
-    #: a point of a curve costs little beside the steps between two points
+    #: a point of a curve costs little compared with the steps between two points
     evaluation: Evaluation = Evaluation()
 
     @model_validator(mode="after")

@@ -42,7 +42,7 @@ class Reporting(click.Command):
         extra.setdefault("help_option_names", ["-h", "--help"])
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode, a path that is no text
+                stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode, a path that is not text
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode, **extra)
         try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from d2sd.modeling.config import DecoderConfig, DrafterConfig
     from d2sd.recipe import Recipe
 
-#: Paths are cut by nobody: not by a narrow terminal, not in a pipe.
+#: Paths are never cut, not in a narrow terminal and not in a pipe.
 _CONSOLE = Console(soft_wrap=True)
 
 

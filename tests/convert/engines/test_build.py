@@ -80,7 +80,10 @@ def test_without_plugins_the_functions_are_built(graphs: Path, graph: str, layer
     assert (report.plugins, report.layers["SOFTMAX"]) == (0, layers)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.engines
+@pytest.mark.export
 def test_fp8_is_built_where_there_is_fp8(tmp_path: Path) -> None:
     export_target(fp8_decoder(cache=False, head_dim=16, dtype=torch.float16), (), PAGE, tmp_path / "fp8.onnx")
     jobs = [job(tmp_path, "fp8", 3, compute=compute) for compute in ("sm120", "sm89")]
