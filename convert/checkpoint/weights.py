@@ -102,16 +102,23 @@ def open_tensors(file: Path) -> Iterator[Any]:
     """
     if not file.is_file():
         raise CheckpointError("A weight file is missing.", where=file)
-    with file.open("rb") as stream:
-        head = stream.read(9)
-        # behind the eight bytes of its length, the header of safetensors is JSON
-        if head.startswith((b"PK", b"\x80")) and not head.endswith(b"{"):
-            raise CheckpointError("Pickle files are never opened: they can run code.", where=file)
     try:
         with safe_open(file, framework="pt") as handle:
             yield handle
     except (SafetensorError, ValueError, OverflowError) as error:
+        if _is_pickle(file):
+            raise CheckpointError("Pickle files are never opened: they can run code.", where=file) from None
         raise CheckpointError("The safetensors file is damaged or truncated.", where=file, found=error) from None
+
+
+def _is_pickle(file: Path) -> bool:
+    """Whether a file that safetensors cannot read begins like a pickle, alone or in torch's archive.
+
+    A header may begin with these bytes too, which are its length then: no longer than the file.
+    """
+    with file.open("rb") as stream:
+        start = stream.read(8)
+    return start.startswith((b"PK", b"\x80")) and int.from_bytes(start, "little") > file.stat().st_size
 
 
 def check_headers(directory: Path, found: Mapping[str, TensorInfo], expected: Shapes, rename: Rename) -> dict[str, str]:

@@ -70,7 +70,7 @@ def build_engine(job: Job) -> Report:
         parser.set_flag(trt.module.OnnxParserFlag.ENABLE_PLUGIN_OVERRIDE)
     if not parser.parse_from_file(job.graph):
         said = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
-        raise BuildError("The graph is not understood.", where=job.graph, found=said or heard.told())
+        raise BuildError("The graph is not understood.", where=job.graph, found=said or heard.drain())
     layers = Counter(str(network.get_layer(i).type).rpartition(".")[2] for i in range(network.num_layers))
     _demand_plugins(job, layers["PLUGIN_V3"])
     for layer in (network.get_layer(i) for i in range(network.num_layers)):
@@ -81,7 +81,7 @@ def build_engine(job: Job) -> Report:
         remember(config, Path(job.timing))
     blob = builder.build_serialized_network(network, config)
     if blob is None:
-        raise BuildError("The engine cannot be built.", where=job.graph, found=heard.told(), expected=job.compute)
+        raise BuildError("The engine cannot be built.", where=job.graph, found=heard.drain(), expected=job.compute)
     if job.timing is not None:
         keep(config, Path(job.timing))
     engine = bytes(blob)

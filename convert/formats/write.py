@@ -16,10 +16,11 @@ from typing import Literal
 from safetensors.torch import save
 from torch import Tensor
 
+from d2sd.convert.checkpoint import dflash
 from d2sd.convert.checkpoint.draft_vocab import write_draft_vocabulary
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.weights import write_tensors
-from d2sd.convert.formats import speculators, zlab
+from d2sd.convert.formats import speculators
 from d2sd.convert.formats.canonical import CanonicalDrafter
 from d2sd.convert.formats.read import read_config
 from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts
@@ -39,8 +40,8 @@ def write(folder: Path, drafter: CanonicalDrafter, to: Writable, target: TargetP
     source, config = drafter.source, drafter.config
     tensors, notes = dict(drafter.tensors), []
     if to == "z-lab":
-        text = source.text if kept else zlab.config_text(config, drafter.dtype)
-        left = zlab.left_to_readers(text, config)
+        text = source.text if kept else dflash.config_text(config, drafter.dtype)
+        left = dflash.left_to_readers(text, config)
         if left:
             notes.append(f"as in the source, readers may take defaults for {', '.join(left)}; a bundle writes them")
         write_draft_vocabulary(folder, config.draft_vocabulary, config.vocab_size)

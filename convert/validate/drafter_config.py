@@ -3,7 +3,7 @@
 A layer id that is off by one, or another mask, is an error nowhere: the drafter loads, runs and is accepted less. Only
 acceptance tells, so plain decoding's answers are drafted under each reading (`fit_guesses.py`).
 
-Layer ids are written as "output of layer i" or, counting the embedding, as i + 1 (`convert/formats/layer_ids.py`). A
+Layer ids are written as "output of layer i" or, counting the embedding, as i + 1 (`convert/checkpoint/layer_ids.py`). A
 mask is a row of the target's embedding, and trainers take it from different places: the tokenizer's mask token
 (ModelOpt, SpecForge), the first id after the tokenizer (z-lab's Qwen3 drafters: 151669), a reserved token (Llama 3),
 the padding token, often itself the end of text, or a row that no token uses.

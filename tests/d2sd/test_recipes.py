@@ -149,7 +149,8 @@ def test_memory_by_hand(project: Path, plans: dict[tuple[str, str], Plan]) -> No
     assert [part.kv_token_bytes for part in bf16.parts] == [72 * token, 10 * token, 10 * token]
     assert [part.kv_token_bytes for part in fp8.parts] == [72 * token, 10 * token, 10 * token]
     assert [part.kv_token_bytes for part in kv.parts] == [36 * token, 10 * token, 10 * token]
-    assert [part.kv_bytes for part in kv.parts] == [16 * 8192 * part.kv_token_bytes for part in kv.parts]
+    pages = 1 + 16 * -(-(8192 + kv.recipe.tree.block_size) // 16)
+    assert [kv.kv_bytes(part) for part in kv.parts] == [pages * 16 * part.kv_token_bytes for part in kv.parts]
     assert kv.request_bytes == 8192 * 56 * token
     assert kv.requests_in(80 * 10**9) == (64 * 10**9 - sum(sizes)) // (8192 * 56 * token)
     assert kv.requests_in(10**10) == 0

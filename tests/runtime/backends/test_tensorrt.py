@@ -18,6 +18,7 @@ from d2sd.errors import BundleError
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Rows
 from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, VERSION
+from d2sd.policies import PolicyName
 from d2sd.runtime.backends import tensorrt
 from d2sd.runtime.backends import tensorrt_checks as tensorrt_check
 from d2sd.runtime.backends.exported import GraphDrafter, IOSpec, drafter_surface, target_surface
@@ -26,7 +27,7 @@ from d2sd.runtime.backends.tensorrt import EngineSession, engine_runner
 from d2sd.runtime.backends.tensorrt_checks import Device, EngineFile, unfit
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits
-from d2sd.runtime.speculation.policy import PolicyName, make_policy
+from d2sd.runtime.speculation.policy import make_policy
 from d2sd.tensorrt_env import TensorRT
 from tests.runtime import fake_tensorrt
 from tests.runtime.fake_engines import PAGE, RECIPE, TRT, drafter_engine, target_engine

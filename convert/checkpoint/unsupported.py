@@ -95,7 +95,7 @@ KEYS = frozenset(key for kind in _KINDS for key in kind.keys)
 _PARTS = ("dflash_config", "transformer_layer_config")
 
 
-def refuse_foreign(config: HFConfig) -> None:
+def refuse_unsupported(config: HFConfig) -> None:
     """Raise `CheckpointError` naming the model, file and key where `config` is of none that d2sd runs."""
     for kind in _KINDS:
         names: Any = config.values.get("architectures")

@@ -1,23 +1,34 @@
-"""The DFlash layout read: `config.json` with a body at the top level and a `dflash_config`.
+"""The DFlash layout of a drafter: a `config.json` with the body at the top level and a `dflash_config`.
 
-z-lab, ModelOpt and SpecForge write it; what they do differently says nothing about the forward pass but for the role,
-so one strict reader serves the three. A key that no reader of ours knows is refused: it may change what tensors mean.
+Read: z-lab, ModelOpt and SpecForge write it, with differences that do not affect the forward pass except for the role,
+so one strict reader serves all three. A key that the reader does not know is refused: it may change what tensors mean.
+
+Written: z-lab's spelling, with every field, because readers fill gaps with defaults of their own. Edge-LLM alone would
+take block size 16, mask 248070, layers 1, 8, 15, 22, 29 and a causal block. There is no embedding and no head: they are
+the target's. A second drafter is marked by `training_mode: vp_drafter`, as SpecForge does.
 """
 
 from __future__ import annotations
 
-from d2sd.convert.checkpoint.hf_config import MAX_LAYERS, MAX_SIZE, HFConfig
-from d2sd.convert.formats import specforge
-from d2sd.convert.formats.backbone import INERT, READ, read_body
-from d2sd.convert.formats.layer_ids import fault, from_convention, usual_ids
-from d2sd.convert.formats.unsupported import KEYS
+import json
+from collections.abc import Mapping
+
+import torch
+
+from d2sd.convert.checkpoint.backbone import INERT, READ, body_fields, read_body
+from d2sd.convert.checkpoint.hf_config import MAX_LAYERS, MAX_SIZE, HFConfig, rope_fields
+from d2sd.convert.checkpoint.layer_ids import fault, from_convention, to_convention, usual_ids
+from d2sd.convert.checkpoint.roles import TRAINING, read_role
+from d2sd.convert.checkpoint.unsupported import KEYS
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig, Role
 
+#: `architectures` of SpecForge drafters whose config was a copy of a Qwen3 target's.
+TARGETS_OWN = "Qwen3ForCausalLM"
 _TOP = READ | INERT | KEYS | {"architectures", "block_size", "num_target_layers", "dflash_config"}
 _INSIDE = (
     KEYS
-    | specforge.TRAINING
+    | TRAINING
     | {
         "mask_token_id", "target_layer_ids", "block_size", "num_target_layers",
         "mask_token",  # the id is what counts: the tokenizer may not know the token
@@ -33,12 +44,12 @@ def read_layout(config: HFConfig, declared: Role | None = None) -> DrafterConfig
     dflash = config.part("dflash_config")
     for part, known in ((config, _TOP), (dflash, _INSIDE)):
         refuse_unknown(part, known)
-    config.only("architectures", ["DFlashDraftModel"], [specforge.TARGETS_OWN])
+    config.only("architectures", ["DFlashDraftModel"], [TARGETS_OWN])
     # Qwen3.5 drafters keep these two inside dflash_config.
     block_size = _either(config, dflash, "block_size", MAX_SIZE)
     num_target_layers = _either(config, dflash, "num_target_layers", MAX_LAYERS)
     body = read_body(config)
-    role, base = specforge.read_role(dflash, declared)
+    role, base = read_role(dflash, declared)
     return DrafterConfig(
         body=body,
         vocab_size=config.size("vocab_size"),
@@ -88,3 +99,41 @@ def _either(config: HFConfig, dflash: HFConfig, key: str, most: int) -> int:
     if key in dflash.values and dflash.size(key) != value:
         raise dflash.refuse(f"{key} is written twice, differently.", key, value)
     return value
+
+
+def config_text(config: DrafterConfig, dtype: torch.dtype, quantization: Mapping[str, object] | None = None) -> str:
+    """The text of `config.json`; `quantization` is its `quantization_config`."""
+    fields = _fields(config) | {"dtype": str(dtype).removeprefix("torch.")}
+    fields |= {} if quantization is None else {"quantization_config": quantization}
+    return json.dumps(fields, indent=2, sort_keys=True) + "\n"
+
+
+def left_to_readers(text: str, config: DrafterConfig) -> list[str]:
+    """Names of fields that decide what `config` is and that `text`, of this layout, leaves to its reader's defaults."""
+    values, ours = json.loads(text), _fields(config)
+    inside, wanted = values["dflash_config"], ours["dflash_config"]
+    assert isinstance(wanted, dict)
+    said = values.keys() | inside.keys()
+    said |= {"rope_theta", "rope_scaling"} if "rope_parameters" in said else set()
+    said |= {"is_causal"} if "causal" in said else set()
+    return [*(key for key in ours if key not in said | INERT), *(f"dflash_config.{k}" for k in wanted if k not in said)]
+
+
+def _fields(config: DrafterConfig) -> dict[str, object]:
+    return {
+        **body_fields(config.body),
+        **rope_fields(config.body.rope),
+        "architectures": ["DFlashDraftModel"],
+        "block_size": config.block_size,
+        "dflash_config": {
+            "block_size": config.block_size,
+            "is_causal": False,
+            "mask_token_id": config.mask_token_id,
+            "num_target_layers": config.num_target_layers,
+            "prefix_weight_base": config.prefix_weight_base,
+            "target_layer_ids": to_convention(config.target_layer_ids, "output_of_layer"),
+            "training_mode": "dflash" if config.role == "first" else "vp_drafter",
+        },
+        "num_target_layers": config.num_target_layers,
+        "vocab_size": config.vocab_size,
+    }

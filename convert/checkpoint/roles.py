@@ -1,8 +1,8 @@
-"""SpecForge's dialect of the DFlash layout: its training writes the role into the config, or forgets to.
+"""The role of a drafter, first or variable-prefix, as SpecForge's training writes it into the config, or forgets to.
 
-Beside the weights lies `training_state.pt`, a pickle that holds the command line's loss type: it is never opened. A run
-that was started with `--loss-type vp_drafter` and a config without `training_mode` therefore leaves a variable-prefix
-drafter that looks like a first one; only its owner can say so (`declared`).
+A run started with `--loss-type vp_drafter` and a config without `training_mode` leaves a variable-prefix drafter that
+looks like a first one: the loss type is only in `training_state.pt`, a pickle, which is never opened. Then only the
+owner knows the role, and declares it (`declared`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.modeling.config import Role
 
-#: `training_mode`, or `loss_type` where there is none. D-PACE weighs the loss of a first drafter, no more.
+#: `training_mode`, or `loss_type` where there is none. D-PACE is a weighting of the first drafter's loss.
 ROLES: dict[str, Role] = {
     "dflash": "first",
     "dpace": "first",
@@ -18,23 +18,8 @@ ROLES: dict[str, Role] = {
     "dpace-continuation-value-only": "first",
     "vp_drafter": "variable_prefix",
 }
-#: Keys of `dflash_config` that tell of the training.
+#: Keys of `dflash_config` that training writes.
 TRAINING = frozenset({"training_mode", "loss_type", "prefix_weight_base"})
-#: `architectures` where the draft config was a copy of a Qwen3 target's.
-TARGETS_OWN = "Qwen3ForCausalLM"
-#: Files beside the weights that are never opened.
-PICKLES = ("training_state.pt",)
-
-
-def looks_like(config: HFConfig) -> bool:
-    """Whether a DFlash layout speaks of its training, or has the target's own architecture (trained without a config).
-
-    d2sd's z-lab files speak of it too; they are told by `is_causal`, which stands beside it there alone.
-    """
-    dflash = config.values.get("dflash_config")
-    inside = dflash.keys() if isinstance(dflash, dict) else set()
-    speaks = bool(TRAINING & inside) and "is_causal" not in inside
-    return speaks or config.values.get("architectures") == [TARGETS_OWN]
 
 
 def read_role(dflash: HFConfig, declared: Role | None) -> tuple[Role, float | None]:
