@@ -103,7 +103,7 @@ def test_every_recipe_is_reached_by_name(python: Path, tmp_path: Path) -> None:
         "print(*shipped_names(), *shipped_names('train'))"
     )
     folders = (ROOT / "recipes", ROOT / "recipes" / "train")
-    names = [path.stem for folder in folders for path in sorted(folder.glob("*.yaml"))]
+    names = [name for folder in folders for name in sorted(path.stem for path in folder.glob("*.yaml"))]
     assert run(python, "-c", program, folder=tmp_path).split() == names
 
 
