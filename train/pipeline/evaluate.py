@@ -18,10 +18,10 @@ from d2sd.convert.bundle.serving import make_engine
 from d2sd.convert.checkpoint.weights import fill
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.policies import PolicyName
 from d2sd.progress import Progress
 from d2sd.recipe import Tree
 from d2sd.runtime.request import Request
-from d2sd.runtime.speculation.policy import PolicyName
 from d2sd.train.data.responses import Answer
 from d2sd.train.pipeline.log import calibration_errors
 from d2sd.train_recipe import TrainRecipe

@@ -13,12 +13,12 @@ import torch
 from d2sd.calibration import NAME, CalibrationFile, write_calibration
 from d2sd.convert.checkpoint.drafter import fingerprint, load_drafter
 from d2sd.io import digest, write_json
+from d2sd.io import write_text as write_whole
 from d2sd.modeling.drafter import Drafter
-from d2sd.runtime.speculation.policy import PolicyName
+from d2sd.policies import PolicyName
 from d2sd.train.confidence.fit import fit_calibration
 from d2sd.train.pipeline.evaluate import Evaluator, figures
 from d2sd.train_recipe import TrainRecipe
-from d2sd.viz.files import write_whole
 
 #: What the first drafter alone is worth, what a second pass of it is, and what the second drafter makes of that pass.
 _METHODS: tuple[PolicyName, ...] = ("chain", "reanchor", "d2sd")

@@ -9,8 +9,10 @@ import click
 
 from d2sd.bench.result import Drafter
 from d2sd.convert.build.plan import Part, make_plan
+from d2sd.convert.build.sources import located
 from d2sd.manifest import NAME
 from d2sd.modeling.config import DecoderConfig
+from d2sd.recipe import Target
 from d2sd.train.data.prompts import take_turns
 from d2sd.train.data.responses import KIND, finished_ids, read_answers
 from d2sd.train.pipeline.log import pace, seconds_each
@@ -23,15 +25,15 @@ from d2sd.train_recipe import TrainRecipe, TrainSettings
 def show_plan(recipe: TrainRecipe, work: Path, out: Path) -> None:
     """Print it. Raises D2SDError for what would be refused before any work."""
     target = make_plan(plain_recipe(recipe)).target
-    if target is not None:
+    ready = located(recipe, recipe.ready_first) if recipe.ready_first is not None else None
+    if target is not None and (recipe.ready_first is None or ready is not None):
         assert isinstance(target.config, DecoderConfig)
         first_config(recipe, target.config)
-    source = recipe.target.path or f"{recipe.target.pypi}"
-    _line("target", f"{source}, {'ready' if (work / 'target' / NAME).is_file() else 'to be built'}")
+    _line("target", f"{_named(recipe.target)}, {'ready' if (work / 'target' / NAME).is_file() else 'to be built'}")
     _prompts(recipe, work)
     _features(recipe, work, target)
     if recipe.ready_first is not None:
-        _line("first drafter", f"ready: {recipe.path(recipe.ready_first.path)}")
+        _line("first drafter", f"ready: {ready}" if ready is not None else "ready, to be fetched")
     trained: tuple[tuple[Drafter, TrainSettings | None], ...] = ("first", recipe.first), ("second", recipe.second)
     for name, settings in trained:
         if settings is not None:
@@ -39,6 +41,12 @@ def show_plan(recipe: TrainRecipe, work: Path, out: Path) -> None:
     _line("evaluation", f"{recipe.evaluation.prompts} held-out prompts, {recipe.evaluation.max_new_tokens} tokens each")
     _line("calibration", f"{recipe.data.held_out} held-out prompts")
     _line("out", f"{out}, work in {work}")
+
+
+def _named(target: Target) -> str:
+    if target.pypi is not None:
+        return f"{target.pypi.file} of {target.pypi.package}=={target.pypi.version}"
+    return target.path or f"{target.hf}"
 
 
 def _prompts(recipe: TrainRecipe, work: Path) -> None:

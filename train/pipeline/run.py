@@ -11,7 +11,8 @@ import click
 from d2sd.bench.result import Drafter as Name
 from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.convert.checkpoint.drafter import write_drafter
-from d2sd.io import disk_space
+from d2sd.extras import require_plots
+from d2sd.io import check_writable, disk_space
 from d2sd.modeling.drafter import Drafter
 from d2sd.progress import Progress
 from d2sd.train.data.features import TrainingData, cache_features, online_features
@@ -25,7 +26,6 @@ from d2sd.train.pipeline.ready import first_config, load_ready
 from d2sd.train.pipeline.responses import Answering
 from d2sd.train.pipeline.target import pinned_target
 from d2sd.train_recipe import TrainRecipe
-from d2sd.viz.files import check_writable
 from d2sd.viz.training import plot_training
 
 
@@ -78,6 +78,7 @@ class Run:
     def _begin(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         check_writable(self.out / "evaluation.json")  # hours before it is written
+        require_plots()
         if not tensorboard_is_installed():
             click.echo("no events for TensorBoard, which is not installed: pip install 'd2sd[train]'", err=True)
 

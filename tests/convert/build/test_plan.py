@@ -40,7 +40,7 @@ def test_fp8_at_its_source_is_one_byte_and_its_scales_are_no_parameters(tmp_path
 
 
 def figures(plan: Plan) -> list[tuple[int, int, int, int]]:
-    return [(part.parameters, part.weight_bytes, part.kv_token_bytes, part.kv_bytes) for part in plan.parts]
+    return [(part.parameters, part.weight_bytes, part.kv_token_bytes, plan.kv_bytes(part)) for part in plan.parts]
 
 
 def ones(shapes: Shapes) -> dict[str, Tensor]:

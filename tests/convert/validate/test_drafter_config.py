@@ -39,7 +39,7 @@ from d2sd.train.init_from_target import first_drafter
 from d2sd.train.loop import Trainer
 from d2sd.train_recipe import Geometry
 from tests.convert.helpers import edit_json, tree_bytes, write_project, write_target_dir
-from tests.tiny import full_pass, greedy_text, random_tokens, tiny_decoder, tiny_drafter
+from tests.tiny import greedy_text, random_tokens, tiny_decoder, tiny_drafter
 from tests.train.helpers import settings
 
 TAPS, MASK, BLOCK, TOKENS = (1, 2), 63, 4, 24
@@ -63,7 +63,7 @@ def learnt(folder: Path, seed: int) -> Drafter:
     """A drafter that knows the answers; it reads the outputs of the two middle layers."""
     rows = []
     for answer in answers():
-        out = full_pass(target(), torch.tensor([answer.prompt_ids + answer.answer_ids]), aux_layer_ids=TAPS)
+        out = target().full_pass(torch.tensor([answer.prompt_ids + answer.answer_ids]), aux_layer_ids=TAPS)
         rows.append(torch.cat([out.features, out.hidden], -1)[0])
     data = TrainingData(answers(), len(TAPS), rows.__getitem__)
     geometry = Geometry(layers=1, block_size=BLOCK, mask_token_id=MASK, target_layer_ids=list(TAPS))
