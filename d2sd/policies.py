@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from enum import Enum, IntEnum
+from typing import Literal
+
+#: A drafter in files, logs and messages; `DrafterRole` is its index.
+DrafterName = Literal["first", "second"]
 
 
 class FirstPass(Enum):

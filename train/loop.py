@@ -19,7 +19,7 @@ from d2sd.modeling.drafter import Drafter
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, draw_anchors, pack_blocks
 from d2sd.train.data.prefixes import choose_prefixes
-from d2sd.train.data.rng import Draws
+from d2sd.train.data.rng import SeededOrder
 from d2sd.train.dist import Dist
 from d2sd.train.objectives.loss import BlockLoss, Candidates, first_rejections
 from d2sd.train.optimizer import Optimizer
@@ -55,7 +55,7 @@ class Trainer:
         self._loss = BlockLoss(drafter, self._embedding, settings.objective)
         self._wrapped = self.dist.wrap_ddp(self._loss)
         self._optimizer = Optimizer(drafter, settings)
-        self._draws = Draws(settings.seed, len(data), settings.batch, self.dist)
+        self._draws = SeededOrder(settings.seed, len(data), settings.batch, self.dist)
         self._identity = {
             "settings": settings.model_dump(exclude={"save_every", "evaluate_every"}),
             "drafter": asdict(drafter.config),

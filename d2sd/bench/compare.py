@@ -10,6 +10,7 @@ from d2sd.bench import metrics, views
 from d2sd.bench.bootstrap import Interval, tau_ratio
 from d2sd.bench.markdown import NONE, number, table
 from d2sd.bench.result import Cell, Key, Result, ResultError
+from d2sd.viz.plot_style import Line
 
 NOTES = """\
 A ratio is B / A. τ of A, τ of B and their ratio are of the prompts that both have; where they share none, of all, and
@@ -122,7 +123,7 @@ def _only(name: str, keys: Sequence[Key]) -> str:
 
 
 def _order(key: Key) -> tuple[float, int, tuple[int, str, int], str]:
-    return key.temperature, key.concurrency, views.place(views.Line(key.method, key.rows)), key.set
+    return key.temperature, key.concurrency, views.place(Line(key.method, key.rows)), key.set
 
 
 def _told(cells: dict[Key, Cell]) -> str:

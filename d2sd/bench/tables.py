@@ -10,7 +10,8 @@ from d2sd.bench import metrics, views
 from d2sd.bench.bootstrap import Interval, tau_interval
 from d2sd.bench.markdown import NONE, Column, largest_bold, number, percent, rate, table
 from d2sd.bench.result import Cell, Result
-from d2sd.bench.views import ADAPTIVE, PLAIN, Line
+from d2sd.bench.views import ADAPTIVE, PLAIN
+from d2sd.viz.plot_style import Line
 
 #: What a column holds, in the words of the function that computes it.
 DEFINITIONS: dict[str, Callable[..., object]] = {

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from d2sd.bench.result import Bin, Cell, Difference, Drafter, Response, Result
+from d2sd.viz import plot_style as style
+from d2sd.viz.plot_style import Line
 
-#: From no drafter to both, as in the table of policies. A method that is not listed comes last.
-METHODS = ("off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid", "auto")
+#: The order of lines. A method that is not listed comes last.
+METHODS = tuple(style.METHODS)
 PLAIN = "off"
 ADAPTIVE = "auto"
-
-
-class Line(NamedTuple):
-    """A line of a table, a bar or a curve of a plot."""
-
-    method: str
-    rows: int
 
 
 def temperatures(result: Result) -> list[float]:

@@ -33,9 +33,10 @@ def train(recipe: Path, work: Path | None, out: Path, plan: bool) -> None:
     loaded = load_train_recipe(recipe)
     work = work or Path("training") / loaded.name
     if plan:
-        from d2sd.train.pipeline.plan import show_plan
+        from d2sd.train.pipeline.plan import plan as stages
 
-        show_plan(loaded, work, out)
+        for stage, state in stages(loaded, work, out):
+            click.echo(f"{stage:16}{state}")
         return
     from d2sd.progress import silent
     from d2sd.train.dist import Dist
@@ -43,6 +44,6 @@ def train(recipe: Path, work: Path | None, out: Path, plan: bool) -> None:
 
     dist = Dist.init()
     try:
-        Run(loaded, work, out, dist, bar if dist.is_main else silent).all()
+        Run(loaded, work, out, dist, bar if dist.is_main else silent, click.echo).all()
     finally:
         dist.destroy()

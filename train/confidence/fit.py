@@ -24,7 +24,7 @@ _REGIMES: tuple[tuple[Literal["0", "1"], float], ...] = (("0", 0.0), ("1", 1.0))
 def fit_calibration(
     bundle: Bundle, marks: tuple[str, str | None], requests: Sequence[Request], device: str = "cpu"
 ) -> CalibrationFile:
-    """Answer all requests with the bundle's pair, fit what the drafters said to what was right, and tell what trees
+    """Run all requests with the bundle's pair, fit what the drafters said to what was right, and tell what trees
     gain. Their sampling is replaced: at T = 1 the seed is the place.
 
     `marks` are the drafters' fingerprints, of before their weights were packed.
@@ -53,7 +53,7 @@ def fit_calibration(
 def watch(
     bundle: Bundle, policy: PolicyName, requests: Sequence[Request], temperature: float, device: str
 ) -> list[StepObservation]:
-    """Answer all requests and observe every step."""
+    """Run all requests and observe every step."""
     engine = make_engine(bundle, policy=policy, row_budget=_ROWS, calibrated=False, device=device)
     for seed, request in enumerate(requests):
         engine.submit(replace(request, sampling=SamplingParams(temperature, seed=seed)))

@@ -13,16 +13,16 @@ import torch
 from d2sd.train.dist import Dist
 
 
-class Draws:
+class SeededOrder:
     """Of one training over `sequences` sequences, `batch` a step over all processes."""
 
     def __init__(self, seed: int, sequences: int, batch: int, dist: Dist) -> None:
-        self._seed, self._sequences, self._batch, self._world = seed, sequences, batch, dist
+        self._seed, self._sequences, self._batch, self._dist = seed, sequences, batch, dist
         self._order = lru_cache(maxsize=2)(self._shuffled)  # a step may reach into the next epoch
 
     def numbers(self, step: int) -> range:
         """This process's places of a step."""
-        return range(step * self._batch + self._world.rank, (step + 1) * self._batch, self._world.size)
+        return range(step * self._batch + self._dist.rank, (step + 1) * self._batch, self._dist.size)
 
     def index(self, number: int) -> int:
         """The sequence at a place: epochs are seeded shuffles laid end to end."""

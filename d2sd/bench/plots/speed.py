@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from d2sd.bench import metrics, views
 from d2sd.bench.result import Cell, Result
-from d2sd.bench.views import Line
 from d2sd.viz import plot_style as style
+from d2sd.viz.plot_style import Line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,7 +22,7 @@ import torch
 import yaml
 from click.testing import CliRunner, Result
 
-from d2sd.bench.result import Cell, load_result
+from d2sd.bench.result import load_result
 from d2sd.calibration import load_calibration
 from d2sd.cli.main import main
 from d2sd.convert.bundle.load import load_bundle
@@ -35,9 +35,10 @@ from d2sd.convert.checkpoint.drafter import (
 )
 from d2sd.modeling.config import Role
 from d2sd.progress import silent
-from d2sd.train.data.responses import Answer, read_answers
+from d2sd.train.data.responses import Response, read_responses
 from d2sd.train.loop import Trainer
-from d2sd.train.pipeline.evaluate import Evaluator, figures
+from d2sd.train.pipeline.evaluate import Evaluator
+from d2sd.train.pipeline.evaluation import Evaluation
 from d2sd.train_recipe import load_train_recipe
 from d2sd.viz.training import Curve
 from tests.convert.helpers import edit_json, set_key, tree_bytes, write_target_dir
@@ -93,10 +94,7 @@ def write_training(folder: Path) -> Path:
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
     """Instead of a picture, which takes a second, what is to be seen in it: all but times."""
-    cells = [
-        [(step, cell.method, cell.requests, cell.calibration) for step, cells in curve.evaluations for cell in cells]
-        for curve in curves
-    ]
+    cells = [curve.evaluations for curve in curves]
     path.write_text(repr([(curve.drafter, curve.steps) for curve in curves]) + repr(cells))
 
 
@@ -250,8 +248,9 @@ def test_evaluations_are_the_benchs(finished: Path, monkeypatch: pytest.MonkeyPa
     cells = {cell.method: cell for cell in load_result(finished / "bench" / "result.json").cells}
     last = {name: rows(finished, f"{name}.jsonl")[-1] for name in ("first", "second")}
     for method, of in (("chain", "first"), ("reanchor", "second"), ("d2sd", "second")):
-        assert {**said["methods"][method], "rows": 64} == {**figures(cells[method]), "rows": 64}
-        (logged,) = (Cell.model_validate(cell) for cell in last[of]["cells"] if cell["method"] == method)
+        benched = Evaluation.model_validate(cells[method].model_dump())
+        assert {**said["methods"][method], "rows": 64} == {**benched.figures(), "rows": 64}
+        (logged,) = (Evaluation.model_validate(cell) for cell in last[of]["cells"] if cell["method"] == method)
         assert [one.accepted for one in logged.requests] == [one.accepted for one in cells[method].requests]
         for drafter, bins in cells[method].calibration.items():  # the weights that are written, not those that train
             assert torch.tensor(logged.calibration[drafter]).allclose(torch.tensor(bins), atol=1e-5)
@@ -266,7 +265,7 @@ def test_an_evaluation_leaves_the_target_as_it_is(finished: Path) -> None:
     before = list(bundle.target.state_dict())
     recipe = load_train_recipe(finished / "train.yaml")
     evaluator = Evaluator(recipe, bundle, read(finished)[:3], "cpu", silent)
-    cell = evaluator.cell("chain", load_drafter(finished / "out" / "first", torch.float32))
+    cell = evaluator.evaluate("chain", load_drafter(finished / "out" / "first", torch.float32))
     assert len(cell.requests) == 2
     assert list(bundle.target.state_dict()) == before
 
@@ -321,7 +320,7 @@ def test_drafts_are_chosen_among_the_answers_most_frequent_ids(finished: Path) -
     assert ids is not None
     assert len(ids) == 12
     assert 63 not in ids, "the mask"
-    assert set(ids) < {token for answer in read(finished) for token in answer.answer_ids}
+    assert set(ids) < {token for answer in read(finished) for token in answer.response_ids}
     bundled(finished, "out/calibration.json")
 
 
@@ -347,7 +346,7 @@ def nth_time(real: Callable[..., Any], number: int) -> Callable[..., Any]:
     [
         pytest.param(["turns", "answers"], "d2sd.train.data.jsonl.append_row", 3, id="writing a turn"),
         pytest.param(["answers"], "d2sd.runtime.engine.Engine.step", 5, id="answering"),
-        pytest.param(["answers"], "d2sd.train.pipeline.responses.append_answer", 7, id="writing an answer"),
+        pytest.param(["answers"], "d2sd.train.pipeline.responses.append_response", 7, id="writing an answer"),
         pytest.param(["features"], "d2sd.train.pipeline.run.Evaluator", 1, id="behind the features"),
         pytest.param(["first"], "d2sd.train.loop.Trainer._update", 4, id="training the first"),
         pytest.param(["first"], "d2sd.train.pipeline.evaluate.measure_cell", 1, id="evaluating the first"),
@@ -469,8 +468,8 @@ def test_bars_end_where_they_said(project: Path, monkeypatch: pytest.MonkeyPatch
     assert [(what, total, done) for what, total, done in told if total is not None and done != total] == []
 
 
-def read(project: Path) -> list[Answer]:
-    return read_answers(project / "work", vocab_size=64)
+def read(project: Path) -> list[Response]:
+    return read_responses(project / "work", vocab_size=64)
 
 
 def test_the_plan_writes_nothing_and_tells_what_is_done(project: Path, finished: Path) -> None:
