@@ -1,4 +1,4 @@
-"""The steps of one answer, recorded while it is written."""
+"""The steps of one answer, recorded while it is generated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from d2sd.viz.nodes import Step, read_step, token_text
+from d2sd.viz.nodes import Node, Step, read_step, token_text
 
 if TYPE_CHECKING:
     from d2sd.runtime.engine import Output, StepTrace
@@ -19,6 +19,11 @@ class Turn:
 
     step: Step
     pieces: tuple[str, ...]  # what each token wrote; fewer than the step gained where the answer ends
+
+    @property
+    def tokens(self) -> list[tuple[Node, str]]:
+        """The tokens of the answer and their text."""
+        return list(zip(self.step.gained, self.pieces, strict=False))
 
 
 class Recording:
