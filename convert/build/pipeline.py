@@ -20,17 +20,18 @@ from d2sd.calibration import NAME as CALIBRATION_NAME
 from d2sd.calibration import CalibrationFile, write_calibration
 from d2sd.convert.build.engines import EngineBuild
 from d2sd.convert.build.fetch import fetch
-from d2sd.convert.build.fp8 import Fp8Build, Fp8Trials
+from d2sd.convert.build.fp8 import Fp8Build
 from d2sd.convert.build.fp8_scales import PACKAGE, load_modelopt
 from d2sd.convert.build.plan import Part, Plan, make_plan
 from d2sd.convert.build.stage_cache import Run, StageCache
-from d2sd.convert.bundle.load import Bundle, assemble
+from d2sd.convert.bundle.load import assemble
 from d2sd.convert.checkpoint.drafter import fingerprint, load_drafter, write_drafter
 from d2sd.convert.checkpoint.gguf import convert_gguf
 from d2sd.convert.checkpoint.target import source_files, write_target
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.convert.trtllm.llm_args import FOLDER as TRTLLM
 from d2sd.convert.trtllm.llm_args import unsupported_reason, write_llm_args
+from d2sd.convert.validate.checks import check_bundle
 from d2sd.errors import BuildError
 from d2sd.io import hash_files, write_json
 from d2sd.manifest import NAME, DrafterGeometry, Manifest, TargetGeometry
@@ -38,8 +39,6 @@ from d2sd.modeling.config import DecoderConfig, DrafterConfig
 from d2sd.progress import Progress, silent
 from d2sd.recipe import Recipe
 
-#: Proves the unpublished bundle and returns figures for `manifest.checks`; equal bundles must give equal figures.
-Check = Callable[[Bundle], dict[str, Any]]
 _TOOLS = ("d2sd", "torch", "transformers", "tokenizers", "safetensors", "gguf")
 #: Tokenizer and JSON beside the weights.
 _SMALL_FILES = 32 << 20
@@ -49,14 +48,15 @@ def build(
     recipe: Recipe,
     output: Path,
     *,
-    check: Check,
-    fp8: Fp8Trials | None = None,
+    validate: bool = True,
     progress: Progress = silent,
     finished: Callable[[str], None] = lambda stage: None,
 ) -> Manifest:
-    """Build the bundle of `recipe` at `output`, resuming what an earlier run finished; `finished` hears of each stage.
+    """Build the bundle of `recipe` at `output` and validate it, resuming from the stages an earlier run finished.
 
-    Raises `D2SDError`. Whatever configs and headers show to be wrong is reported before anything is written.
+    `finished` is called with the name of each stage. `validate=False` loads the bundle but runs no checks: it is for
+    bundles that only feed another step, such as the target that training reads. Raises `D2SDError`; what configs and
+    tensor headers show to be wrong is reported before anything is written.
     """
     work = StageCache.for_output(output, progress, finished)
     plan = make_plan(recipe)
@@ -65,14 +65,14 @@ def build(
         plan = make_plan(recipe)
     finished("fetch")
     with work.locked():
-        manifest = _stages(plan, work, check, fp8)
+        manifest = _stages(plan, work, validate)
         write_json(work.bundle / NAME, manifest.model_dump(mode="json"))
         work.publish()
     finished("manifest")
     return manifest
 
 
-def _stages(plan: Plan, work: StageCache, check: Check, trials: Fp8Trials | None) -> Manifest:
+def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
     assert plan.target is not None, "the fetch stage has run"
     served = unsupported_reason(plan.recipe) is None
     engines = EngineBuild.of(plan, work)
@@ -88,7 +88,7 @@ def _stages(plan: Plan, work: StageCache, check: Check, trials: Fp8Trials | None
         versions={tool: version(tool) for tool in _TOOLS},
         checks={},
     )
-    fp8 = _fp8(plan, work, trials, unproven) if plan.recipe.fp8 is not None else None
+    fp8 = _fp8(plan, work, unproven) if plan.recipe.fp8 is not None else None
     if fp8 is not None:
         unproven = unproven.model_copy(update={"versions": unproven.versions | {PACKAGE: fp8.modelopt.version}})
     common: dict[str, object] = {"versions": unproven.versions, "precision": plan.recipe.precision}
@@ -114,17 +114,19 @@ def _stages(plan: Plan, work: StageCache, check: Check, trials: Fp8Trials | None
         unproven = unproven.model_copy(update={"versions": unproven.versions | engines.tools, "engines": built})
     unproven = unproven.model_copy(update={"files": files})
 
-    def prove(folder: Path) -> dict[str, Any]:
+    def check(folder: Path) -> dict[str, Any]:
         bundle = assemble(work.bundle, unproven)
-        return check(bundle) | ({"fp8": fp8.compare(bundle)} if fp8 is not None else {})
+        if not validate:
+            return {}
+        return check_bundle(bundle, work.progress) | ({"fp8": fp8.compare(bundle)} if fp8 is not None else {})
 
-    result = work.stage("check", unproven.model_dump(mode="json"), 0, prove).result
+    inputs = {"manifest": unproven.model_dump(mode="json"), "validate": validate}
+    result = work.stage("check", inputs, 0, check).result
     return unproven.model_copy(update={"checks": result})
 
 
-def _fp8(plan: Plan, work: StageCache, trials: Fp8Trials | None, manifest: Manifest) -> Fp8Build:
+def _fp8(plan: Plan, work: StageCache, manifest: Manifest) -> Fp8Build:
     """Make what FP8 needs of the unquantized target, out of the bundle."""
-    assert trials is not None, "a recipe with FP8 needs trials"
     assert plan.target is not None
     assert plan.target_file is not None
     recipe = plan.recipe
@@ -135,7 +137,7 @@ def _fp8(plan: Plan, work: StageCache, trials: Fp8Trials | None, manifest: Manif
         work.stage("plain_target", common, need, write, internal=True)
         folder = work.internal / "plain_target"
     plain = manifest.model_copy(update={"recipe": recipe.model_copy(update={"fp8": None})})
-    made = Fp8Build(plan, work, trials, load_modelopt(work.progress), plain, folder)
+    made = Fp8Build(plan, work, load_modelopt(work.progress), plain, folder)
     prompts = recipe.path(made.wanted.prompts) if made.wanted.prompts else None
     inputs = common | {
         "prompts": hash_files(prompts.parent, [prompts.name]) if prompts else None,

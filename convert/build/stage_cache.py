@@ -13,16 +13,16 @@ kill, even by the kernel, ends in the same bytes as one that was never killed (e
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from d2sd.errors import BuildError, D2SDError
-from d2sd.io import digest, disk_space, exclusive, hash_files, list_files, remove, write_json
-from d2sd.manifest import NAME
+from d2sd.convert.bundle.load import list_bundle
+from d2sd.errors import BuildError, BundleError, D2SDError
+from d2sd.io import digest, disk_space, exclusive, hash_files, list_files, read_json, remove, write_json
+from d2sd.manifest import NAME, load_manifest
 from d2sd.progress import Progress
 
 #: Writes a stage's folder and returns figures to keep in its marker.
@@ -49,11 +49,12 @@ class StageCache:
 
     @classmethod
     def for_output(cls, output: Path, progress: Progress, finished: Callable[[str], None]) -> StageCache:
-        """Prepare work for `output`; only a bundle, or nothing, may lie there, for publishing replaces it."""
-        output = output.resolve()
-        empty = not output.exists() or (output.is_dir() and not any(output.iterdir()))
-        if not empty and not (output / NAME).is_file():
-            raise BuildError("Something else than a bundle lies at the output.", where=output, fix="choose another")
+        """Prepare the work folder of `output`. Raises `BuildError` where publishing could not replace what is there."""
+        try:
+            output = output.resolve()
+            check_replaceable(output)
+        except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL, half a surrogate pair
+            raise BuildError("The output path cannot be used.", where=ascii(str(output)), found=error) from None
         return cls(output, output.with_name(f".{output.name}.building"), progress, finished)
 
     @property
@@ -114,6 +115,7 @@ class StageCache:
 
     def publish(self) -> None:
         """Rename the bundle to the output. Killed between the renames, the next run finds every stage finished."""
+        check_replaceable(self.output)  # again: somebody may have put files there in the meantime
         replaced = self.folder / "replaced"
         remove(replaced)
         if self.output.exists():
@@ -123,11 +125,37 @@ class StageCache:
 
     def _resume(self, path: Path, root: Path, name: str, inputs: str) -> Marker | None:
         try:
-            marker = Marker(**json.loads(path.read_text("utf-8")))
-        except (OSError, ValueError, TypeError):
+            marker = Marker(**read_json(path))
+        except (D2SDError, TypeError):
             return None  # no marker, or a damaged one: the stage runs again
         return marker if marker.inputs == inputs and marker.files == self._hashes(root, name) else None
 
     def _hashes(self, root: Path, name: str) -> dict[str, str]:
         files = [f"{name}/{file}" for file in list_files(root / name)]
         return hash_files(root, files, self.progress)
+
+
+def check_replaceable(output: Path) -> None:
+    """Raise `BuildError` unless `output` is absent, an empty folder, or a bundle that holds only files of its own.
+
+    Publishing deletes what is at the output, so anything that d2sd did not write must stop it.
+    """
+    if not (output.exists() or output.is_symlink()) or (output.is_dir() and not any(output.iterdir())):
+        return
+    fix = "choose another output, or move it away"
+    if not (output / NAME).is_file():
+        raise BuildError("The output path exists and is not a bundle.", where=output, fix=fix)
+    try:
+        files = load_manifest(output).files
+        strange = sorted(set(list_bundle(output)) - files.keys() - {NAME})
+    except BundleError as error:
+        where = error.where or output
+        raise BuildError(
+            f"The output path exists and is not a bundle that can be replaced. {error.what}", where=where,
+            found=error.found, expected=error.expected, fix=fix,
+        ) from None  # fmt: skip
+    if strange:
+        raise BuildError(
+            "The bundle at the output path holds files that its manifest does not list.", where=output,
+            found=", ".join(strange), fix=fix,
+        )  # fmt: skip

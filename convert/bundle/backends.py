@@ -1,12 +1,10 @@
-"""What runs a bundle's models: PyTorch, or their graphs in ONNX Runtime or as TensorRT engines."""
+"""A bundle's models -> a model runner: PyTorch modules, graphs in ONNX Runtime, or TensorRT engines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
-
-import click
+from typing import TYPE_CHECKING, Literal
 
 from d2sd.errors import BundleError
 
@@ -17,16 +15,12 @@ if TYPE_CHECKING:
     from d2sd.runtime.backends.model_runner import ModelRunner
 
 BackendName = Literal["torch", "onnx", "tensorrt"]
-backend_option = click.option(
-    "--executor", "backend", type=click.Choice(get_args(BackendName)), default="torch", show_default=True,
-    help="PyTorch, or the bundle's graphs in ONNX Runtime or as TensorRT engines.",
-)  # fmt: skip
-#: Their stages, and the names of their files.
+#: Names of the models' folders, graphs and engines.
 MODELS = ("target", "drafter_first", "drafter_second")
 
 
 def make_runner(bundle: Bundle, drafters: Sequence[Drafter], name: BackendName, device: str) -> ModelRunner:
-    """An executor over the target and these drafters, the first ones of the bundle.
+    """A runner of the target and of `drafters`, the first ones of the bundle.
 
     Raises `BundleError` where the bundle has no graphs or engines, or they do not run here, `BuildError` where TensorRT
     is not installed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.convert.checkpoint.target import load_target, stop_tokens
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.errors import BundleError
-from d2sd.io import hash_files, list_files
+from d2sd.io import hash_files
 from d2sd.manifest import NAME, Manifest, load_manifest
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
@@ -50,11 +51,11 @@ def load_bundle(path: Path, *, verify: bool = True, progress: Progress = silent)
 
 
 def verify_files(path: Path, manifest: Manifest, progress: Progress = silent) -> None:
-    """Demand exactly the manifest's files, byte for byte."""
-    present = [name for name in list_files(path) if name != NAME]
+    """Check that the folder holds exactly the manifest's files, byte for byte. Raises `BundleError`."""
+    present = [name for name in list_bundle(path) if name != NAME]
     for what, names in {
         "A file of the bundle is missing.": manifest.files.keys() - set(present),
-        "The bundle holds a file that is not its own.": set(present) - manifest.files.keys(),
+        "The bundle holds a file that its manifest does not list.": set(present) - manifest.files.keys(),
     }.items():
         if names:
             raise BundleError(what, where=path, found=", ".join(sorted(names)), fix="build it again")
@@ -69,8 +70,29 @@ def verify_files(path: Path, manifest: Manifest, progress: Progress = silent) ->
             )
 
 
+def list_bundle(path: Path) -> list[str]:
+    """Every file below `path`, as sorted POSIX paths relative to it.
+
+    Raises `BundleError` for anything but regular files: links to folders, whose files nobody would check, links that
+    leave the bundle, broken links, pipes and devices.
+    """
+    root, names = path.resolve(), []
+    for folder, folders, files in os.walk(path):
+        for name in folders:
+            if (Path(folder) / name).is_symlink():
+                raise BundleError("A folder of the bundle is a symbolic link.", where=Path(folder) / name)
+        for name in files:
+            file = Path(folder) / name
+            if file.is_symlink() and not Path(os.path.realpath(file)).is_relative_to(root):
+                raise BundleError("A symbolic link leaves the bundle.", where=file, found=str(file.readlink()))
+            if not file.is_file():
+                raise BundleError("A file of the bundle is not a regular file.", where=file)
+            names.append(file.relative_to(path).as_posix())
+    return sorted(names)
+
+
 def assemble(path: Path, manifest: Manifest) -> Bundle:
-    """Load the models of a folder that is known to be whole."""
+    """Load the models of a folder whose files have been verified."""
     dtype = DTYPES[manifest.recipe.precision]
     return Bundle(
         path=path,

@@ -1,11 +1,12 @@
-"""From a loaded bundle to a running engine: the place where recipe, converters and runtime meet."""
+"""A loaded bundle -> an engine over its models, and requests in its target's chat template."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from d2sd.convert.bundle.backends import BackendName, make_runner
-from d2sd.errors import BundleError
+from d2sd.convert.bundle.chat import Messages, encode_chat, encode_prompt
+from d2sd.errors import BundleError, RequestError
 from d2sd.progress import bar
 from d2sd.recipe import Policy
 
@@ -90,22 +91,31 @@ def _policies(bundle: Bundle, name: Policy, rows: int) -> list[TreePolicy]:
 
 def chat_request(
     bundle: Bundle,
-    prompt: str,
+    prompt: str | Messages,
     sampling: SamplingParams,
     max_new_tokens: int,
     *,
     raw: bool = False,
     stop: tuple[str, ...] = (),
 ) -> Request:
-    """One user turn in the target's chat template (or the bare text if `raw`), stopping at the target's stop tokens."""
+    """A request that ends at the target's stop tokens.
+
+    `prompt` is a conversation, `[{"role": ..., "content": ...}, ...]`, or one user turn; both are put into the target's
+    chat template. With `raw`, or where the target has no template, a string is taken as it is. Raises `RequestError`
+    for malformed messages and for a template that cannot be rendered.
+    """
     from d2sd.runtime.request import Request
 
     tokenizer = bundle.tokenizer
-    if raw or not tokenizer.chat_template:
-        ids = tokenizer(prompt).input_ids
+    if isinstance(prompt, str) and (raw or not tokenizer.chat_template):
+        ids = encode_prompt(tokenizer, prompt)
+    elif raw or not tokenizer.chat_template:
+        raise RequestError(
+            "A conversation needs a chat template.", where=bundle.path / "target",
+            found="raw" if raw else "none in tokenizer_config.json", fix="pass one string",
+        )  # fmt: skip
     else:
-        turns = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, tokenize=True, return_dict=False, **bundle.recipe.target.template
-        )
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        where = f"{bundle.path / 'target'}: chat_template"
+        ids = encode_chat(tokenizer, messages, bundle.recipe.target.template, where)
     return Request(tuple(ids), max_new_tokens, sampling, frozenset(bundle.stop_token_ids), stop)

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 
 from d2sd.errors import CheckpointError
+from d2sd.io import read_json
 
 NAME = "draft_vocab.json"
 _SCHEMA = 1
@@ -24,12 +25,9 @@ def read_draft_vocabulary(directory: Path, vocab_size: int, mask_token_id: int) 
     `vocab_size` and `mask_token_id` are those of the drafter's config.
     """
     path = directory / NAME
-    try:
-        values = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError("The draft vocabulary cannot be read.", where=path, found=error) from None
+    values = read_json(path, error=CheckpointError)
     if not isinstance(values, dict):
         raise CheckpointError("The draft vocabulary is not a JSON object.", where=path, found=type(values).__name__)
     for what, key, expected in (

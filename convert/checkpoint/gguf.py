@@ -6,15 +6,15 @@ model's config does (the config's is what the model emits), and it asks for spac
 
 from __future__ import annotations
 
-import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.offline import offline_transformers
+from d2sd.convert.checkpoint.weights import os_errors
 from d2sd.errors import CheckpointError
-from d2sd.io import write_json
+from d2sd.io import read_json, write_json
 
 
 def read_gguf_config(gguf: Path) -> HFConfig:
@@ -36,10 +36,11 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
     end = model.config.eos_token_id
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     tokenizer.clean_up_tokenization_spaces = False
-    model.save_pretrained(directory)
+    with os_errors(directory):
+        model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     settings = directory / "tokenizer_config.json"
-    kept = json.loads(settings.read_text("utf-8"))
+    kept = read_json(settings, error=CheckpointError)
     # where and how this process loaded it, and ids that repeat the names beside them
     dropped = ("is_local", "local_files_only", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
     write_json(settings, {key: value for key, value in kept.items() if key not in dropped})

@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from d2sd.errors import CheckpointError
+from d2sd.io import read_json
 from d2sd.modeling.config import RopeConfig
 
 T = TypeVar("T")
+#: Largest size of a dimension, a vocabulary or a context: real ones are below, and products of two fit 64 bits.
+MAX_SIZE = 1 << 24
+#: Most layers of a model. Real ones have up to about 200, and a module of them is built to know names and shapes.
+MAX_LAYERS = 1024
 
 #: Keys of a rope dictionary, new (`rope_parameters`) or old (`rope_scaling`), by our field's name.
 _ROPE_NUMBERS = {
@@ -42,18 +47,18 @@ class HFConfig:
         if not directory.is_dir():
             raise CheckpointError("No such checkpoint directory.", where=directory)
         path = directory / "config.json"
-        try:
-            values = json.loads(path.read_text("utf-8"))
-        except FileNotFoundError:
+        if not path.exists():
             raise CheckpointError(
-                "Not a checkpoint: it has no config.json.",
-                where=directory,
-                fix="name its folder",
-            ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise CheckpointError("config.json is not JSON.", where=path, found=error) from None
+                "Not a checkpoint: it has no config.json.", where=directory, fix="name the folder that holds it"
+            )
+        return cls.of_file(path)
+
+    @classmethod
+    def of_file(cls, path: Path) -> HFConfig:
+        """Read a file that holds one JSON object."""
+        values = read_json(path, error=CheckpointError)
         if not isinstance(values, dict):
-            raise CheckpointError("config.json is not a JSON object.", where=path, found=type(values).__name__)
+            raise CheckpointError(f"{path.name} is not a JSON object.", where=path, found=type(values).__name__)
         return cls(values, str(path))
 
     def refuse(self, what: str, key: str, expected: object, fix: str | None = None) -> CheckpointError:
@@ -74,12 +79,16 @@ class HFConfig:
             raise self.refuse("A value has the wrong type.", key, kind.__name__)
         return value
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer."""
+    def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        """Return an integer of 1 to `most`."""
         value = self.get(key, int, default)
-        if value < 1:
-            raise self.refuse("A size must be positive.", key, "at least 1")
+        if not 1 <= value <= most:
+            raise self.refuse("A size is out of range.", key, f"1 to {most}")
         return value
+
+    def layers(self, key: str) -> int:
+        """Return a number of layers."""
+        return self.size(key, most=MAX_LAYERS)
 
     def only(self, key: str, *allowed: object) -> None:
         """Refuse `key` if it is there with any value outside `allowed`."""

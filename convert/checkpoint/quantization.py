@@ -45,11 +45,7 @@ def read_quantization(directory: Path, config: HFConfig) -> Quantization | None:
     path = directory / FILE
     if not path.is_file():
         return inline
-    try:
-        values = json.loads(path.read_text("utf-8"))
-        beside = _read_beside(HFConfig(values, str(path)))
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError("The quantisation is not described.", where=path, found=repr(error)) from None
+    beside = _read_beside(HFConfig.of_file(path))
     if inline is not None and (set(inline.exclude), inline.kv) != (set(beside.exclude), beside.kv):
         raise CheckpointError(
             "Two files describe the quantisation, differently.", where=f"{path} and {config.where}: {KEY}",

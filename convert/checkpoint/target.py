@@ -7,7 +7,6 @@ activations) is refused by key. Tensors carry Hugging Face's names; our module's
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.checkpoint.draft_vocab import NAME as DRAFT_VOCABULARY
-from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.hf_config import MAX_SIZE, HFConfig
 from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_quantization
 from d2sd.convert.checkpoint.weights import (
     DTYPES,
@@ -52,18 +51,13 @@ _KV_SCALE, _KV_CACHE = re.compile(r"\b([kv])_proj\.\1_scale$"), re.compile(r"\b(
 _PROVENANCE = ("_name_or_path", "_model_name_or_path", "auto_map", "torch_dtype")
 
 
-def read_target_config(directory: Path) -> DecoderConfig:
-    """Read a target's `config.json`; raises `CheckpointError` naming file and key."""
-    return parse_target_config(HFConfig.read(directory))
-
-
 def parse_target_config(config: HFConfig) -> DecoderConfig:
     """Turn a Hugging Face config into our geometry, refusing what `Decoder` does not model."""
     model_type = config.get("model_type", str)
     if model_type not in _FAMILIES:
         raise config.refuse("This architecture is not supported.", "model_type", ", ".join(_FAMILIES))
     family, architecture = _FAMILIES[model_type]
-    num_layers = config.size("num_hidden_layers")
+    num_layers = config.layers("num_hidden_layers")
     config.only("architectures", [architecture], None)
     config.only("hidden_act", "silu")
     config.only("mlp_bias", False, None)
@@ -78,6 +72,7 @@ def parse_target_config(config: HFConfig) -> DecoderConfig:
     kv_heads = config.size("num_key_value_heads", heads)
     if heads % kv_heads:
         raise config.refuse("Heads do not share K/V heads evenly.", "num_key_value_heads", f"a divisor of {heads}")
+    head_dim = config.size("head_dim", hidden // heads, most=MAX_SIZE // heads)
     bias = family != "qwen2" and config.get("attention_bias", bool, False)
     return DecoderConfig(
         family=family,
@@ -87,7 +82,7 @@ def parse_target_config(config: HFConfig) -> DecoderConfig:
             num_layers=num_layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=config.size("head_dim", hidden // heads),
+            head_dim=head_dim,
             rms_norm_eps=config.get("rms_norm_eps", float),
             rope=config.rope(),
             max_positions=config.size("max_position_embeddings"),
@@ -168,10 +163,9 @@ def stop_tokens(directory: Path) -> tuple[int, ...]:
     """Token ids that end an answer, from `generation_config.json`, or from `config.json` where there is none."""
     path = directory / "generation_config.json"
     path = path if path.is_file() else directory / "config.json"
-    try:
-        found = json.loads(path.read_text("utf-8"))["eos_token_id"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError("No stop tokens.", where=f"{path}: eos_token_id", found=repr(error)) from None
+    found = HFConfig.of_file(path).values.get("eos_token_id")
+    if found is None:
+        raise CheckpointError("No stop tokens.", where=f"{path}: eos_token_id", expected="one token id, or a list")
     ids = found if isinstance(found, list) else [found]
     if not ids or not all(type(token) is int for token in ids):
         raise CheckpointError("Stop tokens are not ids.", where=f"{path}: eos_token_id", found=found)

@@ -1,17 +1,17 @@
 """Tensors on disk: safetensors only, strictly checked against the module that will hold them.
 
-Nothing here unpickles. Headers are read by hand, so that `--plan` reads no weights and
-a truncated file is named as such.
+Nothing here unpickles. Names, types and shapes come from headers, so `--plan` reads no weights.
 """
 
 from __future__ import annotations
 
-import errno
-import json
-import struct
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from d2sd.errors import CheckpointError
+from d2sd.io import read_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INDEX = "model.safetensors.index.json"
@@ -69,15 +70,17 @@ def read_headers(directory: Path) -> dict[str, TensorInfo]:
 
 
 def _read_sharded(directory: Path, index: Path) -> dict[str, TensorInfo]:
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
-        files = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError("The index of the shards is damaged.", where=index, found=repr(error)) from None
+    values = read_json(index, error=CheckpointError)
+    weight_map = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(
+            "The index of the shards is damaged.", where=f"{index}: weight_map", found=weight_map,
+            expected="names of tensors and of their files",
+        )  # fmt: skip
     found: dict[str, TensorInfo] = {}
-    for name in files:
-        if PurePath(name).name != name:
-            raise CheckpointError("A shard lies outside its checkpoint.", where=index, found=name)
+    for name in sorted(set(weight_map.values())):
+        if PurePath(name).name != name or "\0" in name:
+            raise CheckpointError("A shard is outside its checkpoint.", where=index, found=ascii(name))
         found |= _read_header(directory / name)
     if found.keys() != weight_map.keys():
         odd = sorted(found.keys() ^ weight_map.keys())
@@ -86,30 +89,27 @@ def _read_sharded(directory: Path, index: Path) -> dict[str, TensorInfo]:
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
-    """Parse one file's header: u64 length, JSON, data. Offsets count from the end of the JSON."""
+    with open_tensors(file) as handle:
+        slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118, not a mapping
+        return {name: TensorInfo(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+
+
+@contextmanager
+def open_tensors(file: Path) -> Iterator[Any]:
+    """Open a safetensors file: a handle of `safe_open`, which reads the header and maps the data.
+
+    Raises `CheckpointError` where the file, or what is read inside the block, is missing, damaged or truncated.
+    """
     if not file.is_file():
         raise CheckpointError("A weight file is missing.", where=file)
-    size = file.stat().st_size
     with file.open("rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if 8 + length > size:
-            if start.startswith((b"PK", b"\x80")):
-                raise CheckpointError("Pickle files are never opened: they can run code.", where=file)
-            raise CheckpointError("The safetensors file is truncated.", where=file, found=f"{size} bytes")
-        text = stream.read(length)
+        if stream.read(8).startswith((b"PK", b"\x80")):
+            raise CheckpointError("Pickle files are never opened: they can run code.", where=file)
     try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        tensors = {name: TensorInfo(file, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError("Not a safetensors file.", where=file, found=repr(error)) from None
-    if end != size:
-        raise CheckpointError(
-            "The safetensors file is truncated or padded.", where=file, found=f"{size} bytes", expected=f"{end} bytes"
-        )
-    return tensors
+        with safe_open(file, framework="pt") as handle:
+            yield handle
+    except (SafetensorError, ValueError, OverflowError) as error:
+        raise CheckpointError("The safetensors file is damaged or truncated.", where=file, found=error) from None
 
 
 def check_headers(directory: Path, found: Mapping[str, TensorInfo], expected: Shapes, rename: Rename) -> dict[str, str]:
@@ -157,7 +157,7 @@ def read_tensors(
     names = check_headers(directory, found, expected, rename)
     for file in sorted({info.file for info in found.values()}):
         tensors: dict[str, Tensor] = {}
-        with safe_open(file, framework="pt") as handle:
+        with open_tensors(file) as handle:
             for name in sorted(n for n in names if found[n].file == file):
                 kind = stored_as(names[name], expected)
                 tensor: Tensor = handle.get_tensor(name)
@@ -178,7 +178,7 @@ def _check_values(tensor: Tensor, kind: str, where: str) -> None:
 
 def read_tensor(file: Path, name: str) -> Tensor:
     """Read one tensor as it is stored."""
-    with safe_open(file, framework="pt") as handle:
+    with open_tensors(file) as handle:
         tensor: Tensor = handle.get_tensor(name)
     return tensor
 
@@ -186,13 +186,22 @@ def read_tensor(file: Path, name: str) -> Tensor:
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write safetensors whose bytes depend on the tensors alone."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with os_errors(file):
         save_file({name: tensors[name].contiguous() for name in sorted(tensors)}, file, metadata={"format": "pt"})
-    except SafetensorError as error:  # its I/O errors carry the number only in their text
-        if f"os error {errno.ENOSPC}" in str(error):
-            raise OSError(errno.ENOSPC, "No space left on device", str(file)) from None
-        raise
     file.chmod(0o644)  # safetensors creates 0600: a bundle is read by other users than the one that built it
+
+
+@contextmanager
+def os_errors(path: Path) -> Iterator[None]:
+    """Raise safetensors' write errors (a full disk, a quota, a failing device) as the `OSError` that they are."""
+    try:
+        yield
+    except SafetensorError as error:  # carries the number only in its text
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(path)) from None
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -7,7 +7,6 @@ with it, and because several can run at once. The job says everything; the repor
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from d2sd.convert.engines.profiles import Profile
 from d2sd.errors import BuildError, D2SDError
+from d2sd.io import atomic_write
 from d2sd.plugins.cascade_attention.onnx import BLOCK, TREE
 from d2sd.plugins.cascade_attention.tensorrt.plugin import register
 from d2sd.plugins.cascade_attention.triton.tiles import HEAD_STEP, LARGEST_HEAD
@@ -116,9 +116,8 @@ def remember(config: Any, file: Path) -> None:
 def keep(config: Any, file: Path) -> None:
     """Keep what the builder measured, whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{file.name}.{os.getpid()}")
-    partial.write_bytes(bytes(config.get_timing_cache().serialize()))
-    partial.replace(file)
+    with atomic_write(file) as partial:
+        partial.write_bytes(bytes(config.get_timing_cache().serialize()))
 
 
 def _demand_plugins(job: Job, found: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.hf_config import MAX_SIZE, HFConfig
 from d2sd.modeling.config import BodyConfig
 
 #: Keys that `read_body` reads.
@@ -20,7 +20,7 @@ INERT = frozenset({
 
 def read_body(config: HFConfig) -> BodyConfig:
     """Read the body; raises `CheckpointError` naming file and key."""
-    num_layers = config.size("num_hidden_layers")
+    num_layers, heads = config.layers("num_hidden_layers"), config.size("num_attention_heads")
     config.only("model_type", "qwen3")  # the body's shape, whatever the target's family
     config.only("hidden_act", "silu")
     config.only("layer_types", ["full_attention"] * num_layers, None)
@@ -29,9 +29,9 @@ def read_body(config: HFConfig) -> BodyConfig:
         hidden_size=config.size("hidden_size"),
         intermediate_size=config.size("intermediate_size"),
         num_layers=num_layers,
-        num_heads=config.size("num_attention_heads"),
+        num_heads=heads,
         num_kv_heads=config.size("num_key_value_heads"),
-        head_dim=config.size("head_dim"),
+        head_dim=config.size("head_dim", most=MAX_SIZE // heads),
         rms_norm_eps=config.get("rms_norm_eps", float),
         rope=config.rope(),
         max_positions=config.size("max_position_embeddings"),

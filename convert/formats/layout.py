@@ -6,7 +6,7 @@ so one strict reader serves the three. A key that no reader of ours knows is ref
 
 from __future__ import annotations
 
-from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.hf_config import MAX_LAYERS, MAX_SIZE, HFConfig
 from d2sd.convert.formats import specforge
 from d2sd.convert.formats.backbone import INERT, READ, read_body
 from d2sd.convert.formats.layer_ids import fault, from_convention, usual_ids
@@ -35,7 +35,8 @@ def read_layout(config: HFConfig, declared: Role | None = None) -> DrafterConfig
         refuse_unknown(part, known)
     config.only("architectures", ["DFlashDraftModel"], [specforge.TARGETS_OWN])
     # Qwen3.5 drafters keep these two inside dflash_config.
-    block_size, num_target_layers = (_either(config, dflash, key) for key in ("block_size", "num_target_layers"))
+    block_size = _either(config, dflash, "block_size", MAX_SIZE)
+    num_target_layers = _either(config, dflash, "num_target_layers", MAX_LAYERS)
     body = read_body(config)
     role, base = specforge.read_role(dflash, declared)
     return DrafterConfig(
@@ -80,10 +81,10 @@ def _layer_ids(dflash: HFConfig, num_layers: int, num_target_layers: int) -> tup
     return ids
 
 
-def _either(config: HFConfig, dflash: HFConfig, key: str) -> int:
+def _either(config: HFConfig, dflash: HFConfig, key: str, most: int) -> int:
     """Return a size that may sit at the top level, inside dflash_config, or in both if they agree."""
     home = config if key in config.values else dflash
-    value = home.size(key)
+    value = home.size(key, most=most)
     if key in dflash.values and dflash.size(key) != value:
         raise dflash.refuse(f"{key} is written twice, differently.", key, value)
     return value

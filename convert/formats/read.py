@@ -7,13 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary
 from d2sd.convert.checkpoint.drafter import check_target, drafter_shapes
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.weights import TensorInfo, read_headers, read_tensors
+from d2sd.convert.checkpoint.weights import TensorInfo, open_tensors, read_headers, read_tensors
 from d2sd.convert.formats import modelopt, specforge, speculators
 from d2sd.convert.formats.canonical import CanonicalDrafter, Format, Source
 from d2sd.convert.formats.detect import detect
@@ -115,6 +114,6 @@ def _text(folder: Path) -> str:
 
 
 def _metadata(file: Path) -> dict[str, str] | None:
-    with safe_open(file, framework="pt") as handle:
+    with open_tensors(file) as handle:
         metadata: dict[str, str] | None = handle.metadata()
     return metadata

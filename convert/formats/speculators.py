@@ -157,7 +157,7 @@ def _layer_ids(config: HFConfig, num_target_layers: int) -> tuple[int, ...]:
 
 
 def _target_layers(config: HFConfig, own: HFConfig, known: int | None) -> int:
-    written = own.size("num_target_layers") if "num_target_layers" in own.values else None
+    written = own.layers("num_target_layers") if "num_target_layers" in own.values else None
     if written is not None and known not in (None, written):
         raise own.refuse("The drafter was made for another target.", "num_target_layers", known)
     layers = written or known

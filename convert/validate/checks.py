@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from d2sd.convert.bundle.load import Bundle
+from d2sd.convert.bundle.serving import chat_request, make_engine
+from d2sd.convert.validate.drafter_config import check_drafter_config
+from d2sd.convert.validate.graph_parity import check_graphs
+from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
 from d2sd.errors import BuildError
+from d2sd.progress import Progress, silent
+from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.recipe import Policy, Recipe
+from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.stats import mean_tau
 
-if TYPE_CHECKING:
-    from d2sd.convert.bundle.load import Bundle
 
+def check_bundle(bundle: Bundle, progress: Progress = silent) -> dict[str, Any]:
+    """Decode the check prompts greedily under every policy and compare with plain decoding.
 
-def check_bundle(bundle: Bundle) -> dict[str, Any]:
-    """Greedy smoke test: do the drafters fit, do chains and trees write what plain decoding writes, in how many steps?
-
-    Returns figures as JSON values, no times among them: equal bundles must give equal figures. In fp32 any difference
-    that is no tie fails the build; in half precision rounding differs between batch shapes, so agreement is a figure
-    there. A drafter that is accepted better when its config is read otherwise fails it (`fit.py`), and so does a chain
-    below `checks.min_tau`.
+    Returns figures as JSON values; none of them is a time, because equal bundles must give equal figures. Raises
+    BuildError if, in fp32, a policy's answer differs from plain decoding beyond a tie of two logits (in half precision
+    rounding depends on batch shapes, so agreement is only reported); if a drafter is accepted clearly more often under
+    another reading of its config (`drafter_config.py`); and if the first drafter's chain is below `checks.min_tau`.
     """
-    from d2sd.convert.bundle.serving import chat_request, make_engine
-    from d2sd.convert.validate.drafter_config import check_drafter_config
-    from d2sd.convert.validate.graph_parity import check_graphs
-    from d2sd.prompts import OWN_PROMPTS, read_prompts
-    from d2sd.runtime.request import SamplingParams
-    from d2sd.runtime.stats import mean_tau
-
     recipe = bundle.recipe
     budget = min(recipe.checks.tokens, recipe.limits.max_context // 2)
     prompts = read_prompts(recipe.path(recipe.checks.prompts) if recipe.checks.prompts else OWN_PROMPTS)
@@ -33,7 +32,7 @@ def check_bundle(bundle: Bundle) -> dict[str, Any]:
     requests = [r for r in requests if len(r.prompt) + budget <= recipe.limits.max_context]
     sequences = make_engine(bundle, policy="off").generate(requests)
     plain = [s.answer for s in sequences]
-    fit = check_drafter_config(bundle, sequences)
+    fit = check_drafter_config(bundle, sequences, progress)
     runnable: tuple[tuple[Policy, object], ...] = (
         ("chain", bundle.first), ("d2sd", bundle.second), ("hybrid", bundle.second),
     )  # fmt: skip
@@ -62,7 +61,7 @@ def _demand(recipe: Recipe, tau: float, prompts: int) -> None:
     least = recipe.checks.min_tau
     if least is not None and tau < least:
         raise BuildError(
-            "The first drafter is accepted less than the recipe demands.", where="recipe: checks.min_tau",
+            "The first drafter's accepted length is below the recipe's minimum.", where="recipe: checks.min_tau",
             found=f"{tau} tokens a step on {prompts} prompts", expected=f"at least {least}",
             fix="use the drafter that was trained for this target, or lower checks.min_tau",
         )  # fmt: skip
@@ -72,8 +71,6 @@ def _explain(
     bundle: Bundle, policy: str, answers: list[list[int]], plain: list[list[int]], prompts: list[tuple[int, ...]]
 ) -> None:
     """Raise BuildError for the first difference where plain decoding's two best logits are no tie."""
-    from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
-
     for prompt, answer, expected in zip(prompts, answers, plain, strict=True):
         place = first_mismatch(answer, expected)
         if place is None:

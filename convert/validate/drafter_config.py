@@ -11,16 +11,16 @@ the padding token, often itself the end of text, or a row that no token uses.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence as SequenceOf
 from math import comb
 from typing import Any
-
-import click
 
 from d2sd.convert.bundle.load import Bundle
 from d2sd.convert.validate.drafter_predictions import Hypothesis, Predictions, evaluate_configs
 from d2sd.errors import BuildError
 from d2sd.modeling.config import DrafterConfig
+from d2sd.progress import Progress, silent
 from d2sd.runtime.sequence import Sequence
 
 #: Another reading must commit so much more to fail the build: below, a drafter is worth serving, and a hint is enough.
@@ -32,7 +32,7 @@ _CHANCE = 1e-4
 _NEVER = 1.1
 
 
-def check_drafter_config(bundle: Bundle, plain: SequenceOf[Sequence]) -> dict[str, Any]:
+def check_drafter_config(bundle: Bundle, plain: SequenceOf[Sequence], progress: Progress = silent) -> dict[str, Any]:
     """Tokens a step of each drafter under each reading; `plain` are finished requests of plain decoding.
 
     Raises BuildError where another reading is clearly better than the declared one. Tells of a drafter that is accepted
@@ -43,7 +43,7 @@ def check_drafter_config(bundle: Bundle, plain: SequenceOf[Sequence]) -> dict[st
     if not plain:  # no prompt fits the context
         return {}
     tried = {name: candidate_configs(drafter.config, bundle.tokenizer) for name, drafter in drafters.items()}
-    found = evaluate_configs(bundle, drafters, {name: some for name, (some, _) in tried.items()}, plain)
+    found = evaluate_configs(bundle, drafters, {name: some for name, (some, _) in tried.items()}, plain, progress)
     figures: dict[str, Any] = {}
     for name, ((declared, *others), left_out) in tried.items():
         guesses = found[name]
@@ -53,16 +53,16 @@ def check_drafter_config(bundle: Bundle, plain: SequenceOf[Sequence]) -> dict[st
         if best is not declared and guesses[best].mean >= _RATIO * longest:
             raise _wrong_config(bundle, name, declared, best, guesses)
         if guesses[best].mean > longest:
-            click.echo(
+            print(
                 f"the {name} drafter may not be what its config says: it commits {guesses[best].mean:.3f} tokens a "
                 f"step with {best.name}, {longest:.3f} as declared",
-                err=True,
+                file=sys.stderr,
             )
         if guesses[declared].mean < _NEVER:
-            click.echo(
+            print(
                 f"the {name} drafter is accepted next to never: {guesses[declared].mean:.2f} tokens a step on the "
                 "check prompts, and no other reading of its config is clearly better",
-                err=True,
+                file=sys.stderr,
             )
         figures[name] = {
             "places": len(guesses[declared].lengths),

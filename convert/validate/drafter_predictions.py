@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from d2sd.convert.bundle.load import Bundle
 from d2sd.modeling.drafter import Drafter
-from d2sd.progress import bar
+from d2sd.progress import Progress, silent
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.request import SamplingParams
@@ -56,13 +56,14 @@ def evaluate_configs(
     drafters: Mapping[str, Drafter],
     tried: Mapping[str, SequenceOf[Hypothesis]],
     plain: SequenceOf[Sequence],
+    progress: Progress = silent,
 ) -> dict[str, dict[Hypothesis, Predictions]]:
     """Try every reading of every drafter on `plain`, finished requests of plain decoding.
 
     One target pass serves all that read the same layers.
     """
     found: dict[str, dict[Hypothesis, Predictions]] = {name: {} for name in drafters}
-    with bar("checking that the drafters fit", sum(map(len, tried.values()))) as advance:
+    with progress("checking that the drafters fit", sum(map(len, tried.values()))) as advance:
         for ids in sorted({reading.layer_ids for some in tried.values() for reading in some}):
             asked = {name: [reading for reading in some if reading.layer_ids == ids] for name, some in tried.items()}
             readers = [name for name, some in asked.items() if some]

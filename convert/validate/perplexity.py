@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,13 @@ from torch.nn import functional as F
 from d2sd.modeling.decoder import Decoder
 from d2sd.runtime.forced import teacher_forced_logits
 
-if TYPE_CHECKING:
-    from d2sd.convert.build.fp8 import Text
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Token ids, the first `prompt` of which are a prompt."""
+
+    ids: list[int]
+    prompt: int
 
 
 def compare_texts(

@@ -36,9 +36,7 @@ def build(recipe: Path, plan: bool, overrides: tuple[str, ...], out: Path | None
 
         show_plan(make_plan(loaded), output)
         return
-    from d2sd.convert.build.pipeline import build as build_bundle
-    from d2sd.convert.validate.checks import check_bundle
-    from d2sd.convert.validate.fp8 import fp8_trials
+    from d2sd.convert.build import pipeline
 
     start = time.monotonic()
 
@@ -46,6 +44,5 @@ def build(recipe: Path, plan: bool, overrides: tuple[str, ...], out: Path | None
         if verbose:
             click.echo(f"{stage:14} done after {time.monotonic() - start:.1f} s", err=True)
 
-    trials = fp8_trials(loaded)
-    build_bundle(loaded, output, check=check_bundle, fp8=trials, progress=bar, finished=finished)
+    pipeline.build(loaded, output, progress=bar, finished=finished)
     click.echo(output)

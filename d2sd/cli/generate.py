@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
+from d2sd.cli.options import backend_option
 from d2sd.cli.report import Reporting
-from d2sd.convert.bundle.backends import BackendName, backend_option
+from d2sd.convert.bundle.backends import BackendName
 from d2sd.progress import bar
 from d2sd.recipe import Policy
 

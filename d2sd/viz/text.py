@@ -19,7 +19,7 @@ _JOINERS = "\u200c\u200d"
 @cache
 def asset(name: str) -> str:
     """One of the package's style sheets or scripts."""
-    return resources.files("d2sd.viz").joinpath("templates", name).read_text("utf-8")
+    return resources.files("d2sd.viz").joinpath(f"templates/{name}").read_text("utf-8")
 
 
 def token_markup(text: str, most: int | None = None) -> str:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from d2sd.convert.checkpoint.drafter import read_drafter_config
-from d2sd.convert.checkpoint.target import read_target_config
+from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.target import parse_target_config
 from tests.consumers.helpers import needs, python_of, run, run_child
 
 pytestmark = needs("edgellm")
@@ -61,7 +62,7 @@ def test_it_takes_the_drafters_contract_and_no_default_of_its_own(fp8_bundle: Pa
 def test_the_targets_fp8_weights_arrive_byte_for_byte(fp8_bundle: Path, exported: Path, tmp_path: Path) -> None:
     found, counts = graph(exported / "llm", tmp_path)
     given = load_file(fp8_bundle / "target" / "model.safetensors")
-    layers = read_target_config(fp8_bundle / "target").body.num_layers
+    layers = parse_target_config(HFConfig.read(fp8_bundle / "target")).body.num_layers
     assert sum(equal_bytes(found, name, tensor) for name, tensor in given.items()) == 7 * layers
     assert counts["AttentionPlugin"] == layers
 

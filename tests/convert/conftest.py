@@ -1,4 +1,4 @@
-"""A package index of the tests' own."""
+"""A package index of the tests' own, and tiny pairs as graphs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+
+from d2sd.modeling.config import Family
+from tests.conftest import Once
+from tests.convert.exported import Exported, ExportOnce, export_pair, tiny_pair
 
 
 @pytest.fixture
@@ -17,3 +22,15 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
     return tmp_path / "index"
+
+
+@pytest.fixture(scope="session")
+def export_once(once: Once) -> ExportOnce:
+    """Models are made anew for each who asks; graphs are shared, so nobody writes into their folder."""
+
+    def get(family: Family, dtype: torch.dtype) -> Exported:
+        target, drafter = tiny_pair(family, dtype)
+        folder = once(f"exported-{family}", lambda folder: export_pair(folder, target, drafter))
+        return Exported(folder, target, drafter)
+
+    return get

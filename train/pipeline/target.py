@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from d2sd.convert.build.pipeline import build
+from d2sd.convert.build import build
 from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.errors import D2SDError
 from d2sd.manifest import NAME, load_manifest
@@ -29,7 +29,7 @@ def pinned_target(recipe: TrainRecipe, folder: Path, progress: Progress) -> Bund
             )  # fmt: skip
         if before.canonical() == plain.canonical():
             return load_bundle(folder, progress=progress)
-    build(plain, folder, check=lambda bundle: {}, progress=progress)
+    build(plain, folder, validate=False, progress=progress)
     return load_bundle(folder, progress=progress)
 
 

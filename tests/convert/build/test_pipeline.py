@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from d2sd import io as files
-from d2sd.convert.build.pipeline import build
+from d2sd.convert.build import build
 from d2sd.convert.bundle.load import Bundle
 from d2sd.errors import BuildError, CheckpointError, D2SDError
 from d2sd.recipe import load_recipe
@@ -28,12 +28,8 @@ from tests.convert.helpers import edit_json, edit_tensors, tree_bytes, write_pro
 STAGES = ["fetch", "target", "drafter_first", "drafter_second", "check", "manifest"]
 
 
-def check(bundle: Bundle) -> dict[str, Any]:
-    return {"vocabulary": bundle.target.config.vocab_size}
-
-
-def run(recipe: Path, output: Path, **options: Any) -> dict[str, bytes]:
-    build(load_recipe(recipe), output, check=check, **options)
+def run(recipe: Path, output: Path, *, validate: bool = False, **options: Any) -> dict[str, bytes]:
+    build(load_recipe(recipe), output, validate=validate, **options)
     return tree_bytes(output)
 
 
@@ -62,10 +58,27 @@ def test_a_bundle_has_its_layout_and_nothing_beside_it(recipe: Path, out: Path) 
         *(f"target/{name}" for name in ("tokenizer.json", "tokenizer_config.json")),
     ]
     manifest = json.loads(found["manifest.json"])
-    assert manifest["checks"] == {"vocabulary": 64}
+    assert manifest["checks"] == {}
     assert manifest["target"]["family"] == "llama"
     assert str(out) not in found["manifest.json"].decode()
     assert leftovers(out) == ["tiny"]
+
+
+def test_a_build_validates_its_bundle_unless_told_otherwise(
+    recipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(bundle: Bundle, progress: object) -> dict[str, Any]:
+        return {"vocabulary": bundle.target.config.vocab_size}
+
+    def stop(stage: str) -> None:
+        if stage == "check":
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(recipe, out / "tiny", finished=stop)
+    monkeypatch.setattr("d2sd.convert.build.pipeline.check_bundle", check)
+    build(load_recipe(recipe), out / "tiny")  # resumes; but a stage that checked nothing is not a check
+    assert json.loads((out / "tiny" / "manifest.json").read_text())["checks"] == {"vocabulary": 64}
 
 
 def test_the_same_inputs_give_the_same_bytes_anywhere(recipe: Path, out: Path, tmp_path: Path) -> None:
@@ -240,6 +253,50 @@ def test_a_folder_that_is_no_bundle_is_never_replaced(recipe: Path, out: Path) -
     assert (out / "photos" / "a.jpg").exists()
 
 
+def test_a_folder_with_a_manifest_that_is_not_ours_is_never_replaced(recipe: Path, out: Path) -> None:
+    folder = out / "work"
+    folder.mkdir()
+    (folder / "thesis").write_text("x")
+    for text in ("{}", "[]", "{", '{"d2sd_bundle": 1}', '{"d2sd_bundle": 2}', '{"name": "an extension"}'):
+        (folder / "manifest.json").write_text(text)
+        with pytest.raises(BuildError, match=r"not a bundle(.|\n)*work"):
+            run(recipe, folder)
+        assert leftovers(folder) == ["manifest.json", "thesis"], text
+    assert leftovers(out) == ["work"]
+
+
+@pytest.mark.parametrize("stray", ["thesis.txt", "target/notes.md", "link"])
+def test_a_bundle_with_a_file_that_is_not_its_own_is_never_replaced(recipe: Path, out: Path, stray: str) -> None:
+    run(recipe, out / "tiny")
+    if stray == "link":
+        (out / "tiny" / stray).symlink_to(recipe.parent, target_is_directory=True)
+    else:
+        (out / "tiny" / stray).write_text("mine")
+    before = tree_bytes(out / "tiny")
+    with pytest.raises(BuildError, match=rf"bundle(.|\n)*{stray}"):
+        run(recipe, out / "tiny", finished=lambda stage: pytest.fail("refused before any work"))
+    assert tree_bytes(out / "tiny") == before
+    assert leftovers(out) == ["tiny"]
+
+
+def test_files_that_come_to_the_output_during_a_build_are_kept(recipe: Path, out: Path) -> None:
+    def interfere(stage: str) -> None:
+        if stage == "check":
+            (out / "tiny").mkdir()
+            (out / "tiny" / "thesis.txt").write_text("mine")
+
+    with pytest.raises(BuildError, match="not a bundle"):
+        run(recipe, out / "tiny", finished=interfere)
+    assert (out / "tiny" / "thesis.txt").read_text() == "mine"
+
+
+def test_an_output_that_cannot_be_is_named(recipe: Path, out: Path) -> None:
+    (out / "loop").symlink_to(out / "loop")
+    for name in ("loop", "a\0b", "a\ud800"):
+        with pytest.raises(BuildError, match="output path"):
+            run(recipe, out / name)
+
+
 class Killed(BaseException):
     """Not an Exception, as a signal is none."""
 
@@ -282,7 +339,7 @@ def test_a_build_killed_by_the_kernel_resumes_to_the_same_bytes(recipe: Path, ou
         "def slow(folder, *rest):\n"
         "    write(folder, *rest); (folder / 'half').touch(); print('writing', flush=True); time.sleep(60)\n"
         "write, b.write_drafter = b.write_drafter, slow\n"
-        "b.build(load_recipe(Path(sys.argv[1])), Path(sys.argv[2]), check=lambda bundle: {})\n"
+        "b.build(load_recipe(Path(sys.argv[1])), Path(sys.argv[2]), validate=False)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program, recipe, out / "tiny"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from d2sd.convert.build.plan import Plan, make_plan
 from d2sd.convert.checkpoint.drafter import drafter_shapes, read_drafter_config, write_drafter
+from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.quantization import KEY, Quantization, described
-from d2sd.convert.checkpoint.target import read_target_config, target_shapes
+from d2sd.convert.checkpoint.target import parse_target_config, target_shapes
 from d2sd.convert.checkpoint.weights import Shapes, stored_as
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import edit_json, write_project
@@ -48,7 +49,7 @@ def ones(shapes: Shapes) -> dict[str, Tensor]:
 
 def make_target_fp8(folder: Path) -> None:
     quantization = Quantization(("lm_head",), True, ("test", "1"))
-    shapes = target_shapes(read_target_config(folder), quantization)
+    shapes = target_shapes(parse_target_config(HFConfig.read(folder)), quantization)
     named = {
         "model." + re.sub(r"\b([kv])_cache\.", r"\1_proj.\1_", name): tensor for name, tensor in ones(shapes).items()
     }

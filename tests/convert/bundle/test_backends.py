@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from d2sd.bench import metrics
 from d2sd.bench.result import load_result
 from d2sd.cli.main import main
+from d2sd.convert.build import build
 from d2sd.convert.build import engines as stages
-from d2sd.convert.build.pipeline import build
 from d2sd.convert.bundle.backends import choose_compute
 from d2sd.convert.bundle.load import Bundle, assemble, load_bundle
 from d2sd.convert.bundle.serving import make_engine
@@ -49,7 +49,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     recipe = write_project(folder / "project", target, engines={"compute": ["sm89"]}, checks={"count": 2, "tokens": 12})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "build_engines", no_engines)
-        build(load_recipe(recipe), folder / "bundle", check=check_bundle)
+        build(load_recipe(recipe), folder / "bundle")
     return load_bundle(folder / "bundle")
 
 
@@ -109,7 +109,7 @@ def test_a_bundle_without_drafters_has_graphs_too(tmp_path: Path, monkeypatch: p
         "tree": {"policy": "off"},
     }  # fmt: skip
     recipe = write_project(tmp_path / "project", tiny_decoder("qwen3", layers=2, head_dim=16), **changes)
-    build(load_recipe(recipe), tmp_path / "bundle", check=check_bundle)
+    build(load_recipe(recipe), tmp_path / "bundle")
     figures: Any = load_bundle(tmp_path / "bundle").manifest.checks["graphs"]
     assert (figures["policy"], figures["equal_to_plain_decoding"]) == ("off", 2)
     assert sorted(figures["target"]) == ["hidden", "k", "v"]
@@ -177,7 +177,7 @@ def test_a_benchmark_says_what_it_ran(bundle: Bundle, tmp_path: Path, monkeypatc
 
 def test_a_bundle_without_graphs(tmp_path: Path) -> None:
     recipe = write_project(tmp_path / "project")
-    build(load_recipe(recipe), tmp_path / "bundle", check=lambda bundle: {})
+    build(load_recipe(recipe), tmp_path / "bundle", validate=False)
     for runner in ("onnx", "tensorrt"):
         code, told = generate(tmp_path / "bundle", "--executor", runner)
         assert code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from d2sd.convert.build.pipeline import build
-from d2sd.convert.bundle.load import load_bundle
+from d2sd.convert.build import build
+from d2sd.convert.bundle.load import load_bundle, verify_files
 from d2sd.errors import BundleError
+from d2sd.manifest import load_manifest
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import edit_json, write_project
 from tests.tiny import tiny_decoder
 
 
 def make(folder: Path, **changes: Any) -> Path:
-    build(load_recipe(write_project(folder / "project", **changes)), folder / "bundle", check=lambda bundle: {})
+    build(load_recipe(write_project(folder / "project", **changes)), folder / "bundle", validate=False)
     return folder / "bundle"
 
 
@@ -77,6 +79,26 @@ def test_one_changed_byte_is_found(bundle: Path, name: str) -> None:
         load_bundle(bundle)
 
 
+def relink(file: Path, target: Path) -> None:
+    """Replace a file by a link to `target`, with the same bytes there if it can hold any."""
+    content = file.read_bytes()
+    file.unlink()
+    if target != file and not target.exists():
+        target.write_bytes(content)
+    file.symlink_to(target)
+
+
+def test_links_inside_a_bundle_are_read(bundle: Path) -> None:
+    """Some stores keep every file under its hash and link to it."""
+    files = load_bundle(bundle).manifest.files
+    (bundle.parent / "linked").symlink_to(bundle)
+    name, same = "target/generation_config.json", "drafter_first/config.json"
+    edit_json(bundle / "manifest.json", "files", files | {name: files[same]})
+    (bundle / name).unlink()
+    (bundle / name).symlink_to(f"../{same}")
+    verify_files(bundle.parent / "linked", load_manifest(bundle.parent / "linked"))
+
+
 def rename_in_manifest(new: str) -> Callable[[Path], object]:
     def damage(bundle: Path) -> None:
         path = bundle / "manifest.json"
@@ -89,7 +111,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda b: (b / "manifest.json").unlink(), "manifest.json"),
     "manifest is not JSON": (lambda b: (b / "manifest.json").write_text("[]"), "manifest.json"),
     "missing file": (lambda b: (b / "target/tokenizer.json").unlink(), "missing(.|\n)*target/tokenizer.json"),
-    "extra file": (lambda b: (b / "target/evil.py").touch(), "not its own(.|\n)*target/evil.py"),
+    "extra file": (lambda b: (b / "target/evil.py").touch(), "does not list(.|\n)*target/evil.py"),
+    "a linked folder": (
+        lambda b: (b / "more").symlink_to("target", target_is_directory=True),
+        "symbolic link(.|\n)*bundle/more",
+    ),
+    "a link that leaves": (lambda b: relink(b / "target/config.json", b.parent / "config.json"), "leaves the bundle"),
+    "a link to a device": (lambda b: relink(b / "target/config.json", Path("/dev/zero")), "target/config.json"),
+    "a loop of links": (lambda b: relink(b / "target/config.json", b / "target/config.json"), "target/config.json"),
+    "a pipe": (lambda b: os.mkfifo(b / "target/pipe"), "not a regular file(.|\n)*target/pipe"),
     "another schema": (lambda b: edit_json(b / "manifest.json", "d2sd_bundle", 2), "schema version(.|\n)*found: 2"),
     "unknown key": (lambda b: edit_json(b / "manifest.json", "extra", 1), "extra"),
     "a damaged recipe": (

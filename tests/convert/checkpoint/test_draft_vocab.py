@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from d2sd.convert.build.pipeline import build
+from d2sd.convert.build import build
 from d2sd.convert.build.plan import make_plan
 from d2sd.convert.bundle.load import load_bundle
 from d2sd.convert.checkpoint.draft_vocab import NAME
@@ -135,7 +135,7 @@ def test_a_bundle_carries_each_drafters_own(tmp_path: Path) -> None:
     for name in ("plain", "calibrated"):
         if name == "calibrated":
             add_calibration(recipe)
-        build(load_recipe(recipe), tmp_path / name, check=lambda bundle: {})
+        build(load_recipe(recipe), tmp_path / name, validate=False)
         bundle = load_bundle(tmp_path / name)
         assert bundle.first is not None
         assert bundle.second is not None
@@ -151,7 +151,7 @@ def test_a_calibration_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     add_calibration(recipe)
     written(recipe.parent / "first")
     with pytest.raises(BuildError, match="another first drafter"):
-        build(load_recipe(recipe), tmp_path / "out", check=lambda bundle: {})
+        build(load_recipe(recipe), tmp_path / "out", validate=False)
 
 
 def test_a_plan_refuses_a_damaged_one(tmp_path: Path) -> None:
@@ -172,9 +172,9 @@ def test_a_killed_build_goes_on_with_the_vocabulary_of_now(tmp_path: Path) -> No
             raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError):
-        build(load_recipe(recipe), tmp_path / "out", check=lambda bundle: {}, finished=stop)
+        build(load_recipe(recipe), tmp_path / "out", validate=False, finished=stop)
     written(recipe.parent / "first", IDS[1:])
-    build(load_recipe(recipe), tmp_path / "out", check=lambda bundle: {})
+    build(load_recipe(recipe), tmp_path / "out", validate=False)
     first = load_bundle(tmp_path / "out").first
     assert first is not None
     assert first.config.draft_vocabulary == IDS[1:]

@@ -14,7 +14,6 @@ from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.target import (
     load_target,
     parse_target_config,
-    read_target_config,
     stop_tokens,
     write_target,
 )
@@ -37,7 +36,7 @@ def same(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
 def test_a_target_is_read_and_rewritten(tmp_path: Path, family: Family, tie: bool) -> None:
     decoder = tiny_decoder(family, tie=tie)
     source = write_target_dir(tmp_path / "source", decoder)
-    assert read_target_config(source) == decoder.config
+    assert parse_target_config(HFConfig.read(source)) == decoder.config
     write_target(source, tmp_path / "out", "fp32")
     assert same(tmp_path / "out", decoder.state_dict())
     write_target(tmp_path / "out", tmp_path / "again", "fp32")
@@ -50,7 +49,7 @@ def test_what_transformers_writes_is_read(tmp_path: Path, family: Family) -> Non
     fields = hf_fields(tiny_decoder(family, tie=False))
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    assert read_target_config(tmp_path) == tiny_decoder(family, tie=False).config
+    assert parse_target_config(HFConfig.read(tmp_path)) == tiny_decoder(family, tie=False).config
     stored = {name.removeprefix("model."): t for name, t in load_file(tmp_path / "model.safetensors").items()}
     assert same(tmp_path, stored)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,24 +16,22 @@ from d2sd.convert.engines import build as build_module
 from d2sd.convert.engines.build import build_engines, unversioned_library
 from d2sd.convert.engines.profiles import Profile
 from d2sd.convert.engines.worker import Job, Report, build_engine, configure, keep, remember
-from d2sd.convert.onnx.export import export_drafter, export_target
+from d2sd.convert.onnx.export import export_target
 from d2sd.errors import BuildError
+from tests.convert.exported import PAGE, ExportOnce
 from tests.modeling.test_fp8 import fp8_decoder
-from tests.tiny import tiny_decoder, tiny_drafter
 
 pytest.importorskip("tensorrt_rtx", reason="the extra engines is not installed")
-PAGE, LAYERS = 4, 2
+#: Of the shared pair of Qwen3.
+LAYERS = {"target": 3, "drafter": 2}
 
 
 @pytest.fixture(scope="module")
-def graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target and a drafter with heads of 16, and a target with heads of 8."""
+def graphs(export_once: ExportOnce, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and a drafter with heads of 16: links, so engines are written beside them."""
     folder = tmp_path_factory.mktemp("graphs")
-    target = tiny_decoder("qwen3", layers=LAYERS, head_dim=16).half()
-    export_target(target, (0, 1), PAGE, folder / "target.onnx")
-    drafter = tiny_drafter(target.config, layers=1, target_layer_ids=(0, 1)).half()
-    export_drafter(drafter, PAGE, folder / "drafter.onnx")
-    export_target(tiny_decoder(layers=1), (), PAGE, folder / "narrow.onnx")
+    for file in export_once("qwen3", torch.float16).folder.iterdir():
+        (folder / file.name).symlink_to(file)
     return folder
 
 
@@ -61,7 +60,8 @@ def job(folder: Path, graph: str, layers: int, **changes: Any) -> Job:
     return Job(**values | changes)
 
 
-@pytest.mark.parametrize(("graph", "layers"), [("target", LAYERS), ("drafter", 1)])
+@pytest.mark.engines
+@pytest.mark.parametrize(("graph", "layers"), LAYERS.items())
 @pytest.mark.parametrize("compute", ["portable", "sm89"])
 def test_every_attention_becomes_our_plugin(
     graphs: Path, tmp_path: Path, graph: str, layers: int, compute: str
@@ -72,13 +72,15 @@ def test_every_attention_becomes_our_plugin(
     assert (graphs / f"{graph}.engine").stat().st_size == report.bytes > 0
 
 
-@pytest.mark.parametrize(("graph", "layers"), [("target", LAYERS), ("drafter", 1)])
+@pytest.mark.engines
+@pytest.mark.parametrize(("graph", "layers"), LAYERS.items())
 def test_without_plugins_the_functions_are_built(graphs: Path, graph: str, layers: int) -> None:
     """In this process: no plugin is asked for, so the library's name does not matter."""
     report = build_engine(job(graphs, graph, layers, plugins=False))
     assert (report.plugins, report.layers["SOFTMAX"]) == (0, layers)
 
 
+@pytest.mark.engines
 def test_fp8_is_built_where_there_is_fp8(tmp_path: Path) -> None:
     export_target(fp8_decoder(cache=False, head_dim=16, dtype=torch.float16), (), PAGE, tmp_path / "fp8.onnx")
     jobs = [job(tmp_path, "fp8", 3, compute=compute) for compute in ("sm120", "sm89")]
@@ -94,30 +96,33 @@ def test_fp32_stays_fp32_and_runs_can_be_recorded(graphs: Path) -> None:
     trt = tensorrt.find_tensorrt("tensorrt-rtx")
     builder, flags = trt.module.Builder(tensorrt.ErrorLog(trt.module).log), trt.module.BuilderFlag
     assert builder.create_builder_config().get_flag(flags.TF32), "on by default"
-    config = configure(trt, builder, job(graphs, "target", LAYERS))
+    config = configure(trt, builder, job(graphs, "target", LAYERS["target"]))
     assert not config.get_flag(flags.TF32)
     assert config.get_flag(flags.REQUIRE_USER_ALLOCATION)
 
 
-def test_heads_that_the_kernels_do_not_take(graphs: Path, tmp_path: Path) -> None:
+@pytest.mark.engines
+def test_heads_that_the_kernels_do_not_take(export_once: ExportOnce, tmp_path: Path) -> None:
+    for file in export_once("llama", torch.float32).folder.glob("target.*"):
+        shutil.copy(file, tmp_path)
     with pytest.raises(BuildError, match=r"heads of this size[\s\S]*found: 8"):
-        build_engines([job(graphs, "narrow", 1, profiles=[profile("narrow", 1, size=8)])], tmp_path)
+        build_engines([job(tmp_path, "target", 3, profiles=[profile("target", 3, size=8)])], tmp_path / "scratch")
 
 
 def test_what_a_builder_cannot_build_for(graphs: Path) -> None:
     with pytest.raises(BuildError, match=r"sm90[\s\S]*sm89"):
-        build_engine(job(graphs, "target", LAYERS, compute="sm90"))
+        build_engine(job(graphs, "target", LAYERS["target"], compute="sm90"))
 
 
 def test_a_file_that_is_no_graph(graphs: Path, tmp_path: Path) -> None:
     (tmp_path / "target.onnx").write_bytes(b"nothing of the kind")
     with pytest.raises(BuildError, match="not understood"):
-        build_engine(job(tmp_path, "target", LAYERS, plugins=False))
+        build_engine(job(tmp_path, "target", LAYERS["target"], plugins=False))
 
 
 def test_a_builder_that_dies_is_told(graphs: Path, tmp_path: Path) -> None:
     (tmp_path / "r").write_text("{}")  # an earlier run's report is not this one's
-    doomed = job(graphs, "target", LAYERS, engine=str(tmp_path / "nowhere" / "x"), report=str(tmp_path / "r"))
+    doomed = job(graphs, "target", LAYERS["target"], engine=str(tmp_path / "nowhere" / "x"), report=str(tmp_path / "r"))
     with pytest.raises(BuildError, match=r"builder died[\s\S]*FileNotFoundError"):
         build_engines([doomed], tmp_path / "scratch")
 
@@ -148,7 +153,7 @@ def test_nothing_is_begun_behind_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_
 
     monkeypatch.setattr(build_module, "_build", fails)
     with pytest.raises(BuildError, match="cannot be built"):
-        build_engines([job(tmp_path, "target", LAYERS)] * 9, tmp_path)
+        build_engines([job(tmp_path, "target", LAYERS["target"])] * 9, tmp_path)
     assert begun[0] == "0"
     assert len(begun) < 9, "a few may begin while the failure is noticed"
 

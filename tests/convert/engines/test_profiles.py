@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from copy import deepcopy
 
 import pytest
+import torch
 from torch import Tensor
 
 from d2sd.convert.engines.profiles import Profile, make_profiles
-from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.recipe import Builder, Recipe, Tree
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession, Session
 from d2sd.runtime.backends.model_runner import ModelRunner
@@ -17,7 +17,8 @@ from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.speculation.policy import Policy, PolicyName, make_policy
-from tests.tiny import random_tokens, tiny_decoder, tiny_drafter
+from tests.convert.exported import Exported, ExportOnce
+from tests.tiny import random_tokens, tiny_decoder
 
 pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
 RECIPE = Recipe.model_validate(
@@ -59,12 +60,12 @@ def policy_of(name: PolicyName) -> Policy:
     return make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=tree.row_budget)
 
 
-def watched_engine(graphs: Path, builder: Builder, policy: PolicyName) -> tuple[Engine, list[Watched]]:
-    target = tiny_decoder()
-    drafters = [tiny_drafter(target.config, block_size=4), tiny_drafter(target.config, block_size=4, seed=2)]
+def watched_engine(pair: Exported, builder: Builder, policy: PolicyName) -> tuple[Engine, list[Watched]]:
+    """Both drafters run one graph: shapes do not depend on weights."""
+    target, drafters = pair.target, [pair.drafter, deepcopy(pair.drafter)]
     watched = [
-        Watched(OnnxSession(graphs / f"{name}.onnx"), make_profiles(RECIPE, builder, model.config))
-        for name, model in (("target", target), ("first", drafters[0]), ("second", drafters[1]))
+        Watched(OnnxSession(pair.folder / f"{name}.onnx"), make_profiles(RECIPE, builder, model.config))
+        for name, model in (("target", target), ("drafter", drafters[0]), ("drafter", drafters[1]))
     ]
     runner = ModelRunner(
         GraphDecoder(target, drafters[0].config.target_layer_ids, watched[0]),
@@ -73,34 +74,30 @@ def watched_engine(graphs: Path, builder: Builder, policy: PolicyName) -> tuple[
     return Engine(runner, policy_of(policy), LIMITS), watched
 
 
+@pytest.fixture(scope="module")
+def pair(export_once: ExportOnce) -> Exported:
+    return export_once("llama", torch.float32)
+
+
+@pytest.mark.export
 @pytest.mark.parametrize("builder", ["tensorrt-rtx", "tensorrt"])
 @pytest.mark.parametrize("policy", ["off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid"])
-def test_all_that_runs_fits(graphs: Path, builder: Builder, policy: PolicyName) -> None:
-    engine, watched = watched_engine(graphs, builder, policy)
+def test_all_that_runs_fits(pair: Exported, builder: Builder, policy: PolicyName) -> None:
+    engine, watched = watched_engine(pair, builder, policy)
     prompts = [random_tokens(tiny_decoder(), 1, size, seed=size)[0].tolist() for size in (1, 36, 30)]
     for sequence in engine.generate([Request(tuple(prompt), 12) for prompt in prompts]):
         assert len(sequence.answer) == 12
     assert watched[0].used == ({0, 1, 2, 3} if builder == "tensorrt" else {0, 1}), "batches of 1, 2, 3, and prefill"
 
 
+@pytest.mark.export
 @pytest.mark.parametrize("builder", ["tensorrt-rtx", "tensorrt"])
-def test_what_auto_measures_fits(graphs: Path, builder: Builder) -> None:
-    engine, watched = watched_engine(graphs, builder, "hybrid")
+def test_what_auto_measures_fits(pair: Exported, builder: Builder) -> None:
+    engine, watched = watched_engine(pair, builder, "hybrid")
     engine.enable_auto(
         [policy_of(name) for name in ("off", "chain", "hybrid")], {"chain": ([9.0], [9.0]), "hybrid": ([9.0], [9.0])}
     )
     assert all(session.used for session in watched)
-
-
-@pytest.fixture(scope="module")
-def graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("graphs")
-    target = tiny_decoder()
-    first = tiny_drafter(target.config, block_size=4)
-    export_target(target, first.config.target_layer_ids, 4, folder / "target.onnx")
-    export_drafter(first, 4, folder / "first.onnx")
-    export_drafter(tiny_drafter(target.config, block_size=4, seed=2), 4, folder / "second.onnx")
-    return folder
 
 
 def test_profiles_hold_what_the_scheduler_lays_out() -> None:

@@ -10,18 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.convert.onnx.export import export_drafter, export_target
-from d2sd.modeling.config import Family
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.rows import KVPool, Rows
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession
+from tests.convert.exported import PAGE, PAIRS, TAPS, ExportOnce, export_pair, tiny_pair
 from tests.convert.helpers import tree_bytes
-from tests.tiny import ancestor_mask, pool_for, random_tokens, random_tree, tiny_decoder, tiny_drafter
+from tests.tiny import ancestor_mask, pool_for, random_tokens, random_tree
 
 pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
-TAPS = (0, 2)
-PAGE = 4
+pytestmark = pytest.mark.export
 #: Of fp32 numbers of order 1, summed in another order; of fp16, a few units in the last place.
 WITHIN = {torch.float32: 1e-4, torch.float16: 2e-2}
 
@@ -36,19 +34,12 @@ class Pair:
     draft_graph: GraphDrafter
 
 
-def made(folder: Path, family: Family, dtype: torch.dtype) -> Pair:
-    target = tiny_decoder(family, tie=family == "llama").to(dtype)
-    drafter = tiny_drafter(target.config, target_layer_ids=TAPS).to(dtype)
-    export_target(target, TAPS, PAGE, folder / "target.onnx")
-    export_drafter(drafter, PAGE, folder / "drafter.onnx")
+@pytest.fixture(scope="module", params=PAIRS, ids=[family for family, _ in PAIRS])
+def pair(request: pytest.FixtureRequest, export_once: ExportOnce) -> Pair:
+    exported = export_once(*request.param)
+    target, drafter, folder = exported.target, exported.drafter, exported.folder
     graph = GraphDecoder(target, TAPS, OnnxSession(folder / "target.onnx"))
     return Pair(target, drafter, graph, GraphDrafter(drafter, OnnxSession(folder / "drafter.onnx"), PAGE))
-
-
-@pytest.fixture(scope="module", params=[("llama", torch.float32), ("qwen2", torch.float32), ("qwen3", torch.float16)])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    family, dtype = request.param
-    return made(tmp_path_factory.mktemp(family), family, dtype)
 
 
 def context(body_of: Decoder | Drafter, lengths: list[int], dtype: torch.dtype) -> tuple[KVPool, Tensor, Tensor]:
@@ -126,15 +117,15 @@ def test_context_that_is_not_in_the_pages_is_read_too(pair: Pair) -> None:
 
 
 def test_equal_models_give_equal_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    export_once: ExportOnce, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    one = tree_bytes(export_once(*PAIRS[0]).folder)
     monkeypatch.setattr(logging.getLogger("torch"), "handlers", [caplog.handler])
-    for name in ("one", "other"):
-        made(tmp_path / name, "llama", torch.float32)
+    export_pair(tmp_path / "other", *tiny_pair(*PAIRS[0]))
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert not said, "nobody who builds a bundle wants to know what the exporter thinks"
-    assert tree_bytes(tmp_path / "one") == tree_bytes(tmp_path / "other")
-    text = b"".join(tree_bytes(tmp_path / "one").values())
+    assert one == tree_bytes(tmp_path / "other")
+    text = b"".join(one.values())
     assert b"/site-packages/" not in text
     assert str(tmp_path).encode() not in text
     assert b"d2sd/convert" not in text

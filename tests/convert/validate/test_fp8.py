@@ -113,9 +113,9 @@ def test_a_bound_fails_the_build(
         save_file(tensors | narrow, directory / "model.safetensors", metadata={"format": "pt"})
 
     monkeypatch.setattr(fp8_build, "quantize_target", wrong)
-    monkeypatch.setattr("d2sd.convert.validate.checks.check_bundle", lambda bundle: {})
+    monkeypatch.setattr("d2sd.convert.build.pipeline.check_bundle", lambda bundle, progress: {})
     taus = cycle([3.0, 2.9])  # random drafters lose nothing
-    monkeypatch.setattr("d2sd.runtime.stats.mean_tau", lambda stats: next(taus))
+    monkeypatch.setattr("d2sd.convert.validate.fp8.mean_tau", lambda stats: next(taus))
     done = build(project, tmp_path / "out", f"fp8.{bound}=0.01", "fp8.kv=false")
     assert done.exit_code == 2
     assert named in done.output

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from d2sd.convert.build.fp8 import Text
-from d2sd.convert.validate.perplexity import common, compare_texts
+from d2sd.convert.validate.perplexity import Text, common, compare_texts
 from d2sd.modeling.decoder import Decoder
 from tests.tiny import full_logits, tiny_decoder
 

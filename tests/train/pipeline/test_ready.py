@@ -26,7 +26,7 @@ from d2sd.modeling.drafter import Drafter
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.drafter import Training
 from tests.convert.helpers import edit_json, tree_bytes
-from tests.d2sd.cli.test_train import draw, edit, rows, train, trained, write_training
+from tests.d2sd.cli.train.helpers import draw, edit, rows, train, trained, write_training
 from tests.tiny import tiny_decoder, tiny_drafter
 
 GEOMETRY = {"layers": 2, "block_size": 4, "mask_token_id": 62, "target_layer_ids": [0, 2]}

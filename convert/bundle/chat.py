@@ -1,0 +1,110 @@
+"""Messages -> token ids, through the target's chat template.
+
+The template is Jinja from a checkpoint, so it is not trusted: transformers compiles it in a sandbox, and here the time
+of rendering and the length of its output are bounded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import thread_time
+from types import FrameType
+from typing import Any
+
+from d2sd.errors import RequestError
+
+#: `[{"role": "user", "content": "..."}, ...]`
+Messages = Sequence[Mapping[str, Any]]
+#: Most CPU time of one rendering; templates of real models need milliseconds.
+_SECONDS = 2.0
+#: Longest rendered conversation, in characters; a context of a million tokens is shorter.
+_MAX_LENGTH = 16 << 20
+#: Under this file name Jinja compiles a template that was given as a string.
+_TEMPLATE = "<template>"
+
+
+def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
+    """Token ids of `prompt` as it is. Raises `RequestError` where it is no Unicode text."""
+    _check_text(prompt, "prompt")
+    ids: list[int] = tokenizer(prompt).input_ids
+    return ids
+
+
+def encode_chat(tokenizer: Any, messages: Messages, template: Mapping[str, Any], where: str) -> list[int]:
+    """Token ids of a conversation in the chat template, up to where the assistant's answer begins.
+
+    `tokenizer` is one of transformers, `template` holds further variables of its chat template, and `where` names the
+    template in errors. Raises `RequestError` for malformed messages and for a template that fails.
+    """
+    _check_messages(messages)
+    try:
+        with _deadline(_SECONDS):
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False, **template
+            )
+    except (Exception, _TooSlow) as error:  # whatever a template does: undefined names, division by zero, recursion
+        found = f"more than {_SECONDS:g} s" if isinstance(error, _TooSlow) else f"{type(error).__name__}: {error}"
+        raise RequestError(
+            "The chat template cannot be rendered.", where=where, found=found[:300],
+            fix="correct the messages or the template, or pass the prompt without it (--raw)",
+        ) from None  # fmt: skip
+    if len(text) > _MAX_LENGTH:
+        raise RequestError(
+            "The chat template renders too much text.", where=where, found=f"{len(text):,} characters",
+            expected=f"at most {_MAX_LENGTH:,}",
+        )  # fmt: skip
+    _check_text(text, where)
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids  # the template writes them
+    return ids
+
+
+def _check_messages(messages: Messages) -> None:
+    if not messages:
+        raise RequestError("The conversation is empty.", where="messages", expected="at least one message")
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            found, expected = repr(message)[:80], '{"role": "user", "content": "..."}'
+            raise RequestError("This is not a chat message.", where=where, found=found, expected=expected)
+        for key, value in message.items():
+            if isinstance(value, str):
+                _check_text(value, f"{where}.{key}")
+
+
+def _check_text(text: str, where: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            "The prompt is not Unicode text.", where=where, found=f"a lone surrogate at character {error.start}",
+            fix="pass UTF-8",
+        ) from None  # fmt: skip
+
+
+class _TooSlow(BaseException):
+    """No Exception, so that nothing on the way takes it for a fault of its own."""
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Raise `_TooSlow` in a template that runs for longer than `seconds` of this thread's CPU time.
+
+    A trace function looks at the clock on every line of the compiled template: unlike a signal it works in any thread.
+    """
+    end = thread_time() + seconds
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != _TEMPLATE:
+            return None
+        if thread_time() > end:
+            raise _TooSlow
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

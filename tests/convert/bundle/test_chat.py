@@ -1,0 +1,115 @@
+"""Conversations in a chat template, and templates that fail: an error that names the template, in bounded time."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from d2sd.convert.bundle import chat
+from d2sd.convert.bundle.chat import encode_chat, encode_prompt
+from d2sd.convert.checkpoint.offline import load_tokenizer
+from d2sd.errors import RequestError
+from tests.convert.helpers import write_target_dir
+from tests.tiny import tiny_decoder
+
+TEMPLATE = (
+    "{% for m in messages %}{{ {'user': 'w1 ', 'assistant': 'w2 ', 'system': 'w3 '}[m.role] + m.content + ' ' }}"
+    "{% endfor %}{% if add_generation_prompt %}w2{% endif %}{{ ' w9' if thinking else '' }}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target_dir(tmp_path_factory.mktemp("chat") / "target", tiny_decoder())
+
+
+def tokenizer(folder: Path, template: str) -> Any:
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
+    return load_tokenizer(folder)
+
+
+def test_every_turn_of_a_conversation_is_in_the_prompt(folder: Path) -> None:
+    turns = [("system", "w10"), ("user", "w11"), ("assistant", "w12"), ("user", "w13")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    known = tokenizer(folder, TEMPLATE)
+    assert encode_chat(known, messages, {}, "here") == [3, 10, 1, 11, 2, 12, 1, 13, 2]
+    assert encode_chat(known, messages[1:2], {"thinking": True}, "here") == [1, 11, 2, 9]
+    whole = known.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert encode_chat(known, messages, {}, "here") == whole
+
+
+FAILING = {
+    "raises": ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    "syntax": ("{% for m in messages %}", "TemplateSyntaxError"),
+    "undefined name": ("{{ nobody.role }}", "nobody"),
+    "division by zero": ("{{ 1 / 0 }}", "division by zero"),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    "range too big": ("{% for i in range(999999) %}a{% endfor %}", "range"),
+    "not a message": ("{{ messages[5].content }}", "Undefined"),
+}
+
+
+@pytest.mark.parametrize(("template", "named"), FAILING.values(), ids=FAILING.keys())
+def test_a_template_that_fails_is_named(folder: Path, template: str, named: str) -> None:
+    known = tokenizer(folder, template)
+    with pytest.raises(RequestError, match="chat template cannot be rendered") as caught:
+        encode_chat(known, [{"role": "user", "content": "w1"}], {}, "bundle/target: chat_template")
+    assert caught.value.where == "bundle/target: chat_template"
+    assert named.lower() in str(caught.value).lower()
+
+
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("body", ["a", "{% set x = 1 %}"], ids=["with output", "without output"])
+def test_nested_loops_end_at_the_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    monkeypatch.setattr(chat, "_SECONDS", 0.2)
+    known, tracing = tokenizer(folder, NESTED.replace("BODY", body)), sys.gettrace()
+    caught: list[Exception] = []
+
+    def render() -> None:
+        try:
+            encode_chat(known, [{"role": "user", "content": "w1"}], {}, "here")
+        except RequestError as error:
+            caught.append(error)
+
+    start = time.thread_time()
+    render()
+    assert time.thread_time() - start < 5
+    thread = Thread(target=render)  # a server renders in one
+    thread.start()
+    thread.join()
+    assert [f"more than {chat._SECONDS:g} s" in str(error) for error in caught] == [True, True]
+    assert sys.gettrace() is tracing
+
+
+def test_output_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "_MAX_LENGTH", 1000)
+    known = tokenizer(folder, "{% for i in range(999) %}w1 {% endfor %}")
+    with pytest.raises(RequestError, match=r"renders too much text(.|\n)*2,997 characters"):
+        encode_chat(known, [{"role": "user", "content": "w1"}], {}, "here")
+
+
+@pytest.mark.parametrize(
+    "messages", [[], ["w1"], [{"content": "w1"}], [{"role": 1, "content": "w1"}], [{"role": "user"}]]
+)
+def test_malformed_messages_are_refused(folder: Path, messages: Any) -> None:
+    with pytest.raises(RequestError, match=r"messages"):
+        encode_chat(tokenizer(folder, TEMPLATE), messages, {}, "here")
+
+
+def test_text_that_is_not_unicode_is_refused(folder: Path) -> None:
+    known = tokenizer(folder, TEMPLATE)
+    with pytest.raises(RequestError, match="not Unicode"):
+        encode_prompt(known, "w1 \udcff")
+    with pytest.raises(RequestError, match=r"not Unicode(.|\n)*messages\[0\]\.content"):
+        encode_chat(known, [{"role": "user", "content": "w1 \ud800"}], {}, "here")
+    with pytest.raises(RequestError, match="not Unicode"):
+        encode_chat(tokenizer(folder, "{{ '\ud800' }}"), [{"role": "user", "content": "w1"}], {}, "here")

@@ -1,0 +1,155 @@
+"""Damaged and hostile checkpoint files: an error that names the file, at once and in bounded memory."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from d2sd.convert.build import build
+from d2sd.convert.build.plan import make_plan
+from d2sd.convert.checkpoint.weights import INDEX, read_headers, write_tensors
+from d2sd.errors import CheckpointError
+from d2sd.recipe import load_recipe
+from tests.convert.helpers import edit_json, write_project
+
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    return write_project(tmp_path / "project").parent
+
+
+def header(file: str, change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Rewrite a safetensors header."""
+
+    def damage(project: Path) -> None:
+        path = project / file
+        data = path.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        values = json.loads(data[8 : 8 + length])
+        values = change(values) or values
+        text = values if isinstance(values, bytes) else json.dumps(values).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    return damage
+
+
+def entry(key: str, value: object) -> Damage:
+    """Change the header's entry of one tensor of the target."""
+    return header("target/model.safetensors", lambda values: values["model.norm.weight"].update({key: value}))
+
+
+def sharded(weight_map: object) -> Damage:
+    def damage(project: Path) -> None:
+        target = project / "target"
+        (target / "model.safetensors").rename(target / "a.safetensors")
+        (target / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+    return damage
+
+
+def text(file: str, content: str | bytes) -> Damage:
+    return lambda project: (project / file).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def config(file: str, key: str, value: object) -> Damage:
+    return lambda project: edit_json(project / file / "config.json", key, value)
+
+
+def replaced(file: str, make: Callable[[Path], None]) -> Damage:
+    def damage(project: Path) -> None:
+        (project / file).unlink()
+        make(project / file)
+
+    return damage
+
+
+DEEP = "[" * 100_000
+WEIGHTS: dict[str, Damage] = {
+    "no data_offsets": entry("data_offsets", []),
+    "negative offsets": entry("data_offsets", [-8, 0]),
+    "huge offsets": entry("data_offsets", [0, 2**63]),
+    "dtype is no name": entry("dtype", 5),
+    "unknown dtype": entry("dtype", "F7"),
+    "shape is no list": entry("shape", "32"),
+    "shape overflows": entry("shape", [2**40, 2**40]),
+    "negative shape": entry("shape", [-32]),
+    "entry is no object": header("target/model.safetensors", lambda values: values.update(a=1)),
+    "header is a list": header("target/model.safetensors", lambda values: b"[]      "),
+    "deep header": header("target/model.safetensors", lambda values: DEEP.encode()),
+    "long header": text("target/model.safetensors", b"\xff" * 8 + b"{}"),
+    "seven bytes": text("target/model.safetensors", b"1234567"),
+    "index value is int": sharded({"model.norm.weight": 5}),
+    "index value is null": sharded({"model.norm.weight": None}),
+    "index is a list": sharded(["a.safetensors"]),
+    "index names the folder above": sharded({"model.norm.weight": "../a.safetensors"}),
+    "index names no file": sharded({"model.norm.weight": "a\0.safetensors"}),
+    "index names a folder": sharded({"model.norm.weight": ".."}),
+}
+
+
+@pytest.mark.parametrize("damage", WEIGHTS.values(), ids=WEIGHTS.keys())
+def test_damaged_weights_are_named(project: Path, damage: Damage) -> None:
+    damage(project)
+    with pytest.raises(CheckpointError, match=r"safetensors|shard|index|target/\.\."):
+        read_headers(project / "target")
+    with pytest.raises(CheckpointError):
+        make_plan(load_recipe(project / "recipe.yaml"))
+
+
+TEXTS: dict[str, tuple[Damage, str]] = {
+    "deep config": (text("target/config.json", DEEP), "target/config.json"),
+    "config of one long integer": (text("target/config.json", '{"hidden_size": ' + "9" * 5000 + "}"), "config.json"),
+    "a float beyond doubles": (config("target", "rms_norm_eps", 10**400), "config.json"),
+    "config is no UTF-8": (text("target/config.json", b"\xff\xfe"), "config.json"),
+    "deep drafter config": (text("first/config.json", DEEP), "first/config.json"),
+    "deep draft vocabulary": (text("first/draft_vocab.json", DEEP), "draft_vocab.json"),
+    "deep quantisation": (text("target/hf_quant_config.json", DEEP), "hf_quant_config.json"),
+    "quantisation is a list": (text("target/hf_quant_config.json", "[]"), "hf_quant_config.json"),
+    "deep index": (lambda p: [sharded({})(p), text(f"target/{INDEX}", DEEP)(p)], INDEX),
+    "a billion layers": (config("target", "num_hidden_layers", 10**9), "num_hidden_layers"),
+    "a billion layers of a drafter": (config("first", "num_hidden_layers", 10**9), "num_hidden_layers"),
+    "a billion target layers": (config("second", "num_target_layers", 10**9), "num_target_layers"),
+    "hidden size of 2^63": (config("target", "hidden_size", 2**63), "hidden_size"),
+    "vocabulary of 2^63": (config("target", "vocab_size", 2**63), "vocab_size"),
+    "head size of 2^62": (config("target", "head_dim", 2**62), "head_dim"),
+    "heads whose product overflows": (config("first", "head_dim", 1 << 24), "head_dim"),
+    "intermediate size of 2^70": (config("second", "intermediate_size", 2**70), "intermediate_size"),
+    "config is a pipe": (replaced("target/config.json", os.mkfifo), "target/config.json"),
+    "config never ends": (replaced("target/config.json", lambda p: p.symlink_to("/dev/zero")), "target/config.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "named"), TEXTS.values(), ids=TEXTS.keys())
+def test_damaged_configs_are_named(project: Path, damage: Damage, named: str) -> None:
+    damage(project)
+    with pytest.raises(CheckpointError, match=named) as caught:
+        make_plan(load_recipe(project / "recipe.yaml"))
+    assert len(str(caught.value)) < 1000
+
+
+def test_deep_stop_tokens_are_named(project: Path, tmp_path: Path) -> None:
+    text("target/generation_config.json", DEEP)(project)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        build(load_recipe(project / "recipe.yaml"), tmp_path / "out", validate=False)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+def test_write_errors_of_safetensors_are_os_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(code)} (os error {code})")
+
+    monkeypatch.setattr("d2sd.convert.checkpoint.weights.save_file", fail)
+    with pytest.raises(OSError, match=r"model\.safetensors") as caught:
+        write_tensors(tmp_path / "model.safetensors", {"a": torch.ones(1)})
+    assert caught.value.errno == code

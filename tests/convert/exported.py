@@ -1,0 +1,46 @@
+"""Tiny pairs as ONNX graphs, exported once a run: what the tests of graphs, profiles and engines share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from d2sd.convert.onnx.export import export_drafter, export_target
+from d2sd.modeling.config import Family
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from tests.tiny import tiny_decoder, tiny_drafter
+
+#: Layers that the drafter reads, and tokens a page.
+TAPS = (0, 2)
+PAGE = 4
+#: Llama with tied embeddings and Qwen2 with biases, heads of 8; Qwen3 with heads of 16, which engines take.
+PAIRS: tuple[tuple[Family, torch.dtype], ...] = (
+    ("llama", torch.float32), ("qwen2", torch.float32), ("qwen3", torch.float16),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A target of three layers, a drafter of two, and a folder with target.onnx and drafter.onnx."""
+
+    folder: Path
+    target: Decoder
+    drafter: Drafter
+
+
+#: Of a family and a dtype.
+ExportOnce = Callable[[Family, torch.dtype], Exported]
+
+
+def tiny_pair(family: Family, dtype: torch.dtype) -> tuple[Decoder, Drafter]:
+    target = tiny_decoder(family, tie=family == "llama", head_dim=16 if family == "qwen3" else 8).to(dtype)
+    return target, tiny_drafter(target.config, target_layer_ids=TAPS).to(dtype)
+
+
+def export_pair(folder: Path, target: Decoder, drafter: Drafter) -> None:
+    export_target(target, TAPS, PAGE, folder / "target.onnx")
+    export_drafter(drafter, PAGE, folder / "drafter.onnx")

@@ -1,0 +1,134 @@
+"""What `d2sd train` refuses, before hours of work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.convert.helpers import edit_json
+from tests.d2sd.cli.train.helpers import edit, refused, train, trained
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("drafter.layers", 4, "drafter.layers"),
+        ("drafter.target_layer_ids", [0, 3], "drafter.target_layer_ids"),
+        ("drafter.mask_token_id", 64, "drafter.mask_token_id"),
+        ("data.prompts", [{"path": "none.jsonl"}], "none.jsonl"),
+        ("data.prompts", [{"path": "prompts.jsonl"}, {"path": "prompts.jsonl"}], "same id"),
+        ("data.exclude", ["none.jsonl"], "none.jsonl"),
+        ("target.path", "nowhere", "nowhere"),
+        ("first.stepz", 1, "first.stepz"),
+    ],
+)
+def test_a_recipe_that_cannot_work_is_refused_before_any_answer(
+    project: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: object, told: str
+) -> None:
+    monkeypatch.setattr(
+        "d2sd.train.pipeline.responses.make_engine", lambda *args, **kwargs: pytest.fail("it began to answer")
+    )
+    edit(project, key, value)
+    assert told in refused(project)
+
+
+def test_writing_turns_needs_a_chat_template(project: Path) -> None:
+    edit_json(project / "target" / "tokenizer_config.json", "chat_template", ...)
+    assert "data.self_written" in refused(project)
+
+
+def test_too_few_answers_to_hold_some_out(finished: Path) -> None:
+    edit(finished, "data.held_out", 99)
+    shutil.rmtree(finished / "out")
+    assert "data.held_out" in refused(finished)
+
+
+def test_a_damaged_answers_file_is_named_by_its_line(finished: Path) -> None:
+    (finished / "work" / "answers.jsonl").write_text('{"id": "p1"}\n')
+    shutil.rmtree(finished / "out")
+    assert "answers.jsonl:1" in refused(finished)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("precision", "bf16", "the target changed"),
+        ("target.path", "../project/target", "the target changed"),
+        ("first.steps", 5, "the settings changed"),
+        ("drafter.block_size", 3, "the drafter changed"),
+        ("data.held_out", 4, "the data changed"),
+        ("data.max_new_tokens", 12, "how the target is asked changed"),
+        ("data.self_written", [{"name": "kind", "count": 8, "end": "w1"}], "self_written.kind.end"),
+        ("data.self_written", [{"name": "kind", "count": 8, "temperature": 0.5}], "self_written.kind.temperature"),
+    ],
+)
+def test_a_recipe_that_changed_on_the_way_is_refused(finished: Path, key: str, value: object, told: str) -> None:
+    shutil.rmtree(finished / "out")
+    edit(finished, key, value)
+    for _ in range(2):  # the refusal leaves nothing that would let a second try pass
+        assert told in refused(finished)
+
+
+def test_a_place_that_cannot_be_written_is_told_before_any_answer(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "d2sd.train.pipeline.responses.make_engine", lambda *args, **kwargs: pytest.fail("it began to answer")
+    )
+    (project / "out").write_text("a file")
+    result = train(project)
+    assert result.exit_code == 2
+    assert str(project / "out") in result.stderr
+
+
+DAMAGE = [
+    b"[]\n",
+    b"null\n",
+    b"{}\n",
+    b"7\n",
+    b'"x"\n',
+    b"{\n",
+    b"\xff\n",
+    b"[" * 5000 + b"\n",
+    b'{"id": 1' + b"0" * 5000 + b"}\n",
+]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["answers.jsonl", "turns.jsonl", "first.jsonl", "second.jsonl", "pace.jsonl", "screened.json", "features.json"],
+)
+def test_a_damaged_work_file_is_named_by_the_plan(finished: Path, name: str) -> None:
+    for damage in DAMAGE:
+        (finished / "work" / name).write_bytes(damage)
+        result = train(finished, "--plan")
+        assert (result.exit_code, type(result.exception)) == (2, SystemExit), (damage, result.exception)
+        assert name in result.stderr, damage
+
+
+@pytest.mark.parametrize("key", ["step", "cells", "loss", "seconds"])
+def test_a_line_of_a_log_with_a_bad_value_is_named(finished: Path, key: str) -> None:
+    log = finished / "work" / "first.jsonl"
+    lines = log.read_text().splitlines()
+    index = next(i for i, line in enumerate(lines) if f'"{key}"' in line)
+    lines[index] = json.dumps({**json.loads(lines[index]), key: "x"})
+    log.write_text("\n".join(lines) + "\n")
+    result = train(finished, "--plan")
+    assert result.exit_code == 2, result.output
+    assert f"first.jsonl:{index + 1}: {key}" in result.stderr
+
+
+@pytest.mark.parametrize("damage", [b"[]", b"{", b"\xff"])
+def test_damaged_settings_of_the_responses_are_named(finished: Path, damage: bytes) -> None:
+    (finished / "work" / "asked.json").write_bytes(damage)
+    shutil.rmtree(finished / "out")
+    assert "asked.json" in refused(finished)
+
+
+@pytest.mark.parametrize("damage", [b"[]", b"{", b"\xff", b'{"inputs": 1}'])
+def test_a_damaged_evaluation_is_measured_again(finished: Path, expected: dict[str, bytes], damage: bytes) -> None:
+    (finished / "work" / "evaluation.json").write_bytes(damage)
+    assert trained(finished) == expected

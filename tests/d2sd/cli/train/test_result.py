@@ -1,0 +1,168 @@
+"""What `d2sd train` leaves: the pair, its log, its answers, its figures, its calibration."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from d2sd.bench.result import load_result
+from d2sd.calibration import load_calibration
+from d2sd.cli.main import main
+from d2sd.convert.bundle.load import load_bundle
+from d2sd.convert.checkpoint.drafter import (
+    check_compatible,
+    check_drafter_tensors,
+    fingerprint,
+    load_drafter,
+    read_drafter_config,
+)
+from d2sd.modeling.config import Role
+from d2sd.progress import silent
+from d2sd.train.pipeline.evaluate import Evaluator
+from d2sd.train.pipeline.evaluation import Evaluation
+from d2sd.train_recipe import load_train_recipe
+from tests.convert.helpers import tree_bytes
+from tests.d2sd.cli.train.helpers import PROMPTS, STOP, bundled, edit, read, rows, trained, undo
+from tests.tiny import greedy_text, tiny_decoder
+
+
+def test_the_pair(whole: Path) -> None:
+    assert sorted(tree_bytes(whole / "out")) == [
+        "calibration.json", "curves.png", "evaluation.json",
+        *(f"{name}/{file}" for name in ("first", "second") for file in ("config.json", "model.safetensors")),
+    ]  # fmt: skip
+    roles: dict[str, Role] = {"first": "first", "second": "variable_prefix"}
+    drafters = []
+    for name, role in roles.items():
+        folder = whole / "out" / name
+        config = read_drafter_config(folder)
+        check_compatible(config, tiny_decoder().config, role=role, block_size=4, where=folder)
+        check_drafter_tensors(folder, config)
+        drafters.append(torch.cat([p.flatten() for p in load_drafter(folder, torch.bfloat16).parameters()]))
+    assert drafters[0].isfinite().all()
+    assert not torch.equal(*drafters), "the second one has been trained further"
+
+
+def test_the_log_has_every_step_once(whole: Path) -> None:
+    for name, methods in (("first", {"chain"}), ("second", {"reanchor", "d2sd"})):
+        found = rows(whole, f"{name}.jsonl")
+        assert [(row["step"], "cells" in row) for row in found] == [
+            (1, False), (2, False), (3, False), (3, True), (4, False), (4, True),
+        ]  # fmt: skip
+        for row in found:
+            assert row["seconds"] > 0
+            if "cells" in row:
+                assert row["tau"].keys() == {cell["method"] for cell in row["cells"]} == methods
+            else:
+                assert row["loss"] == pytest.approx(0.3 * row["ce"] + 0.7 * row["kl"], rel=1e-4)
+                assert 0 < row["loss"] < 50
+                assert row["gradient norm"] > 0
+                assert 0 < row["learning rate"] <= 5e-3
+
+
+def test_answers_are_the_targets_and_every_prompt_leaves_one_line(whole: Path) -> None:
+    stdout = whole.with_name("stdout").read_text()
+    found = {line["id"]: line for line in rows(whole, "answers.jsonl")}
+    turns = {line["id"]: line for line in rows(whole, "turns.jsonl")}
+    assert turns.keys() == {f"self/kind/{i}" for i in range(8)}
+    ended = {name: line["text"] for name, line in turns.items() if "text" in line}
+    assert 0 < len(ended) < 8, "turns that did not end are dropped"
+    assert f"prompts left out: {8 - len(ended)} (a turn without an end)" in stdout
+    for text in ended.values():
+        assert text.startswith(("w7 ", "w8 w9 "))
+        assert f"w{STOP}" not in text.split(), "what ended the turn is not part of its text"
+    assert found.keys() - turns.keys() == {*(f"p{i}" for i in range(PROMPTS)), *{"again", "once more"} & found.keys()}
+    assert len({"again", "once more"} & found.keys()) == 1
+    assert "prompts left out: 1 (nearly the same as another)" in stdout
+    assert "prompts left out: 1 (shares words with an excluded prompt)" in stdout
+    assert "prompts left out: 1 (longer than data.max_prompt_tokens)" in stdout
+    decoder = tiny_decoder()
+    for i in range(PROMPTS):
+        line = found[f"p{i}"]
+        prompt = [60, i, i + 20, i + 40, 61, 62]
+        said = greedy_text(decoder, prompt, 8)
+        assert line.get("prompt_ids", prompt) == prompt
+        stops = [place for place, token in enumerate(said, 1) if token == STOP]
+        assert line.get("answer_ids", said[:1]) == said[: stops[0] if stops else 8]
+
+
+def test_evaluations_are_the_benchs(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bundle of the written pair, benched on the same prompts, one after the other: the same figures."""
+    monkeypatch.setattr("d2sd.bench.run.write_plots", lambda result, folder: [])
+    texts = {json.loads(line)["id"]: line for line in (finished / "prompts.jsonl").read_text().splitlines()}
+    said = json.loads((finished / "out" / "evaluation.json").read_text())
+    assert len(said["prompts"]) == 2
+    assert said["settings"]["second"]["steps"] == 4
+    (finished / "held.jsonl").write_text("\n".join(texts[name] for name in said["prompts"]) + "\n")
+    ended = CliRunner().invoke(main, [
+        "bench", str(bundled(finished, None)), "--prompts", f"{finished}/held.jsonl", "--temperatures", "0",
+        "--methods", "chain,reanchor,d2sd", "--rows", "64", "--max-new-tokens", "8", "--out", f"{finished}/bench",
+    ])  # fmt: skip
+    assert ended.exit_code == 0, ended.output + repr(ended.exception)
+    cells = {cell.method: cell for cell in load_result(finished / "bench" / "result.json").cells}
+    last = {name: rows(finished, f"{name}.jsonl")[-1] for name in ("first", "second")}
+    for method, of in (("chain", "first"), ("reanchor", "second"), ("d2sd", "second")):
+        benched = Evaluation.model_validate(cells[method].model_dump())
+        assert {**said["methods"][method], "rows": 64} == {**benched.figures(), "rows": 64}
+        (logged,) = (Evaluation.model_validate(cell) for cell in last[of]["cells"] if cell["method"] == method)
+        assert [one.accepted for one in logged.requests] == [one.accepted for one in cells[method].requests]
+        for drafter, bins in cells[method].calibration.items():  # the weights that are written, not those that train
+            assert torch.tensor(logged.calibration[drafter]).allclose(torch.tensor(bins), atol=1e-5)
+    assert said["methods"]["d2sd"]["calibration error"].keys() == {"first", "second"}
+    assert said["methods"]["d2sd"]["tau"] > 1
+    assert said["methods"]["d2sd"]["joint acceptance"]
+
+
+def test_an_evaluation_leaves_the_target_as_it_is(finished: Path) -> None:
+    """Engines repack what they run, and packed layers round otherwise: online features would change on the way."""
+    bundle = load_bundle(finished / "work" / "target")
+    before = list(bundle.target.state_dict())
+    recipe = load_train_recipe(finished / "train.yaml")
+    evaluator = Evaluator(recipe, bundle, read(finished)[:3], "cpu", silent)
+    cell = evaluator.evaluate("chain", load_drafter(finished / "out" / "first", torch.float32))
+    assert len(cell.requests) == 2
+    assert list(bundle.target.state_dict()) == before
+
+
+def test_the_calibration_is_of_the_pair_and_the_build_takes_it(finished: Path) -> None:
+    found = load_calibration(finished / "out" / "calibration.json")
+    marks = [fingerprint(load_drafter(finished / "out" / name, torch.float32)) for name in ("first", "second")]
+    assert list(found.drafters) == marks
+    assert (found.report["prompts"], found.report["max_new_tokens"]) == (3, 8)
+    assert load_bundle(bundled(finished, "out/calibration.json")).calibration == found
+
+
+def test_without_a_second_drafter(finished: Path) -> None:
+    edit(finished, "second", ...)
+    shutil.rmtree(finished / "out")
+    assert {name.split("/")[0] for name in trained(finished)} == {
+        "first", "calibration.json", "curves.png", "evaluation.json",
+    }  # fmt: skip
+    assert json.loads((finished / "out" / "evaluation.json").read_text())["methods"].keys() == {"chain", "reanchor"}
+    assert load_calibration(finished / "out" / "calibration.json").drafters[1] is None
+
+
+def test_online_features_are_stored_nowhere(finished: Path) -> None:
+    edit(finished, "data.features", "online")
+    edit(finished, "second", ...)
+    undo(finished, "features")
+    undo(finished, "first")
+    trained(finished)
+    assert not list((finished / "work").glob("features*"))
+
+
+def test_drafts_are_chosen_among_the_answers_most_frequent_ids(finished: Path) -> None:
+    edit(finished, "drafter.draft_vocab_size", 12)
+    files = trained(finished)
+    assert files["first/draft_vocab.json"] == files["second/draft_vocab.json"]
+    ids = read_drafter_config(finished / "out" / "second").draft_vocabulary
+    assert ids is not None
+    assert len(ids) == 12
+    assert 63 not in ids, "the mask"
+    assert set(ids) < {token for answer in read(finished) for token in answer.response_ids}
+    bundled(finished, "out/calibration.json")

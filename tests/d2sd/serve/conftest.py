@@ -1,0 +1,36 @@
+"""A tiny bundle with a chat template, as `LLM` opens it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from d2sd.convert.build.pipeline import build
+from d2sd.recipe import load_recipe
+from tests.convert.helpers import write_project
+
+#: Every turn is its role's word and its content; two turns of one role in a row are refused, as by many real templates.
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if not loop.first and message.role == messages[loop.index0 - 1].role %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ {'system': 'w10', 'user': 'w11', 'assistant': 'w12'}[message.role] }} {{ message.content }} "
+    "{% endfor %}{% if add_generation_prompt %}w12{% endif %}"
+)
+
+
+def build_tiny(folder: Path, *, template: str | None = TEMPLATE) -> Path:
+    """Build the tiny project of tests/convert/helpers below `folder`; return its bundle."""
+    recipe = write_project(folder / "project")
+    if template is not None:
+        path = folder / "project" / "target" / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    build(load_recipe(recipe, ["checks.count=1"]), folder / "bundle", validate=False)
+    return folder / "bundle"
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny(tmp_path_factory.mktemp("llm"))
