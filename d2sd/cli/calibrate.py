@@ -37,10 +37,10 @@ def calibrate(
     from d2sd.convert.bundle.load import load_bundle
     from d2sd.convert.bundle.serving import chat_request
     from d2sd.convert.checkpoint.drafter import fingerprint
+    from d2sd.io import check_writable
     from d2sd.prompts import OWN_PROMPTS
     from d2sd.runtime.request import SamplingParams
     from d2sd.train.confidence.fit import fit_calibration
-    from d2sd.viz.files import check_writable
 
     check_writable(out)
     loaded = load_bundle(bundle, progress=bar)

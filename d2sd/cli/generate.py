@@ -56,8 +56,8 @@ def generate(
     """
     from d2sd.convert.bundle.load import load_bundle
     from d2sd.convert.bundle.serving import chat_request, make_engine
+    from d2sd.io import check_writable
     from d2sd.runtime.request import SamplingParams
-    from d2sd.viz.files import check_writable
     from d2sd.viz.record import Recording
 
     for path in (tree_svg, html):
@@ -112,7 +112,7 @@ def _write(engine: Engine, prompts: dict[Sequence, str], recordings: dict[Sequen
 
 def _picture(recordings: list[Recording], show_tree: bool, tree_svg: Path | None, html: Path | None) -> None:
     """The tree of the step that accepted most, and the page of all steps."""
-    from d2sd.viz.files import write_whole
+    from d2sd.io import write_text
 
     best = max(recordings, key=lambda recording: len(recording.turns[recording.best].pieces))
     step = best.turns[best.best].step
@@ -126,8 +126,8 @@ def _picture(recordings: list[Recording], show_tree: bool, tree_svg: Path | None
         from d2sd.viz.svg import standalone
         from d2sd.viz.words import caption
 
-        write_whole(tree_svg, standalone(step, caption(step, best.best + 1, len(best.turns))))
+        write_text(tree_svg, standalone(step, caption(step, best.best + 1, len(best.turns))))
     if html is not None:
         from d2sd.viz.page import page
 
-        write_whole(html, page(recordings))
+        write_text(html, page(recordings))

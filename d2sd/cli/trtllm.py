@@ -33,7 +33,7 @@ def check(context: click.Context, bundle: Path | None) -> None:
     """
     from d2sd.integrations.trtllm.contract import COMMITS
     from d2sd.integrations.trtllm.probe import failures, probe
-    from d2sd.integrations.trtllm.register import unfit
+    from d2sd.integrations.trtllm.register import incompatibilities
 
     rows = probe()
     for row in rows:
@@ -48,7 +48,7 @@ def check(context: click.Context, bundle: Path | None) -> None:
 
         for name in check_llm_args(bundle):
             click.echo(f"{name}: every key as in TensorRT-LLM's sources")
-        reasons += unfit(bundle)
+        reasons += incompatibilities(bundle)
     click.echo("linear DFlash, first drafter alone: by TensorRT-LLM itself, not yet run")
     told = "would be registered, not yet run" if not reasons else f"no, linear DFlash instead: {'; '.join(reasons)}"
     click.echo(f"both drafters, one chain: {told}")
