@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from d2sd.bench.result import Cell, Difference, Drafter, Key, Response
+from d2sd.bench.result import Cell, Difference, Key, Response
 from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch
+from d2sd.policies import DrafterName
 from d2sd.runtime.engine import Engine, StepTrace
 from d2sd.runtime.observe import observe
 from d2sd.runtime.request import Request
@@ -17,7 +18,7 @@ from d2sd.runtime.stats import reliability_bins
 
 #: Tokens of the warm-up: all shapes of a step are met, and what it counted is thrown away.
 _WARM_UP = 8
-_DRAFTERS: tuple[Drafter, Drafter] = ("first", "second")
+_DRAFTERS: tuple[DrafterName, DrafterName] = ("first", "second")
 
 #: A request whose prompt goes on to the first token that differs -> distance of the two best scores there.
 Gap = Callable[[Request], float]
@@ -34,7 +35,9 @@ class Counts:
     merged: int = 0
     rescued: int = 0
     ranks: Counter[str] = field(default_factory=Counter)
-    outcomes: dict[Drafter, list[tuple[float, bool]]] = field(default_factory=dict)  # predicted acceptance, accepted
+    outcomes: dict[DrafterName, list[tuple[float, bool]]] = field(
+        default_factory=dict
+    )  # predicted acceptance, accepted
 
     def add(self, trace: StepTrace) -> None:
         """Count one step."""

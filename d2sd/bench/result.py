@@ -1,4 +1,4 @@
-"""`result.json`: what `d2sd bench` measured, prompt by prompt; every table and plot is made from it."""
+"""`result.json`: the measurements of `d2sd bench`, prompt by prompt; every table and plot is made from it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from d2sd.errors import D2SDError
+from d2sd.io import write_text
+from d2sd.policies import DrafterName
 
 SCHEMA: Literal[1] = 1
 
@@ -20,7 +22,6 @@ Seconds = Annotated[float, Field(ge=0)]
 Bin = tuple[Count, Annotated[float, Field(ge=0)], Count]
 #: Predicted acceptance 0 - 0.1, …, 0.9 - 1, given that all before in the path was accepted.
 Bins = Annotated[list[Bin], Field(min_length=10, max_length=10)]
-Drafter = Literal["first", "second"]
 
 
 class ResultError(D2SDError):
@@ -96,7 +97,7 @@ class Cell(_Part):
     merged: Count
     boundary_rank: dict[str, Count]  # rank of the true rejection among the branches, or "none" -> request-steps
     rescued: Count  # the second pass carried acceptance beyond the first draft's chain
-    calibration: dict[Drafter, Bins]
+    calibration: dict[DrafterName, Bins]
     stage_seconds: dict[str, Seconds]
     steps: Positive  # of the engine: one may serve several requests
     wall_seconds: Annotated[float, Field(gt=0)]
@@ -131,10 +132,8 @@ class Result(_Part):
 
 def save(result: Result, path: Path) -> None:
     """Write the file whole or not at all; raises `ResultError`."""
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_text(result.model_dump_json() + "\n", "utf-8")
-        partial.replace(path)
+        write_text(path, result.model_dump_json() + "\n")
     except OSError as error:
         raise ResultError("The result cannot be written.", where=path, found=error.strerror) from None
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from d2sd.bench.result import Bin, Cell, Difference, Drafter, Response, Result
+from d2sd.bench.result import Bin, Cell, Difference, Response, Result
+from d2sd.policies import DrafterName
 from d2sd.viz import plot_style as style
 from d2sd.viz.plot_style import Line
 
@@ -63,7 +64,7 @@ def pool(cells: Sequence[Cell]) -> Cell:
     """One cell with the requests and the sums of all; the cells differ in their sets only."""
     head, requests, differences = cells[0], list[Response](), list[Difference]()
     policies, ranks, seconds = Counter[str](), Counter[str](), dict[str, float]()
-    bins: dict[Drafter, list[Bin]] = {}
+    bins: dict[DrafterName, list[Bin]] = {}
     for cell in cells:
         assert (cell.method, cell.rows, cell.temperature, cell.concurrency) == (
             head.method, head.rows, head.temperature, head.concurrency,

@@ -116,7 +116,8 @@ def bench(
     )  # fmt: skip
     device = {"torch": device, "onnx": "cpu", "tensorrt": "cuda"}[backend]
     out = out or Path("build/bench") / loaded.recipe.name
-    Run(loaded, matrix, sets, settings, repeat, device, backend, out).all()
+    for path in Run(loaded, matrix, sets, settings, repeat, device, backend, out).all():
+        click.echo(path)
 
 
 def _runs(bundle: Bundle, name: Policy) -> bool:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from d2sd.bench import metrics, views
-from d2sd.bench.result import Cell, Drafter, Result
+from d2sd.bench.result import Cell, Result
+from d2sd.policies import DrafterName
 from d2sd.viz import plot_style as style
 from d2sd.viz.plot_style import Line
 
-DRAFTERS: tuple[Drafter, ...] = ("first", "second")
+DRAFTERS: tuple[DrafterName, ...] = ("first", "second")
 
 
 def plot_acceptance(result: Result, path: Path) -> None:
