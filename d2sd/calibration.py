@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
 from d2sd.errors import CheckpointError
+from d2sd.io import write_text
+from d2sd.schema import read_model
 
 NAME = "calibration.json"
 
@@ -52,23 +54,10 @@ class CalibrationFile(BaseModel):
 
 def load_calibration(path: Path) -> CalibrationFile:
     """Read and validate; raises `CheckpointError` naming file and key."""
-    try:
-        return CalibrationFile.model_validate_json(path.read_text("utf-8"))
-    except OSError as error:
-        raise CheckpointError("The calibration cannot be read.", where=path, found=error.strerror) from None
-    except UnicodeDecodeError as error:
-        raise CheckpointError("The calibration is damaged.", where=path, found=error) from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "file"
-        raise CheckpointError(
-            "The calibration is damaged.", where=f"{path}: {key}", found=first["msg"], fix="run d2sd calibrate"
-        ) from None
+    return read_model(CalibrationFile, path, error=CheckpointError, what="calibration", fix="run d2sd calibrate")
 
 
 def write_calibration(path: Path, calibration: CalibrationFile) -> None:
     """One line a key, for the tables are for programs; whole or not at all."""
     lines = (f'"{key}": {json.dumps(value)}' for key, value in calibration.model_dump(mode="json").items())
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
-    partial.replace(path)
+    write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import stat
@@ -44,34 +45,35 @@ def open_regular(path: Path) -> BinaryIO:
         return stream
 
 
-def read_text(path: Path, *, error: type[D2SDError] = D2SDError, max_bytes: int = MAX_BYTES) -> str:
+def read_text(path: Path, *, error: type[D2SDError] = D2SDError, what: str = "file", max_bytes: int = MAX_BYTES) -> str:
     """Read a UTF-8 text file of at most `max_bytes`.
 
-    Raises `error` naming the file, and the line where that is what is wrong.
+    Raises `error` naming the file, and the line where that is what is wrong; `what` is what messages call the file.
     """
     try:
         with open_regular(path) as stream:
             data = stream.read(max_bytes + 1)
     except OSError as fault:
-        raise error("The file cannot be read.", where=path, found=fault.strerror) from None
+        raise error(f"The {what} cannot be read.", where=path, found=fault.strerror) from None
     if len(data) > max_bytes:
-        raise error("The file is too large.", where=path, expected=f"at most {max_bytes:,} bytes")
+        raise error(f"The {what} is too large.", where=path, expected=f"at most {max_bytes:,} bytes")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as fault:
         line = data.count(b"\n", 0, fault.start) + 1
-        found = f"byte 0x{data[fault.start]:02x}"
-        raise error("The file is not UTF-8 text.", where=f"{path}:{line}", found=found) from None
+        found = f"byte 0x{data[fault.start]:02x}, which is not UTF-8 text"
+        raise error(f"The {what} is damaged.", where=f"{path}:{line}", found=found) from None
 
 
-def parse_json(text: str, max_depth: int = MAX_DEPTH) -> Any:
+def parse_json(text: str, *, max_depth: int = MAX_DEPTH, finite: bool = True) -> Any:
     """Parse JSON whose values can be used without surprises.
 
-    Raises ValueError (JSONDecodeError, with a line, where the syntax is wrong) for NaN, infinities, integers of more
-    than `MAX_DIGITS` digits, nesting deeper than `max_depth` and strings with half a surrogate pair.
+    Raises ValueError (JSONDecodeError, with a line, where the syntax is wrong) for integers of more than `MAX_DIGITS`
+    digits, nesting deeper than `max_depth`, strings with half a surrogate pair and, if `finite`, NaN and infinities.
     """
+    as_float, constant = (_finite, _finite) if finite else (float, float)
     try:
-        value = json.loads(text, parse_int=parse_int, parse_float=_parse_float, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_int=parse_int, parse_float=as_float, parse_constant=constant)
     except RecursionError:
         value = None
         depth = max_depth + 1
@@ -88,16 +90,23 @@ def parse_json(text: str, max_depth: int = MAX_DEPTH) -> Any:
 
 
 def read_json(
-    path: Path, *, error: type[D2SDError] = BundleError, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH
+    path: Path,
+    *,
+    error: type[D2SDError] = BundleError,
+    what: str = "file",
+    max_bytes: int = MAX_BYTES,
+    max_depth: int = MAX_DEPTH,
+    finite: bool = True,
 ) -> Any:
     """Read a JSON file within bounds; see `parse_json`. Raises `error` naming the file, and the line where known."""
-    text = read_text(path, error=error, max_bytes=max_bytes)
+    text = read_text(path, error=error, what=what, max_bytes=max_bytes)
     try:
-        return parse_json(text, max_depth)
+        return parse_json(text, max_depth=max_depth, finite=finite)
     except json.JSONDecodeError as fault:
-        raise error("The file is not JSON.", where=f"{path}:{fault.lineno}", found=fault.msg) from None
+        found = f"no JSON: {fault.msg}"
+        raise error(f"The {what} is damaged.", where=f"{path}:{fault.lineno}", found=found) from None
     except ValueError as fault:
-        raise error("The file is not JSON that d2sd reads.", where=path, found=fault) from None
+        raise error(f"The {what} is damaged.", where=path, found=fault) from None
 
 
 def nesting(value: object, most: int) -> int:
@@ -116,15 +125,11 @@ def parse_int(text: str) -> int:
     return int(text)
 
 
-def _parse_float(text: str) -> float:
+def _finite(text: str) -> float:
     value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError(f"{text[:24]} is too large for a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:24]} is not a finite number")
     return value
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number")
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------

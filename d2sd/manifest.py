@@ -4,14 +4,14 @@ inputs give equal bytes, engines apart.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 from d2sd.errors import BundleError
 from d2sd.recipe import Builder, Recipe
+from d2sd.schema import read_model
 
 SCHEMA: Literal[1] = 1
 NAME = "manifest.json"
@@ -84,21 +84,8 @@ class Manifest(_Part):
 def load_manifest(bundle: Path) -> Manifest:
     """Read and validate `bundle/manifest.json`; raises `BundleError`."""
     path = bundle / NAME
-    try:
-        values = json.loads(path.read_text("utf-8"))
-        schema = values["d2sd_bundle"]
-    except (FileNotFoundError, NotADirectoryError):
-        raise BundleError("Not a bundle: it has no manifest.json.", where=bundle, fix="run d2sd build") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise BundleError("The manifest is damaged.", where=path, found=repr(error)) from None
-    if schema != SCHEMA:
-        raise BundleError(
-            "The bundle is of another schema version.",
-            where=f"{path}: d2sd_bundle", found=schema, expected=SCHEMA, fix="build it again",
-        )  # fmt: skip
-    try:
-        return Manifest.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise BundleError("The manifest is damaged.", where=f"{path}: {key}", found=first["msg"]) from None
+    if not path.exists():
+        raise BundleError("Not a bundle: it has no manifest.json.", where=bundle, fix="run d2sd build")
+    return read_model(
+        Manifest, path, error=BundleError, what="manifest", version=("d2sd_bundle", SCHEMA), fix="build it again"
+    )

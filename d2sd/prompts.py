@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from d2sd.errors import D2SDError
+from d2sd.io import parse_json, read_text
 
 #: Prompts of our own writing, for smoke tests and calibration.
 OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
+#: A prompt set that needs more is split.
+_MAX_BYTES = 1 << 30
 
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:
@@ -18,20 +22,41 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
 
 def read_turns(path: Path) -> list[tuple[str, list[str]]]:
     """(id, all user turns) of every line of a JSONL file of {id, turns}; raises D2SDError naming file and line."""
-    try:
-        lines = path.read_text("utf-8").split("\n")  # not splitlines: a string may hold other line separators
-    except (OSError, UnicodeDecodeError) as error:
-        raise D2SDError("the prompts cannot be read", where=path, found=error) from None
     prompts = []
-    for number, line in enumerate(lines, 1):
+    for where, row in _rows(path):
+        turns = row.get("turns")
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+            raise D2SDError(
+                "Not a prompt: `turns` must be a list of strings.", where=where, found=turns,
+                expected='{"id": "…", "turns": ["…"]}',
+            )  # fmt: skip
+        prompts.append((_id(row, where), turns))
+    return prompts
+
+
+def read_ids(path: Path) -> set[str]:
+    """Return the ids of a JSONL file of {id, ...}; raises D2SDError naming file and line."""
+    return {_id(row, where) for where, row in _rows(path)}
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file:line, object) of every line that is not blank."""
+    text = read_text(path, what="prompt file", max_bytes=_MAX_BYTES)
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a string may hold other line separators
         if not line.strip():
             continue
+        where = f"{path}:{number}"
         try:
-            row = json.loads(line)
-            first, *others = row["turns"]
-            prompts.append((str(row["id"]), [str(first), *map(str, others)]))
-        except (ValueError, KeyError, TypeError):
-            raise D2SDError(
-                "not a prompt", where=f"{path}:{number}", found=line[:80], expected='{"id": "…", "turns": ["…"]}'
-            ) from None
-    return prompts
+            row = parse_json(line)
+        except ValueError as error:
+            raise D2SDError("Not a prompt: not JSON.", where=where, found=f"{line[:80]} ({error})") from None
+        if not isinstance(row, dict):
+            raise D2SDError("Not a prompt: not a JSON object.", where=where, found=line[:80], expected='{"id": …}')
+        yield where, row
+
+
+def _id(row: dict[str, Any], where: str) -> str:
+    name = row.get("id")
+    if not isinstance(name, (str, int)) or isinstance(name, bool):
+        raise D2SDError("Not a prompt: `id` must be a string or an integer.", where=where, found=name)
+    return str(name)

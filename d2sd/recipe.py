@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from typing_extensions import Self
 
-from d2sd.errors import RecipeError
+from d2sd.errors import RecipeError, shortened
+from d2sd.schema import validated
+from d2sd.yaml_reader import parse_yaml, read_yaml
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Policy = Literal["auto", "off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid"]
@@ -20,8 +20,8 @@ Builder = Literal["tensorrt-rtx", "tensorrt"]
 Compute = Literal["sm75", "sm80", "sm86", "sm89", "sm120", "sm121", "portable", "native"]
 #: A plain name: it becomes a file or folder name, so it holds no separator and does not start with a dot.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
-Positive = Annotated[int, Field(ge=1)]
-Schema = TypeVar("Schema", bound=BaseModel)
+#: 32-bit, as sizes and counts are on a device
+Positive = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 #: Older than FP8.
@@ -126,13 +126,13 @@ class Sampling(Part):
     """Defaults of a request; each may be overridden when generating."""
 
     #: greedy: reproducible, and where speculation accepts most
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Annotated[float, Field(ge=0, lt=100)] = 0.0
     #: the whole distribution
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     #: 0 means no cut
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     #: fixed: the same request gives the same text
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     #: a paragraph or two
     max_new_tokens: Positive = 256
 
@@ -272,82 +272,17 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     values = read_yaml(path)
     for override in overrides:
         _override(values, override)
-    return validated(Recipe, values, path).at(path.parent)
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file that holds one mapping. Raises `RecipeError` naming the file."""
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError("The recipe cannot be read.", where=path, found=error) from None
-    values = _parse(text, str(path))
-    if not isinstance(values, dict):
-        raise RecipeError("A recipe is a mapping of keys.", where=path, found=type(values).__name__)
-    return values
-
-
-def validated(schema: type[Schema], values: dict[str, Any], path: Path) -> Schema:
-    """Fill a schema. Raises `RecipeError` naming file and key."""
-    try:
-        return schema.model_validate(values)
-    except ValidationError as error:
-        raise _recipe_error(error.errors(), path) from None
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as people read it: a repeated key is an error (the last would win in silence), and `off` is a word.
-
-    PyYAML follows YAML 1.1, where on, off, yes and no are booleans; YAML 1.2 knows true and false alone.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is written twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-_BOOL = "tag:yaml.org,2002:bool"
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in rules if tag != _BOOL]
-    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_BOOL, re.compile("^(true|false)$"), ["t", "f"])
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
-    except yaml.YAMLError as error:
-        raise RecipeError("Not valid YAML.", where=where, found=error) from None
+    return validated(Recipe, values, path, error=RecipeError).at(path.parent)
 
 
 def _override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
         raise RecipeError("An override is written a.b=c.", where="--set", found=override)
+    where = f"--set {shortened(override)}"
     *parents, last = key.split(".")
     for name in parents:
         values = values.setdefault(name, {})
         if not isinstance(values, dict):
-            raise RecipeError(
-                "An override goes below a value.", where=f"--set {override}", found=f"{name} is no mapping"
-            )
-    values[last] = _parse(text, f"--set {override}")
-
-
-def _recipe_error(errors: list[ErrorDetails], path: Path) -> RecipeError:
-    """Turn pydantic's list into one message: the first error labelled, the others one line each."""
-
-    def told(error: ErrorDetails) -> tuple[str, str]:
-        key = ".".join(str(part) for part in error["loc"]) or "recipe"
-        if error["type"] == "extra_forbidden":
-            return key, "Unknown key."
-        return key, error["msg"].removeprefix("Value error, ") + "."
-
-    (key, what), *rest = (told(error) for error in errors)
-    found = None if errors[0]["type"] in ("missing", "value_error") else repr(errors[0]["input"])
-    more = "".join(f"\n  also: {key}: {what}" for key, what in rest)
-    return RecipeError(what + more, where=f"{path}: {key}", found=found)
+            raise RecipeError("An override goes below a value.", where=where, found=f"{name} is not a mapping")
+    values[last] = parse_yaml(text, where)

@@ -17,29 +17,60 @@ _MOST = 10
 
 
 def read_model(
-    schema: type[Schema], path: Path, *, error: type[D2SDError], fix: str | None = None, max_bytes: int = MAX_BYTES
+    schema: type[Schema],
+    path: Path,
+    *,
+    error: type[D2SDError],
+    what: str,
+    version: tuple[str, int] | None = None,
+    fix: str | None = None,
+    max_bytes: int = MAX_BYTES,
 ) -> Schema:
-    """Read a JSON file into `schema`. Raises `error` naming file and key."""
-    return validated(schema, read_json(path, error=error, max_bytes=max_bytes), path, error=error, fix=fix)
+    """Read a JSON file into `schema`; `what` is what messages call the file.
+
+    `version` is the key of the file's schema version and the one we read. Raises `error` naming file and key.
+    """
+    # NaN is refused by the schema, which names its key
+    values = read_json(path, error=error, what=what, max_bytes=max_bytes, finite=False)
+    if version is not None:
+        key, expected = version
+        if not isinstance(values, dict) or key not in values:
+            raise error(f"The {what} is damaged.", where=path, found=f"no key {key}", fix=fix)
+        if values[key] != expected:
+            raise error(
+                f"The {what} has another schema version.",
+                where=f"{path}: {key}", found=values[key], expected=expected, fix=fix,
+            )  # fmt: skip
+    return validated(schema, values, path, error=error, what=f"The {what} is damaged.", fix=fix)
 
 
 def validated(
-    schema: type[Schema], values: object, where: str | Path, *, error: type[D2SDError], fix: str | None = None
+    schema: type[Schema],
+    values: object,
+    where: str | Path,
+    *,
+    error: type[D2SDError],
+    what: str | None = None,
+    fix: str | None = None,
 ) -> Schema:
-    """Fill `schema`. Raises `error`: the first fault with its key behind `where`, the others on a line each."""
+    """Fill `schema`. Raises `error` with the key of the first fault behind `where`, and a line for each other fault.
+
+    The first fault is the message's first sentence, or what was found if `what` is given as the first sentence.
+    """
     try:
         return schema.model_validate(values)
     except ValidationError as fault:
-        # the inputs are not wanted as text: pydantic would print all of an alias bomb
+        # str(fault) would print the whole input
         first, *others = fault.errors(include_url=False, include_context=False)
-        key, what = _described(first)
-        rest = [_described(one) for one in others[: _MOST - 1]]
-        more = [f"\n  also: {': '.join(filter(None, one))}" for one in rest]
-        if len(others) > len(rest):
-            more.append(f"\n  also: {len(others) - len(rest)} more")
+        key, sentence = _described(first)
+        more = [": ".join(filter(None, _described(one))) for one in others[: _MOST - 1]]
+        if len(others) > len(more):
+            more.append(f"{len(others) - len(more)} more")
         found = None if first["type"] in ("missing", "value_error") else _quoted(first["input"])
-        place = f"{where}: {key}" if key else where
-        raise error(what + "".join(more), where=place, found=found, fix=fix) from None
+        if what is not None:
+            found = sentence if found is None else f"{found}: {sentence}"
+        lines = [what or sentence, *(f"  also: {line}" for line in more)]
+        raise error("\n".join(lines), where=f"{where}: {key}" if key else where, found=found, fix=fix) from None
 
 
 def _described(error: ErrorDetails) -> tuple[str, str]:
@@ -52,4 +83,4 @@ def _described(error: ErrorDetails) -> tuple[str, str]:
 
 def _quoted(value: object) -> str:
     """Show a value as it would be written: text in quotes."""
-    return repr(shortened(value, 160)) if isinstance(value, str) else shortened(value)
+    return repr(shortened(value, 80)) if isinstance(value, str) else shortened(value, 80)

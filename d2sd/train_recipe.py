@@ -10,7 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from d2sd.recipe import DrafterSource, Name, Part, Positive, Precision, RecipeFile, Target, read_yaml, validated
+from d2sd.errors import RecipeError
+from d2sd.recipe import DrafterSource, Name, Part, Positive, Precision, RecipeFile, Target
+from d2sd.schema import validated
+from d2sd.yaml_reader import read_yaml
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Above0 = Annotated[float, Field(gt=0)]
@@ -215,4 +218,4 @@ class TrainRecipe(RecipeFile):
 
 def load_train_recipe(path: Path) -> TrainRecipe:
     """Read a training recipe. Raises `RecipeError` naming file and key."""
-    return validated(TrainRecipe, read_yaml(path), path).at(path.parent)
+    return validated(TrainRecipe, read_yaml(path), path, error=RecipeError).at(path.parent)

@@ -20,7 +20,7 @@ class SamplingParams:
         for name, fine, expected in (
             ("temperature", 0 <= self.temperature < 100, "0 (greedy) or more, below 100"),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_k", 0 <= self.top_k < 2**31, "0 (off) .. 2^31 - 1"),
             ("seed", 0 <= self.seed < 2**64, "0 .. 2^64 - 1"),
         ):
             if not fine:  # NaN fails every comparison, so it ends here too

@@ -17,6 +17,7 @@ from d2sd.convert.checkpoint.weights import DTYPES, stored_as
 from d2sd.errors import RecipeError
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role
 from d2sd.plugins.cascade_attention.triton.tiles import HEAD_STEP, LARGEST_HEAD
+from d2sd.prompts import read_prompts
 from d2sd.recipe import FP8, DrafterSource, Recipe, SecondSource
 from d2sd.tensorrt_env import ALIGNMENT
 
@@ -97,6 +98,9 @@ def make_plan(recipe: Recipe) -> Plan:
     drafters = tuple(_drafter(recipe, name, role, drafter, config) for name, role, drafter in roles if drafter)
     plan = Plan(recipe, target_file, target, drafters, _calibration(recipe))
     _check_engines(plan)
+    for prompts in (recipe.checks.prompts, recipe.fp8.prompts if recipe.fp8 else None):
+        if prompts is not None:
+            read_prompts(recipe.path(prompts))  # raises before anything is converted
     return plan
 
 

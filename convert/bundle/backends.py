@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from d2sd.errors import BundleError
+from d2sd.errors import BundleError, D2SDError
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
@@ -28,6 +29,7 @@ def make_runner(bundle: Bundle, drafters: Sequence[Drafter], name: BackendName, 
     from d2sd.runtime.backends.model_runner import ModelRunner
 
     if name == "torch":
+        check_device(device)
         models = [drafter.to(device) for drafter in drafters]
         return ModelRunner(bundle.target.to(device), *models, block_size=bundle.recipe.tree.block_size)
     built = bundle.manifest.engines
@@ -39,6 +41,20 @@ def make_runner(bundle: Bundle, drafters: Sequence[Drafter], name: BackendName, 
     if name == "onnx":
         return _onnx(bundle, drafters)
     return _tensorrt(bundle, drafters, built)
+
+
+def check_device(device: str) -> None:
+    """Raise `D2SDError` unless `device` is cpu, cuda, or cuda:N with a GPU of that number."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    number = re.fullmatch(r"cuda(?::([0-9]{1,3}))?", device)
+    if device != "cpu" and (number is None or int(number[1] or 0) >= gpus):
+        raise D2SDError(
+            "No such device.", where="device", found=repr(device),
+            expected=", ".join(["cpu", *(["cuda"] if gpus else []), *(f"cuda:{i}" for i in range(gpus))]),
+            fix="choose one of these" if gpus else "use cpu: PyTorch finds no CUDA GPU on this machine",
+        )  # fmt: skip
 
 
 def _onnx(bundle: Bundle, drafters: Sequence[Drafter]) -> ModelRunner:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from d2sd.errors import D2SDError
 from d2sd.io import write_text
 from d2sd.policies import DrafterName
+from d2sd.schema import read_model
 
 SCHEMA: Literal[1] = 1
 
@@ -134,30 +134,11 @@ def save(result: Result, path: Path) -> None:
     """Write the file whole or not at all; raises `ResultError`."""
     try:
         write_text(path, result.model_dump_json() + "\n")
-    except OSError as error:
-        raise ResultError("The result cannot be written.", where=path, found=error.strerror) from None
+    except (OSError, ValueError) as error:  # ValueError: a prompt's id with half a surrogate pair
+        raise ResultError("The result cannot be written.", where=path, found=error) from None
 
 
 def load_result(path: Path) -> Result:
     """Read and validate a result; raises `ResultError`."""
-    try:
-        values = json.loads(path.read_text("utf-8"))
-        schema = values["d2sd_bench"]
-    except OSError as error:
-        fix = "run d2sd bench, or name the JSON file that it wrote"
-        raise ResultError("The result cannot be read.", where=path, found=error.strerror, fix=fix) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ResultError(
-            "The result is damaged.", where=path, found=repr(error), expected="the JSON file that d2sd bench wrote",
-        ) from None  # fmt: skip
-    if schema != SCHEMA:
-        raise ResultError(
-            "The result is of another schema version.",
-            where=f"{path}: d2sd_bench", found=schema, expected=SCHEMA, fix="measure it again",
-        )  # fmt: skip
-    try:
-        return Result.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise ResultError("The result is damaged.", where=f"{path}: {key}", found=first["msg"]) from None
+    fix = "name the JSON file that d2sd bench wrote, or run d2sd bench again"
+    return read_model(Result, path, error=ResultError, what="result", version=("d2sd_bench", SCHEMA), fix=fix)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from d2sd.bench.measure import measure_cell
 from d2sd.bench.plots import write_plots
@@ -20,11 +20,11 @@ from d2sd.convert.bundle.backends import BackendName
 from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.convert.validate.near_ties import top2_margin
 from d2sd.errors import D2SDError
-from d2sd.io import read_json, write_text
+from d2sd.io import write_text
 from d2sd.progress import bar
 from d2sd.recipe import Policy
 from d2sd.runtime.request import Request, SamplingParams
-from d2sd.schema import validated
+from d2sd.schema import read_model
 
 if TYPE_CHECKING:
     from d2sd.bench.matrix import Matrix
@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 
 
 class _Saved(BaseModel):
-    """A finished cell on disk."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    """A measured cell, and the token ids of its answers."""
 
     cell: Cell
     answers: list[list[int]]
@@ -103,7 +101,7 @@ class Run:
     def _saved(self, key: Key, repeat: int = 0) -> tuple[Cell, list[list[int]]]:
         """A finished cell and its responses. Raises ResultError for a damaged file."""
         path = self._path(key, repeat)
-        saved = validated(_Saved, read_json(path, error=ResultError), path, error=ResultError, fix="delete the file")
+        saved = read_model(_Saved, path, error=ResultError, what="finished cell", fix="delete it")
         return saved.cell, saved.answers
 
     def _median(self, key: Key) -> Cell:

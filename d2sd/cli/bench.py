@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import click
 
-from d2sd.cli.options import backend_option
+from d2sd.bench.compare import compare as compared
+from d2sd.bench.matrix import Matrix
+from d2sd.bench.result import Settings, load_result
+from d2sd.bench.run import Run
+from d2sd.cli.options import FilePath, backend_option, device_option
 from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.backends import BackendName
+from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.errors import D2SDError
 from d2sd.progress import bar
+from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.recipe import Policy
-
-if TYPE_CHECKING:
-    from d2sd.bench.matrix import Matrix
-    from d2sd.convert.bundle.load import Bundle
 
 
 class Listed(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of Click only
@@ -43,13 +47,13 @@ class Method(click.ParamType):  # type: ignore[type-arg]
         """Refuse what is neither."""
         policy, colon, rows = str(value).partition(":")
         click.Choice(get_args(Policy)).convert(policy, param, ctx)
-        if colon:
-            click.IntRange(2, 4096).convert(int(rows) if rows.isdecimal() else 0, param, ctx)
+        if colon and not (re.fullmatch("[0-9]{1,4}", rows) and 2 <= int(rows) <= 4096):
+            self.fail(f"the rows of {str(value)[:80]!r} must be an integer from 2 to 4096, as in chain:16", param, ctx)
         return str(value)
 
 
 @click.command(cls=Reporting)
-@click.argument("bundle", type=click.Path(path_type=Path), required=False)
+@click.argument("bundle", type=FilePath, required=False)
 @click.option(
     "--methods", type=Listed(Method()), help="Policies; name:rows for one budget.  [default: all the bundle can run]"
 )
@@ -57,7 +61,7 @@ class Method(click.ParamType):  # type: ignore[type-arg]
     "--rows", type=Listed(click.IntRange(2, 4096)), default="16,32,64", show_default=True, help="Row budgets."
 )
 @click.option(
-    "--prompts", type=click.Path(path_type=Path), multiple=True,
+    "--prompts", type=FilePath, multiple=True,
     help="A set: JSONL of {id, turns}; repeatable. A folder is all sets in it.  [default: our own two dozen]",
 )  # fmt: skip
 @click.option("--temperatures", type=Listed(click.FloatRange(0, 99)), default="0,1", show_default=True)
@@ -66,14 +70,14 @@ class Method(click.ParamType):  # type: ignore[type-arg]
 @click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="Runs a cell; the median counts.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda; of PyTorch.")
+@device_option
 @backend_option
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: build/bench/<name>]")
+@click.option("--out", type=FilePath, help="Folder of the results.  [default: build/bench/<name>]")
 @click.option("--plan", is_flag=True, help="Print what would be measured.")
 @click.option(
     "--compare",
     nargs=2,
-    type=click.Path(path_type=Path),
+    type=FilePath,
     metavar="A.json B.json",
     help="Ratios of two results, B to A.",
 )
@@ -82,27 +86,20 @@ def bench(
     temperatures: list[float], concurrency: list[int], per_set: int, max_new_tokens: int, repeat: int, seed: int,
     device: str, backend: BackendName, out: Path | None, plan: bool, compare: tuple[Path, Path] | None,
 ) -> None:  # fmt: skip
-    """Measure BUNDLE: tokens a step, acceptance, cost and speed of every method, as JSON, tables and plots.
+    """Measure BUNDLE: tokens per step, acceptance, cost and speed of every method.
 
-    Every answer is compared with plain decoding's. Interrupted, it goes on where it stopped.
+    Writes JSON, tables and plots. Every answer is compared with the answer of plain decoding. An interrupted run
+    resumes where it stopped.
 
     For example:
 
         d2sd bench bundles/smollm2-135m --methods chain,ddtree,hybrid --rows 16,64
     """
     if compare is not None:
-        from d2sd.bench.compare import compare as compared
-        from d2sd.bench.result import load_result
-
         click.echo(compared(load_result(compare[0]), load_result(compare[1])))
         return
     if bundle is None:
         raise click.UsageError("name a bundle, or two results with --compare")
-    from d2sd.bench.matrix import Matrix
-    from d2sd.bench.result import Settings
-    from d2sd.bench.run import Run
-    from d2sd.convert.bundle.load import load_bundle
-
     loaded = load_bundle(bundle, progress=bar)
     tree = loaded.recipe.tree
     sets = _sets(prompts, per_set)
@@ -127,21 +124,19 @@ def _runs(bundle: Bundle, name: Policy) -> bool:
 
 def _sets(prompts: tuple[Path, ...], per_set: int) -> dict[str, list[tuple[str, str]]]:
     """(id, text) of the first prompts of every set, by name."""
-    from d2sd.prompts import OWN_PROMPTS, read_prompts
-
     files: list[Path] = []
     for path in prompts or (OWN_PROMPTS,):
         files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     sets = {path.stem: read_prompts(path)[:per_set] for path in files}
     if not sets or len(sets) < len(files) or not all(sets.values()):
         raise D2SDError(
-            "sets of prompts need names and prompts of their own", where=", ".join(map(str, prompts)),
+            "Every prompt set needs a name of its own and at least one prompt.", where=", ".join(map(str, prompts)),
             found=", ".join(f"{path.name}: {len(sets[path.stem])} prompts" for path in files) or "no *.jsonl",
         )  # fmt: skip
     for path in files:
-        names = [name for name, _ in sets[path.stem]]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise D2SDError("two prompts have one id", where=path, found=", ".join(sorted(twice)))
+        names = Counter(name for name, _ in sets[path.stem])
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise D2SDError("Two prompts have the same id.", where=path, found=", ".join(sorted(twice)))
     return sets
 
 

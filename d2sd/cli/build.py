@@ -7,37 +7,35 @@ from pathlib import Path
 
 import click
 
+from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
+from d2sd.cli.tables import show_plan
+from d2sd.convert.build import pipeline
+from d2sd.convert.build.plan import make_plan
 from d2sd.progress import bar
+from d2sd.recipe import load_recipe
 
 
 @click.command(cls=Reporting)
-@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("recipe", type=FilePath)
 @click.option("--plan", is_flag=True, help="Print what would be built, with sizes and memory; read no weights.")
 @click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Override a recipe's value; repeatable.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of the bundle.  [default: bundles/<name>]")
-@click.option("-v", "--verbose", is_flag=True, help="Tell of every stage and how long it took.")
+@click.option("--out", type=FilePath, help="Folder of the bundle.  [default: bundles/<name>]")
+@click.option("-v", "--verbose", is_flag=True, help="Print every finished stage and the time.")
 def build(recipe: Path, plan: bool, overrides: tuple[str, ...], out: Path | None, verbose: bool) -> None:
     """Build the serving bundle that RECIPE describes.
 
-    A build that was interrupted goes on where it stopped.
+    An interrupted build resumes where it stopped.
 
     For example:
 
         d2sd build recipes/smollm2-135m.yaml --set limits.max_batch=4
     """
-    from d2sd.recipe import load_recipe
-
     loaded = load_recipe(recipe, overrides)
     output = out or (loaded.path(loaded.output) if loaded.output else Path("bundles") / loaded.name)
     if plan:
-        from d2sd.cli.tables import show_plan
-        from d2sd.convert.build.plan import make_plan
-
         show_plan(make_plan(loaded), output)
         return
-    from d2sd.convert.build import pipeline
-
     start = time.monotonic()
 
     def finished(stage: str) -> None:

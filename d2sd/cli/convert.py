@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
-
-if TYPE_CHECKING:
-    from d2sd.convert.formats.write import Writable
-    from d2sd.modeling.config import Role
+from d2sd.convert.formats.convert import convert as convert_drafter
+from d2sd.convert.formats.write import Writable
+from d2sd.modeling.config import Role
 
 
 @click.command(cls=Reporting)
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source", type=FilePath)
 @click.option("--to", type=click.Choice(["z-lab", "speculators"]), required=True, help="Format to write.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder to make.")
-@click.option(
-    "--target", type=click.Path(path_type=Path), help="Target (a folder or a bundle) to hold the drafter against."
-)
-@click.option("--role", type=click.Choice(["variable_prefix"]), help="Role of a drafter that does not say its own.")
+@click.option("-o", "--out", type=FilePath, required=True, help="Folder to create.")
+@click.option("--target", type=FilePath, help="Target (a folder or a bundle) to check the drafter against.")
+@click.option("--role", type=click.Choice(["variable_prefix"]), help="Role of a drafter whose config names none.")
 def convert(source: Path, to: Writable, out: Path, target: Path | None, role: Role | None) -> None:
-    """Convert the drafter in SOURCE, a folder of z-lab, ModelOpt, SpecForge or speculators, told from its config.
+    """Convert the drafter in SOURCE to another checkpoint format.
+
+    SOURCE is a folder in the format of z-lab, ModelOpt, SpecForge or speculators; its config says which.
 
     A speculators checkpoint holds copies of the target's embedding and head, so writing one needs --target.
 
@@ -31,8 +30,6 @@ def convert(source: Path, to: Writable, out: Path, target: Path | None, role: Ro
 
         d2sd convert checkpoints/qwen3-8b-speculator --to z-lab -o models/first --target checkpoints/qwen3-8b
     """
-    from d2sd.convert.formats.convert import convert as convert_drafter
-
     found, notes = convert_drafter(source, to, out, target=target, declared=role)
     click.echo(f"read as {found}", err=True)
     for note in notes:

@@ -5,24 +5,32 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import click
+from rich.console import Console
 
-from d2sd.cli.options import backend_option
+from d2sd.cli.options import FilePath, backend_option, bundle_argument, device_option
 from d2sd.cli.report import Reporting
+from d2sd.cli.stats import show_stats
 from d2sd.convert.bundle.backends import BackendName
+from d2sd.convert.bundle.load import load_bundle
+from d2sd.convert.bundle.serving import chat_request, make_engine
+from d2sd.io import check_writable, write_text
 from d2sd.progress import bar
 from d2sd.recipe import Policy
-
-if TYPE_CHECKING:
-    from d2sd.runtime.engine import Engine
-    from d2sd.runtime.sequence import Sequence
-    from d2sd.viz.record import Recording
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sequence import Sequence
+from d2sd.viz.page import page
+from d2sd.viz.record import Recording
+from d2sd.viz.svg import standalone
+from d2sd.viz.terminal import draw_tree
+from d2sd.viz.words import caption
 
 
 @click.command(cls=Reporting)
-@click.argument("bundle", type=click.Path(path_type=Path))
+@bundle_argument
 @click.option(
     "-p", "--prompt", "prompts", multiple=True, required=True, help="User turn; repeatable: they run in one batch."
 )
@@ -38,9 +46,9 @@ if TYPE_CHECKING:
 @click.option("--raw", is_flag=True, help="Use the prompt as it is, without the chat template.")
 @click.option("--stats", is_flag=True, help="Show tokens per step, acceptance, winning branches and the cycle cost.")
 @click.option("--show-tree", is_flag=True, help="Draw the tree of the step that accepted most.")
-@click.option("--tree-svg", type=click.Path(path_type=Path), help="Write that tree as an SVG picture to this file.")
-@click.option("--html", type=click.Path(path_type=Path), help="Write a page that shows every step to this file.")
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda; of PyTorch.")
+@click.option("--tree-svg", type=FilePath, help="Write that tree as an SVG picture to this file.")
+@click.option("--html", type=FilePath, help="Write a page that shows every step to this file.")
+@device_option
 @backend_option
 def generate(
     bundle: Path, prompts: tuple[str, ...], policy: Policy | None, max_new_tokens: int | None,
@@ -48,18 +56,14 @@ def generate(
     raw: bool, stats: bool, show_tree: bool, tree_svg: Path | None, html: Path | None, device: str,
     backend: BackendName,
 ) -> None:  # fmt: skip
-    """Generate from the bundle at BUNDLE; a single answer streams as it is written.
+    """Generate text from the bundle at BUNDLE.
+
+    The answer to a single prompt streams.
 
     For example:
 
         d2sd generate bundles/smollm2-135m -p "Why is the sky blue?" --stats
     """
-    from d2sd.convert.bundle.load import load_bundle
-    from d2sd.convert.bundle.serving import chat_request, make_engine
-    from d2sd.io import check_writable
-    from d2sd.runtime.request import SamplingParams
-    from d2sd.viz.record import Recording
-
     for path in (tree_svg, html):
         if path is not None:
             check_writable(path)
@@ -85,8 +89,6 @@ def generate(
     if recordings:
         _picture(list(recordings.values()), show_tree, tree_svg, html)
     if stats:
-        from d2sd.cli.stats import show_stats
-
         baseline = make_engine(loaded, policy="off", device=device, backend=backend, max_batch=batch)
         with bar("timing plain decoding"):
             baseline.generate([replace(request, max_new_tokens=min(8, length)) for request in requests])
@@ -112,22 +114,11 @@ def _write(engine: Engine, prompts: dict[Sequence, str], recordings: dict[Sequen
 
 def _picture(recordings: list[Recording], show_tree: bool, tree_svg: Path | None, html: Path | None) -> None:
     """The tree of the step that accepted most, and the page of all steps."""
-    from d2sd.io import write_text
-
     best = max(recordings, key=lambda recording: len(recording.turns[recording.best].pieces))
     step = best.turns[best.best].step
     if show_tree:
-        from rich.console import Console
-
-        from d2sd.viz.terminal import draw_tree
-
         Console().print(draw_tree(step))
     if tree_svg is not None:
-        from d2sd.viz.svg import standalone
-        from d2sd.viz.words import caption
-
         write_text(tree_svg, standalone(step, caption(step, best.best + 1, len(best.turns))))
     if html is not None:
-        from d2sd.viz.page import page
-
         write_text(html, page(recordings))

@@ -1,21 +1,49 @@
-"""`d2sd`, and `d2sd-build`, which is `d2sd build`. Heavy imports live inside the commands, so that help is instant."""
+"""`d2sd`, and `d2sd-build`, which is `d2sd build`."""
 
 from __future__ import annotations
 
+import copy
+import sys
+from importlib import import_module
+
 import click
 
-from d2sd.cli.bench import bench
-from d2sd.cli.build import build
-from d2sd.cli.calibrate import calibrate
-from d2sd.cli.convert import convert
-from d2sd.cli.generate import generate
-from d2sd.cli.inspect import inspect
-from d2sd.cli.report import ReportingGroup
-from d2sd.cli.train import train
-from d2sd.cli.trtllm import trtllm
+from d2sd.cli.report import ReportingGroup, report
+
+#: Module and function of a command have its name; the texts are the first sentences of their help.
+COMMANDS = {
+    "bench": "Measure BUNDLE: tokens per step, acceptance, cost and speed of every method.",
+    "build": "Build the serving bundle that RECIPE describes.",
+    "calibrate": "Fit the drafters' confidence to what BUNDLE's target accepts.",
+    "convert": "Convert the drafter in SOURCE to another checkpoint format.",
+    "generate": "Generate text from the bundle at BUNDLE.",
+    "inspect": "Verify BUNDLE and print what it holds.",
+    "train": "Train the drafters that RECIPE names.",
+    "trtllm": "Compare the installed TensorRT-LLM with the version d2sd was written for.",
+}
 
 
-@click.group(cls=ReportingGroup)
+class LazyGroup(ReportingGroup):
+    """Imports a command's module when the command is used, so that help needs none of them (Click's lazy loading)."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one command."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(f"d2sd.cli.{cmd_name}"), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List all commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup)
 @click.version_option(package_name="d2sd")
 def main() -> None:
     """Compile and serve speculative decoding with two block-diffusion drafters, losslessly.
@@ -26,16 +54,12 @@ def main() -> None:
     """
 
 
-main.add_command(bench)
-main.add_command(build)
-main.add_command(calibrate)
-main.add_command(convert)
-main.add_command(generate)
-main.add_command(inspect)
-main.add_command(train)
-main.add_command(trtllm)
-
-
 def build_main() -> None:
-    """Run `d2sd build` under its own name."""
-    build.main(prog_name="d2sd-build")
+    """Run `d2sd build` under its own name, which has its own --version."""
+    try:
+        command = copy.copy(import_module("d2sd.cli.build").build)
+    except KeyboardInterrupt as error:
+        sys.exit(report(error))
+    command.params = list(command.params)
+    click.version_option(package_name="d2sd")(command)
+    command.main(prog_name="d2sd-build")

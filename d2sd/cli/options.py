@@ -1,14 +1,32 @@
-"""Options that several commands share."""
+"""Options and arguments that several commands share."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_args
 
 import click
 
-from d2sd.convert.bundle.backends import BackendName
+from d2sd.convert.bundle.backends import BackendName, check_device
 
+FilePath = click.Path(path_type=Path)
+
+
+def _checked(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    if not context.resilient_parsing:
+        check_device(value)
+    return value
+
+
+bundle_argument = click.argument("bundle", type=FilePath)
+device_option = click.option(
+    "--device", default="cpu", show_default=True, callback=_checked, help="PyTorch device: cpu, cuda or cuda:N."
+)
 backend_option = click.option(
     "--executor", "backend", type=click.Choice(get_args(BackendName)), default="torch", show_default=True,
     help="PyTorch, or the bundle's graphs in ONNX Runtime or as TensorRT engines.",
+)  # fmt: skip
+held_out_option = click.option(
+    "--prompts", type=FilePath, multiple=True,
+    help="JSONL of {id, turns}; repeatable. Held out: neither trained on nor evaluated.  [default: our own two dozen]",
 )  # fmt: skip

@@ -1,33 +1,97 @@
-"""How a command tells of errors and of long work. Everything goes to stderr: stdout is for results."""
+"""How a command ends: results on stdout, messages on stderr, and an exit code that says whose fault it was."""
 
 from __future__ import annotations
 
-import errno
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from d2sd.errors import D2SDError
 
+#: Exit codes: the user's input or machine, a bug of ours (EX_SOFTWARE), Ctrl-C.
+USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 70, 130
+#: Control characters: in a file's text they would reach the terminal as commands.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: object) -> str:
+    """Text with control characters other than tab and newline replaced."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(text))
+
 
 class Reporting(click.Command):
-    """A command whose user errors are a message and exit code 2, and whose interruption is exit code 130."""
+    """A command that never ends in a traceback.
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, turning the errors a user can cause into a message."""
+    Exit codes: 2 for errors of the user, 70 for bugs of ours (D2SD_DEBUG=1 shows the traceback), 130 for Ctrl-C.
+    """
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run the command and, if `standalone_mode`, exit the process, as `click.Command.main` does."""
+        extra.setdefault("help_option_names", ["-h", "--help"])
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode, a path that is no text
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, standalone_mode, **extra)
         try:
-            return super().invoke(ctx)
-        except D2SDError as error:
-            click.echo(f"error: {error}", err=True)
-        except OSError as error:  # permissions, a read-only disk
-            if error.errno == errno.EPIPE:
-                raise  # click knows
-            click.echo(f"error: {error.strerror or error}\n  where: {error.filename}", err=True)
-        except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
-            ctx.exit(130)
-        ctx.exit(2)
+            code = super().main(args, prog_name, complete_var, False, **extra) or 0
+            sys.stdout.flush()
+        except (Exception, KeyboardInterrupt) as error:
+            code = report(error)
+        sys.exit(code)
 
 
 class ReportingGroup(Reporting, click.Group):
     """The same for a group."""
+
+
+def report(error: BaseException) -> int:
+    """Print a message about `error` and return the exit code."""
+    if isinstance(error, click.Abort):  # click's name for Ctrl-C, and for the end of a file
+        error = error.__cause__ or error
+    if isinstance(error, click.ClickException):
+        error.show()
+        return error.exit_code
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
+    if isinstance(error, D2SDError):
+        click.echo(f"error: {printable(error)}", err=True)
+        return USER_ERROR
+    if isinstance(error, OSError) and error.errno is not None:  # permissions, a full disk
+        place = f"\n  where: {error.filename}" if error.filename is not None else ""
+        click.echo(f"error: {printable(f'{error.strerror or error}{place}')}", err=True)
+        _drop_output()
+        return USER_ERROR
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
+        click.echo(f"error: Out of memory.\n  found: {printable(error)}\n  fix: lower limits.max_batch", err=True)
+        return USER_ERROR
+    if os.environ.get("D2SD_DEBUG") == "1":
+        traceback.print_exception(error)
+    click.echo(
+        f"internal error: {printable(f'{type(error).__name__}: {error}'[:500])}\n"
+        "  This is a bug in d2sd: please report it with the command that you ran.\n"
+        "  D2SD_DEBUG=1 shows where it happened.",
+        err=True,
+    )
+    return INTERNAL_ERROR
+
+
+def _drop_output() -> None:
+    """Discard buffered results if stdout cannot be written, or Python would fail again when it exits."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

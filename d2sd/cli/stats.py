@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from d2sd.runtime.stats import Clock, SequenceStats
+from d2sd.cli.tables import show_table
+from d2sd.runtime.stats import Clock, SequenceStats, mean_tau
 
 
 def show_stats(requests: Sequence[SequenceStats], clock: Clock, plain: Clock) -> None:
     """What speculation did, to stderr. `plain` timed plain decoding: its step is the unit of cost."""
-    from d2sd.runtime.stats import SequenceStats, mean_tau
-
     total = SequenceStats.merged(requests)
     cost = clock.step_seconds / plain.step_seconds
     table = Table("statistic", "value", "meaning", title="speculation")
@@ -50,4 +46,4 @@ def show_stats(requests: Sequence[SequenceStats], clock: Clock, plain: Clock) ->
     stages = {name: seconds for name, seconds in clock.seconds.items() if name != "prefill"}
     whole = sum(stages.values())
     row("a step's time", ", ".join(f"{n} {s / whole:.0%}" for n, s in stages.items() if s / whole >= 0.005), "by stage")
-    Console(stderr=True).print(table)
+    show_table(table, Console(stderr=True))

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from d2sd.cli.report import printable
+from d2sd.convert.build.plan import GPUS, Plan
+from d2sd.manifest import Manifest
+
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
-    from d2sd.convert.build.plan import Plan
-    from d2sd.manifest import Manifest
     from d2sd.modeling.config import DecoderConfig, DrafterConfig
     from d2sd.recipe import Recipe
 
@@ -39,7 +41,7 @@ def show_plan(plan: Plan, output: Path) -> None:
     for part in plan.parts:
         _line(part.name, part.source)
         _line("", _geometry(part.config))
-    _CONSOLE.print(_memory(plan))
+    show_table(_memory(plan))
     if wanted is not None:
         each = (
             f"{_size(plan.weight_bytes)} of weights in the graphs and as much again for each of {len(wanted.compute)}"
@@ -62,7 +64,7 @@ def show_manifest(bundle: Path, manifest: Manifest) -> None:
             _line(name, ", ".join(f"{k} {v}" for k, v in model.model_dump(exclude={"parameters"}).items()))
             size = sum(count for file, count in sizes.items() if file.startswith(f"{name}/"))
             table.add_row(name, f"{model.parameters:,}", _size(size))
-    _CONSOLE.print(table)
+    show_table(table)
     if built := manifest.engines:
         told = ", ".join(f"{count} in {model}" for model, count in built.plugins.items())
         _line("engines", f"{', '.join(built.compute)} by {built.builder} {built.version}")
@@ -76,7 +78,13 @@ def show_manifest(bundle: Path, manifest: Manifest) -> None:
 
 
 def _line(label: str, text: object) -> None:
-    _CONSOLE.print(f"{label:15}{text}", markup=False, highlight=False)
+    _CONSOLE.print(printable(f"{label:15}{text}"), markup=False, highlight=False)
+
+
+def show_table(table: Table, console: Console = _CONSOLE) -> None:
+    """Print a table at the width that its contents need: a narrow terminal wraps the lines, but no name is cut."""
+    width = console.measure(table, options=console.options.update(width=1000)).maximum
+    console.print(table, width=width, crop=False, soft_wrap=False, no_wrap=True)
 
 
 def _told(name: str, result: JsonValue) -> Iterator[str]:
@@ -118,8 +126,6 @@ def _pool(plan: Plan) -> int:
 
 def _gpus(plan: Plan) -> None:
     """Arithmetic of weights and K/V alone: activations, logits and CUDA's own come on top."""
-    from d2sd.convert.build.plan import GPUS
-
     needed, context = plan.weight_bytes + _pool(plan), plan.recipe.limits.max_context
     _line("a request", f"{_size(plan.request_bytes)} of K/V for {context:,} tokens")
     for name, memory in GPUS.items():

@@ -170,7 +170,13 @@ def read_progress(path: Path) -> CacheProgress | None:
     """None where nothing was cached yet. Raises D2SDError for a damaged file."""
     if not path.is_file():
         return None
-    return read_model(CacheProgress, path, error=D2SDError, fix="delete it: the features are then computed again")
+    return read_model(
+        CacheProgress,
+        path,
+        error=D2SDError,
+        what="progress of the features",
+        fix="delete it: the features are then computed again",
+    )
 
 
 def _done(progress_file: Path, identity: dict[str, Any]) -> int:

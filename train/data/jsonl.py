@@ -55,7 +55,7 @@ def read_rows(path: Path, kind: str, row_type: type[Row]) -> Iterator[tuple[str,
     for file in files(path, kind):
         for number, line in enumerate(whole_lines(file), 1):
             where = f"{file}:{number}"
-            row = parse_row(row_type, line, where)
+            row = parse_row(row_type, line, where, f"not one of the {kind}")
             if row.id in seen:
                 raise D2SDError(
                     f"the same id twice among the {kind}", where=where, found=f"{row.id}, also at {seen[row.id]}",
@@ -65,14 +65,14 @@ def read_rows(path: Path, kind: str, row_type: type[Row]) -> Iterator[tuple[str,
             yield where, row
 
 
-def parse_row(row_type: type[Schema], line: bytes, where: str) -> Schema:
-    """One line as a `row_type`. Raises D2SDError naming `where`, the line, and its first bad key."""
+def parse_row(row_type: type[Schema], line: bytes, where: str, what: str) -> Schema:
+    """One line as a `row_type`. Raises D2SDError `what`, naming `where`, the line, and its first bad key."""
     fix = "delete the line, or restore the file"
     try:
         values = parse_json(line.decode("utf-8"))
     except ValueError as fault:
-        raise D2SDError("The line is not JSON that d2sd reads.", where=where, found=fault, fix=fix) from None
-    return validated(row_type, values, where, error=D2SDError, fix=fix)
+        raise D2SDError(what, where=where, found=fault, fix=fix) from None
+    return validated(row_type, values, where, error=D2SDError, what=what, fix=fix)
 
 
 def append_to(path: Path) -> TextIO:

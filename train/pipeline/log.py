@@ -171,7 +171,10 @@ def pace(work: Path, stage: str) -> float | None:
 
 def _rows(path: Path, row_type: type[Schema]) -> list[Schema]:
     """The whole lines of a log. Raises D2SDError naming the file and line of a damaged one."""
-    return [parse_row(row_type, line, f"{path}:{i}") for i, line in enumerate(whole_lines(path), 1)]
+    return [
+        parse_row(row_type, line, f"{path}:{i}", "a damaged line of a training log")
+        for i, line in enumerate(whole_lines(path), 1)
+    ]
 
 
 def _score(one: Evaluation, drafter: DrafterName) -> MethodScore:

@@ -54,7 +54,11 @@ class Screened(BaseModel):
 def read_screened(work: Path) -> Screened | None:
     """None where the prompts were not filtered yet. Raises D2SDError for a damaged file."""
     path = work / SCREENED
-    return read_model(Screened, path, error=D2SDError, fix="delete it") if path.is_file() else None
+    return (
+        read_model(Screened, path, error=D2SDError, what="record of filtered prompts", fix="delete it")
+        if path.is_file()
+        else None
+    )
 
 
 def planned_jobs(recipe: TrainRecipe) -> list[Job]:
@@ -119,7 +123,11 @@ class ResponseGenerator:
         now: dict[str, Any] = {"max_new_tokens": data.max_new_tokens} | {
             f"self_written.{kind.name}.{key}": getattr(kind, key) for kind in data.self_written for key in limits
         }
-        settings = read_model(_Settings, path, error=D2SDError, fix=_FIX) if path.is_file() else _Settings({})
+        settings = (
+            read_model(_Settings, path, error=D2SDError, what="record of settings", fix=_FIX)
+            if path.is_file()
+            else _Settings({})
+        )
         then = settings.root
         if changed := [key for key in now if key in then and then[key] != now[key]]:
             raise D2SDError(

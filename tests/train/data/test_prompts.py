@@ -97,7 +97,9 @@ def test_a_line_that_is_no_turn_is_named(tmp_path: Path, line: str) -> None:
     write(tmp_path, 2, Turn("b", "One."))
     with (tmp_path / "turns-2.jsonl").open("a") as out:
         out.write(line + "\n")
-    with pytest.raises(D2SDError, match=r"\n  where: .*turns-2\.jsonl:2(: \w+)?\n"):
+    with pytest.raises(
+        D2SDError, match=r"not one of the turns\n(  also: .*\n)*  where: .*turns-2\.jsonl:2(: [\w.]+)?\n"
+    ):
         take_turns(PLAN, tmp_path)
 
 

@@ -145,7 +145,9 @@ def test_a_line_that_is_no_answer_is_named(path: Path, line: str | bytes) -> Non
     append(path, line)
     write(path, "c")
     for read in (lambda: names(path), lambda: finished_ids(path)):
-        with pytest.raises(D2SDError, match=r"\n  where: .*answers\.jsonl:2(: \w+(\.\d)?)?\n"):
+        with pytest.raises(
+            D2SDError, match=r"not one of the answers\n(  also: .*\n)*  where: .*answers\.jsonl:2(: [\w.]+)?\n"
+        ):
             read()
 
 
