@@ -1,4 +1,4 @@
-"""Two results side by side: what a change of code, drafters or machine did to the cells both have."""
+"""Compare two results: the effect of a change of code, drafters or machine on the cells both have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ tokens/s say whether the two machines were equally fast."""
 
 
 def compare(a: Result, b: Result) -> str:
-    """Markdown: B / A of every common cell, and what only one has; raises `ResultError` where nothing is common."""
+    """Markdown: B / A of every common cell, and the cells of one result only. Raises `ResultError` if none is common."""
     old, new = ({cell.key: cell for cell in result.cells} for result in (a, b))
     common = sorted(old.keys() & new.keys(), key=_order)
     if not common:
@@ -105,7 +105,7 @@ def _geometric(values: Sequence[float]) -> float:
 
 
 def _unequal(a: Result, b: Result) -> str:
-    """What was set or used differently, since a ratio then has more than one cause."""
+    """The settings that differ, since a ratio then has more than one cause."""
     x, y = map(_circumstances, (a, b))
     told = [f"{key} ({x.get(key, NONE)} | {y.get(key, NONE)})" for key in {**x, **y} if x.get(key) != y.get(key)]
     return f"Not alike in A | B: {', '.join(told)}." if told else ""

@@ -1,4 +1,4 @@
-"""What is measured: methods x row budgets x prompt sets x temperatures x concurrencies."""
+"""The cells of a benchmark: methods x node budgets x prompt sets x temperatures x concurrencies."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from d2sd.bench.result import Key
 
-#: Methods whose tree grows with the budget; the others have the rows they have.
+#: Methods whose tree grows with the node budget; the others have a fixed size.
 GROWING = ("samples", "reanchor", "d2sd", "ddtree", "hybrid")
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The axes. Plain decoding is always among the methods: the others are held against it.
+    """The axes. Plain decoding is always among the methods, as the baseline.
 
     A method written `name:rows` has this one budget.
     """

@@ -1,4 +1,4 @@
-"""Run one cell: answer the prompts in flight, watch every step, compare with plain decoding."""
+"""Run one cell: generate from its prompts, count every step, compare the responses with plain decoding's."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence as Running
 from d2sd.runtime.stats import reliability_bins
 
-#: Tokens of the warm-up: all shapes of a step are met, and what it counted is thrown away.
+#: Tokens of the warm-up, which runs every shape of a step once; its times are discarded.
 _WARM_UP = 8
 _DRAFTERS: tuple[DrafterName, DrafterName] = ("first", "second")
 
-#: A request whose prompt goes on to the first token that differs -> distance of the two best scores there.
+#: A request whose prompt extends to the first differing token -> margin of the two best logits there.
 Gap = Callable[[Request], float]
 
 
@@ -62,11 +62,10 @@ def measure_cell(
     gap: Gap,
     advance: Callable[[int], None] = lambda finished: None,
 ) -> tuple[Cell, list[list[int]]]:
-    """Answer `requests` (id and request) with `engine`, warm-up aside; also returns the answers.
+    """Run `requests` (id and request) with `engine`, after a warm-up; also returns their responses.
 
-    `plain` are plain decoding's; None where this cell is to be what the others are compared with.
-
-    Time is that of the engine's steps; watching them is not counted.
+    `plain` are plain decoding's responses; None where this cell is the reference itself. The time is that of the
+    engine's steps, without counting them.
     """
     _, sample = requests[0]
     engine.generate([replace(sample, max_new_tokens=min(_WARM_UP, sample.max_new_tokens))] * min(2, key.concurrency))

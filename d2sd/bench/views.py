@@ -1,4 +1,4 @@
-"""Which cells stand in which line, column and panel, and in which order."""
+"""Selection, order and pooling of cells for tables and plots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sets(result: Result) -> list[str]:
 
 
 def place(line: Line) -> tuple[int, str, int]:
-    """What lines are sorted by."""
+    """Sort key of lines."""
     return (METHODS.index(line.method) if line.method in METHODS else len(METHODS), *line)
 
 

@@ -1,4 +1,4 @@
-"""What the drafters are worth: acceptance by position, and whether their confidence is true."""
+"""Drafter quality: acceptance by position, and calibration of their confidence."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plot_acceptance(result: Result, path: Path) -> None:
 
 
 def plot_calibration(result: Result, path: Path) -> None:
-    """Reliability of both drafters over the number of tokens behind every point, two rows of panels a temperature."""
+    """Reliability diagrams of both drafters above the tokens in every bin, two rows of panels a temperature."""
     shown = {t: [(line, cell) for line, cell in cells if cell.calibration] for t, cells in _all(result)}
     shown = {t: cells for t, cells in shown.items() if cells}
     if not shown:

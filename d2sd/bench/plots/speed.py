@@ -1,4 +1,4 @@
-"""What a step costs and what is gained: time by stage, and speedup by concurrency. Of all sets together."""
+"""Cost of a step by stage, and speedup by concurrency, over all sets together."""
 
 from __future__ import annotations
 
