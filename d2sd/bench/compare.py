@@ -20,7 +20,7 @@ tokens/s say whether the two machines were equally fast."""
 
 
 def compare(a: Result, b: Result) -> str:
-    """Markdown: B / A of every common cell, and the cells of one result only. Raises `ResultError` if none is common."""
+    """Markdown: B / A of every common cell, and the cells of one only. Raises `ResultError` if none is common."""
     old, new = ({cell.key: cell for cell in result.cells} for result in (a, b))
     common = sorted(old.keys() & new.keys(), key=_order)
     if not common:
