@@ -3,7 +3,11 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 BUNDLE := bundles/smollm2-135m
 
-.PHONY: demo test test-slow lint verify gpu-suite kernels consumers bench train ablation train-gpu clean
+# The versions that are tested together; docs/install.md has other ways to install.
+CONSTRAINTS := constraints/tested.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
+
+.PHONY: demo test test-slow lint verify gpu-suite kernels consumers bench train ablation train-gpu data data-wheel wheel docs clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -15,7 +19,7 @@ demo: .venv/demo
 
 ## lint, types, and the tests of every change: minutes, one worker a core (WORKERS=0 for one process)
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
-PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal
+PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=worksteal
 test: lint
 	$(PYTEST) -m "not slow"
 
@@ -28,8 +32,19 @@ lint: .venv/dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-## the lossless proof on 128 real prompts: long, resumable; PROMPTS is a folder of four JSONL sets
-PROMPTS ?= ../shared/data/eval
+## the public prompt sets: copied to data/ from the folder FROM and checked; without FROM, where each comes from
+data: .venv/demo
+	$(BIN)/d2sd data $(if $(FROM),--from "$(FROM)")
+
+## the wheel of d2sd and the wheel of the shipped drafters, in dist/
+wheel: data-wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+data-wheel: .venv/demo
+	$(BIN)/python models/data_wheel.py recipes/smollm2-135m.yaml --out dist
+
+## the lossless proof on 128 real prompts: long, resumable; PROMPTS is a folder of four JSONL sets, see `make data`
+PROMPTS ?= data/eval
 verify: .venv/demo
 	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
 	$(BIN)/python benchmarks/lossless.py $(BUNDLE) --prompts $(PROMPTS) --out build/lossless
@@ -67,15 +82,21 @@ ablation: .venv/demo
 train-gpu:
 	sh benchmarks/train_gpu.sh train
 
+## the documentation site in build/site: generated pages are up to date, every link resolves
+docs: .venv/demo
+	$(PIP_INSTALL) --editable ".[docs]"
+	$(BIN)/python docs/generate.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
 	rm -rf .venv bundles build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-# Stamps: an install is repeated when pyproject.toml changes.
-.venv/demo: pyproject.toml
+# Stamps: an install is repeated when pyproject.toml or the tested set changes.
+.venv/demo: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable .
+	$(PIP_INSTALL) --editable ".[gguf,plots]"
 	touch $@
 
 .venv/dev: .venv/demo
-	$(BIN)/python -m pip install --quiet --editable ".[dev,fp8,engines]"
+	$(PIP_INSTALL) --editable ".[gguf,plots,dev,fp8,engines]"
 	touch $@

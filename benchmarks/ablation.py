@@ -5,7 +5,7 @@ evaluation prompts on the real runtime, greedily. The slot terms of the recipe (
 varies is how slots weigh, and the block terms added. Trainings resume, and finished cells are kept. The answers and
 features are those of `d2sd train RECIPE`, which runs first.
 
-    python benchmarks/ablation.py recipes/train/smollm2-135m.yaml --prompts ../shared/data/eval --out build/ablation
+    python benchmarks/ablation.py recipes/train/smollm2-135m.yaml --prompts data/eval --out build/ablation
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ batch with staggered joins; all answers must be equal token for token. A differe
 scores of plain decoding differ by less than `TIE_TOLERANCE`, and is listed. Each part is saved when it is done, so an
 interrupted run resumes.
 
-    python benchmarks/lossless.py bundles/smollm2-135m --prompts ../shared/data/eval --out /tmp/lossless
+    python benchmarks/lossless.py bundles/smollm2-135m --prompts data/eval --out /tmp/lossless
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
 from d2sd.errors import D2SDError
+from d2sd.policies import NAMES, PolicyName
 from d2sd.progress import bar
 from d2sd.prompts import read_prompts
 from d2sd.runtime.request import Request, SamplingParams
-from d2sd.runtime.speculation.policy import NAMES, PolicyName
 
 SETS = ("gsm8k", "humaneval", "mbpp", "mt_bench")
 #: name -> (sampling of the i-th prompt without its seed, share of the prompts used)
@@ -129,7 +129,7 @@ def summary(out: Path) -> str:
 
 @click.command(cls=Reporting)
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--prompts", type=click.Path(path_type=Path), default=Path("../shared/data/eval"), show_default=True)
+@click.option("--prompts", type=click.Path(path_type=Path), default=Path("data/eval"), show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the results.")
 @click.option("--per-set", default=32, show_default=True)
 @click.option("--tokens", default=64, show_default=True)

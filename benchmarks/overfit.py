@@ -19,8 +19,8 @@ from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.load import load_bundle
 from d2sd.errors import D2SDError
 from d2sd.modeling.drafter import Drafter
+from d2sd.policies import PolicyName
 from d2sd.progress import bar
-from d2sd.runtime.speculation.policy import PolicyName
 from d2sd.train.data.features import cache_features
 from d2sd.train.dist import Dist
 from d2sd.train.init_from_target import drafter_config, first_drafter

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Train the pair of SmolLM2 on a GPU machine that reaches no package index, in calls of nine minutes and 64 MiB each.
 #
-#   beside an index:     sh benchmarks/train_gpu.sh parts            # build/gpu/1, build/gpu/2, ...: below 52 MiB each
+#   beside an index:     make data FROM=...; sh benchmarks/train_gpu.sh parts   # build/gpu/1, 2, ...: below 52 MiB each
 #   on the GPU machine:  sh benchmarks/train_gpu.sh take build/gpu/1 # once for each part, in any order
 #                        make train-gpu                              # again, until it says that the pair is finished
 #
@@ -31,7 +31,7 @@ parts() {
             --platform manylinux2014_x86_64 --dest $out/all "$need"
     done
     $PYTHON -m pip wheel --quiet --no-deps --wheel-dir $out/all .
-    tar -C .. -cf $out/all/prompts.tar shared/data/train shared/data/eval
+    tar -cf $out/all/prompts.tar data/train data/eval
     name=$(sed -n 's/^name: //p' "$RECIPE")
     cp training/"$name"/turns*.jsonl training/"$name"/answers*.jsonl $out/all/ 2>/dev/null || true
     part=1 filled=0
@@ -67,7 +67,7 @@ train() {
     export PYTHONPATH="$KEEP/tree:$KEEP/site"
     mkdir -p "$KEEP/work"
     cp -n "$KEEP"/taken/turns*.jsonl "$KEEP"/taken/answers*.jsonl "$KEEP/work/" 2>/dev/null || true
-    [ -e ../shared/data ] || tar -C .. -xf "$KEEP/taken/prompts.tar" # where the recipe's paths lead
+    [ -e data ] || tar -xf "$KEEP/taken/prompts.tar" # where the recipe's paths lead
     result=0
     timeout -s INT "$((MINUTES * 60 - 30))" $PYTHON -c 'from d2sd.cli.main import main; main()' \
         train "$RECIPE" --work "$KEEP/work" --out "${OUT:-$KEEP/out}" || result=$?

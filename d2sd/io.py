@@ -23,8 +23,8 @@ _CHUNK = 1 << 20
 MAX_BYTES = 64 << 20
 #: Deepest nesting of JSON and YAML; real files stay below 10, and Python's own limit is 1,000 frames.
 MAX_DEPTH = 64
-#: Longest integer in JSON and YAML: the largest we use is 2**64 - 1, of 20 digits.
-MAX_DIGITS = 24
+#: Longest integer in JSON and YAML: transformers writes int(1e30), of 31 digits, for a tokenizer without a limit.
+MAX_DIGITS = 40
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -216,9 +216,9 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def sha256(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
-    """Hash one file, reporting bytes as they are read."""
+    """Hash one regular file, reporting bytes as they are read. Raises OSError naming it."""
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         while chunk := stream.read(_CHUNK):
             digest.update(chunk)
             advance(len(chunk))

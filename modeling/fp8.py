@@ -1,9 +1,9 @@
-"""FP8 (E4M3) linear layers and K/V, with one scale a tensor, as ModelOpt calibrates them and engines compute them.
+"""FP8 (E4M3) linear layers and K/V with one scale a tensor, as ModelOpt calibrates them and TensorRT computes them.
 
     y = fp8(x / s_x) · fp8(W / s_w)ᵀ · s_x s_w + b        |fp8(·)| ≤ 448, rounded to nearest even, saturating
 
-A CUDA device multiplies FP8 by FP8 and sums in fp32. Elsewhere the same values are carried by a wider type that holds
-them exactly, so only the order of the sum and the rounding of the result differ.
+A CUDA device with FP8 tensor cores multiplies FP8 by FP8 and accumulates in fp32. Other devices multiply the same
+values in a wider type that represents them exactly: only the order of the sum and the rounding of the result differ.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from d2sd.plugins.dispatch import use_fp8_gemm
 from d2sd.plugins.fp8 import from_pages, to_pages
 
 
 def carrier(dtype: torch.dtype) -> torch.dtype:
-    """A type for the product in a model of `dtype`. FP16 is none: the unscaled sums exceed it."""
+    """The type that a model of `dtype` multiplies FP8 values in, without FP8 GEMMs. Unscaled sums overflow FP16."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def carried_product(
     x: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """The product of the head of this file, with `weight` the FP8 values in a type that carries them."""
+    """`Fp8Linear` without FP8 GEMMs; `weight` holds the FP8 values in the type that `carrier` gives."""
     product = F.linear(to_pages(x, input_scale).to(weight.dtype), weight)
     wide = product.to(torch.promote_types(product.dtype, torch.float32))
     out = (wide * (input_scale * weight_scale)).to(x.dtype)
@@ -33,7 +34,7 @@ def carried_product(
 
 
 class Fp8Linear(nn.Module):
-    """W [out, in] in FP8; x [..., in] and y [..., out] in the model's type. Takes no gradient."""
+    """W [out, in] in FP8; x [..., in] and y [..., out] in the model's type. Inference only: no gradient."""
 
     weight_scale: Tensor  # 0-dim fp32
     input_scale: Tensor  # 0-dim fp32
@@ -47,7 +48,7 @@ class Fp8Linear(nn.Module):
         self.register_buffer("input_scale", torch.empty((), dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        if not x.is_cuda:
+        if not use_fp8_gemm(x):
             weight = self.weight.to(carrier(x.dtype))
             return carried_product(x, weight, self.input_scale, self.weight_scale, self.bias)
         out: Tensor = torch._scaled_mm(
@@ -59,7 +60,7 @@ class Fp8Linear(nn.Module):
 
 
 class Fp8Cache(nn.Module):
-    """What FP8 pages would give back of keys or values: every row's, so that a row reads the same before its commit."""
+    """Rounds K or V to what FP8 pages hold: a row's K/V are the same before and after it is committed."""
 
     scale: Tensor  # 0-dim fp32
 
@@ -72,13 +73,13 @@ class Fp8Cache(nn.Module):
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """Names of the layers that can be FP8: all linear ones but a language-model head."""
+    """Names of the layers that can be FP8: all linear layers except the language-model head."""
     kinds = (nn.Linear, Fp8Linear)
     return [name for name, layer in model.named_modules() if isinstance(layer, kinds) and name != "lm_head"]
 
 
 def make_fp8(model: nn.Module, linears: Collection[str], *, cache: bool = False) -> None:
-    """Put empty FP8 layers in place of these of a model on the meta device, and of its K/V where `cache`."""
+    """Replace `linears` of a model on the meta device by empty FP8 layers; with `cache`, make its K/V FP8 too."""
     for name in linears:
         parent, _, last = name.rpartition(".")
         old = model.get_submodule(name)
@@ -87,3 +88,15 @@ def make_fp8(model: nn.Module, linears: Collection[str], *, cache: bool = False)
     for layer in model.get_submodule("layers").children() if cache else ():
         attention = layer.get_submodule("self_attn")
         attention.k_cache, attention.v_cache = Fp8Cache(), Fp8Cache()
+
+
+def kv_scales(model: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """Scales of the FP8 pages of a model's K/V, (k, v), [L] fp32 each; None where its K/V are not FP8.
+
+    An exported graph has no layers to ask: its pages have the type of the graph's inputs.
+    """
+    attentions = [layer.self_attn for layer in getattr(model, "layers", ())]
+    if not attentions or not isinstance(attentions[0].k_cache, Fp8Cache):
+        return None
+    k, v = (torch.stack([getattr(a, kind).scale.float() for a in attentions]) for kind in ("k_cache", "v_cache"))
+    return k, v

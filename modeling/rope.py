@@ -7,9 +7,11 @@ used: the first and second half of a head are the two coordinates that rotate to
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from d2sd.modeling.config import RopeConfig
 
@@ -52,7 +54,7 @@ def _yarn(rope: RopeConfig, plain: Tensor, head_dim: int) -> tuple[Tensor, float
 
 
 class Rotary(torch.nn.Module):
-    """Turns positions into the cos/sin pair that `rotate` applies; holds no parameters."""
+    """Turns positions into the cos/sin pair that `rotate` applies. It has no parameters, and moves with its model."""
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         super().__init__()
@@ -60,13 +62,20 @@ class Rotary(torch.nn.Module):
         with torch.device("cpu"):
             self._frequencies, self._scale = inverse_frequencies(rope, head_dim)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """`Module.to` and the like: the frequencies follow the model's device and stay fp32.
+
+        Moving them at the first call instead would be a host-to-device copy, which a CUDA graph cannot capture.
+        """
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._frequencies = self._frequencies.to(fn(self._frequencies).device)
+        return self
+
     def forward(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
         """Positions [...], absolute -> cos, sin [..., 1, D] (broadcast over heads) in `dtype`.
 
         Angles are computed in fp32 whatever the model's dtype: positions above 256 are not exact in bf16.
         """
-        if self._frequencies.device != positions.device:
-            self._frequencies = self._frequencies.to(positions.device)
         angles = positions[..., None, None].float() * self._frequencies
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         return torch.cat([cos, cos], -1).to(dtype), torch.cat([sin, sin], -1).to(dtype)

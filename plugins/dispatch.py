@@ -1,7 +1,7 @@
-"""Whether an op runs as its fused kernel or as its specification.
+"""Selects the implementation of an op: its Triton kernel, or its PyTorch reference.
 
-CPU tensors take the specification. CUDA tensors take the kernel; where that cannot be, stderr is told once that they
-take the specification. Under `D2SD_NO_FALLBACK=1` that is an error, so that a measurement is of what it says.
+CPU tensors take the reference. CUDA tensors take the kernel. Where a CUDA device cannot run it, the reference runs and
+a warning is printed once to stderr; under `D2SD_NO_FALLBACK=1` that is an error, so that no benchmark measures it.
 """
 
 from __future__ import annotations
@@ -14,44 +14,66 @@ from importlib.util import find_spec
 import torch
 
 from d2sd.errors import D2SDError
-from d2sd.plugins.cascade_attention.triton.tiles import HEAD_STEP, LARGEST_HEAD
 
+#: Head sizes the kernels take: multiples of this (the smallest K of a tensor-core product), up to LARGEST_HEAD.
+HEAD_STEP = 16
+LARGEST_HEAD = 256
 #: Types of queries, and of pages that are not FP8.
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
+#: Older devices have neither FP8 tensor cores nor an instruction that converts from E4M3.
+FP8_CAPABILITY = (8, 9)
 NO_FALLBACK = "D2SD_NO_FALLBACK"
 
 
 def use_triton(pages: torch.Tensor) -> bool:
-    """Do ops over these pages [..., D] run as kernels? Raises D2SDError where they would have to and cannot."""
+    """Whether ops over these pages [..., D] run as Triton kernels.
+
+    Raises `D2SDError` for CUDA pages that the kernels do not take, under `D2SD_NO_FALLBACK=1`.
+    """
     if pages.device.type != "cuda":
         return False
     reason = unsupported(pages.shape[-1], pages.dtype, torch.cuda.get_device_capability(pages.device))
-    if reason is None:
+    return reason is None or _fall_back("attention", reason)
+
+
+def use_fp8_gemm(x: torch.Tensor) -> bool:
+    """Whether FP8 linear layers multiply FP8 by FP8 for this input, rather than the same values in a wider type.
+
+    Raises `D2SDError` for a CUDA device without FP8 tensor cores, under `D2SD_NO_FALLBACK=1`.
+    """
+    if x.device.type != "cuda":
+        return False
+    capability = torch.cuda.get_device_capability(x.device)
+    if capability >= FP8_CAPABILITY:
         return True
+    return _fall_back("FP8 matrix multiplication", f"it needs compute capability 8.9, this is {capability}")
+
+
+def _fall_back(what: str, reason: str) -> bool:
+    """False, after a warning; raises `D2SDError` where falling back is forbidden."""
     if os.environ.get(NO_FALLBACK) == "1":
         raise D2SDError(
-            "Attention would run as plain PyTorch on this GPU.", where=f"{NO_FALLBACK}=1", found=reason,
-            fix=f"without {NO_FALLBACK} it runs that way, slower",
+            f"{what[0].upper()}{what[1:]} would run as plain PyTorch on this GPU.", where=f"{NO_FALLBACK}=1",
+            found=reason, fix=f"unset {NO_FALLBACK} to run it that way, slower",
         )  # fmt: skip
-    _tell(reason)
+    _warn_once(what, reason)
     return False
 
 
 @cache
 def unsupported(size: int, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
-    """Why the kernels do not take heads of this size in pages of this type; None: they do."""
+    """Why the kernels do not take heads of `size` in pages of `dtype`; None where they do."""
     if find_spec("triton") is None:
         return "triton is not installed (pip install 'd2sd[triton]')"
     if size % HEAD_STEP or not 0 < size <= LARGEST_HEAD:
-        return f"head size {size} is no multiple of {HEAD_STEP} up to {LARGEST_HEAD}"
+        return f"head size {size} is not a multiple of {HEAD_STEP} up to {LARGEST_HEAD}"
     if dtype == torch.float8_e4m3fn:
-        # Older ones have no instruction that widens E4M3.
-        return None if capability >= (8, 9) else f"FP8 pages need compute capability 8.9, this is {capability}"
+        return None if capability >= FP8_CAPABILITY else f"FP8 pages need compute capability 8.9, this is {capability}"
     if dtype not in TYPES:
         return f"pages of {dtype}"
     return None if capability >= (8, 0) else f"compute capability {capability} is below 8.0"
 
 
 @cache
-def _tell(reason: str) -> None:
-    print(f"d2sd: attention runs as plain PyTorch on this GPU: {reason}", file=sys.stderr, flush=True)
+def _warn_once(what: str, reason: str) -> None:
+    print(f"d2sd: {what} runs as plain PyTorch on this GPU: {reason}", file=sys.stderr, flush=True)

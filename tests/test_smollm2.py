@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,17 +20,23 @@ from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.recipe import Policy
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.stats import mean_tau
+from tests.data import DATA
 
 TOKENS = 24
 POLICIES: tuple[Policy, ...] = ("lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid", "auto")
-#: One of each eval set where they lie beside the checkout, and prompts of our own.
-EVAL = Path(__file__).parents[2] / "shared" / "data" / "eval"
+#: One of each eval set, as far as `make data` has been given them, and prompts of our own.
+EVAL = DATA / "eval"
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _two_threads() -> None:
+def _two_threads() -> Iterator[None]:
     """A real model gains from a second thread; the tiny ones of the other tests lose (see conftest)."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

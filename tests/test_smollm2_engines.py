@@ -18,6 +18,7 @@ from d2sd.recipe import Recipe, load_recipe
 from tests.tiny import in_fp8, tiny_decoder, tiny_drafter
 
 pytest.importorskip("tensorrt_rtx", reason="the extra engines is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.engines, pytest.mark.export, pytest.mark.timeout(900)]
 COMPUTE = ("portable", "sm89", "sm120")
 ROOT = Path(__file__).parents[1]
 
@@ -52,6 +53,7 @@ def narrow(drafter: Drafter) -> Drafter:
     return in_fp8(drafter, [name for name in linear_names(drafter) if name.endswith(kept)])
 
 
+@pytest.mark.model
 @pytest.mark.parametrize("fp8", [False, True], ids=["fp16", "fp8"])
 def test_smollm2(smollm2_bundle: Path, tmp_path: Path, fp8: bool) -> None:
     bundle = load_bundle(smollm2_bundle, verify=False)

@@ -15,7 +15,8 @@ from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Famil
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.fp8 import make_fp8
-from d2sd.modeling.rows import KVPool, Rows
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.rows import Rows
 from d2sd.plugins.fp8 import LARGEST, to_pages
 
 Model = TypeVar("Model", Decoder, Drafter)
@@ -124,17 +125,16 @@ def _randomise(model: nn.Module, seed: int, residual_gain: float) -> None:
 
 
 def pool_for(
-    body: BodyConfig, batch: int, tokens: int, *, page_size: int = 4, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> tuple[KVPool, Tensor]:
+    body: BodyConfig, batch: int, tokens: int, *, page_size: int = 4, seed: int = 0,
+    dtype: torch.dtype = torch.float32, fp8: tuple[Tensor, Tensor] | None = None,
+) -> tuple[KVPool, Tensor]:  # fmt: skip
     """A pool with room for `tokens` of each request, and the page table [B, M].
 
     Pages are handed out in random order and every slot holds NaN until it is written: code that assumes pages in a row,
     or reads a slot it must not, shows at once.
     """
     pages = -(-tokens // page_size)
-    pool = KVPool(
-        body.num_layers, 1 + batch * pages, page_size, body.num_kv_heads, body.head_dim, dtype=dtype, device="cpu"
-    )
+    pool = KVPool.for_body(body, 1 + batch * pages, page_size, dtype, "cpu", fp8)
     pool.k.fill_(torch.nan)
     pool.v.fill_(torch.nan)
     order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(seed))
@@ -158,17 +158,9 @@ def feed(
     return out
 
 
-def full_pass(decoder: Decoder, tokens: Tensor, *, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
-    """Run tokens [B, T] from position 0 in one pass, without any context: what every other way must agree with."""
-    pool, page_table = pool_for(decoder.config.body, len(tokens), tokens.shape[1])
-    return feed(
-        decoder, tokens, pool, page_table, torch.zeros(len(tokens), dtype=torch.long), aux_layer_ids=aux_layer_ids
-    )
-
-
 def full_logits(decoder: Decoder, tokens: Tensor) -> Tensor:
     """[B, T] -> [B, T, V]."""
-    return decoder.logits(full_pass(decoder, tokens).hidden)
+    return decoder.logits(decoder.full_pass(tokens).hidden)
 
 
 def greedy_text(decoder: Decoder, prompt: list[int], length: int) -> list[int]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu.shapes import PAGE_SIZE, Shape
-from d2sd.plugins.cascade_attention import cascade_attention
-from d2sd.plugins.cascade_attention.mask import pack_mask_bits
+from d2sd.plugins.cascade_attention import PagedContext
+from d2sd.plugins.cascade_attention.reference import cascade_attention_reference
 from d2sd.plugins.fp8 import from_pages, to_pages
 
 # Shape letters as in plugins/cascade_attention/reference.py.
@@ -25,25 +25,20 @@ class Wrong(Exception):
     """A result that is not the specification's."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
-    """The op's arguments but the packed mask, in its order."""
+    """The op's arguments."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    k_pages: Tensor
-    v_pages: Tensor
-    page_table: Tensor
-    context_len: Tensor
+    context: PagedContext
     attn_mask: Tensor
-    k_scale: Tensor | None
-    v_scale: Tensor | None
 
-    def fused(self) -> tuple[Tensor | None, ...]:
-        """Arguments of the fused kernel: the mask packed."""
-        q, k, v, k_pages, v_pages, table, length, attn_mask, k_scale, v_scale = vars(self).values()
-        return q, k, v, k_pages, v_pages, table, length, pack_mask_bits(attn_mask), k_scale, v_scale
+    def tensors(self) -> list[Tensor]:
+        """All of them, in a fixed order."""
+        paged = [getattr(self.context, field.name) for field in fields(self.context)]
+        return [x for x in (self.q, self.k, self.v, *paged, self.attn_mask) if x is not None]
 
 
 def make_call(shape: Shape, device: str, seed: int = 0) -> Call:
@@ -74,7 +69,8 @@ def make_call(shape: Shape, device: str, seed: int = 0) -> Call:
 
     return Call(
         numbers(batch, shape.rows, shape.heads, shape.size), new(scales[0]), new(scales[1]),
-        pool(scales[0]), pool(scales[1]), table, length, trees(batch, shape.rows, seed).to(device), *scales,
+        PagedContext(pool(scales[0]), pool(scales[1]), table, length, *scales),
+        trees(batch, shape.rows, seed).to(device),
     )  # fmt: skip
 
 
@@ -92,22 +88,21 @@ def trees(batch: int, rows: int, seed: int) -> Tensor:
 def reference(call: Call, request: int) -> Tensor:
     """[1, T, Hq, D] of one request by the specification, in fp32 inside."""
     one = slice(request, request + 1)
-    return cascade_attention(
-        call.q[one], call.k[one], call.v[one], call.k_pages, call.v_pages, call.page_table[one],
-        call.context_len[one], call.attn_mask[one], call.k_scale, call.v_scale,
-    )  # fmt: skip
+    context = replace(call.context, page_table=call.context.page_table[one], context_len=call.context.context_len[one])
+    return cascade_attention_reference(call.q[one], call.k[one], call.v[one], context, call.attn_mask[one])
 
 
 def compare(found: Tensor, call: Call, attn_mask: Tensor | None = None) -> dict[str, float]:
     """Errors of a result [B, T, Hq, D]; raises `Wrong` past the bounds.
 
-    Of a large batch the first and the last request are looked at. `attn_mask` stands in for the call's own mask.
+    Of a large batch the first and the last request are looked at. `attn_mask` replaces the call's own mask.
     """
-    used = call if attn_mask is None else Call(**vars(call) | {"attn_mask": attn_mask})
+    used = call if attn_mask is None else replace(call, attn_mask=attn_mask)
     assert found.dtype == call.q.dtype, found.dtype
-    scale = 1.0 if call.v_scale is None else float(call.v_scale)
+    v_pages, v_scale = call.context.v_pages, call.context.v_scale
+    scale = 1.0 if v_scale is None else float(v_scale)
     largest = max(
-        float(call.v.abs().max()), float(call.v_pages.to(torch.float32, copy=True).nan_to_num_(0).abs_().max()) * scale
+        float(call.v.abs().max()), float(v_pages.to(torch.float32, copy=True).nan_to_num_(0).abs_().max()) * scale
     )
     budget, relative = 0.0, 0.0
     batch = len(call.q)

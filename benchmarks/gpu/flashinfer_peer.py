@@ -18,17 +18,18 @@ NAME = "flashinfer"
 
 def flashinfer(call: Call) -> Run:
     """Its run, planned; the result [B·T, Hq, D] is to be viewed. Raises `Skip` where it is not installed or the call is
-    none for it: lengths must fill their pages, since new rows lie in pages of their own here.
+    none for it: lengths must fill their pages, since new rows are in pages of their own here.
     """
     if find_spec("flashinfer") is None:
         raise Skip("flashinfer is not installed")
-    if call.k_scale is not None or int(call.context_len.min()) != call.page_table.shape[1] * PAGE_SIZE:
+    slots = call.context.page_table.shape[1] * PAGE_SIZE
+    if call.context.fp8 or int(call.context.context_len.min()) != slots:
         raise Skip("FP8 pages, or contexts that do not fill theirs")
     wrapper_class: Any = __import__("flashinfer").BatchPrefillWithPagedKVCacheWrapper
     batch, rows, heads, size = call.q.shape
     pages, ends, indices = longer_pages(call)
     wrapper = wrapper_class(torch.empty(128 << 20, dtype=torch.uint8, device=call.q.device), "NHD")
-    context = call.attn_mask.new_ones(batch, rows, call.page_table.shape[1] * PAGE_SIZE)
+    context = call.attn_mask.new_ones(batch, rows, slots)
     wrapper.plan(
         torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=call.q.device), ends, indices,
         torch.full((batch,), (rows - 1) % PAGE_SIZE + 1, dtype=torch.int32, device=call.q.device),
@@ -55,8 +56,8 @@ def longer_pages(call: Call) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
         padded[:, :rows] = new
         return torch.cat([pool, padded.view(batch * more, PAGE_SIZE, kv_heads, size)])
 
-    first = len(call.k_pages)
+    first = len(call.context.k_pages)
     behind = torch.arange(first, first + batch * more, device=call.q.device).view(batch, more)
-    table = torch.cat([call.page_table, behind], dim=1).int()
+    table = torch.cat([call.context.page_table, behind], dim=1).int()
     ends = torch.arange(batch + 1, dtype=torch.int32, device=call.q.device) * table.shape[1]
-    return (longer(call.k_pages, call.k), longer(call.v_pages, call.v)), ends, table.flatten()
+    return (longer(call.context.k_pages, call.k), longer(call.context.v_pages, call.v)), ends, table.flatten()

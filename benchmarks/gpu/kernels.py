@@ -1,4 +1,4 @@
-"""The fused attention kernel: right, then timed beside its peers on the same numbers.
+"""The fused attention kernel: checked, then timed against its peers on the same inputs.
 
 Every function is checked against the specification at the very shape it is timed at. One whose result is wrong, or
 that does not run, gets the reason in place of a time.
@@ -21,7 +21,8 @@ from benchmarks.gpu.flashinfer_peer import NAME as FLASHINFER
 from benchmarks.gpu.flashinfer_peer import flashinfer
 from benchmarks.gpu.shapes import Shape, checked, flexed, timed
 from benchmarks.gpu.timing import Run, Times
-from d2sd.plugins.cascade_attention.triton.launch import fused_cascade_attention
+from d2sd.plugins.cascade_attention.mask import pack_mask_bits
+from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
 
 OURS = "ours"
 #: A run, and what turns its result into [B, T, Hq, D] of the call; None: there is no result to check.
@@ -43,8 +44,8 @@ def check(shape: Shape, _: Note, device: str = "cuda") -> dict[str, Any]:
 
 def ours(call: Call) -> Peer:
     """The mask is packed beforehand, as it is once a forward pass."""
-    arguments = call.fused()
-    return lambda: fused_cascade_attention(*arguments), lambda out: out  # type: ignore[arg-type]
+    words = pack_mask_bits(call.attn_mask)
+    return lambda: cascade_attention_triton(call.q, call.k, call.v, call.context, words), lambda out: out
 
 
 def time_cases() -> Iterator[Case]:
@@ -89,7 +90,7 @@ def flex_cases() -> Iterator[Case]:
 
 
 def time_flex(shape: Shape, note: Note, device: str = "cuda") -> dict[str, Any]:
-    """FlexAttention, with our kernel and the gather once more beside it."""
+    """FlexAttention, timed with our kernel and the gather again."""
     _fits(shape)
     call = make_call(shape, device)
     keys, values = peers.cleaned(call)

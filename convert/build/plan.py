@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from d2sd.calibration import CalibrationFile, load_calibration
-from d2sd.convert.build.fetch import cached_file
+from d2sd.convert.build.sources import located, sources_of
 from d2sd.convert.checkpoint.drafter import check_compatible, check_drafter_tensors, drafter_shapes, read_drafter_config
 from d2sd.convert.checkpoint.gguf import read_gguf_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
@@ -15,10 +15,13 @@ from d2sd.convert.checkpoint.quantization import Quantization
 from d2sd.convert.checkpoint.target import check_target_tensors, parse_target_config, target_shapes
 from d2sd.convert.checkpoint.weights import DTYPES, stored_as
 from d2sd.errors import RecipeError
+from d2sd.extras import require
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role
-from d2sd.plugins.cascade_attention.triton.tiles import HEAD_STEP, LARGEST_HEAD
+from d2sd.plugins.dispatch import HEAD_STEP, LARGEST_HEAD
 from d2sd.prompts import read_prompts
-from d2sd.recipe import FP8, DrafterSource, Recipe, SecondSource
+from d2sd.recipe import FP8, DrafterSource, Recipe, SecondSource, Source
+from d2sd.runtime.memory import KVMemory, plan_kv_memory
+from d2sd.runtime.request import Limits
 from d2sd.tensorrt_env import ALIGNMENT
 
 #: Memory of GPUs as they are sold, in decimal bytes; each reports a little more.
@@ -39,7 +42,6 @@ class Part:
     parameters: int
     weight_bytes: int  # FP8 layers one byte a weight; their scales, two numbers a layer, are not counted
     kv_token_bytes: int  # K and V of one token, all layers
-    kv_bytes: int  # pages for max_batch requests of max_context tokens
 
     @property
     def body(self) -> BodyConfig:
@@ -48,13 +50,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`target` is None while its wheel is not in the cache; the drafters were then not held against it."""
+    """Models that are `missing`, because they have to be fetched first, are left out.
+
+    `target` is None if it is one of them: the drafters were then not held against it.
+    """
 
     recipe: Recipe
     target_file: Path | None  # a GGUF in the cache, or a checkpoint folder
     target: Part | None
     drafters: tuple[Part, ...]
     calibration: CalibrationFile | None = None
+    missing: tuple[Source, ...] = ()
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -64,6 +70,15 @@ class Plan:
     @property
     def weight_bytes(self) -> int:
         return sum(part.weight_bytes for part in self.parts)
+
+    def kv_memory(self, free_bytes: int | None = None) -> KVMemory:
+        """Size of the K/V pools when serving with all models; a share of memory needs to know how much is free."""
+        limits, token = self.recipe.limits, sum(part.kv_token_bytes for part in self.parts)
+        return plan_kv_memory(Limits.of(limits), self.recipe.tree.block_size, limits.page_size * token, free_bytes)
+
+    def kv_bytes(self, part: Part) -> int:
+        """What of it is this model's, as far as the plan knows."""
+        return self.kv_memory().pool_pages * self.recipe.limits.page_size * part.kv_token_bytes
 
     @property
     def request_bytes(self) -> int:
@@ -78,7 +93,9 @@ class Plan:
 def make_plan(recipe: Recipe) -> Plan:
     """Read every config and header a recipe names and check that they fit together."""
     source = recipe.target
-    target_file = cached_file(source.pypi) if source.pypi else recipe.path(source.path or "")
+    if source.pypi is not None:
+        require("gguf", ("gguf", "accelerate"), "A target in GGUF")
+    target_file = located(recipe, source)
     target: Part | None = None
     config: DecoderConfig | None = None
     if target_file is not None:
@@ -95,12 +112,19 @@ def make_plan(recipe: Recipe) -> Plan:
         ("drafter_first", "first", recipe.drafters.first),
         ("drafter_second", "variable_prefix", recipe.drafters.second),
     ]
-    drafters = tuple(_drafter(recipe, name, role, drafter, config) for name, role, drafter in roles if drafter)
-    plan = Plan(recipe, target_file, target, drafters, _calibration(recipe))
+    drafters = tuple(
+        _drafter(recipe, name, role, drafter, folder, config)
+        for name, role, drafter in roles
+        if drafter and (folder := located(recipe, drafter))
+    )
+    missing = tuple(source for source in sources_of(recipe) if located(recipe, source) is None)
+    plan = Plan(recipe, target_file, target, drafters, _calibration(recipe), missing)
     _check_engines(plan)
     for prompts in (recipe.checks.prompts, recipe.fp8.prompts if recipe.fp8 else None):
         if prompts is not None:
             read_prompts(recipe.path(prompts))  # raises before anything is converted
+    if plan.parts:
+        plan.kv_memory()  # raises RecipeError where it does not hold a request
     return plan
 
 
@@ -110,27 +134,26 @@ def _check_engines(plan: Plan) -> None:
         body, limits = part.body, plan.recipe.limits
         if body.head_dim % HEAD_STEP or body.head_dim > LARGEST_HEAD:
             raise RecipeError(
-                "Engines cannot be built of heads of this size: the attention kernels do not take them.",
+                "The attention kernels do not support this head size, so engines cannot be built.",
                 where=f"{part.source}: head_dim", found=body.head_dim,
                 expected=f"a multiple of {HEAD_STEP} up to {LARGEST_HEAD}", fix="remove engines from the recipe",
             )  # fmt: skip
         page = limits.page_size * body.num_kv_heads * body.head_dim * DTYPES[plan.recipe.precision].itemsize
         if page % ALIGNMENT:  # a layer of a pool begins where the one before it ends
             raise RecipeError(
-                "A page of K/V is no multiple of what TensorRT aligns to.", where="limits.page_size",
+                "A page of K/V is not aligned for TensorRT.", where="limits.page_size",
                 found=f"{limits.page_size} tokens, {page} bytes", expected=f"a multiple of {ALIGNMENT} bytes",
                 fix="double limits.page_size",
             )  # fmt: skip
 
 
 def _calibration(recipe: Recipe) -> CalibrationFile | None:
-    if recipe.drafters.calibration is None:
+    if recipe.drafters.calibration is None or (path := located(recipe, recipe.drafters.calibration)) is None:
         return None
-    path = recipe.path(recipe.drafters.calibration)
     calibration = load_calibration(path)
     if calibration.block_size != recipe.tree.block_size:
         raise RecipeError(
-            "The calibration is of another block size.", where=f"{path}: block_size",
+            "The calibration is for another block size.", where=f"{path}: block_size",
             found=calibration.block_size, expected=recipe.tree.block_size, fix="run d2sd calibrate",
         )  # fmt: skip
     return calibration
@@ -144,8 +167,9 @@ def _target_config(file: Path, *, is_gguf: bool) -> tuple[DecoderConfig, Quantiz
     return config, check_target_tensors(file, config)
 
 
-def _drafter(recipe: Recipe, name: str, role: Role, source: DrafterSource, target: DecoderConfig | None) -> Part:
-    folder = recipe.path(source.path)
+def _drafter(
+    recipe: Recipe, name: str, role: Role, source: DrafterSource, folder: Path, target: DecoderConfig | None
+) -> Part:
     config = read_drafter_config(folder, source.role if isinstance(source, SecondSource) else None)
     if target is not None:
         check_compatible(config, target, role=role, block_size=recipe.tree.block_size, where=folder)
@@ -156,7 +180,7 @@ def _part(
     recipe: Recipe, name: str, source: str, config: DecoderConfig | DrafterConfig, quantization: Quantization | None
 ) -> Part:
     """`quantization` is what the model has where it lies; what the recipe's fp8 makes of it comes on top."""
-    body, limits, size = config.body, recipe.limits, DTYPES[recipe.precision].itemsize
+    body, size = config.body, DTYPES[recipe.precision].itemsize
     fp8 = recipe.fp8 or FP8(target=False, drafters=False)
     narrow: tuple[str, ...]
     if isinstance(config, DecoderConfig):
@@ -176,4 +200,4 @@ def _part(
             parameters += math.prod(shape)
             weights += math.prod(shape) * (1 if stored == "FP8" or tensor.endswith(narrow) else size)
     token = 2 * body.num_layers * body.num_kv_heads * body.head_dim * (1 if kv else size)  # K and V
-    return Part(name, source, config, parameters, weights, token, token * limits.max_batch * limits.max_context)
+    return Part(name, source, config, parameters, weights, token)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import thread_time
-from types import FrameType
+from types import FrameType, NoneType
 from typing import Any
 
 from d2sd.errors import RequestError
@@ -65,9 +65,11 @@ def _check_messages(messages: Messages) -> None:
         raise RequestError("The conversation is empty.", where="messages", expected="at least one message")
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            found, expected = repr(message)[:80], '{"role": "user", "content": "..."}'
-            raise RequestError("This is not a chat message.", where=where, found=found, expected=expected)
+        # content may be a list of parts, or null beside calls of tools: some templates know them
+        known = isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
+        if not known or not isinstance(message["content"], (str, list, NoneType)):
+            expected = '{"role": "user", "content": "..."}'
+            raise RequestError("This is not a chat message.", where=where, found=message, expected=expected)
         for key, value in message.items():
             if isinstance(value, str):
                 _check_text(value, f"{where}.{key}")

@@ -1,7 +1,7 @@
 """Drafters as bundles and training hold them: a directory in the DFlash layout, and the module it fills.
 
-Read: z-lab's layout and its dialects, by `formats/`, which also reads others and says how to convert them. Written:
-z-lab's, every field. A reduced draft vocabulary has no spelling there: it stands in a file of its own
+Read: the DFlash layout, also in FP8; `formats/` reads every format, unquantized, and converts it to this one. Written:
+z-lab's spelling, with every field. That has no key for a reduced draft vocabulary, which is in a file of its own
 (`draft_vocab.py`).
 """
 
@@ -16,9 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from d2sd.convert.checkpoint.dflash import config_text, read_layout
 from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary, write_draft_vocabulary
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_quantization
+from d2sd.convert.checkpoint.unsupported import refuse_unsupported
 from d2sd.convert.checkpoint.weights import (
     check_headers,
     expected_shapes,
@@ -28,9 +30,6 @@ from d2sd.convert.checkpoint.weights import (
     stored_as,
     write_tensors,
 )
-from d2sd.convert.formats.detect import detect
-from d2sd.convert.formats.layout import read_layout
-from d2sd.convert.formats.zlab import config_text
 from d2sd.errors import CheckpointError
 from d2sd.io import write_json
 from d2sd.modeling.config import DecoderConfig, DrafterConfig, Role
@@ -45,7 +44,8 @@ def read_drafter_config(directory: Path, declared: Role | None = None) -> Drafte
     """
     raw = HFConfig.read(directory)
     plain = HFConfig({key: value for key, value in raw.values.items() if key != KEY}, raw.where)
-    if detect(plain) == "speculators":
+    refuse_unsupported(plain)
+    if plain.values.get("speculators_model_type") is not None:
         raise CheckpointError(
             "A recipe's drafter is a directory in the DFlash layout, and this is a speculators checkpoint.",
             where=raw.where, fix="d2sd convert it --to z-lab",
@@ -65,8 +65,8 @@ def _check_quantization(directory: Path, raw: HFConfig, layers: int) -> None:
     narrow = quantization.of(("fc", *sliced))
     if narrow or quantization.kv:
         raise CheckpointError(
-            "What is FP8 in this drafter, engines read as if it were not.", where=f"{directory}: {FILE} or {KEY}",
-            found=", ".join(narrow) or "K/V", expected="FP8 in o_proj and the MLP alone",
+            "Engines do not support FP8 in these layers of a drafter.", where=f"{directory}: {FILE} or {KEY}",
+            found=", ".join(narrow) or "K/V", expected="FP8 in o_proj and the MLP only",
             fix="name the drafter from before it was quantized, and set fp8.drafters",
         )  # fmt: skip
 
@@ -149,12 +149,12 @@ def write_drafter(
     expected = drafter_shapes(config, quantization)
     given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert given == expected, f"not this drafter's tensors: {sorted(given.items() ^ expected.items())}"
-    (dtype,) = {tensor.dtype for name, tensor in tensors.items() if stored_as(name, expected) == "wide"}
+    (dtype,) = {tensor.dtype for name, tensor in tensors.items() if stored_as(name, expected) == "unquantized"}
     write_tensors(directory / "model.safetensors", tensors)
-    beside, inline = described(quantization) if quantization else (None, None)
+    separate, inline = described(quantization) if quantization else (None, None)
     (directory / "config.json").write_text(config_text(config, dtype, inline), "utf-8")
-    if beside is not None:
-        write_json(directory / FILE, beside)
+    if separate is not None:
+        write_json(directory / FILE, separate)
     write_draft_vocabulary(directory, config.draft_vocabulary, config.vocab_size)
 
 

@@ -23,7 +23,7 @@ from d2sd.io import read_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INDEX = "model.safetensors.index.json"
-_STORED = {"wide": ("F32", "BF16", "F16"), "FP8": ("F8_E4M3",), "scale": ("F32",)}
+_STORED = {"unquantized": ("F32", "BF16", "F16"), "FP8": ("F8_E4M3",), "scale": ("F32",)}
 
 Shapes = Mapping[str, tuple[int, ...]]
 #: Name in the file -> name in our module; None for tensors that carry nothing.
@@ -45,10 +45,10 @@ def expected_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def stored_as(name: str, expected: Shapes) -> str:
-    """How a tensor of a module with the names `expected` is stored: "scale", "FP8" (it has a scale), or "wide"."""
+    """How a tensor of a module with names `expected` is stored: "scale", "FP8" (it has a scale) or "unquantized"."""
     if name.endswith(("_scale", "_cache.scale")):
         return "scale"
-    return "FP8" if f"{name}_scale" in expected else "wide"
+    return "FP8" if f"{name}_scale" in expected else "unquantized"
 
 
 def read_headers(directory: Path) -> dict[str, TensorInfo]:
@@ -102,14 +102,23 @@ def open_tensors(file: Path) -> Iterator[Any]:
     """
     if not file.is_file():
         raise CheckpointError("A weight file is missing.", where=file)
-    with file.open("rb") as stream:
-        if stream.read(8).startswith((b"PK", b"\x80")):
-            raise CheckpointError("Pickle files are never opened: they can run code.", where=file)
     try:
         with safe_open(file, framework="pt") as handle:
             yield handle
     except (SafetensorError, ValueError, OverflowError) as error:
+        if _is_pickle(file):
+            raise CheckpointError("Pickle files are never opened: they can run code.", where=file) from None
         raise CheckpointError("The safetensors file is damaged or truncated.", where=file, found=error) from None
+
+
+def _is_pickle(file: Path) -> bool:
+    """Whether a file that safetensors cannot read begins like a pickle, alone or in torch's archive.
+
+    A header may begin with these bytes too, which are its length then: no longer than the file.
+    """
+    with file.open("rb") as stream:
+        start = stream.read(8)
+    return start.startswith((b"PK", b"\x80")) and int.from_bytes(start, "little") > file.stat().st_size
 
 
 def check_headers(directory: Path, found: Mapping[str, TensorInfo], expected: Shapes, rename: Rename) -> dict[str, str]:
@@ -161,7 +170,7 @@ def read_tensors(
             for name in sorted(n for n in names if found[n].file == file):
                 kind = stored_as(names[name], expected)
                 tensor: Tensor = handle.get_tensor(name)
-                tensor = tensor.to(dtype) if kind == "wide" else tensor
+                tensor = tensor.to(dtype) if kind == "unquantized" else tensor
                 _check_values(tensor, kind, f"{file}: {name}")
                 tensors[names[name]] = tensor
         yield file.name, tensors

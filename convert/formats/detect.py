@@ -1,31 +1,63 @@
-"""Which format a drafter's `config.json` is, from the config alone."""
+"""Which format a drafter's `config.json` is, from the config alone.
+
+    speculators    speculators_model_type: dflash
+    specforge      the DFlash layout (dflash_config) with keys of SpecForge's training, or the target's architecture
+    modelopt       the DFlash layout with the dtype under its old name and no remote code
+    z-lab          the DFlash layout otherwise
+
+The dialects of the DFlash layout are read alike (`checkpoint/dflash.py`); what is recognised and not supported is in
+`checkpoint/unsupported.py`. ModelOpt's Domino, DSpark and windowed exports keep DFlash's architecture name and differ
+in their keys only.
+"""
 
 from __future__ import annotations
 
 import json
 
+from d2sd.convert.checkpoint.dflash import TARGETS_OWN
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.formats import modelopt, specforge
+from d2sd.convert.checkpoint.roles import TRAINING
+from d2sd.convert.checkpoint.unsupported import refuse_unsupported
 from d2sd.convert.formats.canonical import Format
-from d2sd.convert.formats.unsupported import refuse_foreign
 from d2sd.errors import CheckpointError
+
+#: Files beside the weights that say they are quantized (ModelOpt's export and its older names): nothing is read then.
+QUANTIZED = ("hf_quant_config.json", "quantize_config.json", "quant_cfg.json")
+#: Files of SpecForge's training beside the weights; pickles, so never opened.
+PICKLES = ("training_state.pt",)
 
 
 def detect(config: HFConfig) -> Format:
-    """Name the format; raises `CheckpointError` for another model, or for no drafter at all, with what was seen."""
-    refuse_foreign(config)
+    """Name the format. Raises `CheckpointError` for an unsupported model, or none at all, with what was found."""
+    refuse_unsupported(config)
     values = config.values
     if values.get("speculators_model_type") is not None:
         if values["speculators_model_type"] != "dflash":
             raise config.refuse("This kind of speculator is not supported.", "speculators_model_type", "dflash")
         return "speculators"
     if "dflash_config" in values or values.get("architectures") == ["DFlashDraftModel"]:
-        if specforge.looks_like(config):
+        if _is_specforge(config):
             return "specforge"
-        return "modelopt" if modelopt.looks_like(config) else "z-lab"
+        return "modelopt" if _is_modelopt(config) else "z-lab"
     seen = {key: values[key] for key in ("architectures", "model_type") if key in values}
     raise CheckpointError(
         "No drafter's format is recognised.", where=config.where,
         found=f"{json.dumps(seen)[1:-1] or 'none of the known keys'}; no dflash_config, no speculators_model_type",
         expected="z-lab, ModelOpt or SpecForge (dflash_config), or speculators (speculators_model_type)",
     )  # fmt: skip
+
+
+def _is_specforge(config: HFConfig) -> bool:
+    """Whether a DFlash layout has keys of its training, or the target's architecture (trained without a config).
+
+    d2sd's own z-lab files have such keys too, and `is_causal`, which SpecForge never writes.
+    """
+    dflash = config.values.get("dflash_config")
+    inside = dflash.keys() if isinstance(dflash, dict) else set()
+    trained = bool(TRAINING & inside) and "is_causal" not in inside
+    return trained or config.values.get("architectures") == [TARGETS_OWN]
+
+
+def _is_modelopt(config: HFConfig) -> bool:
+    """Whether a DFlash layout names its dtype as ModelOpt does, and has no remote code."""
+    return "torch_dtype" in config.values and not {"dtype", "auto_map"} & config.values.keys()

@@ -1,4 +1,4 @@
-"""Any format -> the canonical drafter: the format is told from the config, keys and tensors are strict both ways."""
+"""Any format -> the canonical drafter: unknown and missing keys and tensors are refused."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from d2sd.convert.checkpoint.dflash import read_layout
 from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary
 from d2sd.convert.checkpoint.drafter import check_target, drafter_shapes
 from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.layer_ids import sort_columns
 from d2sd.convert.checkpoint.weights import TensorInfo, open_tensors, read_headers, read_tensors
-from d2sd.convert.formats import modelopt, specforge, speculators
+from d2sd.convert.formats import speculators
 from d2sd.convert.formats.canonical import CanonicalDrafter, Format, Source
-from d2sd.convert.formats.detect import detect
-from d2sd.convert.formats.layer_ids import sort_columns
-from d2sd.convert.formats.layout import read_layout
+from d2sd.convert.formats.detect import PICKLES, QUANTIZED, detect
 from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts
 from d2sd.convert.formats.speculators_tensors import EXTRA, read_extra
 from d2sd.errors import CheckpointError
@@ -67,8 +67,8 @@ def read_config(raw: HFConfig, form: Format, num_target_layers: int | None, decl
 
 
 def _check_files(folder: Path) -> None:
-    """Refuse what lies beside the config and changes what the weights mean."""
-    for name in (*modelopt.QUANTIZED, "mask_embedding.pt"):
+    """Refuse files next to the config that change what the weights mean."""
+    for name in (*QUANTIZED, "mask_embedding.pt"):
         if (folder / name).exists():
             what = "It has a mask embedding of its own" if name.endswith(".pt") else "This is a quantized checkpoint"
             fix = None if name.endswith(".pt") else "convert the checkpoint from before it was quantized"
@@ -102,7 +102,7 @@ def _left_behind(folder: Path, found: Mapping[str, TensorInfo]) -> list[str]:
         "config.json", "draft_vocab.json", "model.safetensors.index.json",
     }  # fmt: skip
     others = sorted(p.name for p in folder.iterdir() if p.name not in read and not p.name.startswith("."))
-    pickles = [name for name in others if name in specforge.PICKLES]
+    pickles = [name for name in others if name in PICKLES]
     notes = [f"left behind: {', '.join(others)}"] if others else []
     return notes + [
         f"{name} is a pickle and was not opened: what it says of the training is unknown" for name in pickles

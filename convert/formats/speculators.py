@@ -1,6 +1,6 @@
 """The speculators config (`DFlashSpeculatorConfig`), read and written; tensors are in read.py, write.py, vocabulary.py.
 
-The body stands in `transformer_layer_config`, ids number the target's hidden states, and nothing says how many layers
+The body is in `transformer_layer_config`, ids number the target's hidden states, and nothing says how many layers
 the target has or that a drafter was trained on variable prefixes. The key `d2sd`, which its own loader accepts, holds
 these two when we write; a file without it needs the target, and may be declared to be a second drafter.
 """
@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from d2sd.convert.checkpoint.backbone import INERT, READ, body_fields, read_body
+from d2sd.convert.checkpoint.dflash import mask_id, refuse_unknown
 from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
-from d2sd.convert.formats.backbone import INERT, READ, body_fields, read_body
-from d2sd.convert.formats.layer_ids import fault, from_convention, to_convention
-from d2sd.convert.formats.layout import mask_id, refuse_unknown
-from d2sd.convert.formats.specforge import read_role
-from d2sd.convert.formats.unsupported import KEYS
+from d2sd.convert.checkpoint.layer_ids import fault, from_convention, to_convention
+from d2sd.convert.checkpoint.roles import read_role
+from d2sd.convert.checkpoint.unsupported import KEYS
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig, Role
 

@@ -16,10 +16,11 @@ from typing import Literal
 from safetensors.torch import save
 from torch import Tensor
 
+from d2sd.convert.checkpoint import dflash
 from d2sd.convert.checkpoint.draft_vocab import write_draft_vocabulary
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.weights import write_tensors
-from d2sd.convert.formats import speculators, zlab
+from d2sd.convert.formats import speculators
 from d2sd.convert.formats.canonical import CanonicalDrafter
 from d2sd.convert.formats.read import read_config
 from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts
@@ -31,7 +32,7 @@ _PLAIN = {"format": "pt"}
 
 
 def write(folder: Path, drafter: CanonicalDrafter, to: Writable, target: TargetParts | None = None) -> list[str]:
-    """Write a checkpoint into an empty `folder`; return what the user must be told. Raises `CheckpointError`.
+    """Write a checkpoint into an empty `folder`; return notes for the user. Raises `CheckpointError`.
 
     A speculators checkpoint holds copies of the target's tensors, so it needs the `target`.
     """
@@ -39,14 +40,14 @@ def write(folder: Path, drafter: CanonicalDrafter, to: Writable, target: TargetP
     source, config = drafter.source, drafter.config
     tensors, notes = dict(drafter.tensors), []
     if to == "z-lab":
-        text = source.text if kept else zlab.config_text(config, drafter.dtype)
-        left = zlab.left_to_readers(text, config)
+        text = source.text if kept else dflash.config_text(config, drafter.dtype)
+        left = dflash.left_to_readers(text, config)
         if left:
             notes.append(f"as in the source, readers may take defaults for {', '.join(left)}; a bundle writes them")
         write_draft_vocabulary(folder, config.draft_vocabulary, config.vocab_size)
     else:
         speculators.check_writable(config, str(source.folder))
-        names = source.borrowed if kept else _borrowed_names(drafter)
+        names = source.shared if kept else _shared_names(drafter)
         if target is None and names & {EMBEDDING, HEAD}:
             raise CheckpointError(
                 "A speculators checkpoint holds copies of the target's embedding and head.", where=source.folder,
@@ -69,7 +70,7 @@ def _still_says(drafter: CanonicalDrafter, to: Writable) -> bool:
     return replace(again, draft_vocabulary=config.draft_vocabulary) == config
 
 
-def _borrowed_names(drafter: CanonicalDrafter) -> frozenset[str]:
+def _shared_names(drafter: CanonicalDrafter) -> frozenset[str]:
     return frozenset({EMBEDDING, HEAD} | ({"t2d", "d2t"} if drafter.config.draft_vocabulary else set()))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.runtime.forced import teacher_forced_logits
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling, gumbel_scores
 
@@ -17,8 +16,8 @@ TIE_TOLERANCE = 1e-4
 @torch.inference_mode()
 def top2_margin(target: Decoder, tokens: list[int], sampling: SamplingParams | None = None) -> float:
     """Distance of the two best scores behind `tokens`: of logits if greedy, else of what Gumbel-max compares."""
-    logits = teacher_forced_logits(target, tokens, len(tokens) - 1)[None]
-    device = str(logits.device)
+    device = str(target.embed_tokens.weight.device)
+    logits = target.logits(target.full_pass(torch.tensor([tokens], device=device)).hidden[:, -1:])
     params = Sampling.of([sampling or SamplingParams()], target.config.vocab_size, device)
     if params.any_sampled:
         here = torch.full((1, 1), len(tokens) - 1, device=device)

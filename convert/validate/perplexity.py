@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.runtime.forced import teacher_forced_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ def compare_texts(
     divergence: list[Tensor] = []
     equal: list[Tensor] = []
     for text in texts:
-        said = [teacher_forced_logits(target, text.ids) for target in (first, second)]
+        said = [_logits(target, text.ids) for target in (first, second)]
         start = max(head, 1) - 1
         words = slice(start, max(start, text.prompt - tail - 1))  # where a word of the prompt is predicted
         following = torch.tensor([*text.ids[1:], 0])
@@ -53,6 +52,13 @@ def compare_texts(
         "answer_tokens": int(sum(map(len, equal))),
     }
     return figures | _perplexity(torch.cat(losses, dim=1).double())
+
+
+@torch.inference_mode()
+def _logits(target: Decoder, ids: Sequence[int]) -> Tensor:
+    """Teacher-forced logits [T, V] behind each of the T `ids`."""
+    tokens = torch.tensor([list(ids)], device=target.embed_tokens.weight.device)
+    return target.logits(target.full_pass(tokens).hidden)[0]
 
 
 def _perplexity(loss: Tensor) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from torch import Tensor
 from d2sd.errors import BuildError
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.rows import KVPool, Rows
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.rows import Rows
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, Session
 from d2sd.runtime.backends.model_runner import ModelRunner
 

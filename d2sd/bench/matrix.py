@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from d2sd.bench.result import Key
+from d2sd.policies import FACTS
 
 #: Methods whose tree grows with the node budget; the others have a fixed size.
-GROWING = ("samples", "reanchor", "d2sd", "ddtree", "hybrid")
+GROWING = tuple(name for name, facts in FACTS.items() if facts.grows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from d2sd.bench.result import Cell, Difference, Key, Response
 from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch
 from d2sd.policies import DrafterName
-from d2sd.runtime.engine import Engine, StepTrace
+from d2sd.runtime.engine import Engine
 from d2sd.runtime.observe import observe
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence as Running
 from d2sd.runtime.stats import reliability_bins
+from d2sd.runtime.trace import StepTrace
 
 #: Tokens of the warm-up, which runs every shape of a step once; its times are discarded.
 _WARM_UP = 8
@@ -70,6 +71,7 @@ def measure_cell(
     _, sample = requests[0]
     engine.generate([replace(sample, max_new_tokens=min(_WARM_UP, sample.max_new_tokens))] * min(2, key.concurrency))
     engine.clock.clear()
+    engine.record_trace = True
     sequences = [engine.submit(request) for _, request in requests]
     counts, wall = Counts(), 0.0
     while engine.busy:

@@ -18,6 +18,7 @@ from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.backends import BackendName
 from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.errors import D2SDError
+from d2sd.policies import FACTS
 from d2sd.progress import bar
 from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.recipe import Policy
@@ -118,7 +119,8 @@ def bench(
 
 
 def _runs(bundle: Bundle, name: Policy) -> bool:
-    needed = {"off": 0, "lookup": 0, "d2sd": 2, "hybrid": 2}.get(name, 1)
+    """`auto` chooses among trees only where there is a drafter."""
+    needed = 1 if name == "auto" else len(FACTS[name].required_drafters)
     return sum(drafter is not None for drafter in (bundle.first, bundle.second)) >= needed
 
 

@@ -85,6 +85,7 @@ def generate(
     if show_tree or tree_svg is not None or html is not None:
         decode = loaded.tokenizer.decode
         text = partial(decode, skip_special_tokens=True)
+        engine.record_trace = True
         recordings = {s: Recording(p, decode, TextStream(text)) for s, p in zip(sequences, prompts, strict=True)}
     _write(engine, dict(zip(sequences, prompts, strict=True)), recordings)
     if recordings:

@@ -16,6 +16,7 @@ COMMANDS = {
     "build": "Build the serving bundle that RECIPE describes.",
     "calibrate": "Fit the drafters' confidence to what BUNDLE's target accepts.",
     "convert": "Convert the drafter in SOURCE to another checkpoint format.",
+    "data": "Fill data/ with the prompt sets that recipes and benchmarks name.",
     "generate": "Generate text from the bundle at BUNDLE.",
     "inspect": "Verify BUNDLE and print what it holds.",
     "train": "Train the drafters that RECIPE names.",

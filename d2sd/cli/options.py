@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
 
 from d2sd.convert.bundle.backends import BackendName, check_device
 
-FilePath = click.Path(path_type=Path)
+
+class _FilePath(click.Path):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except ValueError:  # a NUL, or a character that the system's encoding does not have
+            self.fail("Not a possible file name.", param, ctx)
+
+
+FilePath = _FilePath(path_type=Path)
 
 
 def _checked(context: click.Context, parameter: click.Parameter, value: str) -> str:

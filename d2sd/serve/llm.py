@@ -7,26 +7,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import Self
 
 from d2sd.convert.bundle.load import load_bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.errors import RequestError
 from d2sd.progress import bar
 from d2sd.runtime.stats import SequenceStats
 from d2sd.serve.params import SamplingParams
-from d2sd.serve.prompt import Message, make_request
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.backends import BackendName
     from d2sd.convert.bundle.load import Bundle
     from d2sd.recipe import Policy
     from d2sd.runtime.engine import Engine
+    from d2sd.runtime.request import Request
     from d2sd.runtime.sequence import FinishReason
     from d2sd.runtime.sequence import Sequence as Running
 
+#: One turn of a conversation: {"role": "user", "content": "..."}.
+Message = Mapping[str, Any]
 #: One set of sampling parameters for all prompts, one for each prompt, or None: the defaults of the bundle's recipe.
 Sampling = SamplingParams | Sequence[SamplingParams] | None
 
@@ -88,8 +90,10 @@ class LLM:
         `assistant`. Raises `RequestError` if a conversation cannot be served; then none is.
         """
         if not messages or isinstance(messages[0], Mapping):
-            return self._run([cast("Sequence[Message]", messages)], sampling_params)
-        return self._run(cast("Sequence[Sequence[Message]]", messages), sampling_params)
+            conversations = [cast("Sequence[Message]", messages)]
+        else:
+            conversations = [list(conversation) for conversation in cast("Sequence[Sequence[Message]]", messages)]
+        return self._run(conversations, sampling_params)
 
     def stream(self, prompt: str | Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the completion of a prompt, or the answer to a conversation, piece by piece as it is generated.
@@ -150,7 +154,7 @@ class LLM:
                 "There must be one SamplingParams for each prompt.", where="sampling_params",
                 found=len(params), expected=len(prompts), fix="pass one for all, or a list as long as the prompts",
             )  # fmt: skip
-        requests = [make_request(bundle, prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+        requests = [_request(bundle, prompt, one) for prompt, one in zip(prompts, params, strict=True)]
         for request in requests:
             engine.check(request)
         running = [engine.submit(request) for request in requests]
@@ -176,3 +180,12 @@ def _completion(sequence: Running, text: str) -> Completion:
     assert sequence.finish is not None
     prompt = list(sequence.request.prompt)
     return Completion(prompt, text, sequence.answer, sequence.finish, sequence.stats)
+
+
+def _request(bundle: Bundle, prompt: str | Sequence[Message], params: SamplingParams | None) -> Request:
+    """A string is taken as it is; messages go through the chat template."""
+    defaults = bundle.recipe.sampling
+    if params is None:
+        params = SamplingParams(defaults.temperature, defaults.top_p, defaults.top_k, defaults.seed)
+    length = defaults.max_new_tokens if params.max_tokens is None else params.max_tokens
+    return chat_request(bundle, prompt, params, length, raw=isinstance(prompt, str), stop=tuple(params.stop))

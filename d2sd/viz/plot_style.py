@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from d2sd.extras import require_plots
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -89,6 +91,7 @@ def name(line: Line) -> str:
 
 def panels(rows: int, columns: int, height: float, **sharing: Any) -> tuple[Figure, list[list[Axes]]]:
     """A grid of axes, `height` inches a row. No pyplot: nothing global changes and no display is asked for."""
+    require_plots()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_INCHES, height * rows + 1.2), dpi=_DPI, layout="constrained")

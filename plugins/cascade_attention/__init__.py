@@ -1,3 +1,47 @@
-from d2sd.plugins.cascade_attention.reference import cascade_attention
+"""Cascade attention: new rows of a request attend to its paged context, and to each other through a mask.
 
-__all__ = ["cascade_attention"]
+    reference.py     the specification in plain PyTorch, and the CPU path
+    triton/          the fused kernel, its launcher and its tile sizes
+    tensorrt/        the kernel as a TensorRT plugin
+    onnx.py          the op as ONNX functions, for exported graphs
+    context.py       the arguments: `PagedContext`
+    mask.py          the arguments: `AttnMask`
+
+`cascade_attention` picks the implementation by the rules of `d2sd.plugins.dispatch`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from d2sd.plugins import dispatch
+from d2sd.plugins.cascade_attention.context import PagedContext
+from d2sd.plugins.cascade_attention.mask import AttnMask
+from d2sd.plugins.cascade_attention.reference import cascade_attention_reference
+
+__all__ = ["AttnMask", "PagedContext", "cascade_attention"]
+
+
+def cascade_attention(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, attn_mask: Tensor | AttnMask) -> Tensor:
+    """Attention of T new rows over their request's paged context and, through a mask, over each other.
+
+    Args:
+        q: [B, T, Hq, D], rotated. Query head h reads K/V head h // (Hq / Hkv).
+        k, v: [B, T, Hkv, D], the new rows' own keys (rotated) and values; they are not in the pages yet. For FP8 pages
+            they are in q's dtype too, but already rounded to what such pages can hold.
+        context: committed K/V of this layer.
+        attn_mask: [B, T, T] bool, row t may attend to row u. Layers that share a mask pass one `AttnMask` of it, which
+            is packed for the kernel once.
+
+    Returns:
+        [B, T, Hq, D] in q's dtype; scores are scaled by D^-0.5.
+
+    Raises:
+        D2SDError: the tensors are on a CUDA device whose kernel does not take them, under `D2SD_NO_FALLBACK=1`.
+    """
+    mask = AttnMask(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
+    if not dispatch.use_triton(context.k_pages):
+        return cascade_attention_reference(q, k, v, context, mask.allowed)
+    from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
+
+    return cascade_attention_triton(q, k, v, context, mask.words)

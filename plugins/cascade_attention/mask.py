@@ -1,11 +1,14 @@
-"""The rows' mask as the kernels read it: one bit a pair, 32 columns a word.
+"""The mask among the rows of a pass, and its packed form for the kernels.
 
-    attn_mask[b, t, u]  ->  bit u % 32 of word [b, t, u // 32]        bits past T are 0
+    attn_mask[b, t, u]  ->  bit u % 32 of word [b, t, u // 32]
 
-Packed once per forward pass (`KVPool.attend`), not per layer: it is the same in all of them.
+Bits past T are 0.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,10 +18,22 @@ from torch.nn import functional as F
 WORD = 32
 
 
+@dataclass(frozen=True)
+class AttnMask:
+    """The mask of one forward pass, shared by its layers: packed once, and only if a kernel runs."""
+
+    allowed: Tensor  # [B, T, T] bool, row t may attend to row u. Every row, padding too, must attend to itself
+
+    @cached_property
+    def words(self) -> Tensor:
+        """[B, T, ceil(T/32)] int32."""
+        return pack_mask_bits(self.allowed)
+
+
 def pack_mask_bits(attn_mask: Tensor) -> Tensor:
     """[B, T, T] bool -> [B, T, ceil(T/32)] int32."""
     padded = F.pad(attn_mask, (0, -attn_mask.shape[2] % WORD))
     bits = padded.view(*attn_mask.shape[:2], -1, WORD).int()
-    places = torch.arange(WORD, device=attn_mask.device, dtype=torch.int32)
+    shifts = torch.arange(WORD, device=attn_mask.device, dtype=torch.int32)
     # Bits are disjoint, so the sum is their union; the highest one is the sign.
-    return (bits << places).sum(-1, dtype=torch.int32)
+    return (bits << shifts).sum(-1, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Committed rows' keys and values go to the pages of their requests, all layers at once.
+"""Writes K/V of committed rows into the pages of their requests, all layers at once.
 
     commit      path [B, N] says which row of the pass is the n-th of the accepted path:
 
@@ -6,9 +6,9 @@
                                    │     └────┐  └───┐
                 pages         … c-1│ c    c+1   c+2          c = committed length before
 
-    injection   every row in its order (path None): a prompt's chunk, and the context K/V of a drafter. The latter come
-                from two products, a norm and a rotation of [L, B, N] rows, and are as good as unfused: N is what was
-                accepted, a few tokens, so only the number of launches counts, and a CUDA graph hides that.
+    injection   every row in its order (path None): a prompt's chunk, and the context K/V of a drafter. The latter are
+                computed by unfused PyTorch ops. N is only the accepted tokens, so launch overhead dominates, and a
+                CUDA graph removes it.
 
 This file is the specification and the CPU path.
 """
@@ -24,7 +24,7 @@ from d2sd.plugins.fp8 import to_pages
 # pool, Z tokens a page, M pages a request.
 
 
-def write_rows(
+def write_pages_reference(
     k: Tensor,
     v: Tensor,
     k_pages: Tensor,
@@ -36,18 +36,7 @@ def write_rows(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Write rows into the pools in place.
-
-    Args:
-        k, v: [L, B, T, Hkv, D].
-        k_pages, v_pages: [L, P, Z, Hkv, D], in any type; FP8 ones need the scales.
-        page_table: [B, M].
-        positions: [B, N], the token that each place is. No two kept places of a call are the same token.
-        keep: [B, N] bool. Nothing is written where it is false, nor where the page table does not reach; page 0,
-            which nobody reads, may hold anything afterwards.
-        path: [B, N] in [0, T), the row that goes to each place; None: row n to place n, and N = T.
-        k_scale, v_scale: [L] fp32.
-    """
+    """`write_pages`, same arguments, on any device."""
     page_size = k_pages.shape[2]
     block, last = positions // page_size, page_table.shape[1] - 1
     page = torch.where(keep & (block <= last), page_table.gather(1, block.clamp(max=last)), 0)
@@ -57,7 +46,7 @@ def write_rows(
             new = new[:, torch.arange(len(path), device=path.device)[:, None], path]
         if pages.dtype == torch.float8_e4m3fn:
             assert scale is not None
-            # index_put knows no FP8
+            # index_put does not support FP8
             pages.view(torch.uint8)[:, page, slot] = to_pages(new, scale.view(-1, 1, 1, 1, 1)).view(torch.uint8)
         else:
             pages[:, page, slot] = new.to(pages.dtype)

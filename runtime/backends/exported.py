@@ -18,7 +18,8 @@ from d2sd.errors import BundleError
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.rows import KVPool, Rows
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.rows import Rows
 from d2sd.plugins.cascade_attention.mask import pack_mask_bits
 
 # Shape letters: B requests, T rows, C new context rows, E hidden, n auxiliary layers, L layers, Hkv heads, D head size.
@@ -146,10 +147,7 @@ class GraphDrafter(Drafter):
     def _keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         batch, device, body = len(features), features.device, self.config.body
         if self._nowhere is None:
-            self._nowhere = KVPool(
-                body.num_layers, _FEWEST_PAGES, self._page_size, body.num_kv_heads, body.head_dim, features.dtype,
-                str(device),
-            )  # fmt: skip
+            self._nowhere = KVPool.for_body(body, _FEWEST_PAGES, self._page_size, features.dtype, str(device))
         # Nothing of this can reach a page that somebody reads: no feature is real, the page table names page 0 alone,
         # and the pool is nobody's.
         rows = Rows.chain(1, _zeros(device, batch, 1), _zeros(device, batch))

@@ -142,7 +142,7 @@ class EngineSession:
 
     def _demand(self, done: bool, what: str) -> None:
         if not done:
-            raise BundleError(f"TensorRT refused {what}.", where=self._file.path, found=self._heard.told())
+            raise BundleError(f"TensorRT refused {what}.", where=self._file.path, found=self._heard.drain())
 
 
 def _admits(profile: Profile, name: str, tensor: Tensor) -> bool:
@@ -180,4 +180,13 @@ def engine_runner(
         ).to(device)
         for drafter, engine in drafters
     ]
-    return ModelRunner(GraphDecoder(decoder, aux_layer_ids, session).to(device), *drafting, block_size=block_size)
+
+    def max_prefill_requests(rows: int) -> int:
+        """Of the profiles that admit so many rows a request, the most requests."""
+        shapes = [profile["embedded"] for profile in engine.profiles]
+        return max((most[0] for least, _, most in shapes if least[1] <= rows <= most[1]), default=1)
+
+    return ModelRunner(
+        GraphDecoder(decoder, aux_layer_ids, session).to(device), *drafting, block_size=block_size,
+        max_prefill_requests=max_prefill_requests,
+    )  # fmt: skip

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.gpu import copy_rate, kernels, peers, replay, timing, writes
 from benchmarks.gpu.call import Wrong, make_call
 from benchmarks.gpu.cases import Skip
 from benchmarks.gpu.shapes import Shape
-from d2sd.plugins.cascade_attention.triton.launch import fused_cascade_attention
-from tests.plugins.kernels.calls import DEVICE  # mends the interpreter
+from d2sd.plugins.cascade_attention import PagedContext
+from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
+from tests.plugins.kernels.calls import DEVICE
 
 TINY = Shape((32, 32), 5, heads=6, kv_heads=2, size=16, kind="fp16")
 #: What a function's times come to when nothing is timed.
@@ -50,12 +52,10 @@ def test_the_kernel_passes_its_check(shape: Shape) -> None:
 def test_a_wrong_kernel_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads one token of context too few: the smallest fault there is."""
 
-    kernel: Callable[..., torch.Tensor] = fused_cascade_attention
+    def short(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask_words: Tensor) -> Tensor:
+        return cascade_attention_triton(q, k, v, replace(context, context_len=context.context_len - 1), mask_words)
 
-    def short(*arguments: Any) -> torch.Tensor:
-        return kernel(*arguments[:6], arguments[6] - 1, *arguments[7:])
-
-    monkeypatch.setattr(kernels, "fused_cascade_attention", short)
+    monkeypatch.setattr(kernels, "cascade_attention_triton", short)
     with pytest.raises(Wrong):
         kernels.check(TINY, nothing, "cpu")
 
@@ -124,5 +124,5 @@ def test_a_copy_is_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_calls_have_no_number_in_slots_of_nobody() -> None:
     call = make_call(replace(TINY, contexts=(20, 3)), "cpu")
-    assert call.k_pages[0].isnan().all()
-    assert int((~call.k_pages.isnan()).sum()) == 23 * 2 * 16
+    assert call.context.k_pages[0].isnan().all()
+    assert int((~call.context.k_pages.isnan()).sum()) == 23 * 2 * 16

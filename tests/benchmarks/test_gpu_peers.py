@@ -14,7 +14,7 @@ from benchmarks.gpu.call import RELATIVE, Call, Wrong, compare, make_call, refer
 from benchmarks.gpu.flashinfer_peer import longer_pages
 from benchmarks.gpu.shapes import Shape, checked, flexed, timed
 from benchmarks.gpu.writes import WRITES, make_write
-from d2sd.plugins.kv_pages import write_rows
+from d2sd.plugins.kv_pages import write_pages
 
 RAGGED = Shape((37, 0, 16), 5, heads=6, kv_heads=2, size=16, kind="fp32")
 
@@ -82,7 +82,7 @@ def test_trees() -> None:
 def test_bytes_are_those_of_the_tokens_there(fp8: bool) -> None:
     shape = replace(RAGGED, kind="bf16", fp8=fp8)
     call = make_call(shape, "cpu")
-    held = sum(int((~pages.isnan()).sum()) * pages.itemsize for pages in (call.k_pages, call.v_pages))
+    held = sum(int((~pages.isnan()).sum()) * pages.itemsize for pages in (call.context.k_pages, call.context.v_pages))
     assert shape.bytes_read() == held + call.k.nbytes + call.v.nbytes
     # by hand: 32 requests of 8192 tokens and 64 rows, 8 heads of 128 numbers in two bytes, keys and values
     assert Shape((8192,) * 32, 64).bytes_read() == 32 * (8192 + 64) * 8 * 128 * 2 * 2
@@ -94,7 +94,7 @@ def test_bytes_of_a_write_are_those_of_kept_rows(fp8: bool) -> None:
     write = replace(WRITES[3], layers=2, fp8=fp8)
     arguments = make_write(write, "cpu")
     before = {name: arguments[name].clone() for name in ("k_pages", "v_pages")}
-    write_rows(**arguments)
+    write_pages(**arguments)
     moved = 0
     for name, pages in before.items():
         differ = (arguments[name].view(torch.uint8) != pages.view(torch.uint8))[:, 1:].flatten(3).any(3)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
+from d2sd.convert.checkpoint.dflash import config_text
 from d2sd.convert.checkpoint.drafter import drafter_shapes, write_drafter
+from d2sd.convert.checkpoint.layer_ids import usual_ids
 from d2sd.convert.checkpoint.target import target_shapes
-from d2sd.convert.formats.layer_ids import usual_ids
-from d2sd.convert.formats.zlab import config_text
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Family, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter

@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from d2sd.errors import BundleError, D2SDError
-from d2sd.io import MAX_DEPTH, MAX_DIGITS, atomic_write, check_writable, open_regular, read_json, read_text, write_text
+from d2sd.io import (
+    MAX_DEPTH,
+    MAX_DIGITS,
+    atomic_write,
+    check_writable,
+    open_regular,
+    read_json,
+    read_text,
+    sha256,
+    write_text,
+)
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
@@ -56,6 +66,8 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
     with pytest.raises(BundleError) as told:
         read_text(path, error=BundleError)
     assert told.value.where == path
+    with pytest.raises(OSError):  # noqa: PT011
+        sha256(path)
 
 
 def test_a_file_that_is_too_large_is_refused_after_its_bound(tmp_path: Path) -> None:

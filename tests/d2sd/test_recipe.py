@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
+import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,9 +13,10 @@ import pytest
 import yaml
 
 import d2sd.recipe
-from d2sd.errors import RecipeError
+from d2sd.errors import RecipeError, RequestError
 from d2sd.recipe import Policy, Recipe, load_recipe
-from d2sd.runtime.speculation.policy import NAMES
+from d2sd.runtime.request import SamplingParams
+from d2sd.yaml_reader import parse_yaml
 
 ROOT = Path(__file__).parents[2]
 MINIMAL: dict[str, Any] = {
@@ -21,6 +25,8 @@ MINIMAL: dict[str, Any] = {
     "target": {"path": "target"},
     "drafters": {"first": {"path": "first"}, "second": {"path": "second"}},
 }
+#: 9^9 values
+BOMB = "a: &0 [x]\n" + "".join(f"k{i}: &{i + 1} [{', '.join([f'*{i}'] * 9)}]\n" for i in range(9))
 PYPI = {"package": "p", "version": "1.0", "file": "a/b.gguf", "sha256": "0" * 64}
 
 
@@ -65,6 +71,18 @@ def test_every_default_has_its_reason_beside_it() -> None:
         ("precision=fp8", "precision"),
         ("tree.policy=eagle", "tree.policy"),
         ("tree.row_budget=1", "tree.row_budget"),
+        ("tree.row_budget=1025", "tree.row_budget"),
+        ("tree.block_size=129", "tree.block_size"),
+        ("limits.max_batch=4097", "limits.max_batch"),
+        ("limits.max_context=1048592", "limits.max_context"),
+        ("limits.page_size=2048", "limits.page_size"),
+        ("limits.prefill_chunk=16385", "limits.prefill_chunk"),
+        ("limits.kv_memory=0.0", "limits.kv_memory"),
+        ("limits.kv_memory=1.5", "limits.kv_memory"),
+        ("limits.kv_memory=1", "limits.kv_memory"),
+        ("limits.kv_memory=true", "limits.kv_memory"),
+        ("limits.kv_memory=many", "limits.kv_memory"),
+        ("limits.kv_memory=[1]", "limits.kv_memory"),
         ("drafters.calibration=3", "drafters.calibration"),
         ("d2sd=2", "d2sd"),
         ("name=../up", "name"),
@@ -110,10 +128,6 @@ def test_fields_that_contradict_each_other(tmp_path: Path, overrides: list[str],
         assert part in str(caught.value)
 
 
-def test_policies_are_the_runtimes_and_auto() -> None:
-    assert get_args(Policy) == ("auto", *NAMES)
-
-
 @pytest.mark.parametrize("policy", get_args(Policy))
 def test_a_policy_needs_the_drafters_it_runs(tmp_path: Path, policy: str) -> None:
     needed = {"auto": 0, "off": 0, "lookup": 0, "d2sd": 2, "hybrid": 2}.get(policy, 1)
@@ -124,6 +138,19 @@ def test_a_policy_needs_the_drafters_it_runs(tmp_path: Path, policy: str) -> Non
         else:
             with pytest.raises(RecipeError, match=f"{policy} needs drafters"):
                 load(tmp_path, MINIMAL, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [("0.9", 0.9), ("1.0", 1.0), ("4GiB", 4 * 2**30), ("1.5MB", 1_500_000), ("5000000", 5_000_000), ("null", None)],
+)
+def test_kv_memory_is_a_share_or_bytes(tmp_path: Path, written: str, value: float | int | None) -> None:
+    recipe = load(tmp_path, MINIMAL, f"limits.kv_memory={written}")
+    assert recipe.limits.kv_memory == value
+    assert type(recipe.limits.kv_memory) is type(value)
+    again = Recipe.model_validate_json(json.dumps(recipe.canonical()))
+    assert again.limits == recipe.limits
+    assert type(again.limits.kv_memory) is type(value)
 
 
 def test_a_tree_may_be_smaller_than_a_chain(tmp_path: Path) -> None:
@@ -165,11 +192,78 @@ def test_overrides_reach_every_depth_and_new_parts(tmp_path: Path) -> None:
         ("name: a\nname: b", "'name' is written twice"),
         ("!!python/object/apply:os.getcwd []", "YAML"),
         ("", "mapping"),
+        ("a: 1\nb: [", r"recipe.yaml:2"),
+        ("? [a]\n: b", "a key that is a list"),
+        ("a: " + "[" * 1000, "levels deep|nested too deep"),
+        ("a: &a [*a]", "within itself"),
+        (
+            "a: &0 [x]\n" + "".join(f"k{i}: &{i + 1} [{', '.join([f'*{i}'] * 9)}]\n" for i in range(9)),
+            "aliases expanded",
+        ),
+        (f"a: {'9' * 4400}", "4400 digits"),
+        (f"a: 0x{'f' * 5000}", "5002 digits"),
+        *(
+            (f"a: {scalar}", "tagged|tag .* is not supported")
+            for scalar in ("!!int a", "!!bool a", "!!timestamp 2001-99-99")
+        ),
+        (r'a: "\U00110000"', "Not valid YAML"),
+        (r'a: "\ud800"', "surrogate"),
+        (r'a: "\0"', "NUL"),
     ],
+    ids=lambda value: value[:20] if isinstance(value, str) else None,
 )
 def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(RecipeError, match=told):
         load(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *((word, word) for word in ("off", "on", "yes", "no", "0b_", "0x_", "1_0", "12:30", "2001-99-99", "0o9", "<<")),
+        *((word, True) for word in ("true", "True", "TRUE")),
+        *((word, None) for word in ("", "~", "null")),
+        *zip(("0x1f", "0o17", "-012", "+3"), (31, 15, -12, 3), strict=True),
+        *zip(("1e-3", ".5", "6.", "-.inf"), (0.001, 0.5, 6.0, -math.inf), strict=True),
+        ('"1"', "1"),
+    ],
+)
+def test_plain_words_follow_yaml_1_2(text: str, value: object) -> None:
+    found = parse_yaml(f"[{text or 'null'}]", "here")[0]
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_aliases_are_expanded() -> None:
+    assert parse_yaml("{a: &x [1, {b: 2}], c: *x}", "here") == {"a": [1, {"b": 2}], "c": [1, {"b": 2}]}
+
+
+def test_twenty_thousand_keys_take_no_time(tmp_path: Path) -> None:
+    """They were compared pair by pair; a quadratic check of as many would take minutes."""
+    keys = "".join(f"k{i}: 1\n" for i in range(9_000))
+    start = time.process_time()
+    with pytest.raises(RecipeError, match=r"also: 8\d+ more"):
+        load(tmp_path, keys)
+    assert time.process_time() - start < 20
+
+
+@pytest.mark.parametrize("value", ["temperature=100", "seed=18446744073709551616", "top_k=2147483648", "top_k=-1"])
+def test_sampling_defaults_have_the_bounds_of_a_request(tmp_path: Path, value: str) -> None:
+    name, number = value.split("=")
+    with pytest.raises(RecipeError, match=f"sampling.{name}"):
+        load(tmp_path, MINIMAL, f"sampling.{value}")
+    with pytest.raises(RequestError, match=name):
+        SamplingParams(**{name: int(number)})
+    edge = int(number) + (1 if number.startswith("-") else -1)
+    assert getattr(load(tmp_path, MINIMAL, f"sampling.{name}={edge}").sampling, name) == edge
+    assert getattr(SamplingParams(**{name: edge}), name) == edge
+
+
+def test_a_message_about_a_large_value_is_short(tmp_path: Path) -> None:
+    for value in ("x" * 10**5, str(["y" * 50] * 2000)):
+        with pytest.raises(RecipeError) as caught:
+            load(tmp_path, MINIMAL, f"tree={value}", f"sampling.a={value}")
+        assert len(str(caught.value)) < 1000
 
 
 def test_a_missing_recipe_is_named(tmp_path: Path) -> None:

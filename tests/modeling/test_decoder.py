@@ -18,7 +18,6 @@ from tests.tiny import (
     ancestor_mask,
     feed,
     full_logits,
-    full_pass,
     path_to,
     pool_for,
     random_tokens,
@@ -153,9 +152,9 @@ def test_features_are_outputs_of_the_tapped_layers() -> None:
     for aux_layer_ids in [(0,), (1, 3), (0, 1, 2, 3)]:
         expected = torch.cat([hidden_states[i + 1] for i in aux_layer_ids], dim=-1)
         torch.testing.assert_close(
-            full_pass(decoder, tokens, aux_layer_ids=aux_layer_ids).features, expected, rtol=0, atol=TOLERANCE
+            decoder.full_pass(tokens, aux_layer_ids=aux_layer_ids).features, expected, rtol=0, atol=TOLERANCE
         )
-    assert full_pass(decoder, tokens).features.shape == (2, 9, 0)
+    assert decoder.full_pass(tokens).features.shape == (2, 9, 0)
 
 
 def test_feature_of_the_last_layer_is_not_normed() -> None:
@@ -167,7 +166,7 @@ def test_feature_of_the_last_layer_is_not_normed() -> None:
     twin.model.layers[-1].register_forward_hook(lambda module, args, output: seen.append(output))
     with torch.no_grad():
         hidden_states = twin(tokens, output_hidden_states=True).hidden_states
-    out = full_pass(decoder, tokens, aux_layer_ids=(1,))
+    out = decoder.full_pass(tokens, aux_layer_ids=(1,))
     torch.testing.assert_close(out.features, seen[0], rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(out.hidden, hidden_states[-1], rtol=0, atol=TOLERANCE)
 
@@ -184,7 +183,7 @@ def test_feature_of_the_last_layer_is_not_normed() -> None:
 def test_chunks_through_pages_equal_one_pass(sizes: list[int]) -> None:
     decoder = tiny_decoder("qwen3")
     tokens = random_tokens(decoder, 2, sum(sizes))
-    whole = full_pass(decoder, tokens, aux_layer_ids=(0, 1))
+    whole = decoder.full_pass(tokens, aux_layer_ids=(0, 1))
     pool, page_table = pool_for(decoder.config.body, 2, sum(sizes), page_size=4)
     done, hidden, features = 0, [], []
     for size in sizes:
@@ -231,7 +230,7 @@ def test_tree_node_has_the_logits_of_its_path() -> None:
     logits = decoder.logits(out.hidden)
     for node in range(10):
         path = path_to(node, parents)
-        alone = full_pass(decoder, torch.cat([prompt, nodes[:, path]], dim=1), aux_layer_ids=(0,))
+        alone = decoder.full_pass(torch.cat([prompt, nodes[:, path]], dim=1), aux_layer_ids=(0,))
         torch.testing.assert_close(logits[0, node], decoder.logits(alone.hidden)[0, -1], rtol=0, atol=1e-4)
         torch.testing.assert_close(out.features[0, node], alone.features[0, -1], rtol=0, atol=1e-4)
 
@@ -292,6 +291,9 @@ def test_low_precision_keeps_logits_wide() -> None:
     assert (logits - exact).abs().mean() < 0.05 * exact.std()
 
 
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.timeout(900)
 def test_smollm2_logits_equal_transformers(smollm2_dir: Path) -> None:
     """The real target, its prompt fed in chunks through pages."""
     theirs = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32, attn_implementation="eager").eval()

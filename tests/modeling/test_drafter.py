@@ -18,8 +18,9 @@ from torch import Tensor
 
 from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.rows import KVPool, Rows
-from tests.tiny import full_pass, pool_for, random_tokens, tiny_decoder, tiny_drafter
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.rows import Rows
+from tests.tiny import pool_for, random_tokens, tiny_decoder, tiny_drafter
 
 Vector = NDArray[np.float64]
 
@@ -113,7 +114,7 @@ def reference(drafter: Drafter, features: Tensor, positions: Tensor, tokens: Ten
 def features_of(batch: int, length: int) -> Tensor:
     """[B, C, n·E] as the target gives them."""
     tokens = random_tokens(TARGET, batch, length, seed=7)
-    return full_pass(TARGET, tokens, aux_layer_ids=DRAFTER.config.target_layer_ids).features
+    return TARGET.full_pass(tokens, aux_layer_ids=DRAFTER.config.target_layer_ids).features
 
 
 def inject(drafter: Drafter, pool: KVPool, page_table: Tensor, features: Tensor, start: Tensor) -> None:

@@ -11,6 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from d2sd.modeling.config import RopeConfig
 from d2sd.modeling.rope import Rotary, inverse_frequencies, rotate
+from tests.tiny import tiny_decoder
 
 
 @pytest.mark.parametrize(
@@ -83,3 +84,16 @@ def test_scores_depend_on_distance_alone() -> None:
 
     assert score(9, 4) == pytest.approx(score(35, 30), abs=1e-5)
     assert score(9, 4) != pytest.approx(score(9, 5), abs=1e-2)
+
+
+def test_frequencies_follow_the_models_device_but_not_its_dtype() -> None:
+    """Moved when the model is: a copy at the first call could not be captured in a CUDA graph."""
+    model = tiny_decoder()
+    exact = model.rotary._frequencies.clone()
+    model.to(torch.bfloat16)
+    assert torch.equal(model.rotary._frequencies, exact)
+    model.to("meta", torch.float16)
+    assert model.rotary._frequencies.device.type == "meta"
+    assert model.rotary._frequencies.dtype == torch.float32
+    with torch.device("meta"):  # a model's tensors are loaded afterwards; frequencies are not part of a checkpoint
+        assert torch.equal(Rotary(model.config.body.rope, 8)._frequencies, exact)

@@ -16,34 +16,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention import cascade_attention
+from d2sd.plugins.cascade_attention import PagedContext, cascade_attention
 from tests.tiny import ancestor_mask, path_to, random_tree
 
 
 @dataclass(frozen=True)
 class Call:
-    """The op's arguments, in its order."""
+    """The op's arguments."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    k_pages: Tensor
-    v_pages: Tensor
-    page_table: Tensor
-    context_len: Tensor
+    context: PagedContext
     attn_mask: Tensor
 
     def run(self) -> Tensor:
-        return cascade_attention(*(getattr(self, name) for name in self.__dataclass_fields__))
+        return cascade_attention(self.q, self.k, self.v, self.context, self.attn_mask)
+
+    def over(self, **changes: Any) -> Call:
+        """The same call over another context, by the fields that differ."""
+        return replace(self, context=replace(self.context, **changes))
 
     def to(self, dtype: torch.dtype) -> Call:
-        floats = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "k_pages", "v_pages")}
-        return replace(self, **floats)
+        floats = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v")}
+        pages = {name: getattr(self.context, name).to(dtype) for name in ("k_pages", "v_pages")}
+        return replace(self, **floats).over(**pages)
 
     def requests(self, order: list[int]) -> Call:
         """The same call with its requests reordered, over the same pool."""
-        names = ("q", "k", "v", "page_table", "context_len", "attn_mask")
-        return replace(self, **{name: getattr(self, name)[order] for name in names})
+        mine = {name: getattr(self, name)[order] for name in ("q", "k", "v", "attn_mask")}
+        return replace(self, **mine).over(**{n: getattr(self.context, n)[order] for n in ("page_table", "context_len")})
 
 
 @dataclass(frozen=True)
@@ -103,17 +105,15 @@ def make(shape: Shape, mask: Mask = causal, seed: int = 0) -> Call:
         q=torch.randn(len(contexts), rows, kv_heads * group, size, generator=g),
         k=torch.randn(len(contexts), rows, kv_heads, size, generator=g),
         v=torch.randn(len(contexts), rows, kv_heads, size, generator=g),
-        k_pages=k_pages,
-        v_pages=v_pages,
-        page_table=page_table,
-        context_len=torch.tensor(contexts),
+        context=PagedContext(k_pages, v_pages, page_table, torch.tensor(contexts)),
         attn_mask=torch.stack([mask(rows, seed + request) for request in range(len(contexts))]),
     )
 
 
 def oracle(call: Call) -> Tensor:
     """The definition, one query at a time, in float64. [B, T, Hq, D]."""
-    q, k, v, k_pages, v_pages = (x.double().numpy() for x in (call.q, call.k, call.v, call.k_pages, call.v_pages))
+    context = call.context
+    q, k, v, k_pages, v_pages = (x.double().numpy() for x in (call.q, call.k, call.v, context.k_pages, context.v_pages))
     batch, rows, heads, size = q.shape
     page_size, kv_heads = k_pages.shape[1:3]
     out = np.zeros(q.shape)
@@ -123,8 +123,8 @@ def oracle(call: Call) -> Tensor:
                 kv_head = h // (heads // kv_heads)
                 keys: list[Any] = []
                 values: list[Any] = []
-                for token in range(int(call.context_len[b])):
-                    page, slot = int(call.page_table[b, token // page_size]), token % page_size
+                for token in range(int(context.context_len[b])):
+                    page, slot = int(context.page_table[b, token // page_size]), token % page_size
                     keys.append(k_pages[page, slot, kv_head])
                     values.append(v_pages[page, slot, kv_head])
                 for u in range(rows):
@@ -205,22 +205,19 @@ def test_large_scores_do_not_overflow() -> None:
 def test_unused_slots_are_never_read(garbage: float) -> None:
     """The rest of a last page, pages of nobody, and whatever spare page-table columns point at."""
     call = make(Shape(contexts=(5, 8), spare_pages=2), everyone)
-    unused = call.k_pages.isnan()
-    clean = replace(call, k_pages=call.k_pages.nan_to_num(0), v_pages=call.v_pages.nan_to_num(0)).run()
-    dirty = replace(
-        call,
-        k_pages=call.k_pages.masked_fill(unused, garbage),
-        v_pages=call.v_pages.masked_fill(unused, garbage),
-    )
+    k_pages, v_pages = call.context.k_pages, call.context.v_pages
+    unused = k_pages.isnan()
+    clean = call.over(k_pages=k_pages.nan_to_num(0), v_pages=v_pages.nan_to_num(0)).run()
+    dirty = call.over(k_pages=k_pages.masked_fill(unused, garbage), v_pages=v_pages.masked_fill(unused, garbage))
     assert torch.equal(dirty.run(), clean)
-    assert not torch.equal(replace(call, context_len=call.context_len - 1).run(), clean)  # the used ones are read
+    assert not torch.equal(call.over(context_len=call.context.context_len - 1).run(), clean)  # the used ones are read
 
 
 def test_spare_columns_of_the_page_table_change_nothing() -> None:
     """A bucket is wider than its requests; the entries past their contexts may name pages of other requests."""
     call = make(Shape(contexts=(5, 8), spare_pages=0))
-    others = call.page_table.flip(0)
-    wide = replace(call, page_table=torch.cat([call.page_table, others], dim=1))
+    others = call.context.page_table.flip(0)
+    wide = call.over(page_table=torch.cat([call.context.page_table, others], dim=1))
     torch.testing.assert_close(wide.run(), call.run(), rtol=0, atol=1e-6)
 
 
@@ -240,10 +237,11 @@ def test_a_request_does_not_depend_on_its_neighbours() -> None:
 def test_where_pages_lie_does_not_matter() -> None:
     """The same context in another order of pages: the page table alone says which token comes where."""
     call = make(Shape(contexts=(9, 12)))
-    moved = torch.randperm(len(call.k_pages), generator=torch.Generator().manual_seed(5))
-    back = moved.argsort()  # page p now lies at back[p]
-    shuffled = replace(call, k_pages=call.k_pages[moved], v_pages=call.v_pages[moved], page_table=back[call.page_table])
-    assert not torch.equal(shuffled.page_table, call.page_table)
+    k_pages, v_pages, table = call.context.k_pages, call.context.v_pages, call.context.page_table
+    moved = torch.randperm(len(k_pages), generator=torch.Generator().manual_seed(5))
+    back = moved.argsort()  # page p is now at back[p]
+    shuffled = call.over(k_pages=k_pages[moved], v_pages=v_pages[moved], page_table=back[table])
+    assert not torch.equal(shuffled.context.page_table, table)
     assert torch.equal(shuffled.run(), call.run())
 
 
@@ -313,10 +311,7 @@ def test_committed_rows_read_like_rows() -> None:
             whole.q[:, context:],
             whole.k[:, context:],
             whole.v[:, context:],
-            k_pages,
-            v_pages,
-            torch.tensor([[1]]),
-            torch.tensor([context]),
+            PagedContext(k_pages, v_pages, torch.tensor([[1]]), torch.tensor([context])),
             causal(7 - context, 0)[None],
         )
         torch.testing.assert_close(split.run()[:, -1:], expected, rtol=0, atol=1e-6)
@@ -325,11 +320,9 @@ def test_committed_rows_read_like_rows() -> None:
 def test_fp8_pages_read_as_numbers_times_their_scale() -> None:
     """NaN in unused slots stays NaN in FP8, and unread."""
     call, k_scale, v_scale = make(Shape(), ancestors), torch.tensor(0.011), torch.tensor(0.007)
-    k_pages, v_pages = call.k_pages.to(torch.float8_e4m3fn), call.v_pages.to(torch.float8_e4m3fn)
-    plain = replace(call, k_pages=k_pages.double() * k_scale.double(), v_pages=v_pages.double() * v_scale.double())
-    found = cascade_attention(
-        call.q, call.k, call.v, k_pages, v_pages, call.page_table, call.context_len, call.attn_mask, k_scale, v_scale
-    )
+    k_pages, v_pages = (pages.to(torch.float8_e4m3fn) for pages in (call.context.k_pages, call.context.v_pages))
+    plain = call.over(k_pages=k_pages.double() * k_scale.double(), v_pages=v_pages.double() * v_scale.double())
+    found = call.over(k_pages=k_pages, v_pages=v_pages, k_scale=k_scale, v_scale=v_scale).run()
     torch.testing.assert_close(found.double(), oracle(plain), rtol=1e-5, atol=1e-5)
 
 
@@ -357,10 +350,10 @@ def low_precision(call: Call) -> Tensor:
     heads, size = call.q.shape[2:]
     group = heads // call.k.shape[2]
     out = torch.empty_like(call.q)
-    for request, context in enumerate(call.context_len.tolist()):
-        table = call.page_table[request]
-        keys = torch.cat([call.k_pages[table].flatten(0, 1)[:context], call.k[request]])
-        values = torch.cat([call.v_pages[table].flatten(0, 1)[:context], call.v[request]])
+    for request, context in enumerate(call.context.context_len.tolist()):
+        table = call.context.page_table[request]
+        keys = torch.cat([call.context.k_pages[table].flatten(0, 1)[:context], call.k[request]])
+        values = torch.cat([call.context.v_pages[table].flatten(0, 1)[:context], call.v[request]])
         seen = torch.cat([torch.ones(call.q.shape[1], context, dtype=torch.bool), call.attn_mask[request]], dim=1)
         for head in range(heads):
             scores = call.q[request, :, head] @ keys[:, head // group].T * size**-0.5

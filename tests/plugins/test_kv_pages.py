@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.fp8 import Fp8Cache
-from d2sd.modeling.rows import KVPool
+from d2sd.modeling.kv_pool import KVPool
 from d2sd.plugins.fp8 import from_pages, to_pages
-from d2sd.plugins.kv_pages import write_rows
+from d2sd.plugins.kv_pages import write_pages
 
 # Two layers, two requests of three pages of 4; places interleave. The second request's last place is past its table.
 TABLE = torch.tensor([[3, 1, 6], [2, 4, 5]])
@@ -45,7 +45,7 @@ def test_rows_go_where_loops_put_them(path: Tensor | None, scales: tuple[Tensor,
     blank = torch.full((2, 7, 4, 3, 8), 7.0)
     stored = torch.float32 if scales is None else torch.float8_e4m3fn
     k_pages, v_pages = blank.to(stored, copy=True), blank.to(stored, copy=True)
-    write_rows(k, v, k_pages, v_pages, TABLE, POSITIONS, KEEP, path, *(scales or ()))
+    write_pages(k, v, k_pages, v_pages, TABLE, POSITIONS, KEEP, path, *(scales or ()))
     k_scale, v_scale = scales or (None, None)
     assert torch.equal(k_pages.float()[:, 1:], looped(k, blank.clone(), path, k_scale)[:, 1:])
     assert torch.equal(v_pages.float()[:, 1:], looped(v, blank.clone(), path, v_scale)[:, 1:])

@@ -26,10 +26,14 @@ def run(names: list[str], **environment: str) -> None:
     assert " skipped" not in done.stdout
 
 
-def test_kernels_under_the_interpreter() -> None:
-    run(["attention", "pages", "models"], TRITON_INTERPRET="1")
+@pytest.mark.interpreter
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("names", [["attention"], ["pages", "models"]], ids=" ".join)
+def test_kernels_under_the_interpreter(names: list[str]) -> None:
+    run(names, TRITON_INTERPRET="1")
 
 
+@pytest.mark.subprocess
 def test_launchers_bind_what_is_compiled_ahead_of_time() -> None:
     run(["binding"], TRITON_INTERPRET="0")
 

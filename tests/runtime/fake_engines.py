@@ -12,12 +12,12 @@ from d2sd.convert.engines.profiles import make_profiles
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.layers import Attend
-from d2sd.modeling.rows import KVPool, Rows
-from d2sd.plugins.cascade_attention import cascade_attention
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.rows import Rows
+from d2sd.plugins.cascade_attention import PagedContext
 from d2sd.plugins.cascade_attention.mask import WORD
 from d2sd.plugins.cascade_attention.onnx import VERSION
-from d2sd.plugins.kv_pages import write_rows
+from d2sd.plugins.kv_pages import write_pages
 from d2sd.recipe import Recipe
 from d2sd.runtime.backends.exported import drafter_surface, target_surface
 from d2sd.runtime.backends.tensorrt_checks import EngineFile
@@ -65,7 +65,7 @@ def drafter_engine(folder: Path, name: str, drafter: Drafter) -> EngineFile:
         steps = torch.arange(k.shape[2])
         for layer, (keys, values) in enumerate(zip(pages.layers_k, pages.layers_v, strict=True)):
             places, keep = rows.context_len[:, None] + steps, steps < new[:, None]
-            write_rows(k[layer][None], v[layer][None], keys[None], values[None], rows.page_table, places, keep)
+            write_pages(k[layer][None], v[layer][None], keys[None], values[None], rows.page_table, places, keep)
         after = Rows(rows.positions, rows.attn_mask, rows.page_table, rows.context_len + new)
         return {"hidden": model.draft(given["embedded"], after, pages), "k": k, "v": v}
 
@@ -109,9 +109,5 @@ class _Pages(KVPool):
             [given[f"{kind}_pages_{layer}"] for layer in range(body.num_layers)] for kind in "kv"
         )
 
-    def attend(self, rows: Rows) -> Attend:
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            pages = self.layers_k[index], self.layers_v[index]
-            return cascade_attention(q, k, v, *pages, rows.page_table, rows.context_len, rows.attn_mask)
-
-        return attend
+    def context(self, index: int, rows: Rows) -> PagedContext:
+        return PagedContext(self.layers_k[index], self.layers_v[index], rows.page_table, rows.context_len)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.buckets import buckets
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.policy_selector import MARGIN, PolicySelector, buckets, forecast_tau, profile_step_cost
+from d2sd.runtime.policy_selector import MARGIN, PolicySelector, forecast_tau, profile_step_cost
 from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.draft import Branches, Draft
@@ -85,7 +86,7 @@ def test_speculation_must_promise_a_margin() -> None:
         assert selector({OFF: 1.0, CHAIN: 2.0 / gain}).choose(1, 0.0) == best
 
 
-def test_every_batch_size_has_its_own_costs_and_what_was_not_measured_is_never_chosen() -> None:
+def test_auto_never_chooses_what_was_not_measured_at_this_batch_size() -> None:
     """At two in flight the larger tree would win by far, but its cost is not known there."""
     costs = {(OFF, 1): 1.0, (LARGE, 1): 1.1, (OFF, 2): 1.0, (SMALL, 2): 1.5, (OFF, 4): 1.0, (SMALL, 4): 4.0}
     own = PolicySelector(POLICIES, costs, FORECAST)
@@ -287,6 +288,7 @@ def test_the_policy_follows_the_batch_and_the_answers_stay(monkeypatch: pytest.M
     costs |= {(wide, 1): 0.001, (wide, 4): 9.0, (chain, 1): 8.0, (chain, 2): 0.001}
     scripted(monkeypatch, engine, costs)
     served = Counter[tuple[int, str]]()
+    engine.record_trace = True
     step = engine.step
 
     def watched() -> Any:

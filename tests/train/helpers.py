@@ -15,7 +15,7 @@ from d2sd.train.data.responses import Response
 from d2sd.train.init_from_target import drafter_config, drafter_from_target
 from d2sd.train.objectives.loss import block_hidden
 from d2sd.train_recipe import Geometry, SecondSettings
-from tests.tiny import full_pass, greedy_text, random_tokens, tiny_decoder
+from tests.tiny import greedy_text, random_tokens, tiny_decoder
 
 TAPS = (0, 1)
 BLOCK = 4
@@ -44,7 +44,7 @@ def exact_features(answers: list[Response]) -> TrainingData:
     """In memory and in fp32: what remains of a difference is then an error, not bf16."""
     rows = []
     for answer in answers:
-        out = full_pass(target(), torch.tensor([answer.prompt_ids + answer.response_ids]), aux_layer_ids=TAPS)
+        out = target().full_pass(torch.tensor([answer.prompt_ids + answer.response_ids]), aux_layer_ids=TAPS)
         rows.append(torch.cat([out.features, out.hidden], -1)[0])
     return TrainingData(answers, len(TAPS), rows.__getitem__)
 

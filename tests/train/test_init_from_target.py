@@ -13,7 +13,7 @@ from d2sd.modeling.config import Family
 from d2sd.modeling.layers import Layer
 from d2sd.train.init_from_target import drafter_config, drafter_from_target
 from d2sd.train_recipe import Geometry
-from tests.tiny import full_pass, random_tokens, tiny_decoder
+from tests.tiny import random_tokens, tiny_decoder
 from tests.train.helpers import GEOMETRY, target
 
 
@@ -51,7 +51,7 @@ def test_an_untrained_drafter_reads_its_context_almost_as_the_target(family: Fam
     """Values: like those of the target's own layer behind the auxiliary one. Keys: as large as the target's."""
     decoder = tiny_decoder(family, layers=4).to(dtype)
     config = drafter_config(geometry(target_layer_ids=[0, 2]), decoder.config, None)
-    out = full_pass(decoder.float(), random_tokens(decoder, 8, 12), aux_layer_ids=(0, 2))
+    out = decoder.float().full_pass(random_tokens(decoder, 8, 12), aux_layer_ids=(0, 2))
     features = out.features.flatten(0, 1)
     decoder.to(dtype)
     drafter = drafter_from_target(config, decoder, features.to(dtype), torch.Generator().manual_seed(0))

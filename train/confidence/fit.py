@@ -9,11 +9,11 @@ from typing import Literal
 from d2sd.calibration import CalibrationFile
 from d2sd.convert.bundle.load import Bundle
 from d2sd.convert.bundle.serving import make_engine
+from d2sd.policies import PolicyName
 from d2sd.progress import bar
 from d2sd.runtime.observe import NodeOutcome, StepObservation, run_observed
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.runtime.speculation.policy import PolicyName
 from d2sd.train.confidence.platt import calibrated, drafter_error, fit
 
 #: Nodes of the observed trees; smaller trees are their prefixes.
@@ -55,6 +55,7 @@ def watch(
 ) -> list[StepObservation]:
     """Run all requests and observe every step."""
     engine = make_engine(bundle, policy=policy, row_budget=_NODE_BUDGET, calibrated=False, device=device)
+    engine.record_trace = True
     for seed, request in enumerate(requests):
         engine.submit(replace(request, sampling=SamplingParams(temperature, seed=seed)))
     with bar(f"{policy} at T = {temperature:g}", len(requests)) as advance:

@@ -22,7 +22,6 @@ from torch import Tensor
 from d2sd.errors import D2SDError
 from d2sd.io import write_json
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.rows import KVPool, Rows
 from d2sd.schema import read_model
 from d2sd.train.data.responses import Response
 
@@ -141,14 +140,12 @@ def cache_features(
 
 def _forward(target: Decoder, aux_layer_ids: tuple[int, ...]) -> Callable[[Response], Tensor]:
     """response -> [S, (n+1)·E], in the target's dtype and on its device."""
-    body, weight = target.config.body, target.embed_tokens.weight
-    pool = KVPool(body.num_layers, 1, 1, body.num_kv_heads, body.head_dim, weight.dtype, str(weight.device))
-    no_pages, nothing = _no_context(weight.device)
+    device = target.embed_tokens.weight.device
 
     @torch.no_grad()
     def compute(response: Response) -> Tensor:
-        tokens = torch.tensor([response.prompt_ids + response.response_ids], device=weight.device)
-        out = target(tokens, Rows.chain(tokens.shape[1], no_pages, nothing), pool, aux_layer_ids)
+        tokens = torch.tensor([response.prompt_ids + response.response_ids], device=device)
+        out = target.full_pass(tokens, aux_layer_ids)
         return torch.cat([out.features, out.hidden], -1)[0]
 
     return compute
@@ -185,9 +182,3 @@ def _done(progress_file: Path, identity: dict[str, Any]) -> int:
     if found is None or found.done > identity["sequences"] or not (found.model_extra or {}).items() <= identity.items():
         return 0
     return found.done
-
-
-def _no_context(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Page table and context length of one request without context."""
-    nothing = torch.zeros(1, dtype=torch.long, device=device)
-    return nothing[:, None][:, :0], nothing

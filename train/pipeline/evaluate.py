@@ -14,12 +14,11 @@ from d2sd.convert.bundle.serving import make_engine
 from d2sd.convert.checkpoint.weights import fill
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.policies import DrafterName
+from d2sd.policies import DrafterName, PolicyName
 from d2sd.progress import Progress
 from d2sd.recipe import Tree
 from d2sd.runtime.observe import run_observed
 from d2sd.runtime.request import Request
-from d2sd.runtime.speculation.policy import PolicyName
 from d2sd.runtime.stats import reliability_bins
 from d2sd.train.data.responses import Response
 from d2sd.train.pipeline.evaluation import AcceptedLengths, Evaluation
@@ -65,6 +64,7 @@ class Evaluator:
         engine = make_engine(
             self.serving(first, second), policy=method, row_budget=_NODE_BUDGET, device=self.device, max_batch=batch
         )
+        engine.record_trace = True
         accepted = {engine.submit(request).id: (name, list[int]()) for name, request in self._evaluated}
         outcomes: dict[DrafterName, list[tuple[float, bool]]] = {}  # predicted acceptance, accepted
         with self._progress(f"evaluating {method}", len(self._evaluated)) as advance:

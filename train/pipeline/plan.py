@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from d2sd.convert.build.plan import Part, make_plan
+from d2sd.convert.build.sources import located
 from d2sd.manifest import NAME
 from d2sd.modeling.config import DecoderConfig
 from d2sd.policies import DrafterName
+from d2sd.recipe import Target
 from d2sd.train.data.features import read_progress
 from d2sd.train.data.prompts import take_turns
 from d2sd.train.data.responses import KIND, finished_ids, read_responses
@@ -22,15 +24,15 @@ from d2sd.train_recipe import TrainRecipe, TrainSettings
 def plan(recipe: TrainRecipe, work: Path, out: Path) -> Iterator[tuple[str, str]]:
     """(stage, its state) in order. Raises D2SDError for what a run would refuse, damaged work files included."""
     target = make_plan(plain_recipe(recipe)).target
-    if target is not None:
+    ready = located(recipe, recipe.ready_first) if recipe.ready_first is not None else None
+    if target is not None and (recipe.ready_first is None or ready is not None):
         assert isinstance(target.config, DecoderConfig)
         first_config(recipe, target.config)
-    source = recipe.target.path or f"{recipe.target.pypi}"
-    yield "target", f"{source}, {'ready' if (work / 'target' / NAME).is_file() else 'to be built'}"
+    yield "target", f"{_named(recipe.target)}, {'ready' if (work / 'target' / NAME).is_file() else 'to be built'}"
     yield from _prompts(recipe, work)
     yield "features", _features(recipe, work, target)
     if recipe.ready_first is not None:
-        yield "first drafter", f"ready: {recipe.path(recipe.ready_first.path)}"
+        yield "first drafter", f"ready: {ready}" if ready is not None else "ready, to be fetched"
     trained: tuple[tuple[DrafterName, TrainSettings | None], ...] = ("first", recipe.first), ("second", recipe.second)
     for name, settings in trained:
         if settings is not None:
@@ -38,6 +40,12 @@ def plan(recipe: TrainRecipe, work: Path, out: Path) -> Iterator[tuple[str, str]
     yield "evaluation", f"{recipe.evaluation.prompts} held-out prompts, {recipe.evaluation.max_new_tokens} tokens each"
     yield "calibration", f"{recipe.data.held_out} held-out prompts"
     yield "out", f"{out}, work in {work}"
+
+
+def _named(target: Target) -> str:
+    if target.pypi is not None:
+        return f"{target.pypi.file} of {target.pypi.package}=={target.pypi.version}"
+    return target.path or f"{target.hf}"
 
 
 def _prompts(recipe: TrainRecipe, work: Path) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from d2sd.convert.build.sources import obtained
 from d2sd.convert.checkpoint.drafter import check_compatible, check_drafter_tensors, load_drafter, read_drafter_config
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DecoderConfig, DrafterConfig
@@ -52,4 +53,4 @@ def load_ready(recipe: TrainRecipe) -> Drafter:
 
 def _folder(recipe: TrainRecipe) -> Path:
     assert recipe.ready_first is not None
-    return recipe.path(recipe.ready_first.path)
+    return obtained(recipe, recipe.ready_first)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.convert.checkpoint.drafter import write_drafter
+from d2sd.extras import require_plots
 from d2sd.io import check_writable, disk_space
 from d2sd.modeling.drafter import Drafter
 from d2sd.policies import DrafterName
@@ -77,6 +78,7 @@ class Run:
     def _begin(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         check_writable(self.out / "evaluation.json")  # hours before it is written
+        require_plots()
         if not tensorboard_is_installed():
             self.say("no events for TensorBoard, which is not installed: pip install 'd2sd[train]'", err=True)
 

@@ -47,4 +47,4 @@ def plain_recipe(recipe: TrainRecipe) -> Recipe:
             max_context=-(-(data.max_prompt_tokens + new_tokens) // 16) * 16,
             prefill_chunk=4 * batch,
         ),
-    ).at(recipe.folder)  # fmt: skip
+    ).at(recipe.folder, recipe.home)  # fmt: skip

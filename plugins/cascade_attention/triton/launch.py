@@ -1,4 +1,4 @@
-"""Launching the fused kernel: which sizes it takes, how it is cut, what it is given."""
+"""Launches the fused kernel: picks its tile and the splits of the context, and passes its arguments."""
 
 from __future__ import annotations
 
@@ -9,76 +9,49 @@ import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
+from d2sd.plugins.cascade_attention.context import PagedContext
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel
 from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, choose_splits, padded, select_tile
 
-# Shape letters as in op.py.
+# Shape letters as in reference.py.
 
 
-def fused_cascade_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    context_len: Tensor,
-    packed_visible: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
-    """`cascade_attention` on CUDA; `packed_visible` [B, T, ceil(T/32)] int32 is `pack_mask_bits` of its mask.
+def cascade_attention_triton(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask_words: Tensor) -> Tensor:
+    """`cascade_attention` on CUDA; `mask_words` [B, T, ceil(T/32)] int32 is `AttnMask.words`.
 
-    Reads nothing back to the host and chooses by shapes alone: a CUDA graph can hold it.
+    Never synchronizes with the host, and chooses tiles and splits by shapes alone: a CUDA graph can capture it.
     """
     batch, rows, heads, size = q.shape
     kv_heads = k.shape[2]
-    fp8 = k_pages.dtype == torch.float8_e4m3fn
-    blocks = select_tile(rows * heads // kv_heads, size, q.element_size(), fp8=fp8)
-    programs = batch * kv_heads * math.ceil(rows * heads / kv_heads / blocks.rows)
+    tile = select_tile(rows * heads // kv_heads, size, q.element_size(), fp8=context.fp8)
+    programs = batch * kv_heads * math.ceil(rows * heads / kv_heads / tile.rows)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    splits = choose_splits(programs, page_table.shape[1] * k_pages.shape[1], processors)
-    return launch(
-        q, k, v, k_pages, v_pages, page_table, context_len, packed_visible, k_scale, v_scale, splits=splits
-    )  # fmt: skip
+    splits = choose_splits(programs, context.page_table.shape[1] * context.k_pages.shape[1], processors)
+    return launch(q, k, v, context, mask_words, splits=splits)
 
 
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    context_len: Tensor,
-    packed_visible: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    splits: int,
-) -> Tensor:
-    """The kernel with the context cut into `splits` parts, and the merge where there are several."""
+def launch(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask_words: Tensor, *, splits: int) -> Tensor:
+    """The kernel with the context cut into `splits` parts, and the merge kernel where there are several."""
     batch, rows, heads, size = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
-    assert k_pages.is_contiguous()  # a copy of a pool would be too dear to go unseen
+    k_pages, v_pages, page_table = context.k_pages, context.v_pages, context.page_table
+    assert k_pages.is_contiguous(), "`contiguous` would copy the whole pool"
     assert v_pages.is_contiguous()
-    fp8 = k_pages.dtype == torch.float8_e4m3fn
-    assert not fp8 or (k_scale is not None and v_scale is not None)
     assert not q.requires_grad, "the kernel has no backward"
-    blocks = select_tile(rows * group, size, q.element_size(), fp8=fp8)
+    tile = select_tile(rows * group, size, q.element_size(), fp8=context.fp8)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     partial, lse = out, None
     if splits > 1:
         partial = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
         lse = torch.empty((splits, batch, rows, heads), dtype=torch.float32, device=q.device)
-    grid = (triton.cdiv(rows * group, blocks.rows), batch * kv_heads, splits)
+    grid = (triton.cdiv(rows * group, tile.rows), batch * kv_heads, splits)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         cascade_attention_kernel[grid](
             q.contiguous(), k.contiguous(), v.contiguous(), k_pages, v_pages,
-            page_table.contiguous(), context_len.contiguous(), packed_visible.contiguous(),
-            k_scale if fp8 else None, v_scale if fp8 else None, partial, lse, rows, page_table.shape[1],
-            **constants(blocks, size, kv_heads, group, k_pages.shape[1], splits, fp8=fp8), num_warps=blocks.warps,
+            page_table.contiguous(), context.context_len.contiguous(), mask_words.contiguous(),
+            context.k_scale, context.v_scale, partial, lse, rows, page_table.shape[1],
+            **constants(tile, size, kv_heads, group, k_pages.shape[1], splits, fp8=context.fp8), num_warps=tile.warps,
         )  # fmt: skip
         if lse is not None:
             merge_kernel[batch * rows * heads,](partial, lse, out, **merge_constants(size, splits), num_warps=1)
@@ -86,18 +59,18 @@ def launch(
 
 
 def constants(
-    blocks: TileConfig, size: int, kv_heads: int, group: int, page_size: int, splits: int, *, fp8: bool
+    tile: TileConfig, size: int, kv_heads: int, group: int, page_size: int, splits: int, *, fp8: bool
 ) -> dict[str, Any]:
-    """What the kernel is compiled for: D, Hkv, Hq / Hkv, Z, and how it is cut."""
+    """Compile-time constants of the kernel: D, Hkv, Hq / Hkv, Z, tile sizes and splits."""
     return {
         "SCALE": size**-0.5 * math.log2(math.e), "HKV": kv_heads, "GROUP": group, "HEAD": size, "PADDED": padded(size),
-        "PAGE": page_size, "SPLITS": splits, "BLOCK_M": blocks.rows, "BLOCK_N": blocks.columns, "BLOCK_T": blocks.new,
-        "STAGES": blocks.stages, "FP8": fp8, "WIDEN": triton.knobs.runtime.interpret,
+        "PAGE": page_size, "SPLITS": splits, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_T": tile.new,
+        "STAGES": tile.stages, "FP8": fp8, "WIDEN": triton.knobs.runtime.interpret,
     }  # fmt: skip
 
 
 def merge_constants(size: int, splits: int) -> dict[str, int]:
-    """The same of the merge."""
+    """Compile-time constants of the merge kernel."""
     return {
         "HEAD": size, "PADDED": padded(size), "SPLITS": splits, "PADDED_SPLITS": triton.next_power_of_2(splits)
     }  # fmt: skip

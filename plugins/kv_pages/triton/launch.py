@@ -1,19 +1,19 @@
-"""Launching the paged write."""
+"""Launches the paged write."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from d2sd.plugins.kv_pages.triton.kernel import write_rows_kernel
+from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
 
-# Shape letters as in op.py.
+# Shape letters as in reference.py.
 
-#: 128 threads of 8 numbers: a row of 8 heads of 128.
+#: 128 threads of 8 elements: a row of 8 heads of 128.
 WARPS = 4
 
 
-def fused_write_rows(
+def write_pages_triton(
     k: Tensor,
     v: Tensor,
     k_pages: Tensor,
@@ -25,25 +25,25 @@ def fused_write_rows(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """`write_rows`, same arguments, on CUDA. Reads nothing back to the host: a CUDA graph can hold it."""
+    """`write_pages`, same arguments, on CUDA. Never synchronizes with the host: a CUDA graph can capture it."""
     layers, _, rows, kv_heads, size = k.shape
     fp8 = k_pages.dtype == torch.float8_e4m3fn
     assert k_pages.is_contiguous()
     assert v_pages.is_contiguous()
-    assert not fp8 or (k_scale is not None and v_scale is not None)
-    # Layers may lie apart, as a part of longer rows does; k and v must lie alike.
+    assert fp8 == (k_scale is not None) == (v_scale is not None)
+    # Layers may be strided, as a slice of longer rows is; k and v must have the same stride.
     if not (k[0].is_contiguous() and v[0].is_contiguous() and k.stride(0) == v.stride(0)):
         k, v = k.contiguous(), v.contiguous()
     with torch.cuda.device_of(k):  # type: ignore[no-untyped-call]  # Triton launches on the current device
-        write_rows_kernel[positions.numel(), layers](
+        write_pages_kernel[positions.numel(), layers](
             k, v, k_pages, v_pages,
             page_table.contiguous(), positions.contiguous(), keep.contiguous(),
-            None if path is None else path.contiguous(), k_scale if fp8 else None, v_scale if fp8 else None,
+            None if path is None else path.contiguous(), k_scale, v_scale,
             k.stride(0), k_pages.stride(0), rows, positions.shape[1], page_table.shape[1],
             **constants(kv_heads * size, k_pages.shape[2], fp8=fp8), num_warps=WARPS,
         )  # fmt: skip
 
 
 def constants(width: int, page_size: int, *, fp8: bool) -> dict[str, int]:
-    """What the kernel is compiled for: Hkv·D, Z."""
+    """Compile-time constants of the kernel: Hkv·D, Z."""
     return {"WIDTH": width, "PADDED": 1 << (width - 1).bit_length(), "PAGE": page_size, "FP8": fp8}

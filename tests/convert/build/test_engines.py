@@ -78,6 +78,9 @@ def stop_after(last: str) -> Callable[[str], None]:
     return finished
 
 
+@pytest.mark.engines
+@pytest.mark.export
+@pytest.mark.e2e
 def test_a_bundle_with_engines(recipe: Path, tmp_path: Path) -> None:
     found = run(recipe, tmp_path / "whole")
     graphs = [f"onnx/{model}.onnx{part}" for model in MODELS for part in ("", ".data")]

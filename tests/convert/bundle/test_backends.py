@@ -27,12 +27,14 @@ from d2sd.modeling.rows import Rows
 from d2sd.recipe import Policy, load_recipe
 from d2sd.runtime.backends.exported import OnnxSession
 from d2sd.runtime.request import Request
+from tests.conftest import Once
 from tests.convert.helpers import write_project
 from tests.tiny import pool_for, random_tokens, tiny_decoder
 
 onnx = pytest.importorskip("onnx", reason="the extra engines is not installed")
 pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
 pytest.importorskip("tensorrt_rtx", reason="the extra engines is not installed")
+pytestmark = pytest.mark.export
 
 
 def no_engines(jobs: list[Job], *rest: Any, **options: Any) -> list[Report]:
@@ -42,15 +44,18 @@ def no_engines(jobs: list[Job], *rest: Any, **options: Any) -> list[Report]:
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """With graphs, and with the figures of a build; its engines are a few bytes."""
-    folder = tmp_path_factory.mktemp("bundle")
-    target = tiny_decoder("qwen3", layers=2, head_dim=16)
-    recipe = write_project(folder / "project", target, engines={"compute": ["sm89"]}, checks={"count": 2, "tokens": 12})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "build_engines", no_engines)
-        build(load_recipe(recipe), folder / "bundle")
-    return load_bundle(folder / "bundle")
+def bundle(once: Once) -> Bundle:
+    """With graphs, and with the figures of a build; its engines are a few bytes. Nobody writes into it."""
+
+    def make(folder: Path) -> None:
+        target = tiny_decoder("qwen3", layers=2, head_dim=16)
+        checks = {"count": 2, "tokens": 12}
+        recipe = write_project(folder / "project", target, engines={"compute": ["sm89"]}, checks=checks)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stages, "build_engines", no_engines)
+            build(load_recipe(recipe), folder / "bundle")
+
+    return load_bundle(once("bundle-with-graphs", make) / "bundle")
 
 
 def test_a_build_compares_graphs_with_models(bundle: Bundle) -> None:

@@ -98,7 +98,15 @@ def test_output_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    "messages", [[], ["w1"], [{"content": "w1"}], [{"role": 1, "content": "w1"}], [{"role": "user"}]]
+    "messages",
+    [
+        [],
+        ["w1"],
+        [{"content": "w1"}],
+        [{"role": 1, "content": "w1"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": 3}],
+    ],
 )
 def test_malformed_messages_are_refused(folder: Path, messages: Any) -> None:
     with pytest.raises(RequestError, match=r"messages"):

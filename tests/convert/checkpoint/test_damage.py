@@ -130,6 +130,17 @@ TEXTS: dict[str, tuple[Damage, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("first", [b"PK", b"\x80"])
+def test_a_header_may_begin_like_a_pickle(tmp_path: Path, first: bytes) -> None:
+    """Its first bytes are its length."""
+    length = int.from_bytes(first.ljust(2, b"\1"), "little")
+    text = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode().ljust(length)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", length) + text + bytes(4))
+    assert file.read_bytes().startswith(first)
+    assert read_headers(tmp_path)["a"].shape == (1,)
+
+
 @pytest.mark.parametrize(("damage", "named"), TEXTS.values(), ids=TEXTS.keys())
 def test_damaged_configs_are_named(project: Path, damage: Damage, named: str) -> None:
     damage(project)

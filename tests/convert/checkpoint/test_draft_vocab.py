@@ -97,8 +97,8 @@ def into_a_folder(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "not JSON": (lambda path: path.write_text("{"), f"cannot be read(.|\n)*{NAME}"),
-    "not text": (lambda path: path.write_bytes(b"\xff"), f"cannot be read(.|\n)*{NAME}"),
+    "not JSON": (lambda path: path.write_text("{"), f"not JSON(.|\n)*{NAME}"),
+    "not text": (lambda path: path.write_bytes(b"\xff"), f"not UTF-8(.|\n)*{NAME}"),
     "a folder": (into_a_folder, f"cannot be read(.|\n)*{NAME}"),
     "a list": (lambda path: path.write_text("[1, 2]"), "object(.|\n)*found: list"),
     "another schema": (key("d2sd_draft_vocab", 2), "schema(.|\n)*: d2sd_draft_vocab\n  found: 2\n  expected: 1"),
@@ -107,9 +107,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "another target": (key("vocab_size", 65), "another target(.|\n)*: vocab_size\n  found: 65\n  expected: 64"),
     "no ids": (key("ids", ...), "missing or unknown(.|\n)*: ids\n"),
     "unknown key": (key("offsets", []), "missing or unknown(.|\n)*: offsets\n"),
-    "ids no list": (key("ids", {"3": 0, "5": 1}), "nothing to choose(.|\n)*: ids\n"),
-    "empty": (key("ids", []), "nothing to choose(.|\n)*: ids\n"),
-    "one": (key("ids", [4]), r"nothing to choose(.|\n)*: ids\n  found: \[4\]"),
+    "ids no list": (key("ids", {"3": 0, "5": 1}), "vocabulary is too small(.|\n)*: ids\n"),
+    "empty": (key("ids", []), "vocabulary is too small(.|\n)*: ids\n"),
+    "one": (key("ids", [4]), r"vocabulary is too small(.|\n)*: ids\n  found: \[4\]"),
     "unsorted": (key("ids", [3, 9, 8]), r": ids\[2\]\n  found: 8\n  expected: above 9"),
     "twice": (key("ids", [3, 9, 9]), r": ids\[2\]\n  found: 9\n  expected: above 9"),
     "negative": (key("ids", [-1, 9]), r": ids\[0\]\n  found: -1\n  expected: 0 to 63"),

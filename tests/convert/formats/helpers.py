@@ -21,7 +21,7 @@ from d2sd.modeling.config import Role, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from tests.convert.helpers import write_target_dir
-from tests.tiny import full_pass, tiny_decoder, tiny_drafter
+from tests.tiny import tiny_decoder, tiny_drafter
 
 IDS = (0, 3, 17, 40, 62)  # a draft vocabulary of the tiny 0 .. 63, whose mask is 63
 ROPE = RopeConfig(500000.0)  # not Transformers' default: a reader that forgets it shows
@@ -152,7 +152,7 @@ def write_tiny_target(folder: Path, decoder: Decoder) -> Path:
 def draft_logits(decoder: Decoder, drafter: Drafter, context: Tensor, anchor: int) -> Tensor:
     """context [T] -> logits [G, Vd] of the block behind it, by plain attention over [context ; block]."""
     config = drafter.config
-    features = full_pass(decoder, context[None], aux_layer_ids=config.target_layer_ids).features
+    features = decoder.full_pass(context[None], aux_layer_ids=config.target_layer_ids).features
     keys, values = drafter.context_keys_values(features, torch.arange(len(context))[None])
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -11,16 +11,18 @@ import torch
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.policies import PolicyName
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request, SamplingParams
-from d2sd.runtime.speculation.policy import PolicyName, make_policy
+from d2sd.runtime.speculation.policy import make_policy
 from tests.modeling.test_fp8 import fp8_decoder
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, expected, models, some_requests
 from tests.tiny import random_tokens, tiny_drafter
 
 pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
+pytestmark = pytest.mark.export
 PAGE = 4
 
 

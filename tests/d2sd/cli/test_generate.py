@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from torch import Tensor
 
 import d2sd.convert.validate.checks as checks
 from d2sd.cli.main import main
@@ -14,9 +16,9 @@ from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.errors import BuildError, D2SDError
 from d2sd.prompts import OWN_PROMPTS, read_prompts
-from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import SamplingParams
-from d2sd.runtime.speculation.accept import Accepted
+from d2sd.runtime.speculation.accept import Accepted, accept
+from d2sd.runtime.speculation.tree import Tree
 from tests.convert.helpers import edit_json, write_project
 
 
@@ -85,8 +87,6 @@ def test_bad_requests_are_a_message(path: Path, arguments: list[str], told: str)
 
 
 def test_a_missing_drafter_is_named(tmp_path: Path, bundle: Bundle) -> None:
-    from dataclasses import replace
-
     with pytest.raises(D2SDError, match="2 drafters"):
         make_engine(replace(bundle, second=None), policy="d2sd")
 
@@ -100,19 +100,15 @@ def test_the_build_records_what_it_proved(bundle: Bundle) -> None:
 
 def test_a_build_that_would_lose_tokens_fails(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """A walk that accepts whatever was drafted must not get past the check."""
-    honest = Engine.accept
 
-    def careless(self: Engine, *arguments: object) -> Accepted:
-        accepted: Accepted = honest(self, *arguments)  # type: ignore[arg-type]
-        return Accepted(
-            accepted.path,
-            accepted.count,
-            (accepted.tokens + len(self.policy.required_drafters)) % 60,
-            accepted.accepted_branch,
-        )
+    def careless(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
+        """Wrong tokens wherever anything was drafted."""
+        accepted = accept(tree, chosen, longest)
+        drafted = tree.tokens.shape[1] > 1
+        return replace(accepted, tokens=(accepted.tokens + drafted) % 60)
 
-    monkeypatch.setattr(Engine, "accept", careless)
-    with pytest.raises(BuildError, match="does not write what plain decoding writes"):
+    monkeypatch.setattr("d2sd.runtime.decode.accept", careless)
+    with pytest.raises(BuildError, match="does not produce the tokens of plain decoding"):
         checks.check_bundle(bundle)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors import safe_open
 
 from d2sd.cli.build import build
 from d2sd.cli.inspect import inspect
-from d2sd.cli.main import build_main, main
+from d2sd.cli.main import COMMANDS, build_main, main
 from tests.convert.helpers import add_calibration, write_project
 
 #: A new knob belongs into the recipe. Change this only with a reason that a reviewer accepts.
@@ -24,6 +25,7 @@ FLAGS = {
         *("--max-new-tokens", "--repeat", "--seed", "--device", "--executor", "--out", "--plan", "--compare"),
     },
     "build": {"recipe", "--plan", "--set", "--out", "-v", "--verbose"},
+    "data": {"--from", "--to"},
     "generate": {
         *("bundle", "-p", "--prompt", "--policy", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed"),
         *("--stop", "--raw", "--stats", "--show-tree", "--tree-svg", "--html", "--device", "--executor"),
@@ -45,16 +47,30 @@ def invoke(command: click.Command, *arguments: object) -> Result:
     return CliRunner().invoke(command, [str(argument) for argument in arguments])
 
 
+def loaded(name: str) -> click.Command:
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    return command
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_says_what_their_help_says(name: str) -> None:
+    """The list is written without importing the commands."""
+    assert loaded(name).name == name
+    assert (loaded(name).help or "").partition("\n")[0] == COMMANDS[name]
+    assert COMMANDS[name] in " ".join(invoke(main, "--help").output.split())
+
+
 def test_flags_are_frozen() -> None:
-    assert main.commands.keys() == FLAGS.keys()
+    assert COMMANDS.keys() == FLAGS.keys()
     for name, flags in FLAGS.items():
-        command = main.commands[name]
+        command = loaded(name)
         found = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
         assert found == flags, name
 
 
 def test_every_help_has_an_example() -> None:
-    for command in (main, *main.commands.values()):
+    for command in (main, *map(loaded, COMMANDS)):
         shown = invoke(command, "--help")
         assert shown.exit_code == 0
         assert "      d2sd " in shown.output, command.name
@@ -62,10 +78,10 @@ def test_every_help_has_an_example() -> None:
 
 def test_help_is_instant() -> None:
     """Not timed, for that depends on the machine: what takes the time is not imported."""
-    program = (
-        "import sys, d2sd.cli.main; sys.exit(bool({'torch', 'transformers', 'rich', 'matplotlib'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    slow = "{'torch', 'transformers', 'rich', 'matplotlib', 'pydantic', 'yaml'}"
+    run = "try: main(['--help'])\nexcept SystemExit: pass"
+    program = f"import sys\nfrom d2sd.cli.main import main\n{run}\nsys.exit(bool({slow} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], check=False, stdout=subprocess.DEVNULL).returncode == 0
 
 
 def test_build_then_inspect(recipe: Path, tmp_path: Path) -> None:
@@ -179,3 +195,16 @@ def test_d2sd_build_is_the_same_command(monkeypatch: pytest.MonkeyPatch, capsys:
         build_main()
     assert ended.value.code == 2
     assert "none.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--version", "-h"])
+def test_both_programs_have_a_version_and_a_short_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    for program, run in (("d2sd", main), ("d2sd-build", build_main)):
+        monkeypatch.setattr(sys, "argv", [program, flag])
+        with pytest.raises(SystemExit) as ended:
+            run()
+        assert ended.value.code == 0
+        shown = capsys.readouterr().out
+        assert ("Usage: " if flag == "-h" else version("d2sd")) in shown

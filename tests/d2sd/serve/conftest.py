@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,9 @@ TEMPLATE = (
 )
 
 
-def build_tiny(folder: Path, *, template: str | None = TEMPLATE) -> Path:
-    """Build the tiny project of tests/convert/helpers below `folder`; return its bundle."""
-    recipe = write_project(folder / "project")
+def build_tiny(folder: Path, *, template: str | None = TEMPLATE, **changes: Any) -> Path:
+    """Build the tiny project of tests/convert/helpers below `folder`; return its bundle. `changes` are the recipe's."""
+    recipe = write_project(folder / "project", **changes)
     if template is not None:
         path = folder / "project" / "target" / "tokenizer_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))

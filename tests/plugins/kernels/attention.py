@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from d2sd.plugins.cascade_attention import cascade_attention
+from d2sd.plugins.cascade_attention import PagedContext
 from tests.plugins.kernels.calls import assert_within_budget, fused, in_fp8, read_back
 from tests.plugins.test_cascade_attention import (
     Call,
@@ -75,7 +75,7 @@ def test_every_request_has_its_own_tree() -> None:
 
 def test_indices_of_32_bits() -> None:
     call = make(replace(SMALL, contexts=(37, 5)), ancestors)
-    narrow = replace(call, page_table=call.page_table.int(), context_len=call.context_len.int())
+    narrow = call.over(page_table=call.context.page_table.int(), context_len=call.context.context_len.int())
     assert torch.equal(fused(narrow, 2), fused(call, 2))
 
 
@@ -89,10 +89,11 @@ def test_large_scores_do_not_overflow() -> None:
 def test_unused_slots_and_pages_are_never_read(splits: int) -> None:
     """NaN stands in all of them; spare columns name any page, also those of another request."""
     call = make(replace(SMALL, contexts=(21, 0), spare_pages=3), everyone)
-    clean = replace(call, k_pages=call.k_pages.nan_to_num(0), v_pages=call.v_pages.nan_to_num(0))
-    used = torch.arange(call.page_table.shape[1]) < (call.context_len[:, None] + 15) // 16
-    anything = torch.randint(len(call.k_pages), call.page_table.shape, generator=torch.Generator().manual_seed(2))
-    dirty = replace(call, page_table=torch.where(used, call.page_table, anything))
+    k_pages, v_pages, table = call.context.k_pages, call.context.v_pages, call.context.page_table
+    clean = call.over(k_pages=k_pages.nan_to_num(0), v_pages=v_pages.nan_to_num(0))
+    used = torch.arange(table.shape[1]) < (call.context.context_len[:, None] + 15) // 16
+    anything = torch.randint(len(k_pages), table.shape, generator=torch.Generator().manual_seed(2))
+    dirty = call.over(page_table=torch.where(used, table, anything))
     assert torch.equal(fused(dirty, splits), fused(clean, splits))
 
 
@@ -105,12 +106,11 @@ def test_permuted_batch_gives_permuted_output() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_fp8_pages(dtype: torch.dtype) -> None:
     scales = torch.tensor(0.011), torch.tensor(0.007)  # ± 4.9 and ± 3.1: some values saturate
-    call = in_fp8(make(replace(SMALL, contexts=(37, 0)), ancestors).to(dtype), scales)
-    plain = read_back(call, scales)
-    found = fused(call, 2, scales)
+    call = in_fp8(make(replace(SMALL, contexts=(37, 0)), ancestors).to(dtype), *scales)
+    plain = read_back(call)
+    found = fused(call, 2)
     assert_within_budget(found, oracle(plain), plain)
-    arguments = [*vars(call).values(), *scales]
-    assert_within_budget(found, cascade_attention(*arguments), plain)
+    assert_within_budget(found, call.run(), plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -122,6 +122,6 @@ def test_every_fp8_number_reads_as_its_page_says(dtype: torch.dtype) -> None:
     pages.view(torch.uint8)[1, 0, 0] = numbers.view(torch.uint8)
     one, scale = torch.ones(1, 1, 1, 256, dtype=dtype), torch.tensor(0.013)
     table, length, nobody = torch.tensor([[1]]), torch.tensor([1]), torch.zeros(1, 1, 1, dtype=torch.bool)
-    call = Call(one, one, one, pages, pages, table, length, nobody)
-    found = fused(call, 1, (scale, scale)).flatten()
+    call = Call(one, one, one, PagedContext(pages, pages, table, length, scale, scale), nobody)
+    found = fused(call, 1).flatten()
     assert torch.equal(found, (numbers.double() * scale.double()).float().to(dtype))

@@ -15,10 +15,11 @@ import torch
 import triton  # type: ignore[import-untyped]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 
+from d2sd.plugins.cascade_attention import PagedContext
 from d2sd.plugins.cascade_attention.triton import launch as attention
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel
 from d2sd.plugins.kv_pages.triton import launch as pages
-from d2sd.plugins.kv_pages.triton.kernel import write_rows_kernel
+from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "compile_kernels.py"))
 triton.runtime.driver.set_active(
@@ -57,18 +58,18 @@ def test_attention(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = torch.zeros(1, 1, 32, 128, dtype=torch.bfloat16), torch.zeros(1, 1, 8, 128, dtype=torch.bfloat16)
     stored, one = torch.zeros(3, 16, 8, 128, dtype=torch.float8_e4m3fn), torch.ones(())
     table, length, mask = torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, dtype=torch.long), torch.ones(1, 1, 1)
-    attention.launch(q, k, k, stored, stored, table, length, mask.int(), one, one, splits=splits)
+    attention.launch(q, k, k, PagedContext(stored, stored, table, length, one, one), mask.int(), splits=splits)
     variant = SCRIPT["attention_variant"]("bf16", SCRIPT["FP8"], 128, rows=1, splits=splits)
     assert bound.types() == variant.types
     assert bound.constants() == variant.constants
 
 
 def test_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = Bound(write_rows_kernel)
-    monkeypatch.setattr(pages, "write_rows_kernel", bound)
+    bound = Bound(write_pages_kernel)
+    monkeypatch.setattr(pages, "write_pages_kernel", bound)
     rows, stored = torch.zeros(2, 1, 5, 8, 128).bfloat16(), torch.zeros(2, 3, 16, 8, 128).bfloat16()
     places = torch.zeros(1, 4, dtype=torch.long)
-    pages.fused_write_rows(rows, rows, stored, stored, places, places, places == 0, places)
+    pages.write_pages_triton(rows, rows, stored, stored, places, places, places == 0, places)
     variant = SCRIPT["write_variant"]("bf16", "bf16", path=True)
     strides = {"row_stride": "i32", "page_stride": "i32"}  # 64 bits where a pool is large, as it is compiled ahead
     assert bound.types() == variant.types | strides

@@ -5,14 +5,13 @@ The same tests run the kernels under Triton's interpreter (TRITON_INTERPRET=1) o
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
-from triton.runtime import interpreter  # type: ignore[import-untyped]
 
+from d2sd.plugins.cascade_attention import PagedContext
 from d2sd.plugins.cascade_attention.mask import pack_mask_bits
 from d2sd.plugins.cascade_attention.triton.launch import launch
 from d2sd.plugins.fp8 import from_pages, to_pages
@@ -29,44 +28,34 @@ BUDGET = {
 }
 
 
-def _mend_interpreter() -> None:
-    """Loop bounds read from memory: Triton 3.6 turns arrays of one number into integers, which NumPy 2.4 refuses.
-
-    What stands here is Triton's own line of 3.9.
-    """
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    interpreter._patch_lang_tensor = patched
+def fused(call: Call, splits: int) -> Tensor:
+    """The kernel's result of a call, on the CPU."""
+    q, k, v = (x.to(DEVICE) for x in (call.q, call.k, call.v))
+    tensors = [getattr(call.context, name) for name in call.context.__dataclass_fields__]
+    there: list[Any] = [None if x is None else x.to(DEVICE) for x in tensors]
+    context = PagedContext(*there)
+    return launch(q, k, v, context, pack_mask_bits(call.attn_mask).to(DEVICE), splits=splits).cpu()
 
 
-_mend_interpreter()
-
-
-def fused(call: Call, splits: int, scales: tuple[Tensor, Tensor] | tuple[()] = ()) -> Tensor:
-    """The kernel's result of a call, on the CPU; `scales` of its pages where they are FP8."""
-    *tensors, attn_mask = vars(call).values()
-    arguments = [x.to(DEVICE) for x in (*tensors, pack_mask_bits(attn_mask), *scales)]
-    return launch(*arguments, splits=splits).cpu()
-
-
-def in_fp8(call: Call, scales: tuple[Tensor, Tensor]) -> Call:
+def in_fp8(call: Call, k_scale: Tensor, v_scale: Tensor) -> Call:
     """The call over FP8 pages."""
-    return replace(call, k_pages=to_pages(call.k_pages, scales[0]), v_pages=to_pages(call.v_pages, scales[1]))
+    k_pages, v_pages = to_pages(call.context.k_pages, k_scale), to_pages(call.context.v_pages, v_scale)
+    return call.over(k_pages=k_pages, v_pages=v_pages, k_scale=k_scale, v_scale=v_scale)
 
 
-def read_back(call: Call, scales: tuple[Tensor, Tensor]) -> Call:
-    """The call over plain pages that hold what its FP8 pages say."""
-    k_pages = from_pages(call.k_pages, scales[0], call.q.dtype)
-    return replace(call, k_pages=k_pages, v_pages=from_pages(call.v_pages, scales[1], call.q.dtype))
+def read_back(call: Call) -> Call:
+    """The call over FP8 pages, over plain pages of the same values."""
+    context, dtype = call.context, call.q.dtype
+    assert context.k_scale is not None
+    assert context.v_scale is not None
+    k_pages = from_pages(context.k_pages, context.k_scale, dtype)
+    v_pages = from_pages(context.v_pages, context.v_scale, dtype)
+    return call.over(k_pages=k_pages, v_pages=v_pages, k_scale=None, v_scale=None)
 
 
 def assert_within_budget(found: Tensor, expected: Tensor, call: Call) -> None:
     """`expected`: [B, T, Hq, D] of this call over plain pages; NaN in pages is what nobody may read."""
     assert found.isfinite().all()
     error = (found.double() - expected.double()).abs().max()
-    largest = torch.cat([call.v.flatten(), call.v_pages.flatten()]).double().nan_to_num(0).abs().max()
+    largest = torch.cat([call.v.flatten(), call.context.v_pages.flatten()]).double().nan_to_num(0).abs().max()
     assert error <= BUDGET[found.dtype] * largest, error

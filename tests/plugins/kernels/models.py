@@ -8,15 +8,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.modeling import rows
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.fp8 import Fp8Cache, kv_scales
+from d2sd.plugins import dispatch
 from tests.plugins.kernels import calls
-from tests.tiny import feed, pool_for, random_tokens, tiny_decoder
+from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder
 
 
-def hidden(chunks: list[int]) -> Tensor:
-    model = tiny_decoder(layers=2, head_dim=16)
+def model_with(fp8_pages: bool) -> Decoder:
+    """Scales are powers of two: the interpreter cannot round to FP8, so divisions must be exact."""
+    plain = tiny_decoder(layers=2, head_dim=16)
+    if not fp8_pages:
+        return plain
+    model = in_fp8(plain, [], cache=True)
+    for module in model.modules():
+        if isinstance(module, Fp8Cache):
+            module.scale = torch.tensor(2.0**-6)
+    return model
+
+
+def hidden(model: Decoder, chunks: list[int]) -> Tensor:
     tokens = random_tokens(model, 2, sum(chunks))
-    pool, table = pool_for(model.config.body, 2, sum(chunks))
+    pool, table = pool_for(model.config.body, 2, sum(chunks), fp8=kv_scales(model))
     done, out = 0, []
     for size in chunks:
         step = tokens[:, done : done + size]
@@ -25,10 +38,12 @@ def hidden(chunks: list[int]) -> Tensor:
     return torch.cat(out, dim=1)
 
 
-def test_a_model_over_kernels_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fp8_pages", [False, True])
+def test_a_model_over_kernels_is_the_model(fp8_pages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls.DEVICE == "cpu"
+    model = model_with(fp8_pages)
     with torch.inference_mode():
-        expected = hidden([10])
-        monkeypatch.setattr(rows, "use_triton", lambda pages: True)
+        expected = hidden(model, [10])
+        monkeypatch.setattr(dispatch, "use_triton", lambda pages: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
-        torch.testing.assert_close(hidden([6, 1, 3]), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(hidden(model, [6, 1, 3]), expected, rtol=1e-4, atol=1e-5)

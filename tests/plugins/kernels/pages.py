@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.plugins.kv_pages import write_rows
-from d2sd.plugins.kv_pages.triton.launch import fused_write_rows
+from d2sd.plugins.kv_pages.reference import write_pages_reference
+from d2sd.plugins.kv_pages.triton.launch import write_pages_triton
 from tests.plugins.kernels.calls import DEVICE
 from tests.plugins.test_kv_pages import KEEP, PATH, POSITIONS, TABLE
 
@@ -18,9 +18,9 @@ def written(fused: bool, k: Tensor, v: Tensor, stored: torch.dtype, *more: Tenso
     if fused:
         pages = pages.to(DEVICE)
         given = [None if x is None else x.to(DEVICE) for x in (TABLE, POSITIONS, KEEP, *more)]
-        fused_write_rows(k.to(DEVICE), v.to(DEVICE), pages[0], pages[1], *given)  # type: ignore[arg-type]
+        write_pages_triton(k.to(DEVICE), v.to(DEVICE), pages[0], pages[1], *given)  # type: ignore[arg-type]
     else:
-        write_rows(k, v, pages[0], pages[1], TABLE, POSITIONS, KEEP, *more)
+        write_pages_reference(k, v, pages[0], pages[1], TABLE, POSITIONS, KEEP, *more)
     k_bytes, v_bytes = pages.cpu().view(torch.uint8)[:, :, 1:]
     return k_bytes, v_bytes
 
@@ -43,7 +43,7 @@ def test_equals_specification(dtype: torch.dtype, path: Tensor | None) -> None:
 
 
 def test_layers_may_lie_apart() -> None:
-    """A part of longer rows, as the debts of a drafter are paid."""
+    """A slice of longer rows, as pending context is flushed."""
     k, v = (torch.cat([x, x], dim=1)[:, 1:3] for x in rows(4, torch.float32))
     assert not k.is_contiguous()
     assert_equal(k, v, torch.float32)

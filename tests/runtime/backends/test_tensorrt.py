@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from d2sd.errors import BundleError
-from d2sd.modeling.rows import KVPool, Rows
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.rows import Rows
 from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, VERSION
+from d2sd.policies import PolicyName
 from d2sd.runtime.backends import tensorrt
 from d2sd.runtime.backends import tensorrt_checks as tensorrt_check
 from d2sd.runtime.backends.exported import GraphDrafter, IOSpec, drafter_surface, target_surface
@@ -25,7 +27,7 @@ from d2sd.runtime.backends.tensorrt import EngineSession, engine_runner
 from d2sd.runtime.backends.tensorrt_checks import Device, EngineFile, unfit
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits
-from d2sd.runtime.speculation.policy import PolicyName, make_policy
+from d2sd.runtime.speculation.policy import make_policy
 from d2sd.tensorrt_env import TensorRT
 from tests.runtime import fake_tensorrt
 from tests.runtime.fake_engines import PAGE, RECIPE, TRT, drafter_engine, target_engine
@@ -210,7 +212,7 @@ def test_what_a_drafter_passes_lies_on_its_device() -> None:
     graph = GraphDrafter(first, Asked(), PAGE)  # type: ignore[arg-type]
     with torch.device("meta"):
         table, lengths = torch.zeros(3, 2, dtype=torch.long).t(), torch.zeros(2, dtype=torch.long)
-        pool = KVPool(body.num_layers, 3, PAGE, body.num_kv_heads, body.head_dim, torch.float32, "meta")
+        pool = KVPool.for_body(body, 3, PAGE, torch.float32, "meta")
         graph.draft(torch.zeros(2, SIZE, 32), Rows.chain(SIZE, table, lengths), pool)
         graph.context_keys_values(torch.zeros(1, 4, width), torch.zeros(4, 1, dtype=torch.long).t())
 

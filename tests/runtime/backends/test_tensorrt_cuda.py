@@ -16,7 +16,8 @@ from d2sd.convert.engines.worker import Job
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.rows import KVPool, Rows
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.rows import Rows
 from d2sd.plugins.cascade_attention.onnx import VERSION
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.backends.tensorrt import engine_runner
@@ -90,8 +91,7 @@ def context(model: Decoder | Drafter, lengths: list[int]) -> tuple[KVPool, KVPoo
     """Noise in all pages of two requests, on the CPU and on the GPU, and the page table."""
     body = model.config.body
     pool, table = pool_for(body, len(lengths), 24, page_size=PAGE, dtype=torch.float16)
-    shape = body.num_layers, len(pool.k[0]), PAGE, body.num_kv_heads, body.head_dim
-    there = KVPool(*shape, dtype=torch.float16, device="cuda")
+    there = KVPool.for_body(body, len(pool.k[0]), PAGE, torch.float16, "cuda")
     for kind, (pages, copy) in enumerate(((pool.k, there.k), (pool.v, there.v))):
         pages.copy_(torch.randn(pages.shape, generator=torch.Generator().manual_seed(kind)))
         copy.copy_(pages)

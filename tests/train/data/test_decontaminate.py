@@ -11,8 +11,8 @@ import pytest
 
 from d2sd.train.data.decontaminate import PromptFilter, near_duplicates, runs, words
 from d2sd.train.data.prompts import Job
+from tests.data import DATA
 
-SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 #: The promise: no thirteen words in a row of an evaluation prompt, nor all of one that is shorter.
 N = 13
 
@@ -66,11 +66,11 @@ def disguised(text: str, draw: random.Random) -> str:
     return f"Kindly tell me about zebras first. {shouted} -- and quietly hum a sea shanty."
 
 
-@pytest.mark.skipif(not (SHARED / "eval").is_dir(), reason="the evaluation prompts are not here")
+@pytest.mark.skipif(not (DATA / "eval").is_dir(), reason="no prompt sets in data/: see `make data`")
 def test_what_is_kept_is_disjoint_from_every_real_evaluation_prompt() -> None:
-    excluded = list(asked(SHARED / "eval"))
+    excluded = list(asked(DATA / "eval"))
     draw = random.Random(0)
-    texts = draw.sample(list(asked(SHARED / "train")), 1200)
+    texts = draw.sample(list(asked(DATA / "train")), 1200)
     planted = [disguised(text, draw) for text in excluded] + excluded
     overlap = Overlap(excluded)
     assert all(map(overlap, planted)), "the check sees what was planted"

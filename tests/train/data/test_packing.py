@@ -23,7 +23,7 @@ from d2sd.train.data.features import TrainingSequence
 from d2sd.train.data.packing import Packed, attend_packed, draw_anchors, pack_blocks
 from d2sd.train.flex_attention import attend_flex, packed_mask
 from d2sd.train.objectives.loss import block_hidden
-from tests.tiny import full_pass, random_tokens, tiny_decoder, tiny_drafter
+from tests.tiny import random_tokens, tiny_decoder, tiny_drafter
 from tests.train.helpers import BLOCK
 
 # Shape letters: B sequences, A blocks of each, G block size γ, S tokens, Hq/Hkv heads, D head size.
@@ -44,7 +44,7 @@ UNCOMPILED = pytest.mark.filterwarnings("ignore:flex_attention called without to
 def sequence(length: int = LENGTH, prompt: int = 1) -> TrainingSequence:
     """Random text, and what the target makes of it in fp32."""
     tokens = random_tokens(TARGET, 1, length, seed=length)
-    out = full_pass(TARGET, tokens, aux_layer_ids=DRAFTER.config.target_layer_ids)
+    out = TARGET.full_pass(tokens, aux_layer_ids=DRAFTER.config.target_layer_ids)
     return TrainingSequence(tokens[0], prompt, out.features[0], out.hidden[0])
 
 

@@ -103,7 +103,7 @@ def test_a_line_that_is_no_turn_is_named(tmp_path: Path, line: str) -> None:
         take_turns(PLAN, tmp_path)
 
 
-def test_the_same_prompts_are_kept_in_whatever_order_and_by_whomever_the_turns_were_written(tmp_path: Path) -> None:
+def test_prompts_kept_do_not_depend_on_the_order_of_the_turns_or_their_writer(tmp_path: Path) -> None:
     """Of two near-duplicates the one earlier in the plan stays, not the one written first."""
     own = SelfWritten(name="own", count=40, openings=["Tell me at length about"])
     plan = plan_prompts([(FILE, None)], data(self_written=[own]))

@@ -1,0 +1,139 @@
+"""The DFlash layout of a drafter: a `config.json` with the body at the top level and a `dflash_config`.
+
+Read: z-lab, ModelOpt and SpecForge write it, with differences that do not affect the forward pass except for the role,
+so one strict reader serves all three. A key that the reader does not know is refused: it may change what tensors mean.
+
+Written: z-lab's spelling, with every field, because readers fill gaps with defaults of their own. Edge-LLM alone would
+take block size 16, mask 248070, layers 1, 8, 15, 22, 29 and a causal block. There is no embedding and no head: they are
+the target's. A second drafter is marked by `training_mode: vp_drafter`, as SpecForge does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import torch
+
+from d2sd.convert.checkpoint.backbone import INERT, READ, body_fields, read_body
+from d2sd.convert.checkpoint.hf_config import MAX_LAYERS, MAX_SIZE, HFConfig, rope_fields
+from d2sd.convert.checkpoint.layer_ids import fault, from_convention, to_convention, usual_ids
+from d2sd.convert.checkpoint.roles import TRAINING, read_role
+from d2sd.convert.checkpoint.unsupported import KEYS
+from d2sd.errors import CheckpointError
+from d2sd.modeling.config import DrafterConfig, Role
+
+#: `architectures` of SpecForge drafters whose config was a copy of a Qwen3 target's.
+TARGETS_OWN = "Qwen3ForCausalLM"
+_TOP = READ | INERT | KEYS | {"architectures", "block_size", "num_target_layers", "dflash_config"}
+_INSIDE = (
+    KEYS
+    | TRAINING
+    | {
+        "mask_token_id", "target_layer_ids", "block_size", "num_target_layers",
+        "mask_token",  # the id is what counts: the tokenizer may not know the token
+    }
+)  # fmt: skip
+
+
+def read_layout(config: HFConfig, declared: Role | None = None) -> DrafterConfig:
+    """Read a config of the DFlash layout, layer ids in the file's order; raises `CheckpointError`.
+
+    `declared` is the role of a drafter that does not say its own.
+    """
+    dflash = config.part("dflash_config")
+    for part, known in ((config, _TOP), (dflash, _INSIDE)):
+        refuse_unknown(part, known)
+    config.only("architectures", ["DFlashDraftModel"], [TARGETS_OWN])
+    # Qwen3.5 drafters keep these two inside dflash_config.
+    block_size = _either(config, dflash, "block_size", MAX_SIZE)
+    num_target_layers = _either(config, dflash, "num_target_layers", MAX_LAYERS)
+    body = read_body(config)
+    role, base = read_role(dflash, declared)
+    return DrafterConfig(
+        body=body,
+        vocab_size=config.size("vocab_size"),
+        block_size=block_size,
+        mask_token_id=mask_id(dflash, config.size("vocab_size")),
+        target_layer_ids=_layer_ids(dflash, body.num_layers, num_target_layers),
+        num_target_layers=num_target_layers,
+        role=role,
+        prefix_weight_base=base,
+    )
+
+
+def refuse_unknown(config: HFConfig, known: frozenset[str] | set[str]) -> None:
+    """Refuse a key outside `known`."""
+    unknown = sorted(config.values.keys() - known)
+    if unknown:
+        raise config.refuse("A drafter's config key is unknown, and may change its meaning.", unknown[0], "no such key")
+
+
+def mask_id(config: HFConfig, vocab_size: int) -> int:
+    """Read mask_token_id: of the config alone, because a tokenizer's mask token may be another one."""
+    value = config.get("mask_token_id", int)
+    if not 0 <= value < vocab_size:
+        raise config.refuse("The mask token is outside the vocabulary.", "mask_token_id", f"0 to {vocab_size - 1}")
+    return value
+
+
+def _layer_ids(dflash: HFConfig, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
+    if dflash.values.get("target_layer_ids") is None:
+        raise CheckpointError(
+            "The config does not list the target layers that the drafter reads.",
+            where=f"{dflash.where}: target_layer_ids", expected="a list of layer ids",
+            fix=f"some readers then take {usual_ids(num_layers, num_target_layers)}; write that into the config if it "
+            "was trained so",
+        )  # fmt: skip
+    ids = from_convention(dflash.integers("target_layer_ids"), "output_of_layer")
+    expected = fault(ids, num_target_layers)
+    if expected:
+        raise dflash.refuse("The target layer ids are wrong.", "target_layer_ids", expected)
+    return ids
+
+
+def _either(config: HFConfig, dflash: HFConfig, key: str, most: int) -> int:
+    """Return a size that may sit at the top level, inside dflash_config, or in both if they agree."""
+    home = config if key in config.values else dflash
+    value = home.size(key, most=most)
+    if key in dflash.values and dflash.size(key) != value:
+        raise dflash.refuse(f"{key} is given twice, with different values.", key, value)
+    return value
+
+
+def config_text(config: DrafterConfig, dtype: torch.dtype, quantization: Mapping[str, object] | None = None) -> str:
+    """The text of `config.json`; `quantization` is its `quantization_config`."""
+    fields = _fields(config) | {"dtype": str(dtype).removeprefix("torch.")}
+    fields |= {} if quantization is None else {"quantization_config": quantization}
+    return json.dumps(fields, indent=2, sort_keys=True) + "\n"
+
+
+def left_to_readers(text: str, config: DrafterConfig) -> list[str]:
+    """Names of fields that decide what `config` is and that `text`, of this layout, leaves to its reader's defaults."""
+    values, ours = json.loads(text), _fields(config)
+    inside, wanted = values["dflash_config"], ours["dflash_config"]
+    assert isinstance(wanted, dict)
+    said = values.keys() | inside.keys()
+    said |= {"rope_theta", "rope_scaling"} if "rope_parameters" in said else set()
+    said |= {"is_causal"} if "causal" in said else set()
+    return [*(key for key in ours if key not in said | INERT), *(f"dflash_config.{k}" for k in wanted if k not in said)]
+
+
+def _fields(config: DrafterConfig) -> dict[str, object]:
+    return {
+        **body_fields(config.body),
+        **rope_fields(config.body.rope),
+        "architectures": ["DFlashDraftModel"],
+        "block_size": config.block_size,
+        "dflash_config": {
+            "block_size": config.block_size,
+            "is_causal": False,
+            "mask_token_id": config.mask_token_id,
+            "num_target_layers": config.num_target_layers,
+            "prefix_weight_base": config.prefix_weight_base,
+            "target_layer_ids": to_convention(config.target_layer_ids, "output_of_layer"),
+            "training_mode": "dflash" if config.role == "first" else "vp_drafter",
+        },
+        "num_target_layers": config.num_target_layers,
+        "vocab_size": config.vocab_size,
+    }

@@ -1,0 +1,69 @@
+"""The public prompt sets that recipes, benchmarks and tests name below `data/`, copied from a folder by hash."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import yaml
+from pydantic import TypeAdapter
+
+from d2sd.errors import D2SDError
+from d2sd.io import sha256
+from d2sd.recipe import SHA256, Part, Positive
+
+LIST = Path(__file__).with_name("prompt_sets.yaml")
+
+
+class PromptSet(Part):
+    """One file of prompts, and where it comes from."""
+
+    #: below `data/`
+    file: str
+    prompts: Positive
+    license: str
+    #: public home of the original, and the file in it
+    source: str
+    #: how the file follows from the original
+    made: str
+    sha256: SHA256
+
+
+def prompt_sets() -> list[PromptSet]:
+    """Every set that d2sd knows."""
+    return TypeAdapter(list[PromptSet]).validate_python(yaml.safe_load(LIST.read_text("utf-8")))
+
+
+def present(data: Path) -> set[str]:
+    """Names of the sets that `data` holds, unchanged."""
+    return {wanted.file for wanted in prompt_sets() if _is(data / wanted.file, wanted)}
+
+
+def fill(data: Path, source: Path) -> list[PromptSet]:
+    """Copy the sets that the folder `source` holds to `data`; return those that it does not hold.
+
+    Raises D2SDError for a file of a set's name with another hash; it is not copied.
+    """
+    if not source.is_dir():
+        raise D2SDError("There is no such folder of prompt sets.", where=source)
+    missing = []
+    for wanted in prompt_sets():
+        found, copy = source / wanted.file, data / wanted.file
+        if not found.is_file():
+            missing.append(wanted)
+            continue
+        if not _is(found, wanted):
+            raise D2SDError(
+                "This is not the prompt set of that name.", where=found, found=sha256(found), expected=wanted.sha256,
+                fix=f"make it from {wanted.source}: {wanted.made}",
+            )  # fmt: skip
+        if not _is(copy, wanted):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            partial = copy.with_name(copy.name + ".partial")
+            shutil.copyfile(found, partial)
+            partial.replace(copy)
+    return missing
+
+
+def _is(path: Path, wanted: PromptSet) -> bool:
+    return path.is_file() and sha256(path) == wanted.sha256

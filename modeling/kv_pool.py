@@ -1,0 +1,63 @@
+"""The paged K/V pool of one model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from d2sd.modeling.config import BodyConfig
+from d2sd.modeling.layers import Attend
+from d2sd.modeling.rows import Rows
+from d2sd.plugins.cascade_attention import AttnMask, PagedContext, cascade_attention
+from d2sd.plugins.kv_pages import write_pages
+
+# Shape letters: B requests, T rows, N positions to write, M pages a request, Z tokens a page, P pages, L layers,
+# Hkv heads, D head size.
+
+
+class KVPool:
+    """Keys and values of committed tokens, of all layers of a model. Page 0 is the scratch page of padding rows.
+
+    FP8 (E4M3) pools have a scale a layer for keys and one for values. Their rows' K/V must be rounded to what the pages
+    hold before they attend (`d2sd.modeling.fp8.Fp8Cache`), so that a row has the same K/V before and after its commit.
+    """
+
+    def __init__(
+        self, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str,
+        fp8: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """`dtype` is that of the pages unless `fp8` gives their scales (k_scale, v_scale), [L] fp32 each."""
+        shape = (layers, pages, page_size, kv_heads, head_dim)
+        stored = dtype if fp8 is None else torch.float8_e4m3fn
+        self.k = torch.zeros(shape, dtype=stored, device=device)  # [L, P, Z, Hkv, D]
+        self.v = torch.zeros(shape, dtype=stored, device=device)
+        self.scales = fp8  # (k_scale, v_scale) of FP8 pages, [L] fp32 each
+        self.page_size = page_size
+
+    @staticmethod
+    def for_body(
+        body: BodyConfig, pages: int, page_size: int, dtype: torch.dtype, device: str,
+        fp8: tuple[Tensor, Tensor] | None = None,
+    ) -> KVPool:  # fmt: skip
+        """A pool for a model of this geometry."""
+        return KVPool(body.num_layers, pages, page_size, body.num_kv_heads, body.head_dim, dtype, device, fp8)
+
+    def write(
+        self, k: Tensor, v: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor, path: Tensor | None = None
+    ) -> None:
+        """Commit rows k, v [L, B, T, Hkv, D]; the other arguments are those of `write_pages`."""
+        write_pages(k, v, self.k, self.v, page_table, positions, keep, path, *(self.scales or ()))
+
+    def attend(self, rows: Rows) -> Attend:
+        """The attention of `rows` over this pool, layer by layer."""
+        attn_mask = AttnMask(rows.attn_mask)
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return cascade_attention(q, k, v, self.context(index, rows), attn_mask)
+
+        return attend
+
+    def context(self, index: int, rows: Rows) -> PagedContext:
+        """The committed context of `rows` in layer `index`."""
+        scales = () if self.scales is None else (self.scales[0][index], self.scales[1][index])
+        return PagedContext(self.k[index], self.v[index], rows.page_table, rows.context_len, *scales)

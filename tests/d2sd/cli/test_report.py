@@ -1,0 +1,154 @@
+"""How commands fail: a message and an exit code, never a traceback, whatever the terminal."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+from rich.table import Table
+
+from d2sd.cli.bench import bench
+from d2sd.cli.main import main
+from d2sd.cli.options import device_option
+from d2sd.cli.report import Reporting, ReportingGroup, printable
+from d2sd.cli.tables import show_table
+from d2sd.errors import D2SDError
+
+#: Runs the command line as its program does; the arguments follow.
+PROGRAM = [sys.executable, "-c", "from d2sd.cli.main import main; main(prog_name='d2sd')"]
+
+
+def failing(error: BaseException) -> Result:
+    @click.group(cls=ReportingGroup)
+    def group() -> None: ...
+
+    @group.command(cls=Reporting)
+    def command() -> None:
+        click.echo("some output")
+        raise error
+
+    alone, below = CliRunner().invoke(command, []), CliRunner().invoke(group, ["command"])
+    assert (alone.exit_code, alone.stderr.splitlines()[-3:]) == (below.exit_code, below.stderr.splitlines()[-3:])
+    assert alone.stdout == "some output\n"
+    return alone
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (D2SDError("What.", where="a\x1b[31mb", found="x"), 2, "error: What.\n  where: a\ufffd[31mb\n  found: x\n"),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "error: No space left on device\n"),
+        (OSError(errno.EACCES, "No", "a\x07"), 2, "error: No\n  where: a\ufffd\n"),
+        (KeyboardInterrupt(), 130, "\ninterrupted\n"),
+        (MemoryError("16 GB"), 2, "error: Out of memory.\n  found: 16 GB\n  fix: lower limits.max_batch\n"),
+        (click.ClickException("Which?"), 1, "Error: Which?\n"),
+        (SystemExit(3), 3, ""),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_an_error_is_a_message_and_an_exit_code(error: BaseException, code: int, text: str) -> None:
+    result = failing(error)
+    assert (result.exit_code, result.stderr) == (code, text)
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), RuntimeError("x" * 10_000), EOFError(), OSError("no number")])
+def test_a_bug_is_called_a_bug_and_shows_its_traceback_on_request(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.delenv("D2SD_DEBUG", raising=False)
+    result = failing(error)
+    assert result.exit_code == 70
+    assert f"internal error: {type(error).__name__}" in result.stderr
+    assert "please report it" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr) < 1000
+    monkeypatch.setenv("D2SD_DEBUG", "1")
+    assert "Traceback" in failing(error).stderr
+
+
+def test_an_interrupt_while_a_command_is_imported_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("d2sd.cli.main.import_module", interrupt)
+    result = CliRunner().invoke(main, ["build", "x.yaml"])
+    assert (result.exit_code, result.stderr) == (130, "\ninterrupted\n")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["build", "--help"]], ids=" ".join)
+def test_a_full_stdout_is_a_message(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*PROGRAM, *arguments], check=False, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
+
+
+def test_a_terminal_without_unicode_gets_escapes(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    program = (
+        "import click; from rich.console import Console; from d2sd.cli.report import Reporting\n"
+        "@click.command(cls=Reporting)\ndef run(): Console().print('✓ \\ud800')\nrun()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "\\u2713 \\ud800\n"), done.stderr
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800", "loop", "x" * 300])
+@pytest.mark.parametrize("command", [["inspect"], ["build"], ["build", "--plan"], ["calibrate", "--out", "o"]])
+def test_a_path_that_cannot_be_a_file_is_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    result = CliRunner().invoke(main, [*command, path])
+    assert result.exit_code == 2, result.output
+    assert "rror: " in result.stderr
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    assert printable("a\tb\nc\x1b]0;title\x07\x9b2J\x7f d²é✓") == "a\tb\nc\ufffd]0;title\ufffd\ufffd2J\ufffd d²é✓"
+
+
+def test_a_narrow_terminal_cuts_no_name() -> None:
+    console = Console(width=20, file=io.StringIO())
+    table = Table("model", "parameters", "on disk")
+    table.add_row("drafter_second", "134,515,008", "538.1 MB")
+    show_table(table, console)
+    assert "drafter_second │ 134,515,008 │ 538.1 MB │" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("method", ["chain:x", "chain:", "chain:1", "chain:4097", "chain:" + "9" * 5000, "chain:²"])
+def test_rows_of_a_method_are_checked(method: str) -> None:
+    result = CliRunner().invoke(bench, ["nowhere", "--methods", method])
+    assert result.exit_code == 2
+    assert "must be an integer from 2 to 4096, as in chain:16" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("device", ["", "foo", "mps", "meta", "cuda:", "cuda:x", "cuda:-1", "cuda:99", "CPU"])
+def test_a_device_that_does_not_exist_is_refused_before_work_begins(device: str) -> None:
+    @click.command(cls=Reporting)
+    @device_option
+    def run(device: str) -> None:
+        raise AssertionError(device)
+
+    result = CliRunner().invoke(run, ["--device", device])
+    assert result.exit_code == 2
+    assert f"error: No such device.\n  where: device\n  found: {device!r}\n  expected: cpu" in result.stderr
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (1, "cuda"), (2, "cuda:1")])
+def test_a_device_that_exists_is_taken(monkeypatch: pytest.MonkeyPatch, gpus: int, device: str) -> None:
+    @click.command(cls=Reporting)
+    @device_option
+    def run(device: str) -> None:
+        click.echo(device)
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert CliRunner().invoke(run, ["--device", device]).stdout == f"{device}\n"

@@ -1,0 +1,69 @@
+"""The examples run as they are shown, on a tiny bundle."""
+
+from __future__ import annotations
+
+import io
+import re
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.d2sd.serve.conftest import build_tiny
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+Run = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny(tmp_path_factory.mktemp("examples"), limits={"max_batch": 2, "max_context": 448})
+
+
+@pytest.fixture
+def run(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run an example on the bundle, `typed` at its prompt; return the lines that it prints."""
+
+    def run(name: str, typed: str = "") -> list[str]:
+        monkeypatch.setattr("sys.argv", [name, str(bundle)])
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_generate(run: Run) -> None:
+    lines = [line for line in run("generate.py") if line]
+    assert len(lines) == 4
+    assert all(line.endswith("tokens per step]") for line in lines[1::2])
+
+
+def test_chat_stream(run: Run) -> None:
+    first, second, end = run("chat_stream.py", "w5 w7\nw9\n\n")
+    assert first.startswith("> w")
+    assert second.startswith("> w")
+    assert end == "> "
+
+
+def test_bench_policies(run: Run) -> None:
+    lines = run("bench_policies.py")
+    assert [line.split()[0] for line in lines] == ["off", "chain", "d2sd", "hybrid"]
+    assert all(line.endswith("same tokens as plain decoding") for line in lines)
+    assert "  1.00 tokens per step" in lines[0]
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"generate", "chat_stream", "bench_policies"}
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/index.md", "docs/python.md"])
+def test_python_of_the_documents(document: str, bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text("utf-8"), flags=re.S)
+    assert blocks
+    for block in blocks:
+        assert "bundles/smollm2-135m" in block
+        exec(compile(block.replace("bundles/smollm2-135m", str(bundle)), document, "exec"), {})
+        assert capsys.readouterr().out.startswith("w")
