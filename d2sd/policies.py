@@ -10,6 +10,8 @@ from typing import Literal, get_args
 
 PolicyName = Literal["off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid"]
 NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
+#: A drafter in files, logs and messages; `DrafterRole` is its index.
+DrafterName = Literal["first", "second"]
 
 #: Nodes of the largest tree: its mask has N² entries a request, and a larger one is never worth its verification.
 MAX_NODES = 1024

@@ -24,8 +24,8 @@ STEPS: tuple[tuple[str, ...], ...] = (
     FOUNDATION, ("plugins",), ("modeling",), ("runtime",), ("convert", "integrations"), ("train", "serve", "bench"),
     ("cli",),
 )  # fmt: skip
-#: Within a step: training measures its pairs as a benchmark does.
-SIDEWAYS = {("train", "bench")}
+#: Allowed within a step.
+SIDEWAYS: set[tuple[str, str]] = set()
 ROOMS = (*chain(*STEPS[1:]), "viz")
 #: d2sd/NAME is a link to NAME.
 TOP_ROOMS = ("plugins", "modeling", "runtime", "convert", "train")
