@@ -45,7 +45,7 @@ POINTS = {
     "saving the second": (["second"], "d2sd.train.state.save_file", 1),
     "writing the second": (["second"], "d2sd.convert.checkpoint.drafter.write_tensors", 2),
     "evaluating the pair": (["evaluation"], "d2sd.train.pipeline.evaluate.measure_cell", 2),
-    "calibrating": (["calibration"], "d2sd.train.confidence.fit.observe", 9),
+    "calibrating": (["calibration"], "d2sd.runtime.observe.observe", 9),
 }
 #: One of each kind of work; the others interrupt the same work elsewhere.
 FAST = {"answering", "training the first", "saving the second", "evaluating the pair"}
