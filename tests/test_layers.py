@@ -25,7 +25,6 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ("cli",),
 )  # fmt: skip
 #: Allowed within a step.
-SIDEWAYS: set[tuple[str, str]] = set()
 ROOMS = (*chain(*STEPS[1:]), "viz")
 #: d2sd/NAME is a link to NAME.
 TOP_ROOMS = ("plugins", "modeling", "runtime", "convert", "train")
@@ -97,11 +96,10 @@ def allowed(room: str) -> set[str]:
     """Rooms that a room may import, itself included."""
     if room == "viz":
         return {"viz", *FOUNDATION}
-    below, step = next((STEPS[:place], step) for place, step in enumerate(STEPS) if room in step)
+    below = next(STEPS[:number] for number, step in enumerate(STEPS) if room in step)
     drawn = {"viz"} if room in ("train", "serve", "bench", "cli") else set()
-    beside = set(FOUNDATION) if room in FOUNDATION else {other for one, other in SIDEWAYS if one == room}
-    assert beside <= set(step)
-    return {room, *chain(*below), *beside, *drawn}
+    same_step = set(FOUNDATION) if room in FOUNDATION else set()
+    return {room, *chain(*below), *same_step, *drawn}
 
 
 @pytest.mark.parametrize("room", [*FOUNDATION, *ROOMS])
