@@ -7,7 +7,7 @@ BUNDLE := bundles/smollm2-135m
 CONSTRAINTS := constraints/tested.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: demo test test-slow lint verify gpu-suite kernels consumers bench train ablation train-gpu data data-wheel wheel clean
+.PHONY: demo test test-slow lint verify gpu-suite kernels consumers bench train ablation train-gpu data data-wheel wheel docs clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -19,7 +19,7 @@ demo: .venv/demo
 
 ## lint, types, and the tests of every change: minutes, one worker a core (WORKERS=0 for one process)
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
-PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal
+PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=worksteal
 test: lint
 	$(PYTEST) -m "not slow"
 
@@ -81,6 +81,12 @@ ablation: .venv/demo
 ## nine minutes of training on a GPU machine without a package index; benchmarks/train_gpu.sh says what goes before
 train-gpu:
 	sh benchmarks/train_gpu.sh train
+
+## the documentation site in build/site: generated pages are up to date, every link resolves
+docs: .venv/demo
+	$(PIP_INSTALL) --editable ".[docs]"
+	$(BIN)/python docs/generate.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv bundles build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -42,7 +42,7 @@ def compile_kernel(
     Args:
         kernel: a `triton.jit` function.
         types: its run-time arguments in order, such as {"q": "*bf16", "rows": "i32"}. All others of the kernel that
-            are no constant are None. Pointers count as multiples of 16 bytes, as PyTorch and TensorRT give them.
+            are not constants are None. Pointers count as multiples of 16 bytes, as PyTorch and TensorRT give them.
         constants: its `constexpr` arguments.
         capability: 90 for 9.0.
         warps: of a block.
@@ -70,7 +70,7 @@ def compile_kernel(
 
 
 def _largest(pattern: str, log: str) -> int:
-    """ptxas must have said it: silence is no zero."""
+    """The largest number that ptxas reports; a report without any is an error, not 0."""
     found = [int(number) for number in re.findall(pattern, log)]
     assert found, f"ptxas does not say {pattern!r}:\n{log}"
     return max(found)

@@ -92,7 +92,7 @@ def broken(done: Compiled, capability: int) -> list[str]:
     checks = {
         f"more than {most} bytes of shared memory": done.shared > most,
         "registers spill": done.spilled > MOST_SPILLED,
-        "needs scratch memory, which nobody gives it": done.scratch > 0,
+        "needs scratch memory, which the launcher does not pass": done.scratch > 0,
         f"{done.parameters} parameters for {done.arguments} arguments and two scratch pointers": (
             done.parameters != done.arguments + 2
         ),

@@ -24,10 +24,10 @@ from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
 from d2sd.errors import D2SDError
+from d2sd.policies import NAMES, PolicyName
 from d2sd.progress import bar
 from d2sd.prompts import read_prompts
 from d2sd.runtime.request import Request, SamplingParams
-from d2sd.runtime.speculation.policy import NAMES, PolicyName
 
 SETS = ("gsm8k", "humaneval", "mbpp", "mt_bench")
 #: name -> (sampling of the i-th prompt without its seed, share of the prompts used)

@@ -19,14 +19,14 @@ from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.load import load_bundle
 from d2sd.errors import D2SDError
 from d2sd.modeling.drafter import Drafter
+from d2sd.policies import PolicyName
 from d2sd.progress import bar
-from d2sd.runtime.speculation.policy import PolicyName
 from d2sd.train.data.features import cache_features
 from d2sd.train.dist import Dist
 from d2sd.train.init_from_target import drafter_config, first_drafter
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.evaluate import Evaluator, written
-from d2sd.train.pipeline.responses import Answering
+from d2sd.train.pipeline.responses import ResponseGenerator
 from d2sd.train.pipeline.target import pinned_target
 from d2sd.train_recipe import TrainRecipe, TrainSettings, load_train_recipe
 
@@ -76,8 +76,8 @@ def main(recipe: Path, steps: int, out: Path) -> None:
     assert loaded.first is not None
     assert loaded.second is not None
     folder = out / "target"
-    answers = Answering(loaded, pinned_target(loaded, folder, bar), out, Dist(), bar).all()
-    chosen = [answer for answer in answers if len(answer.answer_ids) >= TOKENS][:SEQUENCES]
+    answers = ResponseGenerator(loaded, pinned_target(loaded, folder, bar), out, Dist(), bar).all()
+    chosen = [answer for answer in answers if len(answer.response_ids) >= TOKENS][:SEQUENCES]
     if len(chosen) < SEQUENCES:
         raise D2SDError("too few answers", where=out, found=len(chosen), expected=f"{SEQUENCES} of {TOKENS} tokens")
     bundle = load_bundle(folder, verify=False)  # not the one that has answered

@@ -1,8 +1,22 @@
-"""What each tree policy needs, stated once: recipes, the runtime, benchmarks and pictures ask here. No torch."""
+"""The tree policies and what each one needs, stated once for recipes, runtime and benchmarks. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum, IntEnum
+from types import MappingProxyType
+from typing import Literal, get_args
+
+PolicyName = Literal["off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid"]
+NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
+#: A drafter in files, logs and messages; `DrafterRole` is its index.
+DrafterName = Literal["first", "second"]
+
+#: Nodes of the largest tree: its mask has N² entries a request, and a larger one is never worth its verification.
+MAX_NODES = 1024
+#: Tokens of the longest block; published drafters have 8 to 16.
+MAX_BLOCK_SIZE = 128
 
 
 class FirstPass(Enum):
@@ -18,3 +32,35 @@ class DrafterRole(IntEnum):
 
     FIRST = 0
     SECOND = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFacts:
+    """What is known of a policy without building a tree."""
+
+    first_pass: FirstPass = FirstPass.DRAFTER
+    second_pass: DrafterRole | None = None  # the drafter of the branches; None: no second pass
+    grows: bool = False  # its tree takes a node budget beyond one block
+
+    @property
+    def required_drafters(self) -> tuple[DrafterRole, ...]:
+        """The drafters that run, the first one first."""
+        if self.first_pass is not FirstPass.DRAFTER:
+            return ()
+        if self.second_pass is DrafterRole.SECOND:
+            return DrafterRole.FIRST, DrafterRole.SECOND
+        return (DrafterRole.FIRST,)
+
+
+FACTS: Mapping[PolicyName, PolicyFacts] = MappingProxyType(
+    {
+        "off": PolicyFacts(FirstPass.NONE),
+        "lookup": PolicyFacts(FirstPass.PROMPT_LOOKUP),
+        "chain": PolicyFacts(),
+        "samples": PolicyFacts(grows=True),
+        "reanchor": PolicyFacts(second_pass=DrafterRole.FIRST, grows=True),
+        "d2sd": PolicyFacts(second_pass=DrafterRole.SECOND, grows=True),
+        "ddtree": PolicyFacts(grows=True),
+        "hybrid": PolicyFacts(second_pass=DrafterRole.SECOND, grows=True),
+    }
+)

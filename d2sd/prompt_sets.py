@@ -5,12 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import yaml
-from pydantic import TypeAdapter
-
 from d2sd.errors import D2SDError
-from d2sd.io import sha256
+from d2sd.io import atomic_write, sha256
 from d2sd.recipe import SHA256, Part, Positive
+from d2sd.schema import validated
+from d2sd.yaml_reader import read_yaml
 
 LIST = Path(__file__).with_name("prompt_sets.yaml")
 
@@ -29,9 +28,13 @@ class PromptSet(Part):
     sha256: SHA256
 
 
+class _List(Part):
+    sets: list[PromptSet]
+
+
 def prompt_sets() -> list[PromptSet]:
     """Every set that d2sd knows."""
-    return TypeAdapter(list[PromptSet]).validate_python(yaml.safe_load(LIST.read_text("utf-8")))
+    return validated(_List, read_yaml(LIST), LIST, error=D2SDError).sets
 
 
 def present(data: Path) -> set[str]:
@@ -59,9 +62,8 @@ def fill(data: Path, source: Path) -> list[PromptSet]:
             )  # fmt: skip
         if not _is(copy, wanted):
             copy.parent.mkdir(parents=True, exist_ok=True)
-            partial = copy.with_name(copy.name + ".partial")
-            shutil.copyfile(found, partial)
-            partial.replace(copy)
+            with atomic_write(copy) as partial:
+                shutil.copyfile(found, partial)
     return missing
 
 

@@ -8,16 +8,27 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from typing_extensions import Self
 
 from d2sd.errors import RecipeError, shortened
+from d2sd.policies import FACTS, MAX_BLOCK_SIZE, MAX_NODES, DrafterRole, PolicyName
 from d2sd.schema import validated
 from d2sd.shipped import find_recipe
 from d2sd.yaml_reader import parse_yaml, read_yaml
 
 Precision = Literal["fp32", "bf16", "fp16"]
-Policy = Literal["auto", "off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid"]
+Policy = Literal["auto", PolicyName]
 Builder = Literal["tensorrt-rtx", "tensorrt"]
 Compute = Literal["sm75", "sm80", "sm86", "sm89", "sm120", "sm121", "portable", "native"]
 #: A plain name: it becomes a file or folder name, so it holds no separator and does not start with a dot.
@@ -166,11 +177,11 @@ class Tree(Part):
     #: auto serves the tree whose measured cost pays at each batch size, or none; the others are pinned
     policy: Policy = "auto"
     #: γ, anchor included; what our drafters were trained with
-    block_size: Annotated[int, Field(ge=2)] = 8
+    block_size: Annotated[int, Field(ge=2, le=MAX_BLOCK_SIZE)] = 8
     #: K boundaries re-drafted a step: all of a block of 8, and the row budget decides what is kept
     branches: Positive = 7
     #: most rows verified a request and step; 64 is what a GPU verifies at little more than the cost of one
-    row_budget: Annotated[int, Field(ge=2)] = 64
+    row_budget: Annotated[int, Field(ge=2, le=MAX_NODES)] = 64
 
 
 class Sampling(Part):
@@ -188,17 +199,33 @@ class Sampling(Part):
     max_new_tokens: Positive = 256
 
 
+def _kv_memory(value: object) -> float | int:
+    """A share stays a float; bytes become an int."""
+    if isinstance(value, float) and 0 < value <= 1:
+        return value
+    try:
+        size = TypeAdapter(ByteSize).validate_python(value) if isinstance(value, int | str) else 0
+    except ValidationError:
+        size = 0
+    if size < 2**10:
+        raise ValueError(f"{value!r} is neither a share above 0 and up to 1.0 nor at least 1KiB; write 0.9 or 4GiB")
+    return int(size)
+
+
 class Limits(Part):
     """What memory is laid out for."""
 
     #: requests in flight: beyond a few, plain decoding already fills a CPU
-    max_batch: Positive = 8
+    max_batch: Annotated[int, Field(ge=1, le=4096)] = 8
     #: prompt and answer together, a multiple of page_size: a chat turn of a small model
-    max_context: Positive = 2048
+    max_context: Annotated[int, Field(ge=1, le=2**20)] = 2048
     #: tokens a page: small enough to waste little, large enough for one load
-    page_size: Positive = 16
-    #: prompt tokens a step: short enough that running requests do not stall
-    prefill_chunk: Positive = 128
+    page_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    #: prompt tokens a step, of all requests: few enough that running requests do not stall
+    prefill_chunk: Annotated[int, Field(ge=1, le=16384)] = 128
+    #: memory of the K/V pools: a share of what is free when serving starts (0.9), or bytes (4GiB). With less than all
+    #: requests need, the newest is preempted and recomputed later; absent: enough for max_batch times max_context
+    kv_memory: Annotated[float | int, BeforeValidator(_kv_memory)] | None = None
 
 
 class Checks(Part):
@@ -289,9 +316,10 @@ class Recipe(RecipeFile):
                 f"tree.branches {tree.branches} exceeds the {tree.block_size - 1} boundaries of tree.block_size "
                 f"{tree.block_size}; lower it to at most {tree.block_size - 1}"
             )
-        if tree.policy not in ("auto", "off", "lookup") and self.drafters.first is None:
+        required = () if tree.policy == "auto" else FACTS[tree.policy].required_drafters
+        if DrafterRole.FIRST in required and self.drafters.first is None:
             raise ValueError(f"tree.policy {tree.policy} needs drafters.first; add it or set tree.policy to off")
-        if tree.policy in ("d2sd", "hybrid") and self.drafters.second is None:
+        if DrafterRole.SECOND in required and self.drafters.second is None:
             raise ValueError(f"tree.policy {tree.policy} needs drafters.second; add it or set tree.policy to ddtree")
         if self.drafters.calibration is not None and self.drafters.first is None:
             raise ValueError("drafters.calibration is of drafters, and there are none; remove it")

@@ -1,7 +1,7 @@
-"""The TensorRT there is: TensorRT-RTX from PyPI, which builds without a GPU, or classic TensorRT. One surface for both.
+"""Locates a TensorRT build: TensorRT-RTX from PyPI, which builds without a GPU, or classic TensorRT.
 
-TensorRT-RTX engines are of compute capabilities, or of all that it knows ("portable"), and finished on the machine that
-runs them. Classic engines are of the GPU that builds them ("native").
+TensorRT-RTX engines target compute capabilities, or all that it supports ("portable"), and are finished on the machine
+that runs them. Classic engines target the GPU that builds them ("native").
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from d2sd.errors import BuildError
 
 Builder = Literal["tensorrt-rtx", "tensorrt"]
 _MODULES: dict[Builder, str] = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
-#: What a recipe calls them -> TensorRT-RTX's own names; PORTABLE is to say nothing.
+#: Compute capabilities as recipes name them -> TensorRT-RTX's names. For PORTABLE, none is set.
 COMPUTE = {"sm75": "SM75", "sm80": "SM80", "sm86": "SM86", "sm89": "SM89", "sm120": "SM120", "sm121": "SM121"}
-#: Bytes that addresses must be multiples of, by TensorRT's documentation.
+#: Alignment of tensor addresses in bytes, by TensorRT's documentation.
 ALIGNMENT = 256
 PORTABLE, NATIVE = "portable", "native"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRT:
-    """A module that builds and runs engines."""
+    """An imported TensorRT module."""
 
     name: Builder
     module: Any
@@ -32,18 +32,18 @@ class TensorRT:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """What engines can be built for."""
+        """The compute capabilities that engines can be built for."""
         return (*COMPUTE, PORTABLE) if self.name == "tensorrt-rtx" else (NATIVE,)
 
 
 def find_tensorrt(name: Builder) -> TensorRT:
-    """Import it. Raises `BuildError` saying what to install."""
+    """Import TensorRT. Raises `BuildError`, with the command that installs it."""
     fix = "pip install 'd2sd[engines]'" if name == "tensorrt-rtx" else "install TensorRT 10.14 or later"
     if find_spec(_MODULES[name]) is None:
         raise BuildError(f"Engines need {name}, which is not installed.", where="engines", fix=fix)
     try:
         module = import_module(_MODULES[name])
-    except (ImportError, OSError) as error:  # a library that it lacks, or one of another system
+    except (ImportError, OSError) as error:  # a missing shared library, or one for another system
         raise BuildError(
             f"{name} is installed and cannot be imported.", where="engines", found=error, fix=fix
         ) from None
@@ -51,7 +51,7 @@ def find_tensorrt(name: Builder) -> TensorRT:
 
 
 class ErrorLog:
-    """A logger (`log`) that keeps errors, so that they can be reported where they belong."""
+    """A TensorRT logger (`log`) that collects errors for the exceptions that report them."""
 
     def __init__(self, module: Any) -> None:
         errors: list[str] = []
@@ -66,8 +66,8 @@ class ErrorLog:
 
         self.log, self._errors = Log(), errors
 
-    def told(self) -> str:
-        """All errors since this was last asked."""
-        said = "; ".join(self._errors) or "no reason given"
+    def drain(self) -> str:
+        """All errors since the last call."""
+        messages = "; ".join(self._errors) or "no reason given"
         self._errors.clear()
-        return said
+        return messages

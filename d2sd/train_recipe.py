@@ -78,7 +78,7 @@ class Geometry(Part):
 
 
 class Objective(Part):
-    """What a drafter minimises: the sum of named terms times these weights. `d2sd/train/objectives.py` defines them."""
+    """What a drafter minimises: the sum of named terms times these weights. `train/objectives/` defines them."""
 
     #: how the slots of a block weigh in the slot terms
     slots: Literal["uniform", "decay", "dpace"] = "decay"
@@ -182,7 +182,7 @@ class TrainRecipe(RecipeFile):
     #: the target's, when it answers and gives features; drafters train in fp32 under bf16 autocast
     precision: Precision = "bf16"
     #: requests answered together
-    max_batch: Positive = 64
+    max_batch: Annotated[int, Field(ge=1, le=4096)] = 64
     drafter: Geometry
     data: Data
     #: absent where the first drafter is ready

@@ -51,8 +51,12 @@ def schema_page(model: type[BaseModel], title: str, what: str) -> str:
     comments = {
         name: text for module in (d2sd.recipe, d2sd.train_recipe) for name, text in field_comments(module).items()
     }
-    text = f"# {title}\n\n{NOTE}{what} Unknown keys are errors at every level. Relative paths start at the recipe's folder.\n"
+    text = f"# {title}\n\n{NOTE}{what} Unknown keys are errors at every level. Relative paths start at the recipe's folder.\n"  # noqa: E501
+    shown: dict[str, str] = {}  # mapping -> the path where its keys are listed
     for path, definition in _mappings(schema, schema, ""):
+        if definition["title"] in shown:
+            continue
+        shown[definition["title"]] = path
         about = f"{_first_line(definition)}\n\n" if definition.get("description") else ""
         text += f"\n## {f'`{path}`' if path else 'Top level'}\n\n{about}"
         text += "| key | type | default | meaning |\n|---|---|---|---|\n"
@@ -65,7 +69,9 @@ def schema_page(model: type[BaseModel], title: str, what: str) -> str:
             elif below is not None and field.get("default") is not None:
                 default = "see below"
             meaning = comments.get((definition["title"], key)) or _first_line(below or {})
-            text += f"| `{key}` | {_cell(_type(schema, field))} | {default} | {_cell(meaning)} |\n"
+            first = shown.get(below["title"]) if below is not None else None
+            kind = f"mapping, as `{first}`" if first else _type(schema, field)
+            text += f"| `{key}` | {_cell(kind)} | {default} | {_cell(meaning)} |\n"
     return text
 
 

@@ -11,7 +11,7 @@ Role = Literal["first", "variable_prefix"]
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. `kind` is Hugging Face's rope_type; the rest is used by the kinds named beside it."""
+    """Rotary embedding. `kind` is Hugging Face's rope_type; each other field names the kinds that use it."""
 
     theta: float
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
@@ -63,8 +63,8 @@ class DrafterConfig:
     (the z-lab convention; of the last layer, before the final norm). Slot 0 of a block holds the anchor; slot k
     predicts the token at its own position.
 
-    draft_vocabulary: ascending; the ids among which drafts are chosen, None for all. It spares the rest of the head and
-    changes no tensor: who does not know it runs the same drafter with the whole head. The mask is never among them.
+    draft_vocabulary: ascending; the ids that may be drafted, None for all. It saves the rest of the head and changes no
+    tensor of the checkpoint: other runtimes run the same drafter with the whole head. It never contains the mask.
     """
 
     body: BodyConfig
@@ -80,8 +80,8 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         ids = self.draft_vocabulary
         if ids is not None:
-            assert len(ids) >= 2, "where the second draft may not repeat one token, another must be left"
-            assert list(ids) == sorted(set(ids)), "ids stand in ascending order, each once"
+            assert len(ids) >= 2, "the second draft rejects one token, so two are needed"
+            assert list(ids) == sorted(set(ids)), "ids are ascending and unique"
             assert ids[0] >= 0, "ids are not negative"
             assert ids[-1] < self.vocab_size, "ids are the target's"
-            assert self.mask_token_id not in ids, "a mask is never an answer"
+            assert self.mask_token_id not in ids, "the mask cannot be drafted"

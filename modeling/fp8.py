@@ -2,8 +2,8 @@
 
     y = fp8(x / s_x) · fp8(W / s_w)ᵀ · s_x s_w + b        |fp8(·)| ≤ 448, rounded to nearest even, saturating
 
-A CUDA device multiplies FP8 by FP8 and accumulates in fp32. A CPU multiplies the same values in a wider type that
-represents them exactly, so only the order of the sum and the rounding of the result differ.
+A CUDA device with FP8 tensor cores multiplies FP8 by FP8 and accumulates in fp32. Other devices multiply the same
+values in a wider type that represents them exactly: only the order of the sum and the rounding of the result differ.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from d2sd.plugins.dispatch import use_fp8_gemm
 from d2sd.plugins.fp8 import from_pages, to_pages
 
 
 def carrier(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a model of `dtype` multiplies FP8 values on a CPU. Not FP16: unscaled sums overflow it."""
+    """The type that a model of `dtype` multiplies FP8 values in, without FP8 GEMMs. Unscaled sums overflow FP16."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def carried_product(
     x: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """`Fp8Linear` on a CPU; `weight` holds the FP8 values in the type that `carrier` gives."""
+    """`Fp8Linear` without FP8 GEMMs; `weight` holds the FP8 values in the type that `carrier` gives."""
     product = F.linear(to_pages(x, input_scale).to(weight.dtype), weight)
     wide = product.to(torch.promote_types(product.dtype, torch.float32))
     out = (wide * (input_scale * weight_scale)).to(x.dtype)
@@ -47,7 +48,7 @@ class Fp8Linear(nn.Module):
         self.register_buffer("input_scale", torch.empty((), dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        if not x.is_cuda:
+        if not use_fp8_gemm(x):
             weight = self.weight.to(carrier(x.dtype))
             return carried_product(x, weight, self.input_scale, self.weight_scale, self.bias)
         out: Tensor = torch._scaled_mm(

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.rope import CosSin, rotate
 
-#: attend(layer index, q [B, T, Hq, D], k, v [B, T, Hkv, D]) -> [B, T, Hq, D]: what the rows read beside themselves is
-#: the closure's business: pages at inference (`KVPool.attend`), a whole sequence at once in training.
+#: attend(layer index, q [B, T, Hq, D], k, v [B, T, Hkv, D]) -> [B, T, Hq, D]. The closure holds the context: pages at
+#: inference (`KVPool.attend`), a whole packed sequence in training.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -43,7 +43,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projections around an attention op. Which op runs, and over what, is the caller's business."""
+    """The projections around an attention op that the caller supplies."""
 
     def __init__(self, config: BodyConfig) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Linear layers in oneDNN's blocked layout, for inference on a CPU.
 
-PyTorch sends fp32 products to MKL with the weights as they lie. For the few rows of a decode step oneDNN with weights
-packed once is two to three times faster (36 rows on one core of an AMD EPYC with AVX-512: 119 against 41 GFLOP/s). The
-operators are the ones torch.compile uses. Half precision is left alone: PyTorch sends it to oneDNN itself, where the
-processor can. FP8 weights are converted to what carries them.
+PyTorch multiplies fp32 with MKL and plain weights. For the few rows of a decode step oneDNN with weights packed once is
+two to three times faster (36 rows on one core of an AMD EPYC with AVX-512: 119 against 41 GFLOP/s). The operators are
+those torch.compile uses. Half precision is not packed: PyTorch uses oneDNN for it already, where the processor can.
+FP8 weights are converted once to the type in which they are multiplied.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ class PackedFp8Linear(nn.Module):
 def pack(model: Decoder | Drafter) -> None:
     """Replace every linear layer of a CPU model in place, and give a decoder's head a packed copy.
 
-    Packing twice is fine. Afterwards `state_dict` lacks the replaced weights: a packed model serves, and does nothing
-    else.
+    Packing twice is fine. Afterwards `state_dict` lacks the replaced weights: a packed model can only serve.
     """
     weight = next(model.parameters(), None)
     if weight is None:
@@ -67,6 +66,6 @@ def pack(model: Decoder | Drafter) -> None:
 
 
 def reduced_head(target: Decoder, ids: Tensor) -> Callable[[Tensor], Tensor]:
-    """The target's head over `ids [Vd]` alone: [..., E] -> [..., Vd]. A copy of its rows, packed where the head is."""
+    """The target's head over `ids [Vd]`: [..., E] -> [..., Vd]. A copy of its rows, packed where the head is."""
     weight = target.head.detach()[ids]
     return partial(F.linear, weight=weight) if target.packed_head is None else PackedLinear(weight)

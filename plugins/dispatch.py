@@ -20,6 +20,8 @@ HEAD_STEP = 16
 LARGEST_HEAD = 256
 #: Types of queries, and of pages that are not FP8.
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
+#: Older devices have neither FP8 tensor cores nor an instruction that converts from E4M3.
+FP8_CAPABILITY = (8, 9)
 NO_FALLBACK = "D2SD_NO_FALLBACK"
 
 
@@ -31,14 +33,30 @@ def use_triton(pages: torch.Tensor) -> bool:
     if pages.device.type != "cuda":
         return False
     reason = unsupported(pages.shape[-1], pages.dtype, torch.cuda.get_device_capability(pages.device))
-    if reason is None:
+    return reason is None or _fall_back("attention", reason)
+
+
+def use_fp8_gemm(x: torch.Tensor) -> bool:
+    """Whether FP8 linear layers multiply FP8 by FP8 for this input, rather than the same values in a wider type.
+
+    Raises `D2SDError` for a CUDA device without FP8 tensor cores, under `D2SD_NO_FALLBACK=1`.
+    """
+    if x.device.type != "cuda":
+        return False
+    capability = torch.cuda.get_device_capability(x.device)
+    if capability >= FP8_CAPABILITY:
         return True
+    return _fall_back("FP8 matrix multiplication", f"it needs compute capability 8.9, this is {capability}")
+
+
+def _fall_back(what: str, reason: str) -> bool:
+    """False, after a warning; raises `D2SDError` where falling back is forbidden."""
     if os.environ.get(NO_FALLBACK) == "1":
         raise D2SDError(
-            "Attention would run as plain PyTorch on this GPU.", where=f"{NO_FALLBACK}=1", found=reason,
-            fix=f"unset {NO_FALLBACK} to run it that way, slower",
+            f"{what[0].upper()}{what[1:]} would run as plain PyTorch on this GPU.", where=f"{NO_FALLBACK}=1",
+            found=reason, fix=f"unset {NO_FALLBACK} to run it that way, slower",
         )  # fmt: skip
-    _warn_once(reason)
+    _warn_once(what, reason)
     return False
 
 
@@ -50,13 +68,12 @@ def unsupported(size: int, dtype: torch.dtype, capability: tuple[int, int]) -> s
     if size % HEAD_STEP or not 0 < size <= LARGEST_HEAD:
         return f"head size {size} is not a multiple of {HEAD_STEP} up to {LARGEST_HEAD}"
     if dtype == torch.float8_e4m3fn:
-        # Older devices have no instruction that converts from E4M3.
-        return None if capability >= (8, 9) else f"FP8 pages need compute capability 8.9, this is {capability}"
+        return None if capability >= FP8_CAPABILITY else f"FP8 pages need compute capability 8.9, this is {capability}"
     if dtype not in TYPES:
         return f"pages of {dtype}"
     return None if capability >= (8, 0) else f"compute capability {capability} is below 8.0"
 
 
 @cache
-def _warn_once(reason: str) -> None:
-    print(f"d2sd: attention runs as plain PyTorch on this GPU: {reason}", file=sys.stderr, flush=True)
+def _warn_once(what: str, reason: str) -> None:
+    print(f"d2sd: {what} runs as plain PyTorch on this GPU: {reason}", file=sys.stderr, flush=True)

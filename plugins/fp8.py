@@ -1,10 +1,10 @@
-"""What an FP8 (E4M3) page makes of a key or a value, and what is read back.
+"""Rounding to FP8 (E4M3) with a scale, and back: K/V pages, and weights and inputs of FP8 layers.
 
     written   f = fp8(x / s)         |f| ≤ 448, rounded to nearest even, saturating; divided in fp32
     read      y = (f · s) in the model's type                one scale s a layer for keys, one for values
 
-Reading back and writing again changes nothing that is read: y / s lies nearer to f than to any other FP8 number. So a
-row whose K/V were rounded this way before it was committed (`d2sd.modeling.fp8.Fp8Cache`) reads the same afterwards.
+Writing y again stores the same f, because y / s is nearer to f than to any other E4M3 number (in FP16 for s >= 2^-15).
+So K/V that were rounded this way before they attended (`d2sd.modeling.fp8.Fp8Cache`) do not change when committed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Largest E4M3 number.
+#: The largest E4M3 number.
 LARGEST = 448.0
 
 
@@ -22,5 +22,5 @@ def to_pages(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def from_pages(pages: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """FP8 numbers times `scale`, rounded once to `dtype`."""
+    """E4M3 numbers times `scale`, rounded once to `dtype`."""
     return (pages.float() * scale).to(dtype)

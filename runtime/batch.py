@@ -1,22 +1,89 @@
-"""The requests of one decode step, as the executors and the policies see them."""
+"""Host state to device tensors: the inputs of a decode step and of a prefill, padded to their buckets."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from d2sd.runtime.buckets import bucket, prefill_rows
+from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sequence import Sequence
 
-# Shape letters: B requests, M pages a request (both buckets).
+# Shape letters: B requests (a bucket), T rows of a prompt chunk, M pages a request.
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows past the last request are padding and are never committed."""
+    """The requests of one decode step. Rows past the last request are padding and are never committed."""
 
     anchor: Tensor  # [B] int64
     page_table: Tensor  # [B, M] int64
     context_len: Tensor  # [B] int64, the anchor's position
     active: Tensor  # [B] bool
     sampling: Sampling
+
+    @staticmethod
+    def pack(sequences: SequenceOf[Sequence], vocab_size: int, device: str) -> Batch:
+        """The inputs of a decode step over `sequences`, padded to the batch bucket."""
+        size = bucket(len(sequences))
+        padding = [0] * (size - len(sequences))
+        params = [s.request.sampling for s in sequences] + [SamplingParams()] * len(padding)
+        return Batch(
+            anchor=torch.tensor([s.anchor for s in sequences] + padding, device=device),
+            page_table=page_table(sequences, size, device),
+            context_len=torch.tensor([s.cached for s in sequences] + padding, device=device),
+            active=torch.arange(size, device=device) < len(sequences),
+            sampling=Sampling.of(params, vocab_size, device),
+        )
+
+    @staticmethod
+    def dummy(size: int, pages: int, context_len: int, vocab_size: int, device: str) -> Batch:
+        """`size` greedy requests of `context_len` tokens in `pages` pages, all of them page 0: for timing a step."""
+        zeros = torch.zeros(size, dtype=torch.long, device=device)
+        return Batch(
+            anchor=zeros,
+            page_table=zeros[:, None].expand(-1, pages),
+            context_len=zeros + context_len,
+            active=zeros.bool(),
+            sampling=Sampling.of([SamplingParams()] * size, vocab_size, device),
+        )
+
+
+class PrefillInputs(NamedTuple):
+    """The arguments of `ModelRunner.prefill`."""
+
+    tokens: Tensor  # [B, T] int64
+    length: Tensor  # [B] int64, tokens of each request's chunk; the rest of T is padding
+    page_table: Tensor  # [B, M] int64
+    context_len: Tensor  # [B] int64, tokens computed before this chunk
+
+
+def prefill_inputs(chunks: SequenceOf[tuple[Sequence, int]], max_rows: int, device: str) -> PrefillInputs:
+    """The next `count` prompt tokens of each (sequence, count), padded to a bucket of at most `max_rows` rows."""
+    size = bucket(len(chunks))
+    padding = [0] * (size - len(chunks))
+    rows = prefill_rows(max(count for _, count in chunks), max_rows)
+    tokens = [s.tokens[s.cached : s.cached + count] + [0] * (rows - count) for s, count in chunks]
+    return PrefillInputs(
+        tokens=torch.tensor(tokens + [[0] * rows for _ in padding], device=device),
+        length=torch.tensor([count for _, count in chunks] + padding, device=device),
+        page_table=page_table([s for s, _ in chunks], size, device),
+        context_len=torch.tensor([s.cached for s, _ in chunks] + padding, device=device),
+    )
+
+
+def page_table(sequences: SequenceOf[Sequence], size: int, device: str) -> Tensor:
+    """[size, M] int64 with M for the longest sequence; unused entries are page 0, the scratch page.
+
+    On a CPU no shape is captured, and attention copies every page of padding: there M is not rounded up to a bucket.
+    """
+    longest = max(len(s.pages) for s in sequences)
+    table = torch.zeros(size, longest if device == "cpu" else bucket(longest), dtype=torch.long)
+    for row, sequence in enumerate(sequences):
+        table[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
+    return table.to(device)

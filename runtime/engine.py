@@ -1,52 +1,28 @@
-"""The step loop: requests join and leave at any step, and every step commits what the target itself would say."""
+"""The engine: requests join and leave a running batch at any step; every committed token is the target's own choice."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-
-import torch
 
 from d2sd.errors import RequestError
 from d2sd.policies import FirstPass
-from d2sd.runtime.backends.model_runner import ModelRunner, Verified
-from d2sd.runtime.batch import Batch
+from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.batch import Batch, prefill_inputs
+from d2sd.runtime.buckets import bucket
+from d2sd.runtime.decode import StepResult, decode_step
+from d2sd.runtime.memory import free_memory, plan_kv_memory
 from d2sd.runtime.policy_selector import Forecast, PolicySelector, profile_step_cost
-from d2sd.runtime.request import Limits, Request, SamplingParams
-from d2sd.runtime.sampling.sample import Sampling, sample_target
-from d2sd.runtime.scheduler import Scheduler
-from d2sd.runtime.sequence import FinishReason, Sequence
-from d2sd.runtime.speculation.accept import Accepted, accept
+from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.scheduler import Scheduler, prefill_calls
+from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.runtime.speculation.draft import Branches, Draft
+from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy
-from d2sd.runtime.speculation.prompt_lookup import lookup
-from d2sd.runtime.speculation.tree import Tree
+from d2sd.runtime.speculation.prompt_lookup import lookup_draft
 from d2sd.runtime.stats import Clock
 from d2sd.runtime.text import Decode, TextStream
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What one step gave one request."""
-
-    sequence: Sequence
-    tokens: tuple[int, ...]
-    text: str  # what became certain; "" without a decoder
-    finish: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True)
-class StepTrace:
-    """The tensors of the last decode step, for whoever wants to draw or count them."""
-
-    sequences: tuple[Sequence, ...]
-    policy: Policy
-    first: Draft | None
-    branches: Branches | None
-    tree: Tree
-    accepted: Accepted
+from d2sd.runtime.trace import StepTrace
 
 
 class Engine:
@@ -62,26 +38,29 @@ class Engine:
     ) -> None:
         """`decode` turns token ids into text; without it outputs carry ids only and stop strings are refused.
 
-        `calibration` straightens what the drafters say of themselves; without it they are taken at their word.
+        `calibration` maps the drafters' probabilities to acceptance probabilities; without it they are used as given.
         """
         self.runner, self.policy, self.limits = runner, policy, limits
         self.selector: PolicySelector | None = None
-        self._calibration = None if calibration is None else calibration.to(runner.device)
+        self.calibration = None if calibration is None else calibration.to(runner.device)
         self.clock = Clock()
+        self.record_trace = False  # set it to find each step's tensors in `trace`, until the next step
         self.trace: StepTrace | None = None
         self._decode = decode
-        self._scheduler = Scheduler(limits, runner.block_size)
+        free = free_memory(runner.device) if isinstance(limits.kv_memory, float) else None
+        self.memory = plan_kv_memory(limits, runner.block_size, runner.page_bytes(limits.page_size), free)
+        runner.allocate(self.memory.pool_pages, limits.page_size)
+        self.scheduler = Scheduler(limits, runner.block_size, self.memory.pool_pages)
         self._next_id = 0
-        runner.allocate(self._scheduler.page_count, limits.page_size)
 
     def enable_auto(
         self, policies: SequenceOf[Policy], forecast: Forecast, advance: Callable[[int], None] = lambda buckets: None
     ) -> None:
         """Measure what a step of each policy costs at each batch size and serve what pays from now on.
 
-        `policies` hold plain decoding and stand in the order of their rows.
+        `policies` include plain decoding and are sorted by their nodes.
         """
-        seconds = profile_step_cost(self.runner, policies, forecast, self.limits, advance)
+        seconds = profile_step_cost(self.runner, policies, forecast, self.limits, advance, self.calibration)
         self.selector = PolicySelector(policies, seconds, forecast)
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -91,14 +70,14 @@ class Engine:
         self.check(request)
         text = TextStream(self._decode, request.stop) if self._decode else None
         sequence = Sequence(self._next_id, request, list(request.prompt), text)
-        self._scheduler.add(sequence)
+        self.scheduler.add(sequence)
         self._next_id += 1
         return sequence
 
     def check(self, request: Request) -> None:
         """Raise RequestError where this engine can never serve the request."""
         self.limits.check(request, self.runner.vocab_size)
-        self._scheduler.check(request)
+        self.scheduler.check(request)
         if request.stop and self._decode is None:
             raise RequestError(
                 "stop strings need a tokenizer", where="stop",
@@ -115,7 +94,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._scheduler.waiting or self._scheduler.running)
+        return bool(self.scheduler.waiting or self.scheduler.running)
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Output]:
         """Submit all or, if one is refused, none; then step until all that was submitted (by anyone) has finished."""
@@ -139,92 +118,57 @@ class Engine:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Output]:
-        """One turn of the loop: prompt chunks, then one draft-and-verify cycle over all sequences that are ready."""
+        """One turn of the loop: prompt chunks, then one decode step over all sequences that are ready."""
         sequences = self.admit()
         if not sequences:
             return []
-        self._prepare(sequences)
-        batch = self._batch(sequences)
-        first = self.draft_first(batch, sequences)
-        branches = self.pick_boundaries(batch, first)
-        second = self.draft_second(batch, branches)
-        tree = self.build_tree(batch, first, branches, second)
-        verified = self.verify(batch, tree)
-        accepted = self.accept(batch, tree, verified)
-        self.commit(batch, verified, accepted)
-        return self.retire(StepTrace(tuple(sequences), self.policy, first, branches, tree, accepted))
+        batch, prompt_lookup = self.prepare(sequences)
+        result = decode_step(self.runner, self.policy, batch, self.calibration, prompt_lookup, self.clock.stage)
+        return self.retire(sequences, result)
 
     def admit(self) -> list[Sequence]:
         """Let requests join, compute their prompts chunk by chunk; returns those ready to decode."""
         with self.clock.stage("prefill"):
-            schedule = self._scheduler.schedule()
-            for sequence, count in schedule.prefill:
-                self._prefill(sequence, count)
+            schedule = self.scheduler.schedule()
+            budget = self.limits.prefill_chunk
+            for chunks in prefill_calls(schedule.prefill, budget, self.runner.max_prefill_requests):
+                self.runner.prefill(*prefill_inputs(chunks, budget, self.runner.device))
+                for sequence, count in chunks:
+                    sequence.cached += count
         return schedule.decode
 
-    def draft_first(self, batch: Batch, sequences: list[Sequence]) -> Draft | None:
-        if self.policy.first_pass is FirstPass.NONE:
-            return None
-        with self.clock.stage("draft_first"):
-            if self.policy.first_pass is FirstPass.PROMPT_LOOKUP:
-                return self._look_up(batch, sequences)
-            draft = self.runner.draft_first(batch, self.policy.topk)
-            return self._calibrated(draft, batch, 0)
+    def prepare(self, sequences: list[Sequence]) -> tuple[Batch, Draft | None]:
+        """Choose the policy of this step, flush its drafters' pending context and upload the step's inputs.
 
-    def pick_boundaries(self, batch: Batch, first: Draft | None) -> Branches | None:
-        if first is None or self.policy.second_pass is None:
-            return None
-        with self.clock.stage("pick_boundaries"):
-            return self.policy.branches(batch, first)
-
-    def draft_second(self, batch: Batch, branches: Branches | None) -> Draft | None:
-        drafter = self.policy.second_pass
-        if branches is None or drafter is None:
-            return None
-        with self.clock.stage("draft_second"):
-            draft = self.runner.draft_second(batch, branches, drafter, self.policy.topk)
-            return self._calibrated(draft, batch, drafter, branches)
-
-    def build_tree(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
-        with self.clock.stage("build_tree"):
-            return self.policy.build(batch, first, branches, second)
-
-    def verify(self, batch: Batch, tree: Tree) -> Verified:
-        with self.clock.stage("verify"):
-            return self.runner.verify(batch, tree)
-
-    def accept(self, batch: Batch, tree: Tree, verified: Verified) -> Accepted:
-        with self.clock.stage("accept"), torch.inference_mode():
-            depths = min(self.runner.block_size, self.policy.num_nodes)
-            return accept(
-                tree, sample_target(verified.logits, tree.depth, batch.context_len, depths, batch.sampling), depths
-            )
-
-    def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
+        Also returns the first draft of a policy that takes it from the text. This part of a step is not captured in a
+        CUDA graph: its shapes and its work vary from step to step.
+        """
+        if self.selector is not None:
+            self.policy = self.selector.choose(bucket(len(sequences)), _temperature(sequences))
         with self.clock.stage("commit"):
-            self.runner.commit(batch, verified, accepted)
+            self.runner.sync_drafters(self.policy.required_drafters)
+        batch = Batch.pack(sequences, self.runner.vocab_size, self.runner.device)
+        if self.policy.first_pass is not FirstPass.PROMPT_LOOKUP:
+            return batch, None
+        with self.clock.stage("draft_first"):
+            texts, slots = [s.tokens for s in sequences], self.runner.block_size - 1
+            return batch, lookup_draft(texts, slots, len(batch.anchor), self.runner.device)
 
-    def retire(self, trace: StepTrace) -> list[Output]:
-        """Read the step's tokens (its only wait for the device), hand them out, and let the finished leave."""
+    def retire(self, sequences: list[Sequence], result: StepResult) -> list[Output]:
+        """Read the step's tokens (the only wait for the device), hand them out and release finished requests."""
         with self.clock.stage("retire"):
             self.clock.steps += 1
-            self.trace = trace
-            accepted = trace.accepted
-            counts, tokens, accepted_branches = (
-                accepted.count.tolist(),
-                accepted.tokens.tolist(),
-                accepted.accepted_branch.tolist(),
-            )
+            self.trace = None
+            if self.record_trace:
+                tensors = result.first, result.branches, result.tree, result.accepted
+                self.trace = StepTrace(tuple(sequences), self.policy, *tensors)
+            rows = result.packed.tolist()[: len(sequences)]
             if self.selector is not None:
-                active = len(trace.sequences)
-                self.selector.update(trace.policy, _temperature(trace.sequences), counts[:active])
+                self.selector.update(self.policy, _temperature(sequences), [count for count, *_ in rows])
             outputs = []
-            for sequence, count, chosen, accepted_branch in zip(
-                trace.sequences, counts, tokens, accepted_branches, strict=False
-            ):
-                sequence.cached += count
-                sequence.stats.record(count, accepted_branch, trace.policy.num_nodes, str(trace.policy))
-                outputs.append(self._take(sequence, chosen[:count]))
+            for sequence, (count, accepted_branch, *tokens) in zip(sequences, rows, strict=True):
+                sequence.stats.record(count, accepted_branch, self.policy.num_nodes, str(self.policy))
+                outputs.append(sequence.append(tokens[:count]))
                 if sequence.finish is not None:
                     self._leave(sequence)
             return outputs
@@ -232,100 +176,9 @@ class Engine:
     def _leave(self, sequence: Sequence) -> None:
         if sequence.pages:
             self.runner.forget(sequence.pages[0])
-        self._scheduler.remove(sequence)
-
-    # -- between host and device ---------------------------------------------------------------------------------------
-
-    def _take(self, sequence: Sequence, tokens: list[int]) -> Output:
-        """Append tokens one by one until one of them ends the answer; the rest of the step's gain is dropped."""
-        request = sequence.request
-        taken, text = [], ""
-        for token in tokens:
-            taken.append(token)
-            sequence.tokens.append(token)
-            if token in request.stop_tokens:
-                sequence.finish = "stop"
-            elif sequence.text is not None:
-                text += sequence.text.feed(token)
-                if sequence.text.stopped:
-                    sequence.finish = "stop"
-            if sequence.finish is None and len(sequence.tokens) >= len(request.prompt) + request.max_new_tokens:
-                sequence.finish = "length"
-            if sequence.finish is not None:
-                break
-        if sequence.finish is not None and sequence.text is not None:
-            text += sequence.text.flush()
-            if sequence.text.stopped:  # perhaps only now: the last characters, held back so far, complete a stop string
-                sequence.finish = "stop"
-        return Output(sequence, tuple(taken), text, sequence.finish)
-
-    def _calibrated(self, draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:
-        if self._calibration is None or not self.policy.uses_probabilities:
-            return draft
-        return self._calibration.apply(draft, batch, drafter, branches)
-
-    def _look_up(self, batch: Batch, sequences: list[Sequence]) -> Draft:
-        """What followed the last time; host work, so this policy is no part of a captured graph."""
-        slots = self.runner.block_size - 1
-        found = [lookup(sequence.tokens, slots) for sequence in sequences]
-        found += [[]] * (len(batch.anchor) - len(found))
-        tokens = torch.tensor([ids or [0] * slots for ids in found], device=self.runner.device)
-        known = torch.tensor([bool(ids) for ids in found], device=self.runner.device)
-        logprob = torch.where(known[:, None], 0.0, float("-inf")).expand(-1, slots)
-        return Draft(tokens.view(-1, slots, 1).long(), logprob[..., None])
-
-    def _prepare(self, sequences: list[Sequence]) -> None:
-        """Choose the tree, and bring the drafters it runs up to date: what is owed differs from step to step."""
-        if self.selector is not None:
-            self.policy = self.selector.choose(_bucket(len(sequences)), _temperature(sequences))
-        with self.clock.stage("commit"):
-            self.runner.sync_drafters(self.policy.required_drafters)
-
-    def _prefill(self, sequence: Sequence, count: int) -> None:
-        """One chunk, padded to its bucket."""
-        device = self.runner.device
-        chunk = sequence.tokens[sequence.cached : sequence.cached + count]
-        padded = min(_bucket(count), self.limits.prefill_chunk)
-        self.runner.prefill(
-            torch.tensor([chunk + [0] * (padded - count)], device=device),
-            torch.tensor([count], device=device),
-            self._page_table([sequence], 1),
-            torch.tensor([sequence.cached], device=device),
-        )
-        sequence.cached += count
-
-    def _batch(self, sequences: list[Sequence]) -> Batch:
-        """Host state to device tensors, padded to the batch bucket."""
-        device = self.runner.device
-        size = _bucket(len(sequences))
-        padding = [0] * (size - len(sequences))
-        params = [s.request.sampling for s in sequences] + [SamplingParams()] * len(padding)
-        return Batch(
-            anchor=torch.tensor([s.anchor for s in sequences] + padding, device=device),
-            page_table=self._page_table(sequences, size),
-            context_len=torch.tensor([s.cached for s in sequences] + padding, device=device),
-            active=torch.arange(size, device=device) < len(sequences),
-            sampling=Sampling.of(params, self.runner.vocab_size, device),
-        )
-
-    def _page_table(self, sequences: list[Sequence], size: int) -> torch.Tensor:
-        """[size, M] with M for the longest; unused entries name page 0, which holds nobody's tokens.
-
-        On a CPU no shape is captured, and every page of padding is copied: there M is no bucket.
-        """
-        longest = max(len(s.pages) for s in sequences)
-        width = longest if self.runner.device == "cpu" else _bucket(longest)
-        table = torch.zeros(size, width, dtype=torch.long)
-        for row, sequence in enumerate(sequences):
-            table[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
-        return table.to(self.runner.device)
+        self.scheduler.remove(sequence)
 
 
 def _temperature(sequences: SequenceOf[Sequence]) -> float:
     """Mean over a batch."""
     return sum(s.request.sampling.temperature for s in sequences) / len(sequences)
-
-
-def _bucket(count: int) -> int:
-    """The next power of two: few shapes to compile or capture, at most half of the work on padding."""
-    return 1 << (count - 1).bit_length()

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.request import Limits, SamplingParams
-from d2sd.runtime.sampling.sample import Sampling, sample_target
-from d2sd.runtime.speculation.accept import accept
+from d2sd.runtime.buckets import buckets
+from d2sd.runtime.decode import decode_step
+from d2sd.runtime.request import Limits
+from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import Off, Policy
 
 #: Tokens a step at T = 0 and at T = 1 by policy name; entry n is with n + 1 rows.
@@ -84,6 +84,7 @@ def profile_step_cost(
     forecast: Forecast,
     limits: Limits,
     advance: Callable[[int], None] = lambda buckets: None,
+    calibration: Calibration | None = None,
 ) -> dict[tuple[Policy, int], float]:
     """Median seconds of a step of every policy that may pay, by batch bucket 1, 2, 4, … up to the limits' batch.
 
@@ -93,13 +94,13 @@ def profile_step_cost(
     (off,) = (policy for policy in policies if isinstance(policy, Off))
     found: dict[tuple[Policy, int], float] = {}
     for bucket in buckets(limits.max_batch):
-        batch = _batch(runner, limits, bucket)
-        plain = found[off, bucket] = _time(runner, off, batch)
+        batch = _dummy_batch(runner, limits, bucket)
+        plain = found[off, bucket] = _time(runner, off, batch, calibration)
         pruned: set[str] = set()
         for policy in policies:
             if policy is off or policy.name in pruned:
                 continue
-            seconds = found[policy, bucket] = _time(runner, policy, batch)
+            seconds = found[policy, bucket] = _time(runner, policy, batch, calibration)
             best = max(max(curve) for curve in forecast.get(policy.name, ([1.0],)))
             if seconds > best * plain:
                 pruned.add(policy.name)
@@ -107,50 +108,23 @@ def profile_step_cost(
     return found
 
 
-def buckets(max_batch: int) -> list[int]:
-    """Powers of two up to the first that holds `max_batch` requests."""
-    return [1 << n for n in range((max_batch - 1).bit_length() + 1)]
-
-
-def _time(runner: ModelRunner, policy: Policy, batch: Batch) -> float:
-    _cycle(runner, policy, batch)
+def _time(runner: ModelRunner, policy: Policy, batch: Batch, calibration: Calibration | None) -> float:
+    """Median seconds of a decode step as the engine serves it; the first run is a warm-up."""
     taken = []
-    for _ in range(_REPEATS):
+    for _ in range(1 + _REPEATS):
         _wait(runner)
         start = time.perf_counter()
-        _cycle(runner, policy, batch)
+        runner.sync_drafters(policy.required_drafters)
+        decode_step(runner, policy, batch, calibration)
         _wait(runner)
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+    return statistics.median(taken[1:])
 
 
-def _cycle(runner: ModelRunner, policy: Policy, batch: Batch) -> None:
-    """What `Engine.step` does on the device."""
-    runner.sync_drafters(policy.required_drafters)
-    first = runner.draft_first(batch, policy.topk) if policy.first_pass is FirstPass.DRAFTER else None
-    branches = policy.branches(batch, first) if first is not None else None
-    second = None
-    if branches is not None and policy.second_pass is not None:
-        second = runner.draft_second(batch, branches, policy.second_pass, policy.topk)
-    tree = policy.build(batch, first, branches, second)
-    verified = runner.verify(batch, tree)
-    depths = min(runner.block_size, policy.num_nodes)
-    chosen = sample_target(verified.logits, tree.depth, batch.context_len, depths, batch.sampling)
-    accepted = accept(tree, chosen, depths)
-    runner.commit(batch, verified, accepted)
-
-
-def _batch(runner: ModelRunner, limits: Limits, bucket: int) -> Batch:
-    """Greedy requests of a usual length, whose pages are all page 0."""
+def _dummy_batch(runner: ModelRunner, limits: Limits, size: int) -> Batch:
+    """Greedy requests of a usual length."""
     pages = limits.pages_for(min(_CONTEXT, limits.max_context)) + 1
-    zeros = torch.zeros(bucket, dtype=torch.long, device=runner.device)
-    return Batch(
-        anchor=zeros,
-        page_table=zeros[:, None].expand(-1, pages),
-        context_len=zeros + (pages - 1) * limits.page_size,
-        active=zeros.bool(),
-        sampling=Sampling.of([SamplingParams()] * bucket, runner.vocab_size, runner.device),
-    )
+    return Batch.dummy(size, pages, (pages - 1) * limits.page_size, runner.vocab_size, runner.device)
 
 
 def _wait(runner: ModelRunner) -> None:

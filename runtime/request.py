@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from d2sd.errors import RequestError
+
+if TYPE_CHECKING:
+    from d2sd.recipe import Limits as RecipeLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +50,21 @@ class Limits:
     max_context: int  # prompt and answer of one request, in tokens
     page_size: int  # tokens a K/V page
     prefill_chunk: int  # prompt tokens computed between two decode steps
-    pages: int | None = None  # pages in the pools; None: enough for max_batch requests of max_context tokens
+    kv_memory: float | int | None = None  # of the K/V pools: a share of the free memory (float), or bytes (int);
+    # None: enough for max_batch requests of max_context tokens
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_context", "page_size", "prefill_chunk", "pages"):
+        for name in ("max_batch", "max_context", "page_size", "prefill_chunk"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value < 1:
                 raise RequestError("a limit is too small", where=f"limits.{name}", found=value, expected="1 or more")
+
+    @staticmethod
+    def of(limits: RecipeLimits, max_batch: int | None = None) -> Limits:
+        """Those of a recipe, perhaps with another `max_batch`."""
+        return Limits(
+            max_batch or limits.max_batch, limits.max_context, limits.page_size, limits.prefill_chunk, limits.kv_memory
+        )
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""

@@ -1,11 +1,15 @@
-"""Who runs in this step: first come, first served; when pages run out the youngest leaves and comes back later."""
+"""Which requests run in this step: first come, first served. Without free pages the newest running request is
+preempted; it is recomputed later.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from d2sd.errors import RequestError
+from d2sd.runtime.buckets import floor_bucket, prefill_rows
 from d2sd.runtime.pages import PageAllocator
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sequence import Sequence
@@ -19,15 +23,30 @@ class Schedule:
     decode: list[Sequence]
 
 
+def prefill_calls(
+    chunks: list[tuple[Sequence, int]], budget: int, max_requests: Callable[[int], int]
+) -> list[list[tuple[Sequence, int]]]:
+    """Group chunks into forward passes: those of one length bucket together, within `budget` rows, padding included.
+
+    `max_requests` tells how many requests the model runner takes in one call of so many rows a request.
+    """
+    calls: list[list[tuple[Sequence, int]]] = []
+    by_rows: dict[int, list[tuple[Sequence, int]]] = {}
+    for sequence, count in chunks:
+        by_rows.setdefault(prefill_rows(count, budget), []).append((sequence, count))
+    for rows, group in by_rows.items():
+        size = floor_bucket(min(budget // rows, max_requests(rows)))
+        calls += [group[start : start + size] for start in range(0, len(group), size)]
+    return calls
+
+
 class Scheduler:
     """Owns the queues and the pages; knows nothing of tensors."""
 
-    def __init__(self, limits: Limits, block_size: int) -> None:
-        """`block_size`: the most tokens a decode step can commit."""
-        self._limits, self._growth = limits, block_size
-        per_request = limits.pages_for(limits.max_context + block_size)
-        self.page_count = 1 + (limits.pages or limits.max_batch * per_request)
-        self.pages = PageAllocator(self.page_count)
+    def __init__(self, limits: Limits, block_size: int, page_count: int) -> None:
+        """A decode step commits at most `block_size` tokens; a pool has `page_count` pages, page 0 included."""
+        self._limits, self._growth, self.page_count = limits, block_size, page_count
+        self.pages = PageAllocator(page_count)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
 
@@ -36,8 +55,9 @@ class Scheduler:
         needed = self._limits.pages_for(len(request.prompt) + request.max_new_tokens + self._growth)
         if needed > self.page_count - 1:
             raise RequestError(
-                "the request needs more pages than there are", where="limits.pages",
-                found=f"{needed} pages needed", expected=f"at most {self.page_count - 1}", fix="raise limits.pages",
+                "the request needs more K/V pages than there are", where="limits.kv_memory",
+                found=f"{needed} pages needed", expected=f"at most {self.page_count - 1}",
+                fix="raise limits.kv_memory, or ask for fewer tokens",
             )  # fmt: skip
 
     def add(self, sequence: Sequence) -> None:

@@ -1,7 +1,8 @@
-"""State of one request in the engine: plain data; whoever changes a field is named beside it."""
+"""State of one request in the engine; the comment of a field names who changes it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,6 +11,16 @@ from d2sd.runtime.stats import SequenceStats
 from d2sd.runtime.text import TextStream
 
 FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step gave one request."""
+
+    sequence: Sequence
+    tokens: tuple[int, ...]
+    text: str  # what became certain; "" without a decoder
+    finish: FinishReason | None
 
 
 @dataclass(slots=True, eq=False)
@@ -22,11 +33,11 @@ class Sequence:
 
     id: int
     request: Request
-    tokens: list[int]  # prompt and answer; grows in retire
-    text: TextStream | None = None  # fed in retire
-    cached: int = 0  # leading tokens whose K/V is in the pools; set by prefill and retire, reset by preemption
+    tokens: list[int]  # prompt and answer; grows in append
+    text: TextStream | None = None  # fed in append
+    cached: int = 0  # leading tokens whose K/V is in the pools; set by prefill and append, reset by preemption
     pages: list[int] = field(default_factory=list)  # the scheduler's
-    finish: FinishReason | None = None  # set by retire and cancel
+    finish: FinishReason | None = None  # set by append and cancel
     stats: SequenceStats = field(default_factory=SequenceStats)
 
     @property
@@ -41,3 +52,26 @@ class Sequence:
     def pending(self) -> int:
         """Context tokens still to be prefilled."""
         return len(self.tokens) - 1 - self.cached
+
+    def append(self, tokens: SequenceOf[int]) -> Output:
+        """Take the tokens that a step committed, up to the one that ends the answer; the rest are dropped."""
+        self.cached += len(tokens)
+        taken, text = [], ""
+        for token in tokens:
+            taken.append(token)
+            self.tokens.append(token)
+            if token in self.request.stop_tokens:
+                self.finish = "stop"
+            elif self.text is not None:
+                text += self.text.feed(token)
+                if self.text.stopped:
+                    self.finish = "stop"
+            if self.finish is None and len(self.tokens) >= len(self.request.prompt) + self.request.max_new_tokens:
+                self.finish = "length"
+            if self.finish is not None:
+                break
+        if self.finish is not None and self.text is not None:
+            text += self.text.flush()
+            if self.text.stopped:  # the last characters, held back until now, complete a stop string
+                self.finish = "stop"
+        return Output(self, tuple(taken), text, self.finish)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from tests.d2sd.serve.conftest import build_tiny
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 Run = Callable[..., list[str]]
 
 
@@ -55,3 +57,13 @@ def test_bench_policies(run: Run) -> None:
 
 def test_every_example_is_tested() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {"generate", "chat_stream", "bench_policies"}
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/index.md", "docs/python.md"])
+def test_python_of_the_documents(document: str, bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text("utf-8"), flags=re.S)
+    assert blocks
+    for block in blocks:
+        assert "bundles/smollm2-135m" in block
+        exec(compile(block.replace("bundles/smollm2-135m", str(bundle)), document, "exec"), {})
+        assert capsys.readouterr().out.startswith("w")

@@ -18,18 +18,13 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-#: Single files of d2sd/.
-FOUNDATION = (
-    "errors", "recipe", "train_recipe", "manifest", "calibration", "policies", "io", "progress", "prompts",
-    "schema", "shipped", "yaml_reader", "extras", "prompt_sets",
-    "tensorrt_env",
-)  # fmt: skip
+#: The foundation: the single files of d2sd/.
+FOUNDATION = tuple(sorted(path.stem for path in (ROOT / "d2sd").glob("*.py") if path.stem != "__init__"))
 STEPS: tuple[tuple[str, ...], ...] = (
     FOUNDATION, ("plugins",), ("modeling",), ("runtime",), ("convert", "integrations"), ("train", "serve", "bench"),
     ("cli",),
 )  # fmt: skip
-#: Within a step: training measures its pairs as a benchmark does.
-SIDEWAYS = {("train", "bench")}
+#: Allowed within a step.
 ROOMS = (*chain(*STEPS[1:]), "viz")
 #: d2sd/NAME is a link to NAME.
 TOP_ROOMS = ("plugins", "modeling", "runtime", "convert", "train")
@@ -101,11 +96,10 @@ def allowed(room: str) -> set[str]:
     """Rooms that a room may import, itself included."""
     if room == "viz":
         return {"viz", *FOUNDATION}
-    below, step = next((STEPS[:place], step) for place, step in enumerate(STEPS) if room in step)
+    below = next(STEPS[:number] for number, step in enumerate(STEPS) if room in step)
     drawn = {"viz"} if room in ("train", "serve", "bench", "cli") else set()
-    beside = set(FOUNDATION) if room in FOUNDATION else {other for one, other in SIDEWAYS if one == room}
-    assert beside <= set(step)
-    return {room, *chain(*below), *beside, *drawn}
+    same_step = set(FOUNDATION) if room in FOUNDATION else set()
+    return {room, *chain(*below), *same_step, *drawn}
 
 
 @pytest.mark.parametrize("room", [*FOUNDATION, *ROOMS])

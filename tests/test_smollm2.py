@@ -28,7 +28,7 @@ POLICIES: tuple[Policy, ...] = ("lookup", "chain", "samples", "reanchor", "d2sd"
 EVAL = DATA / "eval"
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -18,7 +18,7 @@ from d2sd.recipe import Recipe, load_recipe
 from tests.tiny import in_fp8, tiny_decoder, tiny_drafter
 
 pytest.importorskip("tensorrt_rtx", reason="the extra engines is not installed")
-pytestmark = [pytest.mark.slow, pytest.mark.engines, pytest.mark.export, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.engines, pytest.mark.export, pytest.mark.timeout(1500)]
 COMPUTE = ("portable", "sm89", "sm120")
 ROOT = Path(__file__).parents[1]
 

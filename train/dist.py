@@ -1,4 +1,4 @@
-"""The processes that train together: one alone, or those that `torchrun` started."""
+"""Data-parallel training processes: one alone, or those that `torchrun` started."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from d2sd.errors import D2SDError
 
-#: Others wait while the first process computes features or evaluates, which may take hours.
+#: The others wait while the main process computes features or evaluates, which may take hours.
 _PATIENCE = timedelta(days=7)
 
 
 @dataclass(frozen=True, slots=True)
 class Dist:
-    """`torchrun --nproc-per-node N` sets what `join` reads."""
+    """`torchrun --nproc-per-node N` sets what `init` reads."""
 
     rank: int = 0
     size: int = 1
@@ -26,7 +26,7 @@ class Dist:
 
     @staticmethod
     def init() -> Dist:
-        """Meet the other processes; one GPU each where there are GPUs."""
+        """Join the process group; one GPU each where there are GPUs."""
         cuda = torch.cuda.is_available()
         size = int(os.environ.get("WORLD_SIZE", "1"))
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -36,14 +36,14 @@ class Dist:
         if size == 1:
             return Dist(device=device)
         if not distributed.is_initialized():
-            # gloo beside nccl: a barrier of hours on the CPU blocks no GPU
+            # gloo as well as nccl: a barrier of hours on the CPU blocks no GPU
             distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_PATIENCE)
         return Dist(distributed.get_rank(), size, device)
 
     def destroy(self) -> None:
-        """Say goodbye to the others, if there are any.
+        """Leave the process group, if there is one.
 
-        The group's threads end here: one that let go of a Python tensor while Python exits would abort the process.
+        Its threads end here: one that freed a Python tensor while Python exits would abort the process.
         """
         if self.size > 1:
             distributed.destroy_process_group()
@@ -52,7 +52,7 @@ class Dist:
         """`module`, its gradients averaged over all processes."""
         if self.size == 1:
             return module
-        # in a group of its own, because the wrapper never lets go of its group: `leave` could not end it
+        # in a group of its own: DDP never releases its group, so `destroy` could not end it
         return DistributedDataParallel(module, process_group=distributed.new_group(timeout=_PATIENCE))
 
     def check(self, batch: int, where: str) -> None:
@@ -69,15 +69,15 @@ class Dist:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Until all are here."""
+        """Wait for all processes."""
         if self.size > 1:
             distributed.all_reduce(torch.zeros(1))
 
-    def all_reduce_any(self, marks: Tensor) -> Tensor:
-        """Bool marks of any shape, on the CPU: what any process has marked."""
+    def all_reduce_any(self, flags: Tensor) -> Tensor:
+        """Elementwise `any` over all processes of a bool tensor of any shape, on the CPU."""
         if self.size == 1:
-            return marks
-        counts = marks.int()
+            return flags
+        counts = flags.int()
         distributed.all_reduce(counts)
         return counts > 0
 

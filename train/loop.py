@@ -19,14 +19,14 @@ from d2sd.modeling.drafter import Drafter
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, draw_anchors, pack_blocks
 from d2sd.train.data.prefixes import choose_prefixes
-from d2sd.train.data.rng import Draws
+from d2sd.train.data.rng import SeededOrder
 from d2sd.train.dist import Dist
 from d2sd.train.objectives.loss import BlockLoss, Candidates, first_rejections
 from d2sd.train.optimizer import Optimizer
 from d2sd.train.state import load_state, save_state
 from d2sd.train_recipe import SecondSettings, TrainSettings
 
-#: report(step, what it says of itself): loss, gradient norm, learning rate, each term.
+#: report(step, metrics): loss, gradient norm, learning rate, each term of the loss.
 Report = Callable[[int, dict[str, float]], None]
 
 
@@ -49,13 +49,13 @@ class Trainer:
         self.drafter, self.data, self.settings, self.first = drafter, data, settings, first
         self.dist = dist or Dist()
         self.step = 0
-        assert settings.batch % self.dist.size == 0, "World.check says so to the user"
+        assert settings.batch % self.dist.size == 0, "Dist.check raises for the user"
         self._head, self._embedding = target.head.detach(), target.embed_tokens.weight.detach()
         self._frequent = data.frequent(settings.frequent, target.config.vocab_size)
         self._loss = BlockLoss(drafter, self._embedding, settings.objective)
         self._wrapped = self.dist.wrap_ddp(self._loss)
         self._optimizer = Optimizer(drafter, settings)
-        self._draws = Draws(settings.seed, len(data), settings.batch, self.dist)
+        self._draws = SeededOrder(settings.seed, len(data), settings.batch, self.dist)
         self._identity = {
             "settings": settings.model_dump(exclude={"save_every", "evaluate_every"}),
             "drafter": asdict(drafter.config),
@@ -66,15 +66,15 @@ class Trainer:
     def run(self, folder: Path, report: Report, evaluate: Callable[[int], None] | None = None) -> None:
         """Train to the last step, saving to `folder`; `evaluate(step)` after every `evaluate_every` steps.
 
-        A step is saved behind its evaluation, so a run that is killed in one makes it again.
+        A step is saved after its evaluation, so a run that is killed while evaluating evaluates again.
         """
         settings = self.settings
         self.step = load_state(folder, self.drafter, self._optimizer, self._identity)
         while self.step < settings.steps:
-            said = self.dist.mean(self._update())
+            metrics = self.dist.mean(self._update())
             self.step += 1
             if self.dist.is_main:
-                report(self.step, said)
+                report(self.step, metrics)
             last = self.step == settings.steps
             if evaluate is not None and (last or self.step % settings.evaluate_every == 0):
                 evaluate(self.step)
@@ -112,7 +112,7 @@ class Trainer:
         return [self.data.name(self._draws.index(number)) for number in numbers]
 
     def _draw(self, numbers: range) -> tuple[Packed, list[torch.Generator]]:
-        """The blocks of a micro-batch, and for each sequence the generator of what else is random about it."""
+        """The blocks of a micro-batch, and for each sequence the generator of its other random choices."""
         sequences, anchors = [], []
         for number in numbers:
             sequences.append(self.data[self._draws.index(number)])
@@ -124,7 +124,7 @@ class Trainer:
         always = self._frequent.clone()
         for packed, _ in batches:
             always[packed.tokens[packed.inside]] = True
-        always = self.dist.all_reduce_any(always)  # so that all processes draw the same others
+        always = self.dist.all_reduce_any(always)  # so that all processes draw the same negatives
         dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float32
         generator = self._draws.generator("candidates", self.step)
         return Candidates.draw(self._head, always, self.settings.negatives, dtype, generator)
@@ -132,13 +132,13 @@ class Trainer:
     def _visible(
         self, packed: Packed, candidates: Candidates, generators: list[torch.Generator]
     ) -> tuple[Tensor, Tensor]:
-        """Real tokens at the head of each block [B, A], and the id that the next slot may not take (-1: none)."""
+        """Length of each block's prefix of real tokens [B, A], and the id masked in the next slot (-1: none)."""
         shape, device = packed.tokens.shape[:2], packed.tokens.device
         if self.first is None:
             return torch.ones(shape, dtype=torch.long, device=device), torch.full(shape, -1, device=device)
         assert isinstance(self.settings, SecondSettings)
-        errors, said = first_rejections(self.first, self._embedding, packed, candidates)
-        return choose_prefixes(errors, said, packed.tokens.shape[-1], self.settings, generators)
+        errors, drafted = first_rejections(self.first, self._embedding, packed, candidates)
+        return choose_prefixes(errors, drafted, packed.tokens.shape[-1], self.settings, generators)
 
     def _accumulate(self, *, last: bool) -> AbstractContextManager[None]:
         """Processes exchange gradients once a step."""
@@ -159,7 +159,7 @@ class Trainer:
 
 
 def _digest(drafter: Drafter) -> str:
-    """SHA-256 of a drafter's weights: a second drafter learns where this very first one goes wrong."""
+    """SHA-256 of a drafter's weights: a second drafter is trained on the rejections of one first drafter."""
     digest = hashlib.sha256()
     for parameter in drafter.parameters():
         digest.update(parameter.detach().float().cpu().numpy().tobytes())

@@ -1,4 +1,4 @@
-"""A training in progress on disk: weights, optimizer moments, and what a resumed run must share with it."""
+"""The checkpoint of a training: weights, optimizer moments, and the settings a resumed run must share."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from pydantic import BaseModel, JsonValue, NonNegativeInt
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from d2sd.errors import D2SDError
+from d2sd.io import atomic_write
 from d2sd.modeling.drafter import Drafter
 from d2sd.train.optimizer import Optimizer
 
@@ -21,14 +23,20 @@ _NAME = "state.safetensors"
 _KEY = "d2sd"
 
 
+class _Saved(BaseModel):
+    """The metadata of a checkpoint."""
+
+    step: NonNegativeInt
+    identity: dict[str, dict[str, JsonValue]]
+
+
 def save_state(folder: Path, step: int, drafter: Drafter, optimizer: Optimizer, identity: Identity) -> None:
-    """Replace the folder's state in one move."""
+    """Write the folder's checkpoint, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"drafter.{k}": v.detach().cpu().contiguous() for k, v in drafter.named_parameters()}
     tensors |= {f"optimizer.{k}": v for k, v in optimizer.tensors().items()}
-    partial = folder / "state.partial"
-    save_file(tensors, partial, {_KEY: json.dumps({"step": step, "identity": identity})})
-    partial.replace(folder / _NAME)
+    with atomic_write(folder / _NAME) as partial:
+        save_file(tensors, partial, {_KEY: json.dumps({"step": step, "identity": identity})})
 
 
 def load_state(folder: Path, drafter: Drafter, optimizer: Optimizer, identity: Identity) -> int:
@@ -40,10 +48,10 @@ def load_state(folder: Path, drafter: Drafter, optimizer: Optimizer, identity: I
         return 0
     try:
         with safe_open(path, "pt") as handle:
-            said = json.loads(handle.metadata()[_KEY])
-        step, found = int(said["step"]), said["identity"]
+            saved = _Saved.model_validate_json(handle.metadata()[_KEY])
+        step, found = saved.step, saved.identity
         tensors = load_file(path)
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:  # the latter: not a file of ours
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:  # the last three: a file of another program
         raise D2SDError("the saved state is damaged", where=path, found=error, fix="delete it to begin again") from None
     for what, mine in identity.items():
         now, then = json.loads(json.dumps(mine)), found.get(what, {})

@@ -95,7 +95,7 @@ def reference(call: Call, request: int) -> Tensor:
 def compare(found: Tensor, call: Call, attn_mask: Tensor | None = None) -> dict[str, float]:
     """Errors of a result [B, T, Hq, D]; raises `Wrong` past the bounds.
 
-    Of a large batch the first and the last request are looked at. `attn_mask` stands in for the call's own mask.
+    Of a large batch the first and the last request are looked at. `attn_mask` replaces the call's own mask.
     """
     used = call if attn_mask is None else replace(call, attn_mask=attn_mask)
     assert found.dtype == call.q.dtype, found.dtype

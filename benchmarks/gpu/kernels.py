@@ -1,4 +1,4 @@
-"""The fused attention kernel: right, then timed beside its peers on the same numbers.
+"""The fused attention kernel: checked, then timed against its peers on the same inputs.
 
 Every function is checked against the specification at the very shape it is timed at. One whose result is wrong, or
 that does not run, gets the reason in place of a time.
@@ -90,7 +90,7 @@ def flex_cases() -> Iterator[Case]:
 
 
 def time_flex(shape: Shape, note: Note, device: str = "cuda") -> dict[str, Any]:
-    """FlexAttention, with our kernel and the gather once more beside it."""
+    """FlexAttention, timed with our kernel and the gather again."""
     _fits(shape)
     call = make_call(shape, device)
     keys, values = peers.cleaned(call)

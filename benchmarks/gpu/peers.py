@@ -1,4 +1,4 @@
-"""Other ways to the same result, each over K and V that lie side by side: context, then new rows, [B, Hkv, S + T, D].
+"""Other ways to the same result, each over contiguous K and V: context, then new rows, [B, Hkv, S + T, D].
 
 All but FlexAttention are given the query heads of one K/V head as rows of one matrix, [B, Hkv, Hq/Hkv · T, D], so that
 they too read K and V once for them. Nothing but the attention itself is in their time: gathering is timed alone.

@@ -21,7 +21,7 @@ from typing import Any
 from d2sd.errors import D2SDError
 
 SCHEMA = 1
-#: Figures under different ones of these must not stand in one file.
+#: Figures measured under different values of these must not be in one file.
 SAME = ("device", "torch", "triton", "code")
 Row = dict[str, Any]
 
@@ -75,7 +75,7 @@ def _read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
         schema = found["schema"]
     except (ValueError, KeyError, TypeError) as error:
-        raise D2SDError("This is no result of the suite.", where=path, found=error, fix="remove it") from error
+        raise D2SDError("This is not a result of the suite.", where=path, found=error, fix="remove it") from error
     if schema != SCHEMA:
         raise D2SDError("A result of another schema.", where=path, found=schema, expected=SCHEMA, fix="another --out")
     done: dict[str, Any] = found

@@ -1,6 +1,6 @@
 """A short table of what the suite found: a line for every group of cases, its worst and its best figure.
 
-Times stand in the JSON. Here they are shares of the copy rate of the same run, and ratios to peers of the same run:
+Times are in the JSON. Here they are shares of the copy rate of the same run, and ratios to peers of the same run:
 above 1 our kernel takes less time than they do.
 """
 

@@ -71,5 +71,5 @@ class Times:
 
     def _time(self, name: str) -> None:
         ms, is_graph = once(self.runs[name])
-        self.graphs[name] = is_graph and self.graphs.get(name, True)  # in every round, or it is no graph's time
+        self.graphs[name] = is_graph and self.graphs.get(name, True)  # in every round, or the time is not of a graph
         self.found.setdefault(name, []).append(ms)

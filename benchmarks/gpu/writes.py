@@ -92,7 +92,7 @@ def written(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def assert_same(arguments: dict[str, Any], found: tuple[Tensor, Tensor]) -> None:
-    """Bit by bit the specification's, but in page 0, which nobody reads."""
+    """Bit for bit the reference's, except in page 0, the scratch page."""
     write_pages_reference(**arguments)
     for name, pages in zip(("k_pages", "v_pages"), found, strict=True):
         expected = arguments[name].view(torch.uint8)

@@ -60,7 +60,7 @@ class EngineBuild:
 
     @property
     def tools(self) -> dict[str, str]:
-        """Versions of what decides a graph's bytes beside its model, and its figures."""
+        """Versions of the tools that decide the graphs' bytes and the figures of their checks."""
         return {tool: version(tool) for tool in TOOLS}
 
     def run(self, common: Mapping[str, object], models: Mapping[str, str]) -> tuple[dict[str, str], Built]:

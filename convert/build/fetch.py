@@ -41,7 +41,7 @@ def fetch(source: PyPI, progress: Progress = silent) -> Path:
 
 
 def _cached_wheel(source: PyPI, folder: Path) -> Path | None:
-    """The wheel with the recipe's hash; a file beside it that has another is nobody's."""
+    """The wheel with the recipe's hash; other files there are ignored."""
     return next((wheel for wheel in sorted(folder.glob("*.whl")) if sha256(wheel) == source.sha256), None)
 
 
@@ -69,7 +69,10 @@ def _download(source: PyPI, folder: Path, progress: Progress) -> Path:
         found = sha256(wheels[0])
         if found != source.sha256:
             raise BuildError(
-                "The downloaded wheel is not the recipe's.", where=wheels[0].name, found=found, expected=source.sha256
+                "The downloaded wheel does not have the recipe's hash.",
+                where=wheels[0].name,
+                found=found,
+                expected=source.sha256,
             )
         return wheels[0].replace(folder / wheels[0].name)
     finally:
@@ -119,7 +122,9 @@ def _members(archive: zipfile.ZipFile, source: PyPI, wheel: Path) -> tuple[str, 
             folders.setdefault(str(path.parent), {})[path.name] = member
     if len(files) + len(folders) != 1:
         names = ", ".join(sorted(member.filename for member in archive.infolist())[:20])
-        raise BuildError("The wheel does not hold that file once.", where=wheel.name, found=names, expected=source.file)
+        raise BuildError(
+            "The wheel does not hold exactly one such file.", where=wheel.name, found=names, expected=source.file
+        )
     root = PurePosixPath(source.file).name
     if files:
         return root, dict(zip([root], files.values(), strict=True))

@@ -1,9 +1,9 @@
-"""The stages of a build that makes FP8: what ModelOpt needs is made of the unquantized models, which stay hidden.
+"""The stages of a build that makes FP8: ModelOpt reads the unquantized models, which are not published.
 
 plain_target   the target in the recipe's precision, where its source is not a folder of that kind already
 texts          prompts with answers that the unquantized target samples: calibration, and comparison afterwards
 target         calibrated on the texts
-drafter_*      each calibrated while it drafts for the target of the bundle, the second behind the first
+drafter_*      each calibrated while it drafts for the bundle's target, the second after the first
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Fp8Build:
         return [Text(**text) for text in values]
 
     def inputs(self) -> dict[str, object]:
-        """What decides an FP8 model beside its source."""
+        """Inputs of an FP8 stage, in addition to the model's source."""
         return {"fp8": self.wanted.model_dump(mode="json"), "texts": digest([asdict(text) for text in self.texts()])}
 
     def write_texts(self, folder: Path) -> None:
@@ -80,7 +80,7 @@ class Fp8Build:
             write_target(exported, folder, precision, progress, text_side=self.source)
 
     def _write_drafter(self, part: Part, folder: Path) -> None:
-        """Write a drafter, calibrated behind the models that the bundle holds by now."""
+        """Write a drafter, calibrated together with the models that the bundle already holds."""
         drafter = self._drafter(part)
         first = self.work.bundle / "drafter_first"
         if part.name == first.name:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.checkpoint.offline import offline_transformers
-from d2sd.convert.checkpoint.quantization import DRAFTER_WIDE, Quantization
+from d2sd.convert.checkpoint.quantization import DRAFTER_UNQUANTIZED, Quantization
 from d2sd.errors import BuildError, CheckpointError
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.fp8 import linear_names
@@ -94,7 +94,7 @@ def quantize_drafter(
 
     Raises `BuildError` where a layer was never run or its input was zero.
     """
-    described = Quantization(DRAFTER_WIDE, kv=False, producer=("modelopt", modelopt.version))
+    described = Quantization(DRAFTER_UNQUANTIZED, kv=False, producer=("modelopt", modelopt.version))
     names = described.of(linear_names(drafter))
     tensors = drafter.state_dict()
     per_tensor = {"num_bits": (4, 3), "axis": None}

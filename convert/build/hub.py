@@ -62,7 +62,7 @@ def _download(source: HF, name: str, partial: Path, progress: Progress) -> None:
     if done.returncode or not (partial / name).is_file():
         raise BuildError(
             "The file could not be downloaded from the hub.", where=f"{source.repo} at {source.revision}: {name}",
-            found=" / ".join(done.stderr.strip().splitlines()[-3:]),
+            found=done.stderr.strip().rpartition("\n")[2],
             fix="check the network, and your access to the repository",
         )  # fmt: skip
     found = sha256(partial / name)

@@ -1,9 +1,9 @@
 """Recipe -> bundle, in the stages fetch, target, drafter_first, drafter_second, calibration, trtllm, onnx, engines/...,
 check, manifest.
 
-`Work` makes them survive a kill; a bundle's bytes depend on its recipe, its sources and the tools' versions alone (FP8
-scales also on the processor, whose sums round in their own order; TensorRT makes engines of the same size, but no two
-byte for byte).
+`StageCache` makes them survive a kill. A bundle's bytes depend only on its recipe, its sources and the tools' versions,
+with two exceptions: FP8 scales also depend on the processor, which decides the order of sums, and TensorRT never builds
+the same engine twice byte for byte.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
         inputs = common | {"recipe": plan.recipe.canonical(), "drafters": list(files.items())}
         files |= work.stage(TRTLLM, inputs, 1 << 20, lambda folder: write_llm_args(folder, plan.recipe)).files
     if engines is not None:
-        models = {name: mark for name, mark in files.items() if name.partition("/")[0] in {p.name for p in plan.parts}}
+        models = {
+            name: sha256 for name, sha256 in files.items() if name.partition("/")[0] in {p.name for p in plan.parts}
+        }
         made, built = engines.run(common, models)
         files |= made
         unproven = unproven.model_copy(update={"versions": unproven.versions | engines.tools, "engines": built})
@@ -184,14 +186,14 @@ def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:
     """Bytes needed and writer of the calibration, which must be of these very drafters."""
 
     def write(folder: Path) -> None:
-        for place, part in enumerate(plan.drafters):
+        for index, part in enumerate(plan.drafters):
             assert isinstance(part.config, DrafterConfig)
-            mark = fingerprint(load_drafter(Path(part.source), torch.float32, part.config.role))
-            if mark != calibration.drafters[place]:
+            found = fingerprint(load_drafter(Path(part.source), torch.float32, part.config.role))
+            if found != calibration.drafters[index]:
                 raise BuildError(
-                    f"The calibration was fitted to another {('first', 'second')[place]} drafter.",
-                    where=f"{_calibration_path(plan.recipe)}: drafters.{place}",
-                    found=calibration.drafters[place], expected=mark,
+                    f"The calibration was fitted to another {('first', 'second')[index]} drafter.",
+                    where=f"{_calibration_path(plan.recipe)}: drafters.{index}",
+                    found=calibration.drafters[index], expected=found,
                     fix="run d2sd calibrate on a bundle with these drafters",
                 )  # fmt: skip
         folder.mkdir(parents=True)

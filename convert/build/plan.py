@@ -20,6 +20,8 @@ from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role
 from d2sd.plugins.dispatch import HEAD_STEP, LARGEST_HEAD
 from d2sd.prompts import read_prompts
 from d2sd.recipe import FP8, DrafterSource, Recipe, SecondSource, Source
+from d2sd.runtime.memory import KVMemory, plan_kv_memory
+from d2sd.runtime.request import Limits
 from d2sd.tensorrt_env import ALIGNMENT
 
 #: Memory of GPUs as they are sold, in decimal bytes; each reports a little more.
@@ -40,7 +42,6 @@ class Part:
     parameters: int
     weight_bytes: int  # FP8 layers one byte a weight; their scales, two numbers a layer, are not counted
     kv_token_bytes: int  # K and V of one token, all layers
-    kv_bytes: int  # pages for max_batch requests of max_context tokens
 
     @property
     def body(self) -> BodyConfig:
@@ -69,6 +70,15 @@ class Plan:
     @property
     def weight_bytes(self) -> int:
         return sum(part.weight_bytes for part in self.parts)
+
+    def kv_memory(self, free_bytes: int | None = None) -> KVMemory:
+        """Size of the K/V pools when serving with all models; a share of memory needs to know how much is free."""
+        limits, token = self.recipe.limits, sum(part.kv_token_bytes for part in self.parts)
+        return plan_kv_memory(Limits.of(limits), self.recipe.tree.block_size, limits.page_size * token, free_bytes)
+
+    def kv_bytes(self, part: Part) -> int:
+        """What of it is this model's, as far as the plan knows."""
+        return self.kv_memory().pool_pages * self.recipe.limits.page_size * part.kv_token_bytes
 
     @property
     def request_bytes(self) -> int:
@@ -113,6 +123,8 @@ def make_plan(recipe: Recipe) -> Plan:
     for prompts in (recipe.checks.prompts, recipe.fp8.prompts if recipe.fp8 else None):
         if prompts is not None:
             read_prompts(recipe.path(prompts))  # raises before anything is converted
+    if plan.parts:
+        plan.kv_memory()  # raises RecipeError where it does not hold a request
     return plan
 
 
@@ -122,14 +134,14 @@ def _check_engines(plan: Plan) -> None:
         body, limits = part.body, plan.recipe.limits
         if body.head_dim % HEAD_STEP or body.head_dim > LARGEST_HEAD:
             raise RecipeError(
-                "Engines cannot be built of heads of this size: the attention kernels do not take them.",
+                "The attention kernels do not support this head size, so engines cannot be built.",
                 where=f"{part.source}: head_dim", found=body.head_dim,
                 expected=f"a multiple of {HEAD_STEP} up to {LARGEST_HEAD}", fix="remove engines from the recipe",
             )  # fmt: skip
         page = limits.page_size * body.num_kv_heads * body.head_dim * DTYPES[plan.recipe.precision].itemsize
         if page % ALIGNMENT:  # a layer of a pool begins where the one before it ends
             raise RecipeError(
-                "A page of K/V is no multiple of what TensorRT aligns to.", where="limits.page_size",
+                "A page of K/V is not aligned for TensorRT.", where="limits.page_size",
                 found=f"{limits.page_size} tokens, {page} bytes", expected=f"a multiple of {ALIGNMENT} bytes",
                 fix="double limits.page_size",
             )  # fmt: skip
@@ -141,7 +153,7 @@ def _calibration(recipe: Recipe) -> CalibrationFile | None:
     calibration = load_calibration(path)
     if calibration.block_size != recipe.tree.block_size:
         raise RecipeError(
-            "The calibration is of another block size.", where=f"{path}: block_size",
+            "The calibration is for another block size.", where=f"{path}: block_size",
             found=calibration.block_size, expected=recipe.tree.block_size, fix="run d2sd calibrate",
         )  # fmt: skip
     return calibration
@@ -168,7 +180,7 @@ def _part(
     recipe: Recipe, name: str, source: str, config: DecoderConfig | DrafterConfig, quantization: Quantization | None
 ) -> Part:
     """`quantization` is what the model has where it lies; what the recipe's fp8 makes of it comes on top."""
-    body, limits, size = config.body, recipe.limits, DTYPES[recipe.precision].itemsize
+    body, size = config.body, DTYPES[recipe.precision].itemsize
     fp8 = recipe.fp8 or FP8(target=False, drafters=False)
     narrow: tuple[str, ...]
     if isinstance(config, DecoderConfig):
@@ -188,4 +200,4 @@ def _part(
             parameters += math.prod(shape)
             weights += math.prod(shape) * (1 if stored == "FP8" or tensor.endswith(narrow) else size)
     token = 2 * body.num_layers * body.num_kv_heads * body.head_dim * (1 if kv else size)  # K and V
-    return Part(name, source, config, parameters, weights, token, token * limits.max_batch * limits.max_context)
+    return Part(name, source, config, parameters, weights, token)

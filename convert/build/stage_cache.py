@@ -1,9 +1,9 @@
-"""Stages that survive a kill, and an output that appears whole.
+"""Build stages that survive a kill, and an output that appears complete or not at all.
 
     <output>/                     appears at the end, by a rename
     .<output name>.building/
       bundle/<stage>/             what will be renamed
-      hidden/<stage>/             what other stages need and the bundle does not
+      hidden/<stage>/             files that other stages need and the bundle does not
       stages/<stage>.json         a finished stage: hash of its inputs, hashes of its files
       scratch/                    while a stage runs
 
@@ -40,7 +40,7 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class StageCache:
-    """The hidden folder beside one output."""
+    """The work folder of one output, next to it."""
 
     output: Path
     folder: Path
@@ -67,7 +67,7 @@ class StageCache:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder; where an error leaves nothing to resume, leave nothing at all."""
+        """Lock the work folder; after an error that leaves no finished stage, delete it."""
         with exclusive(self.folder / "lock", wait=False):
             try:
                 yield

@@ -64,7 +64,7 @@ def _onnx(bundle: Bundle, drafters: Sequence[Drafter]) -> ModelRunner:
     recipe = bundle.recipe
     if recipe.precision == "bf16":
         raise BundleError(
-            "ONNX Runtime computes no bf16 on a CPU.", where=f"{bundle.path}: precision",
+            "ONNX Runtime does not support bf16 on CPUs.", where=f"{bundle.path}: precision",
             fix="build the bundle in fp16 or fp32, or serve it with --executor torch",
         )  # fmt: skip
     sessions = [OnnxSession(bundle.path / "onnx" / f"{model}.onnx") for model in MODELS[: 1 + len(drafters)]]

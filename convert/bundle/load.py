@@ -1,4 +1,4 @@
-"""Open a bundle: verify every byte, then load its models onto the CPU in the bundle's precision."""
+"""Open a bundle: verify the hash of every file, then load its models onto the CPU in the bundle's precision."""
 
 from __future__ import annotations
 

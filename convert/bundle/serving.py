@@ -12,11 +12,11 @@ from d2sd.recipe import Policy
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
+    from d2sd.policies import PolicyName
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.policy_selector import PolicySelector
     from d2sd.runtime.request import Request, SamplingParams
     from d2sd.runtime.speculation.policy import Policy as TreePolicy
-    from d2sd.runtime.speculation.policy import PolicyName
 
 #: Trees that `auto` weighs, each about twice the last: between them the best is flat.
 _ROWS = (4, 8, 16, 32, 64)
@@ -33,13 +33,13 @@ def make_engine(
     calibrated: bool = True,
     selector: PolicySelector | None = None,
 ) -> Engine:
-    """An engine over the bundle's models; what is not given is the recipe's.
+    """An engine over the bundle's models; arguments that are not given are the recipe's.
 
-    Raises BundleError if the policy needs a drafter the bundle has not. `calibrated=False` takes the drafters at their
-    word. `selector` is what another engine of the same bundle, device and batch has measured and learnt.
+    Raises BundleError if the bundle lacks a drafter that the policy needs. `calibrated=False` uses the drafters' raw
+    probabilities. `selector` is another engine's, of the same bundle, device and batch size, with its measurements.
     """
+    from d2sd.runtime.buckets import buckets
     from d2sd.runtime.engine import Engine
-    from d2sd.runtime.policy_selector import buckets
     from d2sd.runtime.request import Limits
     from d2sd.runtime.speculation.calibration import Calibration
 
@@ -49,15 +49,15 @@ def make_engine(
     drafters = [bundle.first, bundle.second][: max(len(candidate.required_drafters) for candidate in candidates)]
     if None in drafters:
         raise BundleError(
-            f"the policy needs {len(drafters)} drafters", where=bundle.path,
+            f"The policy needs {len(drafters)} drafters.", where=bundle.path,
             found=f"{sum(d is not None for d in (bundle.first, bundle.second))}", fix="choose another with --policy",
         )  # fmt: skip
     models = [drafter for drafter in drafters if drafter is not None]
-    limits, file = recipe.limits, bundle.calibration
+    file = bundle.calibration
     engine = Engine(
         make_runner(bundle, models, backend, device),
         candidates[-1],
-        Limits(max_batch or limits.max_batch, limits.max_context, limits.page_size, limits.prefill_chunk),
+        Limits.of(recipe.limits, max_batch),
         decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),
         calibration=Calibration.of(file.slope, file.offset) if file and calibrated else None,
     )
@@ -71,7 +71,7 @@ def make_engine(
 
 
 def _policies(bundle: Bundle, name: Policy, rows: int) -> list[TreePolicy]:
-    """The one asked for; for `auto` all that the bundle can run, by rows, the last one for when nothing is known."""
+    """The named policy; for `auto` all that the bundle can run, by number of nodes; the last is tried first."""
     from d2sd.runtime.speculation.policy import make_policy
 
     tree = bundle.recipe.tree

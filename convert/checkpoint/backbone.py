@@ -1,4 +1,4 @@
-"""The Qwen3-shaped body of a drafter's config, which stands at the top level (z-lab) or nested (speculators)."""
+"""The Qwen3-shaped body of a drafter's config, which is at the top level (z-lab) or nested (speculators)."""
 
 from __future__ import annotations
 

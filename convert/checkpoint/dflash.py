@@ -73,14 +73,14 @@ def mask_id(config: HFConfig, vocab_size: int) -> int:
     """Read mask_token_id: of the config alone, because a tokenizer's mask token may be another one."""
     value = config.get("mask_token_id", int)
     if not 0 <= value < vocab_size:
-        raise config.refuse("The mask token lies outside the vocabulary.", "mask_token_id", f"0 to {vocab_size - 1}")
+        raise config.refuse("The mask token is outside the vocabulary.", "mask_token_id", f"0 to {vocab_size - 1}")
     return value
 
 
 def _layer_ids(dflash: HFConfig, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
     if dflash.values.get("target_layer_ids") is None:
         raise CheckpointError(
-            "The drafter does not say which layers of the target it reads.",
+            "The config does not list the target layers that the drafter reads.",
             where=f"{dflash.where}: target_layer_ids", expected="a list of layer ids",
             fix=f"some readers then take {usual_ids(num_layers, num_target_layers)}; write that into the config if it "
             "was trained so",
@@ -97,7 +97,7 @@ def _either(config: HFConfig, dflash: HFConfig, key: str, most: int) -> int:
     home = config if key in config.values else dflash
     value = home.size(key, most=most)
     if key in dflash.values and dflash.size(key) != value:
-        raise dflash.refuse(f"{key} is written twice, differently.", key, value)
+        raise dflash.refuse(f"{key} is given twice, with different values.", key, value)
     return value
 
 

@@ -1,4 +1,4 @@
-"""`draft_vocab.json` beside a drafter's config.json: the target's ids among which its drafts are chosen.
+"""`draft_vocab.json` next to a drafter's config.json: the target's token ids that it may draft.
 
     {"d2sd_draft_vocab": 1, "vocab_size": 49152, "ids": [0, 2, 17, …]}      ascending, each once
 
@@ -31,7 +31,7 @@ def read_draft_vocabulary(directory: Path, vocab_size: int, mask_token_id: int) 
     if not isinstance(values, dict):
         raise CheckpointError("The draft vocabulary is not a JSON object.", where=path, found=type(values).__name__)
     for what, key, expected in (
-        ("The draft vocabulary is of another schema version.", "d2sd_draft_vocab", _SCHEMA),
+        ("The draft vocabulary has another schema version.", "d2sd_draft_vocab", _SCHEMA),
         ("The draft vocabulary was made for another target.", "vocab_size", vocab_size),
     ):
         found = values.get(key)
@@ -47,7 +47,7 @@ def read_draft_vocabulary(directory: Path, vocab_size: int, mask_token_id: int) 
 
 
 def write_draft_vocabulary(directory: Path, ids: tuple[int, ...] | None, vocab_size: int) -> None:
-    """Write the file; without ids there is none, and what an earlier drafter left there goes."""
+    """Write the file; without ids, delete one that an earlier drafter left."""
     path = directory / NAME
     if ids is None:
         path.unlink(missing_ok=True)
@@ -57,15 +57,15 @@ def write_draft_vocabulary(directory: Path, ids: tuple[int, ...] | None, vocab_s
 
 
 def check_ids(where: str, ids: object, vocab_size: int, mask_token_id: int) -> tuple[int, ...]:
-    """The ids of a draft vocabulary as a tuple; raises `CheckpointError` naming the place behind `where`."""
+    """The ids of a draft vocabulary as a tuple; raises `CheckpointError` naming the index after `where`."""
     if not isinstance(ids, list) or len(ids) < 2:
         # The second draft may not repeat the token that its boundary rejects: another must be left.
         raise CheckpointError(
-            "The draft vocabulary leaves nothing to choose.", where=where,
+            "The draft vocabulary is too small.", where=where,
             found=json.dumps(ids)[:80], expected="a list of at least two ids",
         )  # fmt: skip
     before = -1
-    for place, token in enumerate(ids):
+    for index, token in enumerate(ids):
         expected = None
         if type(token) is not int:
             expected = "an integer"
@@ -77,7 +77,7 @@ def check_ids(where: str, ids: object, vocab_size: int, mask_token_id: int) -> t
             expected = "any token but the mask, which is never an answer"
         if expected:
             raise CheckpointError(
-                "An id cannot be in the draft vocabulary.", where=f"{where}[{place}]",
+                "An id cannot be in the draft vocabulary.", where=f"{where}[{index}]",
                 found=json.dumps(token)[:80], expected=expected,
             )  # fmt: skip
         before = token

@@ -65,8 +65,8 @@ def _check_quantization(directory: Path, raw: HFConfig, layers: int) -> None:
     narrow = quantization.of(("fc", *sliced))
     if narrow or quantization.kv:
         raise CheckpointError(
-            "What is FP8 in this drafter, engines read as if it were not.", where=f"{directory}: {FILE} or {KEY}",
-            found=", ".join(narrow) or "K/V", expected="FP8 in o_proj and the MLP alone",
+            "Engines do not support FP8 in these layers of a drafter.", where=f"{directory}: {FILE} or {KEY}",
+            found=", ".join(narrow) or "K/V", expected="FP8 in o_proj and the MLP only",
             fix="name the drafter from before it was quantized, and set fp8.drafters",
         )  # fmt: skip
 
@@ -149,12 +149,12 @@ def write_drafter(
     expected = drafter_shapes(config, quantization)
     given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert given == expected, f"not this drafter's tensors: {sorted(given.items() ^ expected.items())}"
-    (dtype,) = {tensor.dtype for name, tensor in tensors.items() if stored_as(name, expected) == "wide"}
+    (dtype,) = {tensor.dtype for name, tensor in tensors.items() if stored_as(name, expected) == "unquantized"}
     write_tensors(directory / "model.safetensors", tensors)
-    beside, inline = described(quantization) if quantization else (None, None)
+    separate, inline = described(quantization) if quantization else (None, None)
     (directory / "config.json").write_text(config_text(config, dtype, inline), "utf-8")
-    if beside is not None:
-        write_json(directory / FILE, beside)
+    if separate is not None:
+        write_json(directory / FILE, separate)
     write_draft_vocabulary(directory, config.draft_vocabulary, config.vocab_size)
 
 

@@ -32,7 +32,13 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
     # Its reader draws a bar of its own, which no setting switches off: torch has imported tqdm by now.
     modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
     tokenizer = _load(gguf, transformers.AutoTokenizer)
-    model = _load(gguf, transformers.AutoModelForCausalLM, dtype=torch.float32)
+    # transformers 5.18 and later can keep a GGUF's blocks, and refuse to save such a model unless it forgets them
+    blocks = getattr(transformers, "GgufConfig", None)
+    dense = {} if blocks is None else {"quantization_config": blocks(dequantize=True)}
+    model = _load(gguf, transformers.AutoModelForCausalLM, dtype=torch.float32, **dense)
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
     end = model.config.eos_token_id
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     tokenizer.clean_up_tokenization_spaces = False

@@ -103,7 +103,7 @@ class HFConfig:
         """Return a list of integers as a tuple."""
         values = self.get(key, list)
         if not all(type(value) is int for value in values):
-            raise self.refuse("A list holds something else than integers.", key, "integers")
+            raise self.refuse("This list may hold only integers.", key, "integers")
         return tuple(values)
 
     def rope(self) -> RopeConfig:
@@ -134,15 +134,17 @@ class HFConfig:
         return RopeConfig(theta=theta, kind=kind, original_max_positions=original, **numbers)  # type: ignore[arg-type]
 
     def _check_said_once(self, part: HFConfig) -> None:
-        """Refuse a theta or a scaling that stands in both spellings, differently; `part` is the one that is read."""
+        """Refuse a theta or a scaling given in both spellings with different values; `part` is the one that is read."""
         theta, scaling = self.values.get("rope_theta"), self.values.get("rope_scaling")
         if theta is not None and part.values.get("rope_theta", theta) != theta:
             expected = f"{part.values['rope_theta']}, as in {part.where.rpartition(': ')[2]}"
             fix = "keep the one that it was trained with"
-            raise self.refuse("rope_theta is written twice, differently.", "rope_theta", expected, fix)
+            raise self.refuse("rope_theta is given twice, with different values.", "rope_theta", expected, fix)
         if scaling and _scaling(self.get("rope_scaling", dict)) != _scaling(part.values):
             raise self.refuse(
-                "RoPE is scaled twice, differently.", "rope_scaling", "null, or what rope_parameters says"
+                "RoPE scaling is given twice, with different values.",
+                "rope_scaling",
+                "null, or what rope_parameters says",
             )
 
     def _trained_positions(self, kind: str) -> int:

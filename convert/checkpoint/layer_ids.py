@@ -45,11 +45,11 @@ def usual_ids(num_layers: int, num_target_layers: int) -> list[int]:
     if num_layers == 1:
         return [num_target_layers // 2]
     step = (num_target_layers - 3 - 1) / (num_layers - 1)
-    return [round(1 + place * step) for place in range(num_layers)]
+    return [round(1 + index * step) for index in range(num_layers)]
 
 
 def sort_columns(fc: Tensor, ids: Sequence[int]) -> Tensor:
     """fc [E, n·E], whose n column blocks follow `ids`, with the blocks in ascending order of the ids."""
-    order = sorted(range(len(ids)), key=lambda place: ids[place])
+    order = sorted(range(len(ids)), key=lambda index: ids[index])
     blocks = fc.chunk(len(ids), dim=1)
-    return torch.cat([blocks[place] for place in order], dim=1)
+    return torch.cat([blocks[index] for index in order], dim=1)

@@ -1,7 +1,7 @@
 """How a checkpoint says that it is FP8: ModelOpt's unified layout, read strictly and written in full.
 
 `hf_quant_config.json` and `quantization_config` in config.json say the same twice, because readers differ in which of
-the two they look at. Weights are E4M3 with a `weight_scale` and an `input_scale` beside each; K/V have `k_scale` and
+the two they look at. Weights are E4M3 with a `weight_scale` and an `input_scale` next to each; K/V have `k_scale` and
 `v_scale` at their projections.
 """
 
@@ -18,8 +18,8 @@ from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.errors import CheckpointError
 
 FILE, KEY = "hf_quant_config.json", "quantization_config"
-#: What stays wide in a drafter: engines slice q, k and v out of one projection and add up `fc` in fp32.
-DRAFTER_WIDE = ("lm_head", "*embed_tokens", "*fc", "*.q_proj", "*.k_proj", "*.v_proj")
+#: Drafter modules that are never quantized: engines slice q, k and v out of one projection and sum `fc` in fp32.
+DRAFTER_UNQUANTIZED = ("lm_head", "*embed_tokens", "*fc", "*.q_proj", "*.k_proj", "*.v_proj")
 _FLOAT8 = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 
@@ -45,20 +45,20 @@ def read_quantization(directory: Path, config: HFConfig) -> Quantization | None:
     path = directory / FILE
     if not path.is_file():
         return inline
-    beside = _read_beside(HFConfig.of_file(path))
-    if inline is not None and (set(inline.exclude), inline.kv) != (set(beside.exclude), beside.kv):
+    separate = _read_file(HFConfig.of_file(path))
+    if inline is not None and (set(inline.exclude), inline.kv) != (set(separate.exclude), separate.kv):
         raise CheckpointError(
-            "Two files describe the quantisation, differently.", where=f"{path} and {config.where}: {KEY}",
-            found=f"{_told(beside)}; {_told(inline)}", expected="the same",
+            "Two files describe the quantization differently.", where=f"{path} and {config.where}: {KEY}",
+            found=f"{_summary(separate)}; {_summary(inline)}", expected="the same",
         )  # fmt: skip
-    return beside
+    return separate
 
 
 def described(quantization: Quantization) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what goes into `hf_quant_config.json`, and under `quantization_config` in config.json."""
     producer = dict(zip(("name", "version"), quantization.producer, strict=True))
     exclude = list(quantization.exclude)
-    beside = {
+    separate = {
         "producer": producer,
         "quantization": {
             "quant_algo": "FP8",
@@ -73,14 +73,14 @@ def described(quantization: Quantization) -> tuple[dict[str, Any], dict[str, Any
         "producer": producer,
         "quant_method": "modelopt",
     }
-    return beside, inline | ({"kv_cache_scheme": _FLOAT8} if quantization.kv else {})
+    return separate, inline | ({"kv_cache_scheme": _FLOAT8} if quantization.kv else {})
 
 
-def _read_beside(file: HFConfig) -> Quantization:
+def _read_file(file: HFConfig) -> Quantization:
     part = file.part("quantization")
     _only_fp8(part)
     if part.values.get("kv_cache_quant_algo") not in (None, "FP8"):
-        raise part.refuse("This K/V quantisation is not supported.", "kv_cache_quant_algo", "FP8 or null")
+        raise part.refuse("This K/V quantization is not supported.", "kv_cache_quant_algo", "FP8 or null")
     part.only("group_size", None)
     part.only("has_zero_point", False, None)
     part.only("pre_quant_scale", False, None)
@@ -91,21 +91,21 @@ def _read_beside(file: HFConfig) -> Quantization:
 def _read_inline(part: HFConfig) -> Quantization:
     if part.values.get("quant_method") != "modelopt":
         raise part.refuse(
-            "This quantisation is not supported.", "quant_method", "modelopt",
+            "This quantization is not supported.", "quant_method", "modelopt",
             "start from the checkpoint from before it was quantized",
         )  # fmt: skip
     _only_fp8(part)
     part.only("kv_cache_scheme", None, _FLOAT8)
     for group in part.get("config_groups", dict, {}).values():
         if group != {"input_activations": _FLOAT8, "weights": _FLOAT8, "targets": ["Linear"]}:
-            raise part.refuse("This quantisation is not supported.", "config_groups", json.dumps(_FLOAT8))
+            raise part.refuse("This quantization is not supported.", "config_groups", json.dumps(_FLOAT8))
     return Quantization(_names(part, "ignore"), part.values.get("kv_cache_scheme") is not None, _producer(part))
 
 
 def _only_fp8(part: HFConfig) -> None:
     if part.values.get("quant_algo") != "FP8":
         raise part.refuse(
-            "This quantisation is not supported.", "quant_algo", "FP8",
+            "This quantization is not supported.", "quant_algo", "FP8",
             "start from the checkpoint from before it was quantized",
         )  # fmt: skip
 
@@ -113,7 +113,7 @@ def _only_fp8(part: HFConfig) -> None:
 def _names(part: HFConfig, key: str) -> tuple[str, ...]:
     names = part.get(key, list, [])
     if not all(isinstance(name, str) for name in names):
-        raise part.refuse("A list holds something else than names.", key, "names of modules")
+        raise part.refuse("This list may hold only names.", key, "names of modules")
     return tuple(names)
 
 
@@ -122,5 +122,5 @@ def _producer(config: HFConfig) -> tuple[str, str]:
     return part.get("name", str, "unknown"), part.get("version", str, "unknown")
 
 
-def _told(quantization: Quantization) -> str:
+def _summary(quantization: Quantization) -> str:
     return f"all but {', '.join(quantization.exclude)}{' and K/V' if quantization.kv else ''}"

@@ -30,14 +30,12 @@ def read_role(dflash: HFConfig, declared: Role | None) -> tuple[Role, float | No
         raise dflash.refuse("This kind of drafter is not supported.", key, " or ".join(ROLES))
     role = ROLES.get(mode, declared or "first")
     if declared not in (None, role):
-        raise dflash.refuse(
-            "The drafter is declared to be of another role than it says.", key, f"no {key}, or {declared}"
-        )
+        raise dflash.refuse("The declared role contradicts the config.", key, f"no {key}, or {declared}")
     if dflash.values.get("prefix_weight_base") is None:
         return role, None
     if role == "first":
         raise dflash.refuse(
-            "The drafter has the base of prefix weights, but is no variable-prefix drafter.", "prefix_weight_base",
+            "prefix_weight_base is set, but this is not a variable-prefix drafter.", "prefix_weight_base",
             "null, or training_mode vp_drafter", fix="declare it: --role variable_prefix",
         )  # fmt: skip
     return role, dflash.get("prefix_weight_base", float)

@@ -68,10 +68,16 @@ def parse_target_config(config: HFConfig) -> DecoderConfig:
         config.only("sliding_window", None)  # Qwen writes a width beside use_sliding_window: false
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     if config.values.get("head_dim") is None and hidden % heads:
-        raise config.refuse("hidden_size is no multiple of the heads.", "hidden_size", f"a multiple of {heads}")
+        raise config.refuse(
+            "hidden_size is not a multiple of the number of heads.", "hidden_size", f"a multiple of {heads}"
+        )
     kv_heads = config.size("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise config.refuse("Heads do not share K/V heads evenly.", "num_key_value_heads", f"a divisor of {heads}")
+        raise config.refuse(
+            "The number of heads is not a multiple of the number of K/V heads.",
+            "num_key_value_heads",
+            f"a divisor of {heads}",
+        )
     head_dim = config.size("head_dim", hidden // heads, most=MAX_SIZE // heads)
     bias = family != "qwen2" and config.get("attention_bias", bool, False)
     return DecoderConfig(
@@ -146,8 +152,8 @@ def write_target(
     kept = {key: value for key, value in raw.values.items() if key not in _PROVENANCE}
     kept |= {"architectures": [_FAMILIES[config.family][1]], "dtype": dtype}
     if quantization is not None:
-        beside, kept[KEY] = described(quantization)
-        write_json(directory / FILE, beside)
+        separate, kept[KEY] = described(quantization)
+        write_json(directory / FILE, separate)
     write_json(directory / "config.json", kept)
     _copy_text_side(text_side or source, directory)
 

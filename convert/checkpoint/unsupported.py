@@ -1,7 +1,7 @@
 """What looks like a drafter of ours and is another model: recognised by its config, refused by its name.
 
 Most of these would load as plain DFlash, run, and be accepted next to never; one of them would read other tokens than
-it may. A key that marks one of them is harmless with the values beside it, and then no reader minds it.
+it may. A key that marks one of them is harmless with the values listed for it, and then every reader accepts it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ _KINDS = (
         {"use_aux_hidden_state": (None, True)},
     ),
 )  # fmt: skip
-#: Keys that a config may have wherever it likes, for they said nothing.
+#: Keys that may appear anywhere in a config, because `refuse_unsupported` has checked their values.
 KEYS = frozenset(key for kind in _KINDS for key in kind.keys)
 _PARTS = ("dflash_config", "transformer_layer_config")
 

@@ -23,7 +23,7 @@ from d2sd.io import read_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INDEX = "model.safetensors.index.json"
-_STORED = {"wide": ("F32", "BF16", "F16"), "FP8": ("F8_E4M3",), "scale": ("F32",)}
+_STORED = {"unquantized": ("F32", "BF16", "F16"), "FP8": ("F8_E4M3",), "scale": ("F32",)}
 
 Shapes = Mapping[str, tuple[int, ...]]
 #: Name in the file -> name in our module; None for tensors that carry nothing.
@@ -45,10 +45,10 @@ def expected_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def stored_as(name: str, expected: Shapes) -> str:
-    """How a tensor of a module with the names `expected` is stored: "scale", "FP8" (it has a scale), or "wide"."""
+    """How a tensor of a module with names `expected` is stored: "scale", "FP8" (it has a scale) or "unquantized"."""
     if name.endswith(("_scale", "_cache.scale")):
         return "scale"
-    return "FP8" if f"{name}_scale" in expected else "wide"
+    return "FP8" if f"{name}_scale" in expected else "unquantized"
 
 
 def read_headers(directory: Path) -> dict[str, TensorInfo]:
@@ -170,7 +170,7 @@ def read_tensors(
             for name in sorted(n for n in names if found[n].file == file):
                 kind = stored_as(names[name], expected)
                 tensor: Tensor = handle.get_tensor(name)
-                tensor = tensor.to(dtype) if kind == "wide" else tensor
+                tensor = tensor.to(dtype) if kind == "unquantized" else tensor
                 _check_values(tensor, kind, f"{file}: {name}")
                 tensors[names[name]] = tensor
         yield file.name, tensors

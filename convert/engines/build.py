@@ -15,6 +15,7 @@ from pathlib import Path
 
 from d2sd.convert.engines.worker import Job, Report
 from d2sd.errors import BuildError
+from d2sd.io import read_json
 from d2sd.progress import Progress, silent
 from d2sd.tensorrt_env import Builder
 
@@ -50,12 +51,12 @@ def _build(job: Job, folder: Path) -> Report:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if not Path(job.report).is_file():
         raise BuildError(
-            "The engine builder died.", where=job.graph, found=f"exit code {done.returncode}: {done.stderr[-2000:]}",
+            "The engine builder crashed.", where=job.graph, found=f"exit code {done.returncode}: {done.stderr[-2000:]}",
         )  # fmt: skip
-    said = json.loads(Path(job.report).read_text("utf-8"))
-    if "error" in said:
-        raise BuildError(said["error"].pop("what"), **said["error"])
-    return Report(**said)
+    report = read_json(Path(job.report), error=BuildError)
+    if "error" in report:
+        raise BuildError(report["error"].pop("what"), **report["error"])
+    return Report(**report)
 
 
 def unversioned_library(name: Builder, folder: Path) -> Path | None:
@@ -71,7 +72,7 @@ def unversioned_library(name: Builder, folder: Path) -> Path | None:
     found = [file for place in folders or () for file in sorted(Path(place).glob("libtensorrt_rtx.so.*"))]
     if not found:
         raise BuildError(
-            "TensorRT-RTX's library is not where its parser, once it meets a plugin, looks for it.", where="engines",
+            "TensorRT-RTX's parser cannot find the library that it loads for plugins.", where="engines",
             expected="libtensorrt_rtx.so", fix="put its folder on LD_LIBRARY_PATH, or pip install 'd2sd[engines]'",
         )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from d2sd.manifest import Shapes
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig
 from d2sd.plugins.cascade_attention.mask import WORD
 from d2sd.recipe import Builder, Recipe
+from d2sd.runtime.buckets import bucket, buckets
 
 #: Input -> its least, usual and greatest shape.
 Profile = dict[str, Shapes]
@@ -33,12 +34,12 @@ MOST_INJECTED = 1024
 def make_profiles(recipe: Recipe, builder: Builder, config: DecoderConfig | DrafterConfig) -> list[Profile]:
     """All profiles of one model of a recipe, in the order in which the runtime looks."""
     tree, limits = recipe.tree, recipe.limits
-    buckets = _buckets(limits.max_batch)
-    batches = [(1, buckets[-1], buckets[-1])] if builder == "tensorrt-rtx" else [_just(b) for b in buckets]
+    sizes = buckets(limits.max_batch)
+    batches = [(1, sizes[-1], sizes[-1])] if builder == "tensorrt-rtx" else [_just(b) for b in sizes]
     rows = max(tree.row_budget, tree.block_size)
     if isinstance(config, DecoderConfig):
         decoding = [_rows(recipe, config.body, b, (1, rows, rows)) for b in batches]
-        chunk = _bucket(limits.prefill_chunk)
+        chunk = bucket(limits.prefill_chunk)
         return [*decoding, _rows(recipe, config.body, _just(1), (1, chunk, chunk))]
     block, drafted = config.block_size, tree.branches * config.block_size
     width = len(config.target_layer_ids) * config.body.hidden_size
@@ -53,7 +54,7 @@ def _rows(recipe: Recipe, body: BodyConfig, b: _Size, t: _Size) -> Profile:
     limits = recipe.limits
     # what the scheduler holds for a request: its context, and the tokens that a step may add
     most = -(-(limits.max_context + recipe.tree.block_size) // limits.page_size)
-    m = (1, max(1, most // 2), _bucket(most))
+    m = (1, max(1, most // 2), bucket(most))
     p = (2, 1 + limits.max_batch * most, 1 + limits.max_batch * most)
     page = [p, _just(limits.page_size), _just(body.num_kv_heads), _just(body.head_dim)]
     w = (-(-t[0] // WORD), -(-t[1] // WORD), -(-t[2] // WORD))
@@ -77,11 +78,3 @@ def _shapes(sizes: Sequence[_Size]) -> Shapes:
 
 def _just(size: int) -> _Size:
     return size, size, size
-
-
-def _bucket(count: int) -> int:
-    return 1 << (count - 1).bit_length()
-
-
-def _buckets(most: int) -> list[int]:
-    return [1 << power for power in range((most - 1).bit_length() + 1)]

@@ -1,7 +1,7 @@
 """One engine from one graph, in a process of its own: python -m d2sd.convert.engines.worker JOB.json.
 
 A process each, because TensorRT-RTX reads LD_LIBRARY_PATH when it starts, because a builder that dies takes its process
-with it, and because several can run at once. The job says everything; the report lands beside the engine.
+with it, and because several can run at once. The job file holds all arguments, and names the file of the report.
 """
 
 from __future__ import annotations
@@ -56,41 +56,41 @@ def build_engine(job: Job) -> Report:
     trt = find_tensorrt(job.builder)
     if job.compute not in trt.targets:
         raise BuildError(
-            f"{trt.name} builds no engines for this.", where="engines.compute", found=job.compute,
-            expected=", ".join(trt.targets),
+            f"{trt.name} does not build engines for this compute capability.", where="engines.compute",
+            found=job.compute, expected=", ".join(trt.targets),
         )  # fmt: skip
-    heard = ErrorLog(trt.module)
+    errors = ErrorLog(trt.module)
     if job.plugins:
         register(trt.module)
-    builder = trt.module.Builder(heard.log)
+    builder = trt.module.Builder(errors.log)
     flags = 1 << int(trt.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(flags)
-    parser = trt.module.OnnxParser(network, heard.log)
+    parser = trt.module.OnnxParser(network, errors.log)
     if job.plugins:
         parser.set_flag(trt.module.OnnxParserFlag.ENABLE_PLUGIN_OVERRIDE)
     if not parser.parse_from_file(job.graph):
-        said = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
-        raise BuildError("The graph is not understood.", where=job.graph, found=said or heard.told())
+        message = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
+        raise BuildError("TensorRT cannot parse the graph.", where=job.graph, found=message or errors.drain())
     layers = Counter(str(network.get_layer(i).type).rpartition(".")[2] for i in range(network.num_layers))
-    _demand_plugins(job, layers["PLUGIN_V3"])
+    _check_plugins(job, layers["PLUGIN_V3"])
     for layer in (network.get_layer(i) for i in range(network.num_layers)):
         if str(layer.type).endswith("PLUGIN_V3"):
-            _demand_head_size(job, layer.get_input(0).shape[3])
+            _check_head_size(job, layer.get_input(0).shape[3])
     config = configure(trt, builder, job)
     if job.timing is not None:
-        remember(config, Path(job.timing))
+        load_timing_cache(config, Path(job.timing))
     blob = builder.build_serialized_network(network, config)
     if blob is None:
-        raise BuildError("The engine cannot be built.", where=job.graph, found=heard.told(), expected=job.compute)
+        raise BuildError("The engine cannot be built.", where=job.graph, found=errors.drain(), expected=job.compute)
     if job.timing is not None:
-        keep(config, Path(job.timing))
+        save_timing_cache(config, Path(job.timing))
     engine = bytes(blob)
     Path(job.engine).write_bytes(engine)
     return Report(trt.name, trt.version, job.compute, dict(sorted(layers.items())), layers["PLUGIN_V3"], len(engine))
 
 
 def configure(trt: TensorRT, builder: Any, job: Job) -> Any:
-    """Everything but the graph."""
+    """Builder flags, compute capability and optimisation profiles."""
     config = builder.create_builder_config()
     config.clear_flag(trt.module.BuilderFlag.TF32)  # on by default: it would round fp32 to 10 bits
     if trt.name == "tensorrt-rtx":  # which demands it of whoever records runs in a CUDA graph
@@ -106,37 +106,38 @@ def configure(trt: TensorRT, builder: Any, job: Job) -> Any:
     return config
 
 
-def remember(config: Any, file: Path) -> None:
-    """Give the builder what it measured before, on this GPU. **Not yet run** with classic TensorRT."""
+def load_timing_cache(config: Any, file: Path) -> None:
+    """Load the tactic timings measured before on this GPU. **Not yet run** with classic TensorRT."""
     known = file.read_bytes() if file.is_file() else b""
     if not config.set_timing_cache(config.create_timing_cache(known), False):
         config.set_timing_cache(config.create_timing_cache(b""), False)
 
 
-def keep(config: Any, file: Path) -> None:
-    """Keep what the builder measured, whole or not at all."""
+def save_timing_cache(config: Any, file: Path) -> None:
+    """Save the tactic timings."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as partial:
         partial.write_bytes(bytes(config.get_timing_cache().serialize()))
 
 
-def _demand_plugins(job: Job, found: int) -> None:
-    """Every attention of the graph must have become our plugin: a function in its place would run, and slowly."""
+def _check_plugins(job: Job, found: int) -> None:
+    """Check that every attention node became our plugin: as an ONNX function it would run, but slowly."""
     import onnx
 
     nodes = onnx.load(job.graph, load_external_data=False).graph.node
     wanted = sum(node.op_type in (TREE, BLOCK) for node in nodes) if job.plugins else 0
     if found != wanted:
         raise BuildError(
-            "Attention did not become our plugin.", where=job.graph, found=f"{found} plugin layers", expected=wanted,
+            "Not every attention node became a plugin layer.", where=job.graph,
+            found=f"{found} plugin layers", expected=wanted,
         )  # fmt: skip
 
 
-def _demand_head_size(job: Job, size: int) -> None:
-    """Here, because TensorRT does not survive what a plugin raises."""
+def _check_head_size(job: Job, size: int) -> None:
+    """Check the head size here: TensorRT crashes when a plugin raises."""
     if size % HEAD_STEP or size > LARGEST_HEAD:
         raise BuildError(
-            "The attention kernels do not take heads of this size.", where=job.graph, found=size,
+            "The attention kernels do not support this head size.", where=job.graph, found=size,
             expected=f"a multiple of {HEAD_STEP} up to {LARGEST_HEAD}",
         )  # fmt: skip
 
@@ -145,12 +146,12 @@ def main(path: str) -> int:
     """Run the job of a file; the report, or the error's parts, goes to its report."""
     job = Job(**json.loads(Path(path).read_text("utf-8")))
     try:
-        said: dict[str, Any] = asdict(build_engine(job))
+        report: dict[str, Any] = asdict(build_engine(job))
     except D2SDError as error:
         parts = ("what", "where", "found", "expected", "fix")
-        said = {"error": {part: None if (value := getattr(error, part)) is None else str(value) for part in parts}}
-    Path(job.report).write_text(json.dumps(said), "utf-8")
-    return 2 if "error" in said else 0
+        report = {"error": {part: None if (value := getattr(error, part)) is None else str(value) for part in parts}}
+    Path(job.report).write_text(json.dumps(report), "utf-8")
+    return 2 if "error" in report else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One directory in, another out: read, written beside the output, read back, and renamed to it."""
+"""Convert a drafter's directory: read it, write a temporary neighbour of the output, read that back, rename it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from d2sd.modeling.config import Role
 def convert(
     source: Path, to: Writable, output: Path, *, target: Path | None = None, declared: Role | None = None
 ) -> tuple[Format, list[str]]:
-    """Convert the drafter at `source` to a new folder `output`; return its format and what the user must be told.
+    """Convert the drafter at `source` to a new folder `output`; return its format and notes for the user.
 
     `target` is a Hugging Face folder or a bundle; `declared` the role of a drafter that does not say its own.
     Raises `D2SDError`, and leaves nothing then.
     """
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise BuildError("Something lies at the output.", where=output, fix="choose another folder")
+        raise BuildError("Output path already exists.", where=output, fix="choose another folder")
     parts = None if target is None else read_target_parts(target)
     drafter = read_drafter(source, parts, declared)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def convert(
 def _check(folder: Path, drafter: CanonicalDrafter, parts: TargetParts | None) -> None:
     """Read what was written: it must be the drafter that it was made of."""
     again = read_drafter(folder, parts)
-    assert again.config == drafter.config, "what was written says something else"
+    assert again.config == drafter.config, "the written config differs"
     for name, tensor in drafter.tensors.items():
         assert torch.equal(again.tensors[name], tensor), f"{name} was not written as it was read"
 

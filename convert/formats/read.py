@@ -1,4 +1,4 @@
-"""Any format -> the canonical drafter: the format is told from the config, keys and tensors are strict both ways."""
+"""Any format -> the canonical drafter: unknown and missing keys and tensors are refused."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def read_config(raw: HFConfig, form: Format, num_target_layers: int | None, decl
 
 
 def _check_files(folder: Path) -> None:
-    """Refuse what lies beside the config and changes what the weights mean."""
+    """Refuse files next to the config that change what the weights mean."""
     for name in (*QUANTIZED, "mask_embedding.pt"):
         if (folder / name).exists():
             what = "It has a mask embedding of its own" if name.endswith(".pt") else "This is a quantized checkpoint"

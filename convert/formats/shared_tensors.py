@@ -1,4 +1,4 @@
-"""What a drafter borrows from its target: the embedding, the head, and how many layers there are to read.
+"""What a drafter shares with its target: the embedding, the head, and the number of layers.
 
 z-lab's files leave the tensors out; a speculators checkpoint may hold copies. A copy is dropped only as a copy: where
 the target is at hand it is compared, row by row of the draft vocabulary.
@@ -45,7 +45,7 @@ def read_target_parts(path: Path) -> TargetParts:
         shape = (config.vocab_size, config.body.hidden_size)
         if name not in found or found[name].shape != shape:
             raise CheckpointError(
-                "The target lacks a tensor that drafters borrow.", where=f"{folder}: {name}",
+                "The target lacks a tensor that drafters share.", where=f"{folder}: {name}",
                 found=list(found[name].shape) if name in found else "no such tensor", expected=list(shape),
             )  # fmt: skip
     embedding = read_tensor(found["model.embed_tokens.weight"].file, "model.embed_tokens.weight")
@@ -54,7 +54,7 @@ def read_target_parts(path: Path) -> TargetParts:
     return TargetParts(folder, architectures, config, embedding, head)
 
 
-def borrowed(target: TargetParts, ids: tuple[int, ...] | None, dtype: torch.dtype) -> dict[str, Tensor]:
+def shared_copies(target: TargetParts, ids: tuple[int, ...] | None, dtype: torch.dtype) -> dict[str, Tensor]:
     """Copies for a drafter of `dtype`: the embedding [V, E] and the head's rows of the draft vocabulary [Vd, E]."""
     head = target.head if ids is None else target.head[torch.tensor(ids)]
     if head is target.embedding:
@@ -65,12 +65,12 @@ def borrowed(target: TargetParts, ids: tuple[int, ...] | None, dtype: torch.dtyp
 def check_copies(
     copies: Mapping[str, Tensor], target: TargetParts, ids: tuple[int, ...] | None, dtype: torch.dtype, where: str
 ) -> None:
-    """Refuse copies that are none: a drafter with a head of its own would lose it."""
-    for name, expected in borrowed(target, ids, dtype).items():
+    """Raise `CheckpointError` for copies that differ: dropping them would lose a head of the drafter's own."""
+    for name, expected in shared_copies(target, ids, dtype).items():
         if name in copies and not torch.equal(copies[name], expected):
             row = int((copies[name] != expected).any(dim=1).nonzero()[0])
             raise CheckpointError(
-                "A tensor that drafters borrow from their target is not the target's.", where=f"{where}: {name}",
+                "A tensor that drafters share with their target differs from the target's.", where=f"{where}: {name}",
                 found=f"another row {row} than {target.folder} has", expected="a copy: d2sd reads the target's own",
                 fix="name the target it was trained for; a head or an embedding of the drafter's own cannot be run",
             )  # fmt: skip

@@ -1,6 +1,6 @@
 """The speculators config (`DFlashSpeculatorConfig`), read and written; tensors are in read.py, write.py, vocabulary.py.
 
-The body stands in `transformer_layer_config`, ids number the target's hidden states, and nothing says how many layers
+The body is in `transformer_layer_config`, ids number the target's hidden states, and nothing says how many layers
 the target has or that a drafter was trained on variable prefixes. The key `d2sd`, which its own loader accepts, holds
 these two when we write; a file without it needs the target, and may be declared to be a second drafter.
 """

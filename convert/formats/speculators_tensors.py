@@ -1,4 +1,4 @@
-"""Tensors that a speculators checkpoint has beside the drafter's own: copies of the target's, and the vocabulary.
+"""Tensors of a speculators checkpoint in addition to the drafter's own: copies of the target's, and the vocabulary.
 
 Which of them are there depends on what wrote it: to 0.7 both copies, from 0.8 the head of a reduced vocabulary alone;
 t2d and d2t where the vocabulary is reduced.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from d2sd.convert.checkpoint.draft_vocab import check_ids
 from d2sd.convert.checkpoint.weights import TensorInfo, read_tensor
-from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts, borrowed, check_copies
+from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts, check_copies, shared_copies
 from d2sd.convert.formats.vocabulary import from_tensors, to_tensors
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig
@@ -26,7 +26,7 @@ def read_extra(
     config: DrafterConfig, size: int, found: Mapping[str, TensorInfo], target: TargetParts | None,
     dtype: torch.dtype, where: str,
 ) -> tuple[tuple[int, ...] | None, list[str]]:  # fmt: skip
-    """Return the draft vocabulary, and what to tell of the copies; raises `CheckpointError`.
+    """Return the draft vocabulary, and notes on the copies; raises `CheckpointError`.
 
     `found` are the extra tensors' headers, `size` is draft_vocab_size of the config at `where`, `dtype` the drafter's.
     """
@@ -61,7 +61,7 @@ def extra_tensors(
     """Make the tensors of `names` again; copies need the `target`."""
     made: dict[str, Tensor] = {}
     if target is not None:
-        made |= borrowed(target, config.draft_vocabulary, dtype)
+        made |= shared_copies(target, config.draft_vocabulary, dtype)
     made |= to_tensors(config.draft_vocabulary or tuple(range(config.vocab_size)), config.vocab_size)
     return {name: made[name] for name in sorted(names)}
 

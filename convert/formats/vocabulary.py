@@ -43,9 +43,9 @@ def from_tensors(tensors: Mapping[str, Tensor], size: int, vocab_size: int, wher
             expected=f"{(offsets - torch.arange(size))[:8].tolist()}: draft token i is target token i + d2t[i]",
         )  # fmt: skip
     if not torch.equal(ids, expected):
-        place = int((ids != expected).nonzero()[0])
+        index = int((ids != expected).nonzero()[0])
         raise CheckpointError(
-            "t2d and d2t do not name the same tokens.", where=f"{where}: d2t[{place}]",
-            found=f"target token {int(ids[place])}", expected=f"{int(expected[place])}, the next that t2d marks",
+            "t2d and d2t do not name the same tokens.", where=f"{where}: d2t[{index}]",
+            found=f"target token {int(ids[index])}", expected=f"{int(expected[index])}, the next that t2d marks",
         )  # fmt: skip
     return tuple(ids.tolist())

@@ -32,7 +32,7 @@ _PLAIN = {"format": "pt"}
 
 
 def write(folder: Path, drafter: CanonicalDrafter, to: Writable, target: TargetParts | None = None) -> list[str]:
-    """Write a checkpoint into an empty `folder`; return what the user must be told. Raises `CheckpointError`.
+    """Write a checkpoint into an empty `folder`; return notes for the user. Raises `CheckpointError`.
 
     A speculators checkpoint holds copies of the target's tensors, so it needs the `target`.
     """
@@ -47,7 +47,7 @@ def write(folder: Path, drafter: CanonicalDrafter, to: Writable, target: TargetP
         write_draft_vocabulary(folder, config.draft_vocabulary, config.vocab_size)
     else:
         speculators.check_writable(config, str(source.folder))
-        names = source.borrowed if kept else _borrowed_names(drafter)
+        names = source.shared if kept else _shared_names(drafter)
         if target is None and names & {EMBEDDING, HEAD}:
             raise CheckpointError(
                 "A speculators checkpoint holds copies of the target's embedding and head.", where=source.folder,
@@ -70,7 +70,7 @@ def _still_says(drafter: CanonicalDrafter, to: Writable) -> bool:
     return replace(again, draft_vocabulary=config.draft_vocabulary) == config
 
 
-def _borrowed_names(drafter: CanonicalDrafter) -> frozenset[str]:
+def _shared_names(drafter: CanonicalDrafter) -> frozenset[str]:
     return frozenset({EMBEDDING, HEAD} | ({"t2d", "d2t"} if drafter.config.draft_vocabulary else set()))
 
 

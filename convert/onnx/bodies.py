@@ -1,7 +1,7 @@
-"""What is exported of the models: their bodies, between the embedding and the head, with attention as a node.
+"""The exported part of each model: its body, between the embedding and the head, with attention as one node a layer.
 
-Embedding and head stay outside: three models share them, so an engine each would hold them three times. K/V pools are
-inputs, one a layer; what new rows have computed is an output, and who keeps the pools commits it.
+Embedding and head are not exported: three models share them, so three engines would each hold a copy. K/V pools are
+inputs, one a layer; the new rows' K/V are outputs, which the runtime commits to the pools.
 
     target    embedded, positions, attn_mask, page_table, context_len, pages      -> hidden, features, k, v
     drafter   the same, and features, feature_positions, feature_len of context
@@ -88,7 +88,7 @@ def _node(name: str, inputs: list[Tensor], like: Tensor) -> Tensor:
 
 
 class _QuantizedLinear(nn.Module):
-    """An `Fp8Linear` in ONNX's words: QuantizeLinear and DequantizeLinear around a MatMul, which engines fuse."""
+    """An `Fp8Linear` as QuantizeLinear and DequantizeLinear around a MatMul, which TensorRT fuses."""
 
     def __init__(self, layer: Fp8Linear, dtype: torch.dtype) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _QuantizedLinear(nn.Module):
 
 
 class _QuantizedCache(nn.Module):
-    """An `Fp8Cache` in ONNX's words."""
+    """An `Fp8Cache` as QuantizeLinear and DequantizeLinear."""
 
     def __init__(self, cache: Fp8Cache, dtype: torch.dtype) -> None:
         super().__init__()
@@ -125,12 +125,12 @@ def _dequantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _zero() -> Tensor:
-    """The zero point says that the type is FP8: without one it is taken for uint8."""
+    """The zero point selects FP8: without one the output would be uint8."""
     return torch.zeros((), dtype=torch.float8_e4m3fn)
 
 
 def lower_fp8_to_qdq(body: nn.Module, dtype: torch.dtype) -> None:
-    """Put ONNX's operators in the place of every FP8 layer of a body, in place."""
+    """Replace every FP8 layer of a body, in place, by QuantizeLinear and DequantizeLinear."""
     made: dict[type[nn.Module], Any] = {Fp8Linear: _QuantizedLinear, Fp8Cache: _QuantizedCache}
     for parent in list(body.modules()):
         for name, child in list(parent.named_children()):

@@ -1,4 +1,4 @@
-"""Bodies -> ONNX files, by PyTorch's exporter: one `.onnx` a model with its weights beside it in `.onnx.data`.
+"""Exports model bodies with PyTorch's ONNX exporter: one `.onnx` a model, with its weights in `.onnx.data`.
 
 Shapes are symbols but for the geometry and the page size. The bytes depend on the model and the tools' versions alone.
 """
@@ -25,7 +25,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.plugins.cascade_attention.onnx import DOMAIN, OPSET, functions
 
-#: Packages that decide what a graph is, and what its check finds.
+#: Packages whose versions decide the bytes of a graph and the result of its check.
 TOOLS = ("onnx", "onnxscript", "onnxruntime")
 #: Names of the graphs' outputs.
 TARGET_OUTPUTS, DRAFTER_OUTPUTS = ("hidden", "features", "k", "v"), ("hidden", "k", "v")
@@ -38,7 +38,7 @@ _B, _T, _W, _M, _P, _C = (
 
 
 def demand_exporter() -> None:
-    """Raise `BuildError` where what writes graphs, or runs them to check them, is not installed."""
+    """Raise `BuildError` where a package that exports graphs, or runs them for the checks, is not installed."""
     if missing := [tool for tool in TOOLS if find_spec(tool) is None]:
         raise BuildError(
             "Graphs are written and checked with packages that are not installed.", where="engines",
@@ -79,7 +79,7 @@ def export_drafter(drafter: Drafter, page_size: int, file: Path) -> None:
 
 
 def _example_rows(body: BodyConfig, dtype: torch.dtype) -> tuple[list[Tensor], list[Any]]:
-    # sizes that no two dimensions share, or the exporter takes them for one
+    # all sizes differ: the exporter would unify dimensions of equal size
     rows = [torch.zeros(2, 5, body.hidden_size, dtype=dtype), _int(2, 5), _int(2, 5, 3), _int(2, 6), _int(2)]
     return rows, [{0: _B, 1: _T}, {0: _B, 1: _T}, {0: _B, 1: _T, 2: _W}, {0: _B, 1: _M}, {0: _B}]
 
@@ -123,7 +123,7 @@ def _export(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Not a word of what the exporter deprecates, nor that torchvision, which has no part in this, is not there."""
+    """Suppress the exporter's deprecation warnings, and its notice that torchvision is not installed."""
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     before, logger.disabled = logger.disabled, True
     try:
@@ -135,7 +135,7 @@ def _quiet() -> Iterator[None]:
 
 
 def strip_metadata(model: Any) -> None:
-    """Drop what tells of the machine and the source lines; names of nodes stay."""
+    """Remove metadata of the machine and of source lines; names of nodes stay."""
     model.ClearField("producer_version")
     for holder in (model, model.graph):
         holder.ClearField("metadata_props")

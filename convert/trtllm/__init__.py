@@ -1,1 +1,1 @@
-"""The TensorRT-LLM face of a bundle: LLM-API arguments, the module for two drafters, and the old checkpoint layout."""
+"""TensorRT-LLM's files in a bundle: LLM-API arguments, and the module for two drafters."""

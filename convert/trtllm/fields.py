@@ -1,7 +1,7 @@
 """The LLM-API arguments our YAML may hold: names, types and defaults of TensorRT-LLM's `llmapi/llm_args.py`.
 
-TensorRT-LLM refuses keys it does not know, and it cannot be installed where bundles are built, so the YAML is held
-against these models instead. `DFlash` is whole; of the other two they list what we write. Read at `COMMIT`; which
+TensorRT-LLM refuses keys it does not know, and it cannot be installed where bundles are built, so the YAML is checked
+against these models instead. `DFlash` is complete; the other two list what we write. Read at `COMMIT`; which
 release that became, the sources do not say.
 """
 

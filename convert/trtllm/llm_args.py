@@ -4,8 +4,8 @@
     trtllm/llm_args.d2sd.yaml       the same arguments, for a server that imports the module
     trtllm/d2sd_trtllm/__init__.py  the module (`trtllm-serve --custom_module_dirs`)
 
-The arguments are the same because their schema is closed: it has no place for a second drafter, so the module finds it
-beside the first one. Paths start at the bundle's folder.
+The arguments are the same because their schema is closed: it has no key for a second drafter, so the module finds it
+next to the first one. Paths start at the bundle's folder.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def check_llm_args(bundle: Path) -> list[str]:
     folder = bundle / FOLDER
     names = [name for name in (DFLASH, D2SD) if (folder / name).is_file()]
     if not names:
-        raise BundleError("The bundle has no TensorRT-LLM face.", where=folder, fix="build it in bf16 or fp16")
+        raise BundleError("The bundle has no TensorRT-LLM arguments.", where=folder, fix="build it in bf16 or fp16")
     for name in names:
         try:
             values = yaml.safe_load((folder / name).read_text("utf-8"))

@@ -10,9 +10,10 @@ from d2sd.convert.validate.drafter_config import check_drafter_config
 from d2sd.convert.validate.graph_parity import check_graphs
 from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
 from d2sd.errors import BuildError
+from d2sd.policies import FACTS, PolicyName
 from d2sd.progress import Progress, silent
 from d2sd.prompts import OWN_PROMPTS, read_prompts
-from d2sd.recipe import Policy, Recipe
+from d2sd.recipe import Recipe
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.stats import mean_tau
 
@@ -33,12 +34,11 @@ def check_bundle(bundle: Bundle, progress: Progress = silent) -> dict[str, Any]:
     sequences = make_engine(bundle, policy="off").generate(requests)
     plain = [s.answer for s in sequences]
     fit = check_drafter_config(bundle, sequences, progress)
-    runnable: tuple[tuple[Policy, object], ...] = (
-        ("chain", bundle.first), ("d2sd", bundle.second), ("hybrid", bundle.second),
-    )  # fmt: skip
+    compared: tuple[PolicyName, ...] = ("chain", "d2sd", "hybrid")
+    drafters = (bundle.first, bundle.second)
     figures: dict[str, Any] = {}
-    for policy, needed in runnable:
-        if needed is None:
+    for policy in compared:
+        if any(drafters[role] is None for role in FACTS[policy].required_drafters):
             continue
         sequences = make_engine(bundle, policy=policy).generate(requests)
         equal = sum(s.answer == answer for s, answer in zip(sequences, plain, strict=True))
@@ -51,12 +51,12 @@ def check_bundle(bundle: Bundle, progress: Progress = silent) -> dict[str, Any]:
         if recipe.precision == "fp32" and equal < len(requests):
             _explain(bundle, policy, [s.answer for s in sequences], plain, [r.prompt for r in requests])
         if policy == "chain":
-            _demand(recipe, figures[policy]["tau"], len(requests))
+            _check_min_tau(recipe, figures[policy]["tau"], len(requests))
     graphs = check_graphs(bundle, requests, plain) if recipe.engines else {}
     return {"greedy": figures, "fit": fit} | graphs
 
 
-def _demand(recipe: Recipe, tau: float, prompts: int) -> None:
+def _check_min_tau(recipe: Recipe, tau: float, prompts: int) -> None:
     """Raise BuildError where the first drafter's chain commits fewer tokens a step than the recipe asks for."""
     least = recipe.checks.min_tau
     if least is not None and tau < least:
@@ -72,13 +72,14 @@ def _explain(
 ) -> None:
     """Raise BuildError for the first difference where plain decoding's two best logits are no tie."""
     for prompt, answer, expected in zip(prompts, answers, plain, strict=True):
-        place = first_mismatch(answer, expected)
-        if place is None:
+        index = first_mismatch(answer, expected)
+        if index is None:
             continue
-        gap = top2_margin(bundle.target, [*prompt, *expected[:place]])
+        gap = top2_margin(bundle.target, [*prompt, *expected[:index]])
         if gap > TIE_TOLERANCE:
             raise BuildError(
-                f"{policy} does not write what plain decoding writes", where=f"token {place} of an answer",
-                found=answer[place : place + 1], expected=f"{expected[place : place + 1]} (logit gap {gap:.2g})",
+                f"The policy {policy} does not produce the tokens of plain decoding.",
+                where=f"token {index} of an answer", found=answer[index : index + 1],
+                expected=f"{expected[index : index + 1]} (logit gap {gap:.2g})",
                 fix="this is a bug in d2sd: report it",
             )  # fmt: skip

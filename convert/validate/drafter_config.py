@@ -28,7 +28,7 @@ _RATIO = 1.05
 #: And win more tokens than chance lets it in this share of builds: neighbouring tokens are not quite independent and
 #: several readings are tried, so it is far below what one test of independent trials would ask.
 _CHANCE = 1e-4
-#: Below this many tokens a step a drafter is accepted next to never: one draft in ten steps.
+#: Below this many tokens a step a drafter is almost never accepted: one draft in ten steps.
 _NEVER = 1.1
 
 
@@ -60,7 +60,7 @@ def check_drafter_config(bundle: Bundle, plain: SequenceOf[Sequence], progress: 
             )
         if guesses[declared].mean < _NEVER:
             print(
-                f"the {name} drafter is accepted next to never: {guesses[declared].mean:.2f} tokens a step on the "
+                f"the {name} drafter is almost never accepted: {guesses[declared].mean:.2f} tokens a step on the "
                 "check prompts, and no other reading of its config is clearly better",
                 file=sys.stderr,
             )

@@ -22,14 +22,15 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
     moves all that follows it. ONNX Runtime computes no bf16 on a CPU: then a word says so.
     """
     from d2sd.convert.validate.shadow import ShadowDecoder, ShadowDrafter, ShadowRunner
+    from d2sd.policies import PolicyName
     from d2sd.runtime.backends.exported import OnnxSession
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.request import Limits
-    from d2sd.runtime.speculation.policy import PolicyName, make_policy
+    from d2sd.runtime.speculation.policy import make_policy
 
     recipe, folder = bundle.recipe, bundle.path / "onnx"
     if recipe.precision == "bf16":
-        return {"graphs": "not run: ONNX Runtime computes no bf16 on a CPU"}
+        return {"graphs": "not run: ONNX Runtime does not support bf16 on CPUs"}
     pairs = {"drafter_first": bundle.first, "drafter_second": bundle.second}
     aux_layer_ids = bundle.first.config.target_layer_ids if bundle.first else ()
     target = ShadowDecoder(bundle.target, aux_layer_ids, OnnxSession(folder / "target.onnx"))
@@ -38,14 +39,14 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
         for name, drafter in pairs.items()
         if drafter is not None
     }
-    limits, tree = recipe.limits, recipe.tree
+    tree = recipe.tree
     names: tuple[PolicyName, ...] = ("off", "ddtree", "hybrid")
     name = names[len(drafters)]
     policy = make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=tree.row_budget)
     engine = Engine(
         ShadowRunner(target, *drafters.values(), block_size=tree.block_size),
         policy,
-        Limits(limits.max_batch, limits.max_context, limits.page_size, limits.prefill_chunk),
+        Limits.of(recipe.limits),
     )
     answers = [sequence.answer for sequence in engine.generate(requests)]
     equal = sum(answer == expected for answer, expected in zip(answers, plain, strict=True))

@@ -1,4 +1,4 @@
-"""Two results side by side: what a change of code, drafters or machine did to the cells both have."""
+"""Compare two results: the effect of a change of code, drafters or machine on the cells both have."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from d2sd.bench import metrics, views
 from d2sd.bench.bootstrap import Interval, tau_ratio
 from d2sd.bench.markdown import NONE, number, table
 from d2sd.bench.result import Cell, Key, Result, ResultError
+from d2sd.viz.plot_style import Line
 
 NOTES = """\
 A ratio is B / A. τ of A, τ of B and their ratio are of the prompts that both have; where they share none, of all, and
@@ -19,7 +20,7 @@ tokens/s say whether the two machines were equally fast."""
 
 
 def compare(a: Result, b: Result) -> str:
-    """Markdown: B / A of every common cell, and what only one has; raises `ResultError` where nothing is common."""
+    """Markdown: B / A of every common cell, and the cells of one only. Raises `ResultError` if none is common."""
     old, new = ({cell.key: cell for cell in result.cells} for result in (a, b))
     common = sorted(old.keys() & new.keys(), key=_order)
     if not common:
@@ -104,7 +105,7 @@ def _geometric(values: Sequence[float]) -> float:
 
 
 def _unequal(a: Result, b: Result) -> str:
-    """What was set or used differently, since a ratio then has more than one cause."""
+    """The settings that differ, since a ratio then has more than one cause."""
     x, y = map(_circumstances, (a, b))
     told = [f"{key} ({x.get(key, NONE)} | {y.get(key, NONE)})" for key in {**x, **y} if x.get(key) != y.get(key)]
     return f"Not alike in A | B: {', '.join(told)}." if told else ""
@@ -122,7 +123,7 @@ def _only(name: str, keys: Sequence[Key]) -> str:
 
 
 def _order(key: Key) -> tuple[float, int, tuple[int, str, int], str]:
-    return key.temperature, key.concurrency, views.place(views.Line(key.method, key.rows)), key.set
+    return key.temperature, key.concurrency, views.place(Line(key.method, key.rows)), key.set
 
 
 def _told(cells: dict[Key, Cell]) -> str:

@@ -1,19 +1,24 @@
-"""What is measured: methods x row budgets x prompt sets x temperatures x concurrencies."""
+"""The cells of a benchmark: methods x node budgets x prompt sets x temperatures x concurrencies."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from d2sd.bench.result import Key
+from d2sd.errors import D2SDError
+from d2sd.policies import FACTS
+from d2sd.prompts import OWN_PROMPTS, read_prompts
 
-#: Methods whose tree grows with the budget; the others have the rows they have.
-GROWING = ("samples", "reanchor", "d2sd", "ddtree", "hybrid")
+#: Methods whose tree grows with the node budget; the others have a fixed size.
+GROWING = tuple(name for name, facts in FACTS.items() if facts.grows)
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The axes. Plain decoding is always among the methods: the others are held against it.
+    """The axes. Plain decoding is always among the methods, as the baseline.
 
     A method written `name:rows` has this one budget.
     """
@@ -46,3 +51,24 @@ class Matrix:
                 yield method, max(rows)
             elif method != "off":
                 yield method, min(self.block_size, max(rows))
+
+
+def read_sets(prompts: tuple[Path, ...], per_set: int) -> dict[str, list[tuple[str, str]]]:
+    """(id, text) of the first `per_set` prompts of every set, by name: of JSONL files, folders of them, or our own.
+
+    Raises D2SDError for two sets of one name, an empty set, and two prompts of one id.
+    """
+    files: list[Path] = []
+    for path in prompts or (OWN_PROMPTS,):
+        files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    sets = {path.stem: read_prompts(path)[:per_set] for path in files}
+    if not sets or len(sets) < len(files) or not all(sets.values()):
+        raise D2SDError(
+            "Every prompt set needs a name of its own and at least one prompt.", where=", ".join(map(str, prompts)),
+            found=", ".join(f"{path.name}: {len(sets[path.stem])} prompts" for path in files) or "no *.jsonl",
+        )  # fmt: skip
+    for path in files:
+        names = Counter(name for name, _ in sets[path.stem])
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise D2SDError("Two prompts have the same id.", where=path, found=", ".join(sorted(twice)))
+    return sets

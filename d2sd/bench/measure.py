@@ -1,4 +1,4 @@
-"""Run one cell: answer the prompts in flight, watch every step, compare with plain decoding."""
+"""Run one cell: generate from its prompts, count every step, compare the responses with plain decoding's."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from d2sd.bench.result import Cell, Difference, Drafter, Key, Response
+from d2sd.bench.result import Cell, Difference, Key, Response
 from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch
-from d2sd.runtime.engine import Engine, StepTrace
+from d2sd.policies import DrafterName
+from d2sd.runtime.engine import Engine
 from d2sd.runtime.observe import observe
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence as Running
 from d2sd.runtime.stats import reliability_bins
+from d2sd.runtime.trace import StepTrace
 
-#: Tokens of the warm-up: all shapes of a step are met, and what it counted is thrown away.
+#: Tokens of the warm-up, which runs every shape of a step once; its times are discarded.
 _WARM_UP = 8
-_DRAFTERS: tuple[Drafter, Drafter] = ("first", "second")
+_DRAFTERS: tuple[DrafterName, DrafterName] = ("first", "second")
 
-#: A request whose prompt goes on to the first token that differs -> distance of the two best scores there.
+#: A request whose prompt extends to the first differing token -> margin of the two best logits there.
 Gap = Callable[[Request], float]
 
 
@@ -34,7 +36,9 @@ class Counts:
     merged: int = 0
     rescued: int = 0
     ranks: Counter[str] = field(default_factory=Counter)
-    outcomes: dict[Drafter, list[tuple[float, bool]]] = field(default_factory=dict)  # predicted acceptance, accepted
+    outcomes: dict[DrafterName, list[tuple[float, bool]]] = field(
+        default_factory=dict
+    )  # predicted acceptance, accepted
 
     def add(self, trace: StepTrace) -> None:
         """Count one step."""
@@ -59,15 +63,15 @@ def measure_cell(
     gap: Gap,
     advance: Callable[[int], None] = lambda finished: None,
 ) -> tuple[Cell, list[list[int]]]:
-    """Answer `requests` (id and request) with `engine`, warm-up aside; also returns the answers.
+    """Run `requests` (id and request) with `engine`, after a warm-up; also returns their responses.
 
-    `plain` are plain decoding's; None where this cell is to be what the others are compared with.
-
-    Time is that of the engine's steps; watching them is not counted.
+    `plain` are plain decoding's responses; None where this cell is the reference itself. The time is that of the
+    engine's steps, without counting them.
     """
     _, sample = requests[0]
     engine.generate([replace(sample, max_new_tokens=min(_WARM_UP, sample.max_new_tokens))] * min(2, key.concurrency))
     engine.clock.clear()
+    engine.record_trace = True
     sequences = [engine.submit(request) for _, request in requests]
     counts, wall = Counts(), 0.0
     while engine.busy:

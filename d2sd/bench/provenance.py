@@ -1,4 +1,4 @@
-"""Where and with what a result was measured, so that two results can be told apart."""
+"""Provenance of a result: machine, versions, commit, bundle, command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOOLS = ("d2sd", "torch", "transformers")
 
 
 def provenance(bundle: Mapping[str, str], device: str, backend: str = "torch") -> Provenance:
-    """`bundle` is what identifies it, `backend` what ran it on `device`; the rest is found out."""
+    """`bundle` identifies the bundle, `backend` ran it on `device`; everything else is detected."""
     machine: dict[str, str | int] = {
         "processor": _processor(), "cores": os.cpu_count() or 1, "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -48,7 +48,7 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """Of the checkout this file lies in, with a mark if it was changed since; None where there is none."""
+    """Commit of the checkout of this file, marked if there are uncommitted changes; None without a checkout."""
     told = []
     for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
         try:

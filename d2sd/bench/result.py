@@ -1,4 +1,4 @@
-"""`result.json`: what `d2sd bench` measured, prompt by prompt; every table and plot is made from it."""
+"""`result.json`: the measurements of `d2sd bench`, prompt by prompt; every table and plot is made from it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from d2sd.errors import D2SDError
 from d2sd.io import write_text
+from d2sd.policies import DrafterName
 from d2sd.schema import read_model
 
 SCHEMA: Literal[1] = 1
@@ -21,7 +22,6 @@ Seconds = Annotated[float, Field(ge=0)]
 Bin = tuple[Count, Annotated[float, Field(ge=0)], Count]
 #: Predicted acceptance 0 - 0.1, …, 0.9 - 1, given that all before in the path was accepted.
 Bins = Annotated[list[Bin], Field(min_length=10, max_length=10)]
-Drafter = Literal["first", "second"]
 
 
 class ResultError(D2SDError):
@@ -97,7 +97,7 @@ class Cell(_Part):
     merged: Count
     boundary_rank: dict[str, Count]  # rank of the true rejection among the branches, or "none" -> request-steps
     rescued: Count  # the second pass carried acceptance beyond the first draft's chain
-    calibration: dict[Drafter, Bins]
+    calibration: dict[DrafterName, Bins]
     stage_seconds: dict[str, Seconds]
     steps: Positive  # of the engine: one may serve several requests
     wall_seconds: Annotated[float, Field(gt=0)]

@@ -1,4 +1,4 @@
-"""A result as markdown: tokens a step, what a step did, what the drafters knew, speed; then what each figure means."""
+"""A result as markdown: tokens a step, step details, drafter calibration, speed; then the definition of each figure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from d2sd.bench import metrics, views
 from d2sd.bench.bootstrap import Interval, tau_interval
 from d2sd.bench.markdown import NONE, Column, largest_bold, number, percent, rate, table
 from d2sd.bench.result import Cell, Result
-from d2sd.bench.views import ADAPTIVE, PLAIN, Line
+from d2sd.bench.views import ADAPTIVE, PLAIN
+from d2sd.viz.plot_style import Line
 
-#: What a column holds, in the words of the function that computes it.
+#: Column -> the function that computes it, whose docstring is its printed definition.
 DEFINITIONS: dict[str, Callable[..., object]] = {
     "τ": metrics.tau,
     "mean": metrics.mean_tau,
@@ -35,7 +36,7 @@ DEFINITIONS: dict[str, Callable[..., object]] = {
 
 
 def tables(result: Result) -> str:
-    """The whole report, without the last line's end."""
+    """The whole report, without a final newline."""
     parts = []
     for temperature in views.temperatures(result):
         concurrency = views.concurrencies(result, temperature)[0]
@@ -52,7 +53,7 @@ def tables(result: Result) -> str:
 
 
 def tau_table(result: Result, temperature: float, concurrency: int) -> str:
-    """τ by line and set; no mean where a set is missing, for it would not compare with the others."""
+    """τ by line and set; no mean where a set is missing, since it would not be comparable."""
     lines = views.lines(result, temperature, concurrency)
     cells = [views.cells_of(result, line, temperature, concurrency) for line in lines]
     names = [name for name in views.sets(result) if any(name in found for found in cells)]
@@ -152,7 +153,7 @@ def definitions() -> str:
 
 
 def lossless(result: Result) -> str:
-    """Plain decoding at the lowest concurrency is what the others are held against; what is beyond a tie is listed."""
+    """Comparison with plain decoding at the lowest concurrency; differences beyond a near-tie are listed."""
     lowest = {t: views.concurrencies(result, t)[0] for t in views.temperatures(result)}
     compared = [c for c in result.cells if (c.method, c.concurrency) != (PLAIN, lowest[c.temperature])]
     answers = sum(len(cell.requests) for cell in compared)

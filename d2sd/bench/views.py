@@ -1,24 +1,19 @@
-"""Which cells stand in which line, column and panel, and in which order."""
+"""Selection, order and pooling of cells for tables and plots."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from d2sd.bench.result import Bin, Cell, Difference, Drafter, Response, Result
+from d2sd.bench.result import Bin, Cell, Difference, Response, Result
+from d2sd.policies import DrafterName
+from d2sd.viz import plot_style as style
+from d2sd.viz.plot_style import Line
 
-#: From no drafter to both, as in the table of policies. A method that is not listed comes last.
-METHODS = ("off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid", "auto")
+#: The order of lines. A method that is not listed comes last.
+METHODS = tuple(style.METHODS)
 PLAIN = "off"
 ADAPTIVE = "auto"
-
-
-class Line(NamedTuple):
-    """A line of a table, a bar or a curve of a plot."""
-
-    method: str
-    rows: int
 
 
 def temperatures(result: Result) -> list[float]:
@@ -35,7 +30,7 @@ def sets(result: Result) -> list[str]:
 
 
 def place(line: Line) -> tuple[int, str, int]:
-    """What lines are sorted by."""
+    """Sort key of lines."""
     return (METHODS.index(line.method) if line.method in METHODS else len(METHODS), *line)
 
 
@@ -69,7 +64,7 @@ def pool(cells: Sequence[Cell]) -> Cell:
     """One cell with the requests and the sums of all; the cells differ in their sets only."""
     head, requests, differences = cells[0], list[Response](), list[Difference]()
     policies, ranks, seconds = Counter[str](), Counter[str](), dict[str, float]()
-    bins: dict[Drafter, list[Bin]] = {}
+    bins: dict[DrafterName, list[Bin]] = {}
     for cell in cells:
         assert (cell.method, cell.rows, cell.temperature, cell.concurrency) == (
             head.method, head.rows, head.temperature, head.concurrency,

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 
 from d2sd.bench.compare import compare as compared
-from d2sd.bench.matrix import Matrix
+from d2sd.bench.matrix import Matrix, read_sets
 from d2sd.bench.result import Settings, load_result
 from d2sd.bench.run import Run
 from d2sd.cli.options import FilePath, backend_option, device_option
 from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.backends import BackendName
 from d2sd.convert.bundle.load import Bundle, load_bundle
-from d2sd.errors import D2SDError
+from d2sd.extras import require_plots
+from d2sd.policies import FACTS
 from d2sd.progress import bar
-from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.recipe import Policy
 
 
@@ -102,41 +101,26 @@ def bench(
         raise click.UsageError("name a bundle, or two results with --compare")
     loaded = load_bundle(bundle, progress=bar)
     tree = loaded.recipe.tree
-    sets = _sets(prompts, per_set)
+    sets = read_sets(prompts, per_set)
     wanted = methods or [name for name in get_args(Policy) if _runs(loaded, name)]
     matrix = Matrix(wanted, rows, list(sets), temperatures, concurrency, tree.block_size)
     if plan:
         _show_plan(matrix, sets, repeat)
         return
+    require_plots()  # hours before they are drawn
     settings = Settings(
         per_set=per_set, max_new_tokens=max_new_tokens, block_size=tree.block_size, branches=tree.branches, seed=seed,
     )  # fmt: skip
     device = {"torch": device, "onnx": "cpu", "tensorrt": "cuda"}[backend]
     out = out or Path("build/bench") / loaded.recipe.name
-    Run(loaded, matrix, sets, settings, repeat, device, backend, out).all()
+    for path in Run(loaded, matrix, sets, settings, repeat, device, backend, out).all():
+        click.echo(path)
 
 
 def _runs(bundle: Bundle, name: Policy) -> bool:
-    needed = {"off": 0, "lookup": 0, "d2sd": 2, "hybrid": 2}.get(name, 1)
+    """`auto` chooses among trees only where there is a drafter."""
+    needed = 1 if name == "auto" else len(FACTS[name].required_drafters)
     return sum(drafter is not None for drafter in (bundle.first, bundle.second)) >= needed
-
-
-def _sets(prompts: tuple[Path, ...], per_set: int) -> dict[str, list[tuple[str, str]]]:
-    """(id, text) of the first prompts of every set, by name."""
-    files: list[Path] = []
-    for path in prompts or (OWN_PROMPTS,):
-        files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    sets = {path.stem: read_prompts(path)[:per_set] for path in files}
-    if not sets or len(sets) < len(files) or not all(sets.values()):
-        raise D2SDError(
-            "Every prompt set needs a name of its own and at least one prompt.", where=", ".join(map(str, prompts)),
-            found=", ".join(f"{path.name}: {len(sets[path.stem])} prompts" for path in files) or "no *.jsonl",
-        )  # fmt: skip
-    for path in files:
-        names = Counter(name for name, _ in sets[path.stem])
-        if twice := [name for name, count in names.items() if count > 1]:
-            raise D2SDError("Two prompts have the same id.", where=path, found=", ".join(sorted(twice)))
-    return sets
 
 
 def _show_plan(matrix: Matrix, sets: dict[str, list[tuple[str, str]]], repeat: int) -> None:

@@ -54,10 +54,10 @@ def calibrate(
             "A calibration is tied to the drafters' weights, and FP8 has rounded them.",
             where=f"{bundle}: fp8.drafters", fix="calibrate a bundle without fp8; the calibration serves both",
         )  # fmt: skip
-    marks = fingerprint(loaded.first), fingerprint(loaded.second) if loaded.second else None
+    fingerprints = fingerprint(loaded.first), fingerprint(loaded.second) if loaded.second else None
     texts = [text for path in prompts or (OWN_PROMPTS,) for text in _prompts(path, exclude, count)]
     requests = [chat_request(loaded, text, SamplingParams(), max_new_tokens) for text in texts]
-    found = fit_calibration(loaded, marks, requests)
+    found = fit_calibration(loaded, fingerprints, requests)
     write_calibration(out, found)
     for name, value in found.report.items():
         click.echo(f"{name:55}{value:g}")

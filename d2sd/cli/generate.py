@@ -22,6 +22,7 @@ from d2sd.recipe import Policy
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.text import TextStream
 from d2sd.viz.page import page
 from d2sd.viz.record import Recording
 from d2sd.viz.svg import standalone
@@ -84,7 +85,8 @@ def generate(
     if show_tree or tree_svg is not None or html is not None:
         decode = loaded.tokenizer.decode
         text = partial(decode, skip_special_tokens=True)
-        recordings = {s: Recording(p, decode, text) for s, p in zip(sequences, prompts, strict=True)}
+        engine.record_trace = True
+        recordings = {s: Recording(p, decode, TextStream(text)) for s, p in zip(sequences, prompts, strict=True)}
     _write(engine, dict(zip(sequences, prompts, strict=True)), recordings)
     if recordings:
         _picture(list(recordings.values()), show_tree, tree_svg, html)

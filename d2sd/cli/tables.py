@@ -48,6 +48,8 @@ def show_plan(plan: Plan, output: Path) -> None:
     for part in plan.parts:
         _line(part.name, part.source)
         _line("", _geometry(part.config))
+    if plan.parts:
+        _kv_pages(plan)
     show_table(_memory(plan))
     if wanted is not None:
         each = (
@@ -119,7 +121,7 @@ def _memory(plan: Plan) -> Table:
     table = Table("memory", "parameters", "weights", "K/V a token", "K/V pool", show_footer=True)
     for part in plan.parts:
         token = f"{part.kv_token_bytes:,} B"
-        table.add_row(part.name, f"{part.parameters:,}", _size(part.weight_bytes), token, _size(part.kv_bytes))
+        table.add_row(part.name, f"{part.parameters:,}", _size(part.weight_bytes), token, _size(plan.kv_bytes(part)))
     token = f"{sum(part.kv_token_bytes for part in plan.parts):,} B"
     together = "together", "", _size(plan.weight_bytes), token, _size(_pool(plan))
     for column, text in zip(table.columns, together, strict=True):
@@ -127,15 +129,34 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
+def _kv_pages(plan: Plan) -> None:
+    """The arithmetic behind the pools."""
+    limits, memory = plan.recipe.limits, plan.kv_memory()
+    size = f"pages of {limits.page_size} tokens, {memory.page_bytes:,} B each in all models"
+    _line("K/V pages", f"{memory.pages:,} {size}; page 0 takes padding: {_size(memory.total_bytes)}")
+    block = plan.recipe.tree.block_size
+    needed = f"{limits.max_batch} requests of {limits.max_context} + {block} tokens fill {memory.full_pages:,}"
+    if isinstance(limits.kv_memory, float):
+        _line("", f"{needed}; at most {limits.kv_memory:g} of the memory that is free when serving starts")
+    elif memory.pages < memory.full_pages:
+        _line("", f"{needed}; limits.kv_memory holds fewer, so requests are preempted when pages run out")
+    else:
+        _line("", needed)
+
+
 def _pool(plan: Plan) -> int:
-    return sum(part.kv_bytes for part in plan.parts)
+    return plan.kv_memory().total_bytes
 
 
 def _gpus(plan: Plan) -> None:
     """Arithmetic of weights and K/V alone: activations, logits and CUDA's own come on top."""
-    needed, context = plan.weight_bytes + _pool(plan), plan.recipe.limits.max_context
-    _line("a request", f"{_size(plan.request_bytes)} of K/V for {context:,} tokens")
+    limits = plan.recipe.limits
+    _line("a request", f"{_size(plan.request_bytes)} of K/V for {limits.max_context:,} tokens")
     for name, memory in GPUS.items():
+        pool = _pool(plan)
+        if isinstance(limits.kv_memory, float):
+            pool = min(pool, int(limits.kv_memory * max(0, memory - plan.weight_bytes)))
+        needed = plan.weight_bytes + pool
         left = f"{_size(memory - needed)} left" if needed < memory else f"{_size(needed - memory)} too much"
         most = f"the weights and {plan.requests_in(memory):,} such requests"
         _line(f"{name} {memory // 10**9} GB", f"{left}; four fifths of it hold {most}")

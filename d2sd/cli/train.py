@@ -10,7 +10,7 @@ from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
 from d2sd.progress import bar, silent
 from d2sd.train.dist import Dist
-from d2sd.train.pipeline.plan import show_plan
+from d2sd.train.pipeline.plan import plan as plan_stages
 from d2sd.train.pipeline.run import Run
 from d2sd.train_recipe import load_train_recipe
 
@@ -37,10 +37,11 @@ def train(recipe: Path, work: Path | None, out: Path, plan: bool) -> None:
     loaded = load_train_recipe(recipe)
     work = work or Path("training") / loaded.name
     if plan:
-        show_plan(loaded, work, out)
+        for stage, state in plan_stages(loaded, work, out):
+            click.echo(f"{stage:16}{state}")
         return
     dist = Dist.init()
     try:
-        Run(loaded, work, out, dist, bar if dist.is_main else silent).all()
+        Run(loaded, work, out, dist, bar if dist.is_main else silent, click.echo).all()
     finally:
         dist.destroy()

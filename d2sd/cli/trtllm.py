@@ -11,7 +11,7 @@ from d2sd.cli.report import Reporting, ReportingGroup
 from d2sd.convert.trtllm.llm_args import check_llm_args
 from d2sd.integrations.trtllm.contract import COMMITS
 from d2sd.integrations.trtllm.probe import failures, probe
-from d2sd.integrations.trtllm.register import unfit
+from d2sd.integrations.trtllm.register import incompatibilities
 
 
 @click.group(cls=ReportingGroup)
@@ -47,7 +47,7 @@ def check(context: click.Context, bundle: Path | None) -> None:
     if bundle is not None:
         for name in check_llm_args(bundle):
             click.echo(f"{name}: every key as in TensorRT-LLM's sources")
-        reasons += unfit(bundle)
+        reasons += incompatibilities(bundle)
     click.echo("linear DFlash, first drafter alone: by TensorRT-LLM itself, not yet run")
     verdict = "would be registered, not yet run" if not reasons else f"no, linear DFlash instead: {'; '.join(reasons)}"
     click.echo(f"both drafters, one chain: {verdict}")

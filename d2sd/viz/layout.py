@@ -1,7 +1,7 @@
-"""Where everything stands: a column for each position, a line for each leaf.
+"""Layout of a tree: a column for each position, a line for each leaf.
 
-A parent stands on the line of its first child, so a path bends only where it leaves the likelier one. The subtree of a
-node has lines of its own and edges run in the gaps between columns: no box is covered, no two edges cross.
+A parent is on the line of its first child, so a path bends only where it leaves the likelier one. The subtree of a node
+has lines of its own and edges run in the gaps between columns: no boxes overlap, no edges cross.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from d2sd.viz.text import cells, cut, visible
 #: All in CSS pixels; a cell is 0.6 em at 12 px, as in every common fixed-width font, and a little air.
 CELL, BOX, PITCH, GAP, PAD = 7.3, 24, 31, 34, 9
 NUMBER = 29  # room for "100%" at 9 px
-MOST_CELLS = 16  # of a token; the tooltip tells it whole
+MOST_CELLS = 16  # of a token; the tooltip has the whole text
 MARGIN, HEAD = 16, 26  # around the tree; above it, for the numbers of the columns
 
 

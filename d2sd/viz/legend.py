@@ -1,4 +1,4 @@
-"""What the marks mean, as a row of samples that breaks where the picture ends."""
+"""The legend of a tree: a row of samples that wraps at the width of the picture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SAMPLE = 30
 
 
 def legend(steps: Sequence[Step], width: float) -> tuple[str, float, float]:
-    """SVG of the keys that some trees need, at most `width` wide; its height and width."""
+    """The legend entries that `steps` need, as SVG at most `width` wide; its height and width."""
     sources = {node.source for step in steps for node in step.nodes}
     keys = [("anchor", 5, "last token so far")]
     if "first" in sources:

@@ -1,4 +1,4 @@
-"""One request's part of one step as plain data: tensors are read once, and the pictures need nothing but this."""
+"""One request in one step as plain data, read once from the tensors; pictures need nothing else."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from d2sd.runtime.engine import StepTrace
+    from d2sd.runtime.trace import StepTrace
 
 Source = Literal["anchor", "first", "second", "bonus"]
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A token of the tree, and what became of it."""
+    """A token of the tree, and whether it was accepted."""
 
     text: str
-    parent: int  # place of its parent, always before its own; -1: the anchor has none
-    depth: int  # tokens behind the anchor
-    source: Source  # who proposed it
+    parent: int  # index of its parent, always less than its own; -1: the anchor has none
+    depth: int  # tokens after the anchor
+    source: Source  # what proposed it
     branch: int  # 0 the first draft, k >= 1 the k-th branch or sample
-    probability: float  # of being the target's choice behind its parent, by the drafters; 1 for anchor and bonus
-    accepted: bool  # the answer holds it
+    probability: float  # of being the target's choice after its parent, by the drafters; 1 for anchor and bonus
+    accepted: bool  # part of the answer
     chain: bool  # on the path of the first draft's best tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A tree, and what the target said of it."""
+    """A tree after verification."""
 
     nodes: tuple[Node, ...]  # the anchor, the drafts, and last the bonus token
     draft: tuple[str, ...]  # the first draft: its best token of every slot

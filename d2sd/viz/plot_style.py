@@ -1,21 +1,22 @@
-"""How all plots look: one colour and one marker a method, wherever it appears. Colours by Okabe and Ito, which the
-colour-blind can tell apart; markers tell what colour does not.
+"""The common look of all plots: one colour and one marker a method, wherever it appears.
+
+The colours are Okabe and Ito's, which colour-blind readers can tell apart; markers separate what colours do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from d2sd.bench.views import Line
 from d2sd.extras import require_plots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_METHODS = {
+#: Colour and marker of every method, from no drafter to both: the order of tables and legends.
+METHODS = {
     "off": ("#7F7F7F", "_"),
     "lookup": ("#000000", "x"),
     "chain": ("#56B4E9", "o"),
@@ -28,21 +29,60 @@ _METHODS = {
 }
 _OTHER = ("#8C510A", ".")
 #: What is no policy, such as an objective, is told apart by its place.
-_OTHERS = [_OTHER[0], *(colour for colour, _ in _METHODS.values())]
+_OTHERS = [_OTHER[0], *(colour for colour, _ in METHODS.values())]
 _DPI = 120
 _INCHES = 10.0  # 1200 pixels wide
 _WIDTH = 130  # characters of a legend's line, seven an entry for its handle
 
+#: A reliability bin (`d2sd.runtime.stats.Bin`): drafted tokens, sum of their predicted acceptance, how many accepted.
+Bin = tuple[int, float, int]
+
+
+class Line(NamedTuple):
+    """A method at a node budget: a line of a table, a bar or a curve of a plot."""
+
+    method: str
+    rows: int
+
 
 def colour(method: str, place: int = 0) -> str:
     """`place` counts the methods of a panel."""
-    return _METHODS[method][0] if method in _METHODS else _OTHERS[place % len(_OTHERS)]
+    return METHODS[method][0] if method in METHODS else _OTHERS[place % len(_OTHERS)]
 
 
 def curve(line: Line) -> dict[str, Any]:
     """Arguments of `plot` and `errorbar`."""
-    chosen, marker = _METHODS.get(line.method, _OTHER)
+    chosen, marker = METHODS.get(line.method, _OTHER)
     return {"color": chosen, "marker": marker, "markersize": 7, "linewidth": 1.8, "label": name(line)}
+
+
+def reliability(diagram: Axes, counts: Axes, lines: Sequence[tuple[Line, Sequence[Bin], float | None]]) -> None:
+    """Draw accepted over predicted acceptance into `diagram`, tokens a bin into `counts`.
+
+    `lines`: method, its ten bins, their expected calibration error; a line without an error has no tokens.
+    """
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    diagram.plot([0, 1], [0, 1], color="#AAAAAA", linestyle="--", linewidth=1)
+    diagram.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
+    handles, labels = [], []
+    for line, bins, error in lines:
+        if error is not None:
+            filled = [(count, predicted / count, hits / count) for count, predicted, hits in bins if count]
+            number, predicted, accepted = zip(*filled, strict=True)
+            look = curve(line) | {"label": None}  # the panel has a legend of its own
+            handles += diagram.plot(predicted, accepted, **look)
+            labels.append(f"{name(line)}: ECE {error:.3f}")
+            counts.plot(predicted, number, **look)
+    if handles:
+        diagram.legend(handles, labels, loc="best", fontsize=8)
+        counts.set_yscale("log")
+        counts.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        counts.yaxis.set_minor_locator(NullLocator())
+        counts.yaxis.set_major_formatter("{x:,.0f}")
+    else:
+        diagram.text(0.5, 0.3, "not in use", ha="center", color="#777777", transform=diagram.transAxes)
+        counts.set_yticks([])
 
 
 def name(line: Line) -> str:

@@ -1,4 +1,4 @@
-"""The steps of one answer, recorded while it is written."""
+"""The steps of one answer, recorded while it is generated."""
 
 from __future__ import annotations
 
@@ -6,34 +6,39 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from d2sd.viz.nodes import Step, read_step, token_text
+from d2sd.viz.nodes import Node, Step, read_step, token_text
 
 if TYPE_CHECKING:
-    from d2sd.runtime.engine import Output, StepTrace
+    from d2sd.runtime.sequence import Output
     from d2sd.runtime.speculation.policy import Policy
+    from d2sd.runtime.text import TextStream
+    from d2sd.runtime.trace import StepTrace
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One step, and what the answer got from it."""
+    """One step, and the text it added to the answer."""
 
     step: Step
     pieces: tuple[str, ...]  # what each token wrote; fewer than the step gained where the answer ends
 
+    @property
+    def tokens(self) -> list[tuple[Node, str]]:
+        """The tokens of the answer and their text."""
+        return list(zip(self.step.gained, self.pieces, strict=False))
+
 
 class Recording:
-    """One answer, fed with every output of its request. No tensor of a trace is kept."""
+    """One answer, built from every output of its request. Keeps no tensor of a trace."""
 
-    def __init__(self, prompt: str, token: Callable[[list[int]], str], text: Callable[[list[int]], str]) -> None:
-        """`token` decodes for a tree, special tokens and all; `text` as the engine does."""
-        from d2sd.runtime.text import TextStream
-
+    def __init__(self, prompt: str, token: Callable[[list[int]], str], stream: TextStream) -> None:
+        """`token` decodes token ids, special tokens included; `stream` decodes the answer as the engine does."""
         self.prompt = prompt
         self.turns: list[Turn] = []
         self.policies: dict[str, Policy] = {}  # those that served it, by name, in the order of their first steps
         self._show = token_text(token)
-        self._stream = TextStream(text)
-        self._room = 0  # characters the engine has let out and no piece has taken yet
+        self._stream = stream
+        self._room = 0  # characters the engine has output that belong to no piece yet
 
     def add(self, trace: StepTrace, output: Output) -> None:
         """Record one step of the request."""
@@ -49,11 +54,11 @@ class Recording:
 
     @property
     def best(self) -> int:
-        """Place of the turn that gave most tokens, the first of equals."""
+        """Index of the turn that gave most tokens, the first of equals."""
         return max(range(len(self.turns)), key=lambda place: len(self.turns[place].pieces))
 
     def _cut(self) -> None:
-        """A stop string is no part of the answer, nor is what a token wrote behind it."""
+        """Remove a stop string and the text after it, which are not part of the answer."""
         for place, turn in enumerate(self.turns):
             kept = []
             for piece in turn.pieces:

@@ -8,8 +8,7 @@ from html import escape
 from d2sd.viz.layout import BOX, HEAD, MARGIN, MOST_CELLS, PAD, Box, Layout, arrange
 from d2sd.viz.legend import legend
 from d2sd.viz.nodes import Node, Step
-from d2sd.viz.style import TREE_STYLE
-from d2sd.viz.text import cells, cut, token_markup, visible
+from d2sd.viz.text import asset, cells, cut, token_markup, visible
 
 _CAPTION = 34  # height of the line that only a picture on its own has
 _KEY_WIDTH = 860  # of a legend on a page, before it breaks
@@ -24,7 +23,7 @@ def standalone(step: Step, caption: str) -> str:
     keys, below, _ = legend([step], width - 2 * MARGIN)
     height = _CAPTION + layout.height + below
     body = [
-        f"<style>{TREE_STYLE}</style>",
+        f"<style>{asset('tree.css').strip()}</style>",
         f'<rect class="card" x="0.5" y="0.5" width="{width - 1:g}" height="{height - 1:g}" rx="10"/>',
         f'<text class="caption" x="{MARGIN}" y="{MARGIN + 12}">{escape(caption)}</text>',
         f'<g transform="translate(0 {_CAPTION})">{_tree(step, layout)}</g>',
@@ -34,7 +33,7 @@ def standalone(step: Step, caption: str) -> str:
 
 
 def inline(step: Step, caption: str) -> str:
-    """An <svg> element for a page that holds TREE_STYLE and a legend already."""
+    """An <svg> element for a page that has tree.css and a legend already."""
     layout = arrange(step)
     return _svg(step, caption, layout.width, layout.height, _tree(step, layout))
 
@@ -52,13 +51,13 @@ def key(steps: Sequence[Step]) -> str:
 def _svg(step: Step, caption: str, width: float, height: float, body: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="tree" role="img" width="{width:g}" height="{height:g}" '
-        f'viewBox="0 0 {width:g} {height:g}">\n<title>{escape(caption)}</title>\n<desc>{escape(_told(step))}</desc>\n'
+        f'viewBox="0 0 {width:g} {height:g}">\n<title>{escape(caption)}</title>\n<desc>{escape(_alt(step))}</desc>\n'
         f"{body}\n</svg>"
     )
 
 
-def _told(step: Step) -> str:
-    """The picture for those who do not see it."""
+def _alt(step: Step) -> str:
+    """The picture in words, for screen readers."""
     *drafts, bonus = (repr(node.text) for node in step.gained)
     accepted = ", ".join(drafts) or "none"
     return (

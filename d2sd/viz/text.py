@@ -1,9 +1,11 @@
-"""Text of models and of prompts, made safe to show: whatever they wrote, XML stays well-formed and nothing hides."""
+"""Generated text and prompts, made safe to show: XML stays well-formed, and invisible characters become visible."""
 
 from __future__ import annotations
 
 import unicodedata
+from functools import cache
 from html import escape
+from importlib import resources
 
 _SIGNS = {" ": "·", "\n": "⏎", "\t": "⇥", "\x7f": "␡"} | {
     chr(c): chr(0x2400 + c) for c in range(32) if c not in (9, 10)
@@ -12,6 +14,12 @@ _SIGNS = {" ": "·", "\n": "⏎", "\t": "⇥", "\x7f": "␡"} | {
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp", "Zs"}
 #: Formats that letters and emoji are joined by: a token shows them, running text needs them.
 _JOINERS = "\u200c\u200d"
+
+
+@cache
+def asset(name: str) -> str:
+    """One of the package's style sheets or scripts."""
+    return resources.files("d2sd.viz").joinpath(f"templates/{name}").read_text("utf-8")
 
 
 def token_markup(text: str, most: int | None = None) -> str:

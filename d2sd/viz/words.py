@@ -1,4 +1,4 @@
-"""What the pictures say in sentences."""
+"""The sentences of the pictures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHECKED = (
 
 
 def introduction(policies: Collection[Policy]) -> str:
-    """What one sees, for the policies that wrote it."""
+    """What the page shows, for the policies that generated the answers."""
     first = {policy.first_pass for policy in policies}
     if first == {FirstPass.NONE}:
         return (

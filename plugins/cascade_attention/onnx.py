@@ -1,11 +1,11 @@
-"""The two attention nodes of exported graphs, and what they mean in ONNX's own operators.
+"""The two attention nodes of exported graphs, and their definitions as functions of standard ONNX operators.
 
     TreeCascadeAttention   verification: rows over the committed context and each other
-    BlockDraftAttention    drafting: the same, over context rows too that are not in the pages yet
+    BlockDraftAttention    drafting: the same, and over new context rows that are not in the pages yet
 
 A graph carries the nodes *and* these functions. ONNX Runtime runs the functions, and so does TensorRT where the plugin
-is not registered; where it is, `plugin_namespace` makes the parser take it. The semantics are those of `op.py`, with
-visibility packed into bits: row t sees row u where bit u % 32 of `attn_mask[b, t, u // 32]` is set.
+is not registered; where it is, `plugin_namespace` makes the parser use it. The semantics are those of `reference.py`,
+with the mask packed: row t may attend to row u where bit u % 32 of `attn_mask[b, t, u // 32]` is set.
 """
 
 # ONNX Script reads these functions' source; types would not be Python's.
@@ -26,13 +26,13 @@ OPSET = 23
 
 
 def attributes() -> dict[str, str]:
-    """What the parser finds a plugin by."""
+    """Node attributes by which TensorRT's parser finds the plugin."""
     return {"plugin_namespace": DOMAIN, "plugin_version": VERSION}
 
 
 @cache
 def functions() -> tuple[Any, ...]:
-    """`onnx.FunctionProto` of both nodes and of what they share. Needs onnxscript."""
+    """`onnx.FunctionProto` of both nodes and of the functions they share. Needs onnxscript."""
     from onnxscript import opset23 as op
     from onnxscript import script
     from onnxscript.values import Opset
@@ -80,9 +80,9 @@ def functions() -> tuple[Any, ...]:
 
     @script(ours, default_opset=op)
     def Cascade(q, k, v, old_k, old_v, inside, attn_mask):
-        # old_k, old_v [B, N, Hkv, D] fp32, of which every row sees those `inside` [B, N]; k, v as far as `attn_mask`
+        # Every row attends to old_k, old_v [B, N, Hkv, D] fp32 where `inside` [B, N], and to k, v by `attn_mask`
         valid = op.Unsqueeze(inside, [2, 3])
-        nothing = op.Constant(value_float=0.0)  # what lies there may be NaN
+        nothing = op.Constant(value_float=0.0)  # slots outside may hold NaN
         keys = op.Concat(op.Where(valid, old_k, nothing), op.Cast(k, to=1), axis=1)
         values = op.Concat(op.Where(valid, old_v, nothing), op.Cast(v, to=1), axis=1)
         everybody = op.Concat(op.Shape(q, end=2), op.Shape(old_k, start=1, end=2), axis=0)

@@ -7,13 +7,14 @@ value back to the host, so a decode step from `draft_first` to `commit` can be c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from d2sd.errors import CheckpointError
+from d2sd.errors import CheckpointError, RecipeError
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.fp8 import kv_scales
@@ -42,10 +43,18 @@ class ModelRunner:
     """Runs the models of one bundle over paged K/V pools, on the device and in the dtype of the target."""
 
     def __init__(
-        self, target: Decoder, first: Drafter | None = None, second: Drafter | None = None, *, block_size: int = 1
+        self,
+        target: Decoder,
+        first: Drafter | None = None,
+        second: Drafter | None = None,
+        *,
+        block_size: int = 1,
+        max_prefill_requests: Callable[[int], int] = lambda rows: sys.maxsize,
     ) -> None:
         """Without drafters there is plain decoding and prompt lookup, in blocks of `block_size`; drafters have theirs.
 
+        `max_prefill_requests` tells how many requests one prefill of so many rows a request takes; engines have a
+        limit.
         On a CPU fp32 models are packed in place (`d2sd.modeling.packed`): they can serve, but not be saved or trained.
         Raises CheckpointError if the drafters do not read the same features or draft the same blocks.
         """
@@ -63,6 +72,7 @@ class ModelRunner:
         self.target, self.first, self.second = target, first, second
         self.vocab_size = target.config.vocab_size
         self.block_size = first.config.block_size if first else block_size
+        self.max_prefill_requests = max_prefill_requests
         weight = target.embed_tokens.weight
         self.device, self._dtype = str(weight.device), weight.dtype
         self._drafters = [d for d in (first, second) if d is not None]
@@ -76,18 +86,34 @@ class ModelRunner:
         self._aux_layer_ids = first.config.target_layer_ids if first else ()
 
     def allocate(self, pages: int, page_size: int) -> None:
-        """Make the K/V pools."""
-
-        def pool(model: Decoder | Drafter) -> KVPool:
-            return KVPool.for_body(model.config.body, pages, page_size, self._dtype, self.device, kv_scales(model))
-
-        self._target_pool = pool(self.target)
-        self._pools = [pool(drafter) for drafter in self._drafters]
+        """Make the K/V pools. Raises RecipeError where the device has no memory for them."""
+        try:
+            self._target_pool, *self._pools = self._make_pools(pages, page_size, self.device)
+        except RuntimeError:  # PyTorch's allocators raise it, on CUDA a subclass
+            raise RecipeError(
+                "The K/V pools do not fit in memory.", where="limits",
+                found=f"{pages:,} pages of {self.page_bytes(page_size):,} bytes",
+                fix="set limits.kv_memory, such as 0.8, or lower limits.max_batch or limits.max_context",
+            ) from None  # fmt: skip
         self._pending = [PendingContext() for _ in self._drafters]
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page of `page_size` tokens, in the pools of all models."""
+        return sum(pool.k.nbytes + pool.v.nbytes for pool in self._make_pools(1, page_size, "meta"))
+
+    def _make_pools(self, pages: int, page_size: int, device: str) -> list[KVPool]:
+        models: list[Decoder | Drafter] = [self.target, *self._drafters]
+        return [
+            KVPool.for_body(model.config.body, pages, page_size, self._dtype, device, kv_scales(model))
+            for model in models
+        ]
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
-        """Compute and commit a chunk: tokens [1, T], of which the first `length [1]` are real."""
+        """Compute and commit chunks of several prompts: of tokens [B, T] the first `length [B]` are real.
+
+        Rows past `length` are not committed: their K/V goes to page 0, as do padding requests, of length 0.
+        """
         rows = Rows.chain(tokens.shape[1], page_table, context_len)
         out = self.target(tokens, rows, self._target_pool, self._aux_layer_ids)
         real = torch.arange(tokens.shape[1], device=tokens.device) < length[:, None]

@@ -58,7 +58,11 @@ class PendingContext:
         self.rows = 0  # at most so many
 
     def push(self, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
-        """Owe rows of `positions [B, T]` where `keep [B, T]`."""
+        """Queue the rows of `positions [B, T]` where `keep [B, T]`.
+
+        The tensors are kept, not copied. A captured step that runs again would overwrite them while they wait: capture
+        must then copy them here, or flush inside the graph.
+        """
         self._entries.append(_Entry(features, page_table, positions, keep))
         self.rows += keep.numel()
 

@@ -7,7 +7,8 @@ one stream.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,13 +143,19 @@ class EngineSession:
 
     def _demand(self, done: bool, what: str) -> None:
         if not done:
-            raise BundleError(f"TensorRT refused {what}.", where=self._file.path, found=self._heard.told())
+            raise BundleError(f"TensorRT refused {what}.", where=self._file.path, found=self._heard.drain())
 
 
 def _admits(profile: Profile, name: str, tensor: Tensor) -> bool:
     least, _, most = profile[name]
     sizes = zip(least, tensor.shape, most, strict=True)
     return all(low <= size <= high for low, size, high in sizes)
+
+
+def max_requests(profiles: Sequence[Profile], rows: int) -> int:
+    """The most requests of so many rows each that a run of the target takes, by its profiles."""
+    shapes = [profile["embedded"] for profile in profiles]
+    return max((most[0] for least, _, most in shapes if least[1] <= rows <= most[1]), default=1)
 
 
 def engine_runner(
@@ -180,4 +187,7 @@ def engine_runner(
         ).to(device)
         for drafter, engine in drafters
     ]
-    return ModelRunner(GraphDecoder(decoder, aux_layer_ids, session).to(device), *drafting, block_size=block_size)
+    return ModelRunner(
+        GraphDecoder(decoder, aux_layer_ids, session).to(device), *drafting, block_size=block_size,
+        max_prefill_requests=partial(max_requests, engine.profiles),
+    )  # fmt: skip

@@ -106,13 +106,13 @@ def open_engine(trt: TensorRT, engine: EngineFile, heard: ErrorLog, capability: 
                 named = ", ".join(name for name, bit in kinds if int(bit) & int(reasons))
                 of_others = "UNSUPPORTED_CC" in named
                 raise BundleError(
-                    f"{trt.name} does not take the engine here.", where=engine.path, found=named or heard.told(),
+                    f"{trt.name} does not take the engine here.", where=engine.path, found=named or heard.drain(),
                     expected=f"an engine for {_spelled(capability)}" if of_others else None,
                     fix=_elsewhere(trt, capability) if of_others else None,
                 )  # fmt: skip
         opened = runtime.deserialize_cuda_engine(blob)
     if opened is None:
-        raise BundleError(f"{trt.name} cannot open the engine.", where=engine.path, found=heard.told(), fix=_AGAIN)
+        raise BundleError(f"{trt.name} cannot open the engine.", where=engine.path, found=heard.drain(), fix=_AGAIN)
     return runtime, opened
 
 

@@ -31,6 +31,10 @@ class Accepted:
         pairs = zip(drafted, chosen, strict=False)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafted), len(chosen)))
 
+    def packed(self) -> Tensor:
+        """What the host reads after a step, in one tensor [B, 2 + G]: count, accepted branch, tokens."""
+        return torch.cat([self.count[:, None], self.accepted_branch[:, None], self.tokens], dim=1)
+
 
 def accept(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
     """chosen [B, N]: the target's choice behind each node. `longest` is γ."""

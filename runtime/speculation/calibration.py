@@ -54,6 +54,11 @@ class Calibration:
         return Draft(draft.tokens, logsigmoid(odds))
 
 
+def uncalibrated(draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:
+    """In place of `Calibration.apply`: probabilities stay the drafter's own."""
+    return draft
+
+
 def logit(logprob: Tensor) -> Tensor:
     """log(p / (1 - p)) of a log-probability."""
     sure = logprob.clamp(max=_CERTAIN)

@@ -14,13 +14,13 @@ hybrid     first drafter   second drafter at K tree nodes       likeliest paths 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from d2sd.errors import RecipeError
-from d2sd.policies import DrafterRole, FirstPass
+from d2sd.policies import FACTS, MAX_NODES, DrafterRole, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sampling.philox import gumbel_at
 from d2sd.runtime.speculation import tree
@@ -29,8 +29,6 @@ from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.growth import best_first_tree
 from d2sd.runtime.speculation.tree import Tree
 
-PolicyName = Literal["off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid"]
-NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 #: Candidates kept of every slot where siblings are drafted.
 WIDTH = 16
 
@@ -43,8 +41,6 @@ class Policy:
     num_branches: int = 0  # K, branches or samples
 
     name: ClassVar[PolicyName]
-    first_pass: ClassVar[FirstPass] = FirstPass.DRAFTER
-    second_pass: ClassVar[DrafterRole | None] = None  # the drafter that drafts the branches
     topk: ClassVar[int] = 1  # M, candidates of every slot
     uses_probabilities: ClassVar[bool] = True  # by probability, so that a calibration concerns it
 
@@ -52,17 +48,22 @@ class Policy:
         return self.name if self.num_nodes == 1 else f"{self.name} of {self.num_nodes} rows"
 
     @property
+    def first_pass(self) -> FirstPass:
+        return FACTS[self.name].first_pass
+
+    @property
+    def second_pass(self) -> DrafterRole | None:
+        """The drafter that drafts the branches."""
+        return FACTS[self.name].second_pass
+
+    @property
     def required_drafters(self) -> tuple[DrafterRole, ...]:
         """The drafters that this policy runs."""
-        if self.first_pass is not FirstPass.DRAFTER:
-            return ()
-        return (
-            (DrafterRole.FIRST, DrafterRole.SECOND) if self.second_pass is DrafterRole.SECOND else (DrafterRole.FIRST,)
-        )
+        return FACTS[self.name].required_drafters
 
-    def branches(self, batch: Batch, first: Draft) -> Branches | None:
-        """Where the second pass restarts."""
-        return None
+    def branches(self, batch: Batch, first: Draft) -> Branches:
+        """Where the second pass restarts; only policies with a second pass have branches."""
+        raise NotImplementedError
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         """Drafts [B, S, M] and [B, K, S, M] -> a tree of `rows` nodes."""
@@ -71,7 +72,6 @@ class Policy:
 
 class Off(Policy):
     name = "off"
-    first_pass = FirstPass.NONE
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         anchor = batch.anchor[:, None]
@@ -87,7 +87,6 @@ class Chain(Policy):
 
 class Lookup(Policy):
     name = "lookup"
-    first_pass = FirstPass.PROMPT_LOOKUP
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         return _chain(batch, first, self.num_nodes)
@@ -120,7 +119,7 @@ class _Branched(Policy):
     the row budget is full.
     """
 
-    def branches(self, batch: Batch, first: Draft) -> Branches | None:
+    def branches(self, batch: Batch, first: Draft) -> Branches:
         return chain_branches(first, self.num_branches)
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
@@ -139,12 +138,10 @@ class _Branched(Policy):
 
 class Reanchor(_Branched):
     name = "reanchor"
-    second_pass = DrafterRole.FIRST
 
 
 class D2SD(_Branched):
     name = "d2sd"
-    second_pass = DrafterRole.SECOND
 
 
 class DDTree(Policy):
@@ -158,10 +155,9 @@ class DDTree(Policy):
 
 class Hybrid(Policy):
     name = "hybrid"
-    second_pass = DrafterRole.SECOND
     topk = WIDTH
 
-    def branches(self, batch: Batch, first: Draft) -> Branches | None:
+    def branches(self, batch: Batch, first: Draft) -> Branches:
         return tree_branches(batch.anchor, first, self.num_branches)
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
@@ -188,12 +184,15 @@ _POLICIES: dict[PolicyName, type[Policy]] = {
 
 
 def make_policy(name: PolicyName, *, block_size: int, branches: int, row_budget: int) -> Policy:
-    """The policy with at most `row_budget` rows. Raises RecipeError where there are not as many branches."""
+    """The policy with at most `row_budget` nodes.
+
+    Raises RecipeError where the budget is out of range or a block has fewer boundaries than `branches`.
+    """
     kind = _POLICIES[name]
-    if row_budget < 2 and kind is not Off:
+    if not 2 <= row_budget <= MAX_NODES and kind is not Off:
         raise RecipeError(
-            "a tree needs rows for more than the anchor", where="tree.row_budget",
-            found=row_budget, expected="at least 2", fix="raise it, or set tree.policy to off",
+            "the node budget is out of range", where="tree.row_budget",
+            found=row_budget, expected=f"2 .. {MAX_NODES}", fix="change it, or set tree.policy to off",
         )  # fmt: skip
     if not 1 <= branches < block_size and kind in (D2SD, Reanchor):
         raise RecipeError(

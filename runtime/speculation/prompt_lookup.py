@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
+from d2sd.runtime.speculation.draft import Draft
+
 #: Longest suffix first: it is the likeliest to go on the same way.
 SUFFIXES = (3, 2, 1)
 
@@ -17,3 +23,16 @@ def lookup(tokens: list[int], count: int) -> list[int]:
                     copied.append(copied[place])  # past the end it copies itself: what repeats goes on repeating
                 return copied[len(tokens) :]
     return []
+
+
+def lookup_draft(texts: Sequence[list[int]], slots: int, batch_size: int, device: str) -> Draft:
+    """A first draft [B, S, 1] for a batch of `batch_size`: certain where a text has a match, else no proposal.
+
+    It searches the texts on the host, so it runs before the step and is not captured.
+    """
+    found = [lookup(tokens, slots) for tokens in texts]
+    found += [[]] * (batch_size - len(found))
+    tokens = torch.tensor([ids or [0] * slots for ids in found], dtype=torch.long, device=device)
+    known = torch.tensor([bool(ids) for ids in found], device=device)
+    logprob = torch.where(known[:, None], 0.0, float("-inf")).expand(-1, slots)
+    return Draft(tokens.view(-1, slots, 1), logprob[..., None])

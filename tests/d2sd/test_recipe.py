@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -15,7 +16,6 @@ import d2sd.recipe
 from d2sd.errors import RecipeError, RequestError
 from d2sd.recipe import Policy, Recipe, load_recipe
 from d2sd.runtime.request import SamplingParams
-from d2sd.runtime.speculation.policy import NAMES
 from d2sd.yaml_reader import parse_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +71,18 @@ def test_every_default_has_its_reason_beside_it() -> None:
         ("precision=fp8", "precision"),
         ("tree.policy=eagle", "tree.policy"),
         ("tree.row_budget=1", "tree.row_budget"),
+        ("tree.row_budget=1025", "tree.row_budget"),
+        ("tree.block_size=129", "tree.block_size"),
+        ("limits.max_batch=4097", "limits.max_batch"),
+        ("limits.max_context=1048592", "limits.max_context"),
+        ("limits.page_size=2048", "limits.page_size"),
+        ("limits.prefill_chunk=16385", "limits.prefill_chunk"),
+        ("limits.kv_memory=0.0", "limits.kv_memory"),
+        ("limits.kv_memory=1.5", "limits.kv_memory"),
+        ("limits.kv_memory=1", "limits.kv_memory"),
+        ("limits.kv_memory=true", "limits.kv_memory"),
+        ("limits.kv_memory=many", "limits.kv_memory"),
+        ("limits.kv_memory=[1]", "limits.kv_memory"),
         ("drafters.calibration=3", "drafters.calibration"),
         ("d2sd=2", "d2sd"),
         ("name=../up", "name"),
@@ -116,10 +128,6 @@ def test_fields_that_contradict_each_other(tmp_path: Path, overrides: list[str],
         assert part in str(caught.value)
 
 
-def test_policies_are_the_runtimes_and_auto() -> None:
-    assert get_args(Policy) == ("auto", *NAMES)
-
-
 @pytest.mark.parametrize("policy", get_args(Policy))
 def test_a_policy_needs_the_drafters_it_runs(tmp_path: Path, policy: str) -> None:
     needed = {"auto": 0, "off": 0, "lookup": 0, "d2sd": 2, "hybrid": 2}.get(policy, 1)
@@ -130,6 +138,19 @@ def test_a_policy_needs_the_drafters_it_runs(tmp_path: Path, policy: str) -> Non
         else:
             with pytest.raises(RecipeError, match=f"{policy} needs drafters"):
                 load(tmp_path, MINIMAL, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [("0.9", 0.9), ("1.0", 1.0), ("4GiB", 4 * 2**30), ("1.5MB", 1_500_000), ("5000000", 5_000_000), ("null", None)],
+)
+def test_kv_memory_is_a_share_or_bytes(tmp_path: Path, written: str, value: float | int | None) -> None:
+    recipe = load(tmp_path, MINIMAL, f"limits.kv_memory={written}")
+    assert recipe.limits.kv_memory == value
+    assert type(recipe.limits.kv_memory) is type(value)
+    again = Recipe.model_validate_json(json.dumps(recipe.canonical()))
+    assert again.limits == recipe.limits
+    assert type(again.limits.kv_memory) is type(value)
 
 
 def test_a_tree_may_be_smaller_than_a_chain(tmp_path: Path) -> None:

@@ -149,7 +149,8 @@ def test_memory_by_hand(project: Path, plans: dict[tuple[str, str], Plan]) -> No
     assert [part.kv_token_bytes for part in bf16.parts] == [72 * token, 10 * token, 10 * token]
     assert [part.kv_token_bytes for part in fp8.parts] == [72 * token, 10 * token, 10 * token]
     assert [part.kv_token_bytes for part in kv.parts] == [36 * token, 10 * token, 10 * token]
-    assert [part.kv_bytes for part in kv.parts] == [16 * 8192 * part.kv_token_bytes for part in kv.parts]
+    pages = 1 + 16 * -(-(8192 + kv.recipe.tree.block_size) // 16)
+    assert [kv.kv_bytes(part) for part in kv.parts] == [pages * 16 * part.kv_token_bytes for part in kv.parts]
     assert kv.request_bytes == 8192 * 56 * token
     assert kv.requests_in(80 * 10**9) == (64 * 10**9 - sum(sizes)) // (8192 * 56 * token)
     assert kv.requests_in(10**10) == 0
@@ -163,14 +164,26 @@ def test_memory_by_hand(project: Path, plans: dict[tuple[str, str], Plan]) -> No
 def test_a_plan_tells_what_a_gpu_has_left(project: Path) -> None:
     told = run("build", project / "recipes" / "qwen3-8b.yaml", "--plan", "--set", "fp8={kv: true}")
     assert "precision      bf16, target in FP8, drafters in FP8, kv in FP8" in told
-    for figure in ("8,190,735,360", "9.44 GB", "73,728 B", "9.66 GB", "1,048,626,432", "94,208 B", "12.35 GB"):
+    for figure in ("8,190,735,360", "9.44 GB", "73,728 B", "9.68 GB", "1,048,626,432", "94,208 B", "12.37 GB"):
         assert figure in told, figure
-    # 80 - (9.436 + 1.258) of weights - 12.348 of K/V
+    # 16 requests of 8,192 + 16 tokens fill 16 x 513 pages; 8,209 with page 0, x 16 x 94,208 B = 12.374 GB
+    assert "8,208 pages of 16 tokens, 1,507,328 B each in all models; page 0 takes padding: 12.37 GB" in told
+    assert "16 requests of 8192 + 16 tokens fill 8,208\n" in told
+    # 80 - (9.436 + 1.258) of weights - 12.374 of K/V
     assert "a request      771.8 MB of K/V for 8,192 tokens" in told
-    assert "H100 80 GB     56.96 GB left; four fifths of it hold the weights and 69 such requests" in told
+    assert "H100 80 GB     56.93 GB left; four fifths of it hold the weights and 69 such requests" in told
     too_much = run("build", project / "recipes" / "qwen3-8b.yaml", "--plan", "--set", "limits.max_batch=100")
-    # 18.479 + 100 x 1.376 - 141
-    assert "H200 141 GB    15.05 GB too much" in too_much
+    # 18.479 + (100 x 513 + 1) x 16 x 167,936 B - 141
+    assert "H200 141 GB    15.32 GB too much" in too_much
+    overbooked = ["--set", "limits.max_batch=100", "--set", "limits.kv_memory=40GiB"]
+    told = run("build", project / "recipes" / "qwen3-8b.yaml", "--plan", *overbooked)
+    # 40 x 2^30 // (16 x 167,936) - 1
+    assert "15,983 pages of 16 tokens" in told
+    assert "fill 51,300; limits.kv_memory holds fewer" in told
+    overbooked[-1] = "limits.kv_memory=0.5"
+    told = run("build", project / "recipes" / "qwen3-8b.yaml", "--plan", *overbooked)
+    assert "fill 51,300; at most 0.5 of the memory that is free" in told
+    assert "H100 80 GB     30.76 GB left" in told  # half of what the weights leave
 
 
 # --- That it works --------------------------------------------------------------------------------------------------

@@ -17,9 +17,12 @@ FOLDER = Path(__file__).parent / "kernels"
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the extra triton is not installed")
 
 
-def run(names: list[str], **environment: str) -> None:
+def run(names: list[str], *options: str, **environment: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(FOLDER / f"{n}.py" for n in names)],
+        [
+            sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options,
+            *(FOLDER / f"{n}.py" for n in names),
+        ],
         cwd=FOLDER.parents[2], env=os.environ | environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -30,7 +33,14 @@ def run(names: list[str], **environment: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("names", [["attention"], ["pages", "models"]], ids=" ".join)
 def test_kernels_under_the_interpreter(names: list[str]) -> None:
-    run(names, TRITON_INTERPRET="1")
+    run(names, "-m", "not slow", TRITON_INTERPRET="1")
+
+
+@pytest.mark.slow
+@pytest.mark.interpreter
+@pytest.mark.timeout(300)
+def test_kernels_under_the_interpreter_in_the_other_dtype() -> None:
+    run(["attention"], "-m", "slow", TRITON_INTERPRET="1")
 
 
 @pytest.mark.subprocess

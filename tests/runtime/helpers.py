@@ -14,12 +14,13 @@ from torch import Tensor
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.kv_pool import KVPool
+from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
-from d2sd.runtime.engine import Engine, Output
+from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request, SamplingParams
-from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.runtime.speculation.policy import PolicyName, make_policy
+from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.text import Decode
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.oracle import plain_text
@@ -102,7 +103,8 @@ def make_engine(
     calibration: Calibration | None = None,
 ) -> Engine:
     made = make_policy(policy, block_size=runner.block_size, branches=BRANCHES, row_budget=row_budget)
-    limits = Limits(max_batch, max_context=64, page_size=page_size, prefill_chunk=prefill_chunk, pages=pages)
+    kv_memory = None if pages is None else (1 + pages) * runner.page_bytes(page_size)
+    limits = Limits(max_batch, max_context=64, page_size=page_size, prefill_chunk=prefill_chunk, kv_memory=kv_memory)
     return Engine(runner, made, limits, decode, calibration)
 
 
@@ -133,12 +135,12 @@ def run_staggered(
 
 
 def free_pages(engine: Engine) -> int:
-    return engine._scheduler.pages.free
+    return engine.scheduler.pages.free
 
 
 def all_pages(engine: Engine) -> int:
     """Pages that may be handed out."""
-    return engine._scheduler.page_count - 1
+    return engine.scheduler.page_count - 1
 
 
 def poison(runner: ModelRunner, pages: int | slice) -> None:

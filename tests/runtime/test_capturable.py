@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d2sd.runtime.batch import Batch
-from d2sd.runtime.engine import Engine, StepTrace
+from d2sd.policies import NAMES, PolicyName
+from d2sd.runtime.decode import decode_step
+from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
-from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.runtime.speculation.policy import NAMES, PolicyName
 from tests.runtime.helpers import BLOCK, honest, make_engine
 
 #: Operators whose result has the shape of its data, or is a number on the host.
@@ -51,18 +50,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def stages(engine: Engine, batch: Batch, sequences: list[Sequence]) -> StepTrace:
-    """Everything between the host's two turns: what will be one graph."""
-    first = engine.draft_first(batch, sequences)
-    branches = engine.pick_boundaries(batch, first)
-    second = engine.draft_second(batch, branches)
-    tree = engine.build_tree(batch, first, branches, second)
-    verified = engine.verify(batch, tree)
-    accepted = engine.accept(batch, tree, verified)
-    engine.commit(batch, verified, accepted)
-    return StepTrace(tuple(sequences), engine.policy, first, branches, tree, accepted)
-
-
 def check_same(steps: list[Kernels]) -> None:
     """Without the pages of difference that two lists of kernels would print."""
     different = [n for n, step in enumerate(steps) if step != steps[0]]
@@ -85,7 +72,7 @@ def forbid_reading(patch: pytest.MonkeyPatch) -> None:
 def running(
     policy: PolicyName, *kinds: SamplingParams, batch: int = 3, calibration: Calibration | None = None
 ) -> Engine:
-    engine = make_engine(honest(), policy, max_batch=batch, page_size=64, pages=12, calibration=calibration)
+    engine = make_engine(honest(), policy, max_batch=batch, page_size=64, pages=6, calibration=calibration)
     for row in range(batch):
         engine.submit(Request((row + 1, 7, 2 * row), 30, kinds[row % len(kinds)]))
     return engine
@@ -96,13 +83,12 @@ def record(engine: Engine, steps: int) -> list[Kernels]:
     recorded = []
     for _ in range(steps):
         sequences = engine.admit()
-        engine._prepare(sequences)
-        batch = engine._batch(sequences)
+        batch, prompt_lookup = engine.prepare(sequences)
         recorder = Recorder()
         with pytest.MonkeyPatch.context() as patch, recorder:
             forbid_reading(patch)
-            trace = stages(engine, batch, sequences)
-        engine.retire(trace)
+            result = decode_step(engine.runner, engine.policy, batch, engine.calibration, prompt_lookup)
+        engine.retire(sequences, result)
         recorded.append(recorder.kernels)
     return recorded
 
@@ -114,11 +100,7 @@ GREEDY, HOT, NARROW = (
 )
 
 
-#: Prompt lookup reads the text on the host.
-CAPTURED = tuple(name for name in NAMES if name != "lookup")
-
-
-@pytest.mark.parametrize("policy", CAPTURED)
+@pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize("kinds", [(GREEDY,), (HOT,), (GREEDY, HOT, NARROW)], ids=["greedy", "hot", "mixed"])
 def test_nothing_is_read_back_and_every_step_is_the_same(policy: PolicyName, kinds: tuple[SamplingParams, ...]) -> None:
     """Four steps at different lengths, with different tokens, trees and accepted paths."""
@@ -151,24 +133,40 @@ def test_calibrated_steps_are_the_same_too(policy: PolicyName) -> None:
 
 def test_padding_of_a_batch_owns_nothing() -> None:
     engine = running("d2sd", HOT, GREEDY)
-    batch = engine._batch(engine.admit())
+    batch, _ = engine.prepare(engine.admit())
     assert batch.active.tolist() == [True, True, True, False]
     assert batch.page_table[3].tolist() == [0] * batch.page_table.shape[1]
     assert int(batch.context_len[3]) == 0
 
 
-def test_prompts_are_padded_to_few_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of every length up to 11, and longer prompts in several."""
-    runner, lengths = honest(), set()
+def prefills(monkeypatch: pytest.MonkeyPatch, chunk: int, prompts: list[int]) -> list[tuple[int, list[int]]]:
+    """Rows and lengths of every prefill call of an engine that is asked for prompts of these lengths."""
+    runner = honest()
+    calls: list[tuple[int, list[int]]] = []
     prefill = runner.prefill
 
     def noted(tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
-        lengths.add(tokens.shape[1])
+        assert len(tokens) == len(length) == len(page_table) == len(context_len)
+        assert (page_table[length == 0] == 0).all()
+        calls.append((tokens.shape[1], length.tolist()))
         prefill(tokens, length, page_table, context_len)
 
     monkeypatch.setattr(runner, "prefill", noted)
-    make_engine(runner, "off", prefill_chunk=11).generate(Request((1,) * n, 1) for n in range(2, 31))
-    assert lengths == {1, 2, 4, 8, 11}
+    make_engine(runner, "off", prefill_chunk=chunk).generate(Request((1,) * n, 1) for n in prompts)
+    return calls
+
+
+def test_prompts_are_padded_to_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of every length up to 11, and longer prompts in several; no call exceeds the budget, padding included."""
+    calls = prefills(monkeypatch, 11, list(range(2, 31)))
+    assert {rows for rows, _ in calls} == {1, 2, 4, 8, 11}
+    assert {len(lengths) for _, lengths in calls} <= {1, 2, 4, 8}
+    assert all(rows * len(lengths) <= 11 for rows, lengths in calls)
+
+
+def test_prompts_of_like_length_go_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of four are of one bucket, 4; a fourth request of that call is padding."""
+    assert prefills(monkeypatch, 16, [4, 5, 4, 2]) == [(4, [3, 4, 3, 0]), (1, [1])]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from d2sd.errors import RequestError
-from d2sd.runtime.engine import Engine, Output
+from d2sd.policies import PolicyName
+from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
-from d2sd.runtime.speculation.policy import PolicyName
+from d2sd.runtime.sequence import Output
 from tests.runtime.helpers import (
     BLOCK,
     BUDGET,
@@ -157,8 +158,8 @@ def test_cancel_while_waiting_and_while_running() -> None:
     waiting, running = sequences[7], sequences[1]
     for _ in range(2):
         engine.step()
-    assert running in engine._scheduler.running
-    assert waiting in engine._scheduler.waiting
+    assert running in engine.scheduler.running
+    assert waiting in engine.scheduler.waiting
     held, free = len(running.pages), free_pages(engine)
     engine.cancel(waiting)
     assert free_pages(engine) == free
@@ -189,8 +190,8 @@ def test_cancel_in_the_middle_of_a_prompt_and_after_a_preemption() -> None:
         if not engine.busy:
             break
         engine.step()
-        part = [s for s in engine._scheduler.running if s.cached > 0 and s.pending and s.id not in cancelled]
-        preempted = [s for s in engine._scheduler.waiting if s.stats.preemptions and s.id not in cancelled]
+        part = [s for s in engine.scheduler.running if s.cached > 0 and s.pending and s.id not in cancelled]
+        preempted = [s for s in engine.scheduler.waiting if s.stats.preemptions and s.id not in cancelled]
         for kind in (part, preempted):
             if kind and len(cancelled) < 4:
                 engine.cancel(kind[0])
@@ -239,6 +240,7 @@ def test_statistics_count_what_happened() -> None:
 def test_trace_shows_the_last_step() -> None:
     requests = some_requests()[:3]
     engine = make_engine(cheater(requests))
+    engine.record_trace = True
     sequences = tuple(engine.submit(r) for r in requests)
     for _ in range(2):
         before = [list(s.tokens) for s in sequences]
@@ -250,6 +252,18 @@ def test_trace_shows_the_last_step() -> None:
             count = int(trace.accepted.count[row])
             assert int(trace.tree.tokens[row, 0]) == old[-1]
             assert old + trace.accepted.tokens[row, :count].tolist() == sequence.tokens
+
+
+def test_trace_is_kept_only_where_asked_for() -> None:
+    """It would hold a step's masks and drafts until the next step."""
+    engine = make_engine(honest())
+    engine.submit(replace(FINE, max_new_tokens=20))
+    traces = []
+    for wanted in (False, True, False):
+        engine.record_trace = wanted
+        engine.step()
+        traces.append(engine.trace)
+    assert [trace is not None for trace in traces] == [False, True, False]
 
 
 FINE = Request((1, 2, 3), 4)

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.config import Family
+from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.engine import Engine, Output
+from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.sequence import Output
 from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.draft import Branches, Draft
-from d2sd.runtime.speculation.policy import NAMES, PolicyName
 from d2sd.runtime.stats import SequenceStats
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.helpers import (
@@ -281,7 +282,7 @@ def test_pages_hold_what_one_pass_over_the_tokens_gives(policy: PolicyName) -> N
         if not engine.busy:
             break
         engine.step()
-        for sequence in engine._scheduler.running:
+        for sequence in engine.scheduler.running:
             complete = sequence.pending == 0
             if complete:
                 assert sequence.cached == len(sequence.tokens) - 1

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.buckets import buckets
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.policy_selector import MARGIN, PolicySelector, buckets, forecast_tau, profile_step_cost
+from d2sd.runtime.policy_selector import MARGIN, PolicySelector, forecast_tau, profile_step_cost
 from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.draft import Branches, Draft
@@ -287,6 +288,7 @@ def test_the_policy_follows_the_batch_and_the_answers_stay(monkeypatch: pytest.M
     costs |= {(wide, 1): 0.001, (wide, 4): 9.0, (chain, 1): 8.0, (chain, 2): 0.001}
     scripted(monkeypatch, engine, costs)
     served = Counter[tuple[int, str]]()
+    engine.record_trace = True
     step = engine.step
 
     def watched() -> Any:

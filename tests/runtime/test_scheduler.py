@@ -7,22 +7,23 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from d2sd.errors import RequestError
+from d2sd.runtime.buckets import bucket, floor_bucket, prefill_rows
 from d2sd.runtime.request import Limits, Request
-from d2sd.runtime.scheduler import Schedule, Scheduler
+from d2sd.runtime.scheduler import Schedule, Scheduler, prefill_calls
 from d2sd.runtime.sequence import Sequence
 from tests.runtime.helpers import STEADY
 
 BLOCK = 4
 
 
-def limits(
-    max_batch: int = 4, page_size: int = 4, prefill_chunk: int = 8, pages: int | None = None, max_context: int = 64
-) -> Limits:
-    return Limits(max_batch, max_context, page_size, prefill_chunk, pages)
+def scheduler_of(max_batch: int = 4, page_size: int = 4, prefill_chunk: int = 8, pages: int = 80) -> Scheduler:
+    """With `pages` that requests can own; 80 hold everything that is asked for here."""
+    return Scheduler(Limits(max_batch, 64, page_size, prefill_chunk), BLOCK, 1 + pages)
 
 
 def sequence(number: int, prompt: int = 3, new: int = 8) -> Sequence:
@@ -55,7 +56,7 @@ def test_needs_no_torch() -> None:
 
 
 def test_first_come_first_served_up_to_the_batch() -> None:
-    scheduler = Scheduler(limits(max_batch=2), BLOCK)
+    scheduler = scheduler_of(max_batch=2)
     for number in range(4):
         scheduler.add(sequence(number, prompt=1))
     assert ids(scheduler.schedule().decode) == [0, 1]
@@ -65,7 +66,7 @@ def test_first_come_first_served_up_to_the_batch() -> None:
 
 
 def test_a_big_request_at_the_head_is_not_overtaken() -> None:
-    scheduler = Scheduler(limits(pages=8), BLOCK)
+    scheduler = scheduler_of(pages=8)
     for number, prompt in enumerate((12, 12, 1)):  # 4 pages, 4 pages and 1
         scheduler.add(sequence(number, prompt, new=1))
     scheduler.add(sequence(3, prompt=1, new=1))
@@ -77,7 +78,7 @@ def test_a_big_request_at_the_head_is_not_overtaken() -> None:
 
 
 def test_chunk_of_prompt_tokens_is_shared() -> None:
-    scheduler = Scheduler(limits(prefill_chunk=8), BLOCK)
+    scheduler = scheduler_of(prefill_chunk=8)
     for number, prompt in enumerate((6, 11, 1, 4)):  # one token each is the anchor and is not prefilled
         scheduler.add(sequence(number, prompt))
     schedule = scheduler.schedule()
@@ -91,7 +92,7 @@ def test_chunk_of_prompt_tokens_is_shared() -> None:
 
 
 def test_pages_grow_with_the_tokens() -> None:
-    scheduler = Scheduler(limits(page_size=4), BLOCK)
+    scheduler = scheduler_of(page_size=4)
     one = sequence(0, prompt=5, new=30)
     scheduler.add(one)
     scheduler.schedule()
@@ -107,7 +108,7 @@ def test_pages_grow_with_the_tokens() -> None:
 
 
 def test_youngest_makes_room_and_comes_back_first() -> None:
-    scheduler = Scheduler(limits(page_size=4, pages=6), BLOCK)
+    scheduler = scheduler_of(page_size=4, pages=6)
     for number in range(4):
         scheduler.add(sequence(number, prompt=5, new=12))  # 2 pages now
     scheduler.schedule()
@@ -129,7 +130,7 @@ def test_youngest_makes_room_and_comes_back_first() -> None:
 
 
 def test_the_one_that_grows_may_be_the_youngest_itself() -> None:
-    scheduler = Scheduler(limits(page_size=4, pages=5), BLOCK)
+    scheduler = scheduler_of(page_size=4, pages=5)
     for number in range(2):
         scheduler.add(sequence(number, prompt=5, new=8))
     scheduler.schedule()
@@ -148,7 +149,7 @@ def test_the_one_that_grows_may_be_the_youngest_itself() -> None:
 
 
 def test_a_request_that_can_never_fit_is_refused() -> None:
-    scheduler = Scheduler(limits(page_size=4, pages=5), BLOCK)
+    scheduler = scheduler_of(page_size=4, pages=5)
     with pytest.raises(RequestError, match="pages") as caught:
         scheduler.add(sequence(0, prompt=9, new=8))  # 21 tokens with a block behind: 6 pages
     assert "6" in str(caught.value)
@@ -157,14 +158,8 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
     assert scheduler.waiting
 
 
-def test_pages_for_every_request_where_none_are_asked_for() -> None:
-    scheduler = Scheduler(limits(max_batch=3, page_size=4, max_context=21), BLOCK)
-    assert scheduler.page_count == 1 + 3 * 7
-    assert scheduler.pages.free == 21
-
-
 def test_removal_from_either_queue_frees_what_it_held() -> None:
-    scheduler = Scheduler(limits(max_batch=1), BLOCK)
+    scheduler = scheduler_of(max_batch=1)
     everything = scheduler.pages.free
     first, second = sequence(0), sequence(1)
     scheduler.add(first)
@@ -181,11 +176,30 @@ def test_removal_from_either_queue_frees_what_it_held() -> None:
     assert first.pages == []
 
 
+@STEADY
+@given(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 70), st.integers(1, 8))
+def test_prefill_calls_hold_every_chunk_within_the_budget(counts: list[int], budget: int, most: int) -> None:
+    """Each chunk once, only chunks of one bucket together, as many as the budget and the runner take."""
+    chunks = [(sequence(n), min(count, budget)) for n, count in enumerate(counts)]
+    calls = prefill_calls(chunks, budget, lambda rows: most)
+    assert sorted((s.id, n) for call in calls for s, n in call) == [(s.id, n) for s, n in chunks]
+    widths = []
+    for call in calls:
+        (rows,) = {prefill_rows(n, budget) for _, n in call}
+        size = bucket(len(call))
+        assert size <= most
+        assert size * rows <= budget
+        widths.append((rows, len(call)))
+    for rows in {rows for rows, _ in widths}:
+        *full, _ = [count for own, count in widths if own == rows]
+        assert all(count == floor_bucket(min(budget // rows, most)) for count in full)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_tight_pages_always_drain(seed: int) -> None:
     """Room for hardly more than the largest request: everybody ends, the oldest moving at every step."""
     dice = random.Random(seed)
-    scheduler = Scheduler(limits(max_batch=4, page_size=dice.choice([1, 3, 4]), prefill_chunk=5, pages=30), BLOCK)
+    scheduler = scheduler_of(max_batch=4, page_size=dice.choice([1, 3, 4]), prefill_chunk=5, pages=30)
     everybody = [sequence(n, dice.randint(1, 9), dice.randint(1, 15)) for n in range(12)]
     for one in everybody:
         scheduler.add(one)
@@ -202,7 +216,7 @@ def test_tight_pages_always_drain(seed: int) -> None:
 
 def test_tight_pages_do_preempt() -> None:
     """Else the test above would show nothing."""
-    scheduler = Scheduler(limits(page_size=1, pages=30), BLOCK)
+    scheduler = scheduler_of(page_size=1, pages=30)
     everybody = [sequence(n, 4, 15) for n in range(6)]
     for one in everybody:
         scheduler.add(one)
@@ -218,8 +232,8 @@ class AnyOrder(RuleBasedStateMachine):
     @initialize(batch=st.integers(1, 4), page_size=st.integers(1, 5), chunk=st.integers(1, 9), spare=st.integers(0, 20))
     def start(self, batch: int, page_size: int, chunk: int, spare: int) -> None:
         largest = -(-(10 + 12 + BLOCK) // page_size)
-        self.limits = limits(batch, page_size, chunk, largest + spare)
-        self.scheduler = Scheduler(self.limits, BLOCK)
+        self.limits = Limits(batch, 64, page_size, chunk)
+        self.scheduler = Scheduler(self.limits, BLOCK, 1 + largest + spare)
         self.everybody: list[Sequence] = []
 
     @rule(prompt=st.integers(1, 10), new=st.integers(1, 12))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.decode import StepResult, decode_step
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
-from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.draft import Branches, Draft
-from d2sd.runtime.speculation.policy import NAMES, WIDTH, PolicyName
+from d2sd.runtime.speculation.policy import WIDTH
 from tests.runtime.helpers import (
     BLOCK,
     BRANCHES,
@@ -47,13 +48,12 @@ class Spy(ModelRunner):
         return self.said[-1]
 
 
-def ready(engine: Engine) -> tuple[Batch, list[Sequence]]:
-    """Three requests, two ways to sample, padded to four."""
+def one_step(engine: Engine) -> tuple[Batch, StepResult]:
+    """A step over three requests, two ways to sample, padded to four."""
     for row in range(3):
         engine.submit(Request((row + 1, 7, row + 1, 7), 20, SamplingParams(0.5 * row, seed=row)))
-    sequences = engine.admit()
-    engine._prepare(sequences)
-    return engine._batch(sequences), sequences
+    batch, prompt_lookup = engine.prepare(engine.admit())
+    return batch, decode_step(engine.runner, engine.policy, batch, engine.calibration, prompt_lookup)
 
 
 ASKED: dict[PolicyName, list[tuple[str, int, int]]] = {
@@ -72,10 +72,8 @@ ASKED: dict[PolicyName, list[tuple[str, int, int]]] = {
 def test_who_is_asked_for_what(policy: PolicyName) -> None:
     runner = Spy()
     engine = make_engine(runner, policy)
-    batch, sequences = ready(engine)
-    first = engine.draft_first(batch, sequences)
-    branches = engine.pick_boundaries(batch, first)
-    second = engine.draft_second(batch, branches)
+    _, result = one_step(engine)
+    first, branches, second = result.first, result.branches, result.second
     assert runner.asked == ASKED[policy]
     assert (first is None) == (policy == "off")
     assert (branches is None) == (second is None) == (policy not in ("reanchor", "d2sd", "hybrid"))
@@ -84,12 +82,13 @@ def test_who_is_asked_for_what(policy: PolicyName) -> None:
     if branches is not None and second is not None:
         assert branches.prefix_len.shape == branches.rejected.shape == (4, BRANCHES)
         assert second.tokens.shape == second.logprob.shape == (4, BRANCHES, SLOTS, engine.policy.topk)
-    assert engine.build_tree(batch, first, branches, second).tokens.shape == (4, engine.policy.num_nodes)
+    assert result.tree.tokens.shape == (4, engine.policy.num_nodes)
 
 
 @pytest.mark.parametrize("policy", NAMES)
 def test_clock_and_trace_know_what_was_done(policy: PolicyName) -> None:
     engine = make_engine(honest(), policy)
+    engine.record_trace = True
     engine.generate([Request((1, 2), 3)])
     stages = {"prefill", "build_tree", "verify", "accept", "commit", "retire"}
     if policy != "off":
@@ -110,13 +109,11 @@ def test_lookup_drafts_from_each_text_alone() -> None:
     prompts = (1, 2, 3, 4, 5, 6, 1, 2), (7, 8, 7), (9, 10, 11)
     for prompt in prompts:
         engine.submit(Request(prompt, 5))
-    sequences = engine.admit()
-    batch = engine._batch(sequences)
-    draft = engine.draft_first(batch, sequences)
+    batch, draft = engine.prepare(engine.admit())
     assert draft is not None
     assert draft.top1.tolist() == [[3, 4, 5, 6], [8, 7, 8, 7], [0] * 4, [0] * 4]
     assert draft.confidence.exp().tolist() == [[1] * 4, [1] * 4, [0] * 4, [0] * 4]
-    tree = engine.build_tree(batch, draft, None, None)
+    tree = decode_step(engine.runner, engine.policy, batch, prompt_lookup=draft).tree
     assert tree.tokens.tolist() == [[2, 3, 4, 5, 6], [7, 8, 7, 8, 7], [11, 0, 0, 0, 0], [0] * 5]
     assert tree.valid.sum(1).tolist() == [5, 5, 1, 1]
 
@@ -132,17 +129,14 @@ def test_drafts_are_straightened_as_those_of_their_drafter(policy: PolicyName) -
     """Both passes, before anything is decided by them; in reanchor the first drafter speaks twice."""
     runner, calibration = Spy(), made_up()
     engine = make_engine(runner, policy, calibration=calibration)
-    batch, sequences = ready(engine)
-    first = engine.draft_first(batch, sequences)
-    branches = engine.pick_boundaries(batch, first)
-    second = engine.draft_second(batch, branches)
+    batch, result = one_step(engine)
+    first, branches, second = result.first, result.branches, result.second
     assert first is not None
     straight = calibration.apply(runner.said[0], batch, 0)
     assert torch.equal(first.logprob, straight.logprob)
     assert not torch.allclose(first.logprob, runner.said[0].logprob)
     if branches is not None and second is not None:
         wanted = engine.policy.branches(batch, straight)
-        assert wanted is not None
         assert torch.equal(branches.prefix_len, wanted.prefix_len)
         drafter = {"reanchor": 0}.get(policy, 1)
         assert torch.equal(second.logprob, calibration.apply(runner.said[1], batch, drafter, branches).logprob)
@@ -152,8 +146,8 @@ def test_samples_are_drawn_from_what_the_drafter_said() -> None:
     """Straightened as acceptance of single tokens, its probabilities would be no distribution to draw from."""
     runner = Spy()
     engine = make_engine(runner, "samples", calibration=made_up())
-    first = engine.draft_first(*ready(engine))
-    assert first is runner.said[0]
+    _, result = one_step(engine)
+    assert result.first is runner.said[0]
 
 
 @pytest.mark.parametrize("policy", ["reanchor", "d2sd", "ddtree", "hybrid"])

@@ -11,7 +11,7 @@ from d2sd.modeling.drafter import Drafter
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import pack_blocks
 from d2sd.train.data.prefixes import first_errors
-from d2sd.train.data.responses import Answer
+from d2sd.train.data.responses import Response
 from d2sd.train.init_from_target import drafter_config, drafter_from_target
 from d2sd.train.objectives.loss import block_hidden
 from d2sd.train_recipe import Geometry, SecondSettings
@@ -34,24 +34,24 @@ def target() -> Decoder:
 
 
 @cache
-def greedy_answers(count: int = 4, prompt: int = 5, length: int = 16) -> list[Answer]:
+def greedy_responses(count: int = 4, prompt: int = 5, length: int = 16) -> list[Response]:
     """What the target says to random prompts."""
     prompts = random_tokens(target(), count, prompt, seed=3).tolist()
-    return [Answer(f"a{i}", ids, greedy_text(target(), ids, length)) for i, ids in enumerate(prompts)]
+    return [Response(f"a{i}", ids, greedy_text(target(), ids, length)) for i, ids in enumerate(prompts)]
 
 
-def exact_features(answers: list[Answer]) -> TrainingData:
+def exact_features(answers: list[Response]) -> TrainingData:
     """In memory and in fp32: what remains of a difference is then an error, not bf16."""
     rows = []
     for answer in answers:
-        out = target().full_pass(torch.tensor([answer.prompt_ids + answer.answer_ids]), aux_layer_ids=TAPS)
+        out = target().full_pass(torch.tensor([answer.prompt_ids + answer.response_ids]), aux_layer_ids=TAPS)
         rows.append(torch.cat([out.features, out.hidden], -1)[0])
     return TrainingData(answers, len(TAPS), rows.__getitem__)
 
 
 def new_drafter(prefix_base: float | None = None) -> Drafter:
     config = drafter_config(GEOMETRY, target().config, prefix_base)
-    data = exact_features(greedy_answers())
+    data = exact_features(greedy_responses())
     sample = torch.cat([data[i].features[1:] for i in range(len(data))])
     return drafter_from_target(config, target(), sample, torch.Generator().manual_seed(0))
 

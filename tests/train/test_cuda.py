@@ -13,7 +13,7 @@ from d2sd.train.data.packing import attend_packed
 from d2sd.train.flex_attention import attend_flex
 from d2sd.train.loop import Trainer
 from tests.tiny import tiny_decoder, tiny_drafter
-from tests.train.helpers import TAPS, greedy_answers, new_drafter, settings, target
+from tests.train.helpers import TAPS, greedy_responses, new_drafter, settings, target
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -43,7 +43,7 @@ def test_flex_gives_the_plain_paths_states_and_gradients(length: int, dtype: tor
 
 
 def test_a_step_on_a_gpu_is_a_step_on_a_cpu() -> None:
-    answers = greedy_answers()
+    answers = greedy_responses()
     said = []
     for device in ("cpu", "cuda"):
         decoder = deepcopy(target()).to(device)

@@ -24,7 +24,7 @@ from tests.train.helpers import (
     TAPS,
     VOCAB,
     exact_features,
-    greedy_answers,
+    greedy_responses,
     greedy_tau,
     new_drafter,
     settings,
@@ -38,7 +38,7 @@ def quiet(step: int, said: dict[str, float]) -> None:
 
 def trainer(data: TrainingData | None = None, first: Drafter | None = None, /, **changes: object) -> Trainer:
     drafter = new_drafter(None if first is None else 0.9)
-    return Trainer(target(), drafter, data or exact_features(greedy_answers()), settings(**changes), first)
+    return Trainer(target(), drafter, data or exact_features(greedy_responses()), settings(**changes), first)
 
 
 def told(made: Trainer, folder: Path) -> list[dict[str, float]]:
@@ -59,7 +59,7 @@ LONG: dict[str, object] = {"steps": 40, "learning_rate": 1e-2, "blocks": 16, "ne
 
 @pytest.fixture(scope="module")
 def data() -> TrainingData:
-    return exact_features(greedy_answers())
+    return exact_features(greedy_responses())
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_every_step_and_every_seed_draws_anew() -> None:
     """The same sequence in three epochs and under two seeds: other anchors, other ids, other prefixes."""
     anchors, ids = set(), set()
     for seed in (0, 1):
-        made = trainer(exact_features(greedy_answers()[:1]), batch=1, seed=seed)
+        made = trainer(exact_features(greedy_responses()[:1]), batch=1, seed=seed)
         for made.step in range(3):
             packed, generators = made._draw(made._draws.numbers(made.step))
             anchors.add(tuple(packed.positions[0, :, 0].tolist()))
@@ -167,7 +167,7 @@ def test_prefixes_on_rejection_end_where_the_first_drafter_errs(
 
 def test_what_a_sequence_is_packed_with_changes_nothing_that_is_drawn(first: Drafter) -> None:
     """Answers of two lengths, one by one and together: anchors, prefixes and rejections, and the sampled ids."""
-    answers = greedy_answers()[:3] + greedy_answers(4, 5, 6)[3:]
+    answers = greedy_responses()[:3] + greedy_responses(4, 5, 6)[3:]
     made = trainer(exact_features(answers), first, batch=4, blocks=9)
     alone = [made._draw(made._draws.numbers(made.step)[i : i + 1]) for i in range(4)]
     wrap_ddp = made._draw(made._draws.numbers(made.step))
@@ -266,7 +266,7 @@ def test_targets_and_features_of_any_precision(dtype: torch.dtype, precision: st
     """Features are cached in bf16 whatever the target's dtype. Three times 8 bits: within 5 % of the exact loss."""
     exact = told(trainer(steps=1), tmp_path / "exact")[0]["loss"]
     rounded = deepcopy(target()).to(dtype)
-    data = cache_features(rounded, TAPS, greedy_answers(), tmp_path / "features", lambda count: None)
+    data = cache_features(rounded, TAPS, greedy_responses(), tmp_path / "features", lambda count: None)
     made = Trainer(rounded, new_drafter(), data, settings(steps=1, precision=precision))
     assert told(made, tmp_path)[0]["loss"] == pytest.approx(exact, rel=0.05)
 
@@ -275,8 +275,8 @@ def test_targets_and_features_of_any_precision(dtype: torch.dtype, precision: st
 
 
 def test_a_loss_that_is_no_number_is_named_and_not_saved(tmp_path: Path) -> None:
-    """Answer a2 has damaged features; it comes up within the first epoch of four steps."""
-    answers = greedy_answers()
+    """Response a2 has damaged features; it comes up within the first epoch of four steps."""
+    answers = greedy_responses()
     good = exact_features(answers)
 
     def features(number: int) -> Tensor:

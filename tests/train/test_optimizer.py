@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from d2sd.train.optimizer import Optimizer
-from tests.train.helpers import BLOCK, exact_features, greedy_answers, greedy_tau, new_drafter, settings
+from tests.train.helpers import BLOCK, exact_features, greedy_responses, greedy_tau, new_drafter, settings
 from tests.train.test_loop import quiet, trainer
 
 
@@ -56,7 +56,7 @@ def test_what_is_remembered_survives(kind: str) -> None:
 
 
 def test_muon_learns_answers_by_heart(tmp_path: Path) -> None:
-    known = exact_features(greedy_answers()).split(2)[0]
+    known = exact_features(greedy_responses()).split(2)[0]
     made = trainer(known, optimizer="muon", steps=40, learning_rate=4e-2, blocks=16, negatives=16)
     made.run(tmp_path, quiet)
     assert greedy_tau(made.drafter, known) > 0.9 * BLOCK

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from d2sd.errors import D2SDError
 from d2sd.train import state
 from d2sd.train.loop import Trainer
-from tests.train.helpers import Killed, exact_features, greedy_answers, new_drafter, settings, target
+from tests.train.helpers import Killed, exact_features, greedy_responses, new_drafter, settings, target
 
 Said = list[tuple[int, dict[str, float]]]
 
 
 def fresh(kind: str = "first", /, **changes: object) -> Trainer:
     """Six steps of two sequences, saved after every second."""
-    data = exact_features(greedy_answers())
+    data = exact_features(greedy_responses())
     if kind == "first":
         return Trainer(target(), new_drafter(), data, settings(**changes))
     return Trainer(target(), new_drafter(prefix_base=0.9), data, settings(**changes), new_drafter())
@@ -175,8 +175,8 @@ def test_another_drafter_is_named(done: Path) -> None:
 
 def test_other_data_is_named(done: Path) -> None:
     """One token fewer in one answer."""
-    answers = greedy_answers()
-    answers = [*answers[:3], type(answers[3])(answers[3].id, answers[3].prompt_ids, answers[3].answer_ids[:-1])]
+    answers = greedy_responses()
+    answers = [*answers[:3], type(answers[3])(answers[3].id, answers[3].prompt_ids, answers[3].response_ids[:-1])]
     made = Trainer(target(), new_drafter(0.9), exact_features(answers), settings(), new_drafter())
     assert refused(made, done).what == "the data changed since this training began"
 
@@ -186,7 +186,7 @@ def test_another_first_drafter_is_named(done: Path) -> None:
     other = new_drafter()
     with torch.no_grad():
         other.norm.weight[0] += 1e-3
-    made = Trainer(target(), new_drafter(0.9), exact_features(greedy_answers()), settings(), other)
+    made = Trainer(target(), new_drafter(0.9), exact_features(greedy_responses()), settings(), other)
     assert refused(made, done).what == "the first drafter changed since this training began"
 
 

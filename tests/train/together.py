@@ -11,7 +11,7 @@ from d2sd.modeling.drafter import Drafter
 from d2sd.train.dist import Dist
 from d2sd.train.loop import Trainer
 from d2sd.train_recipe import TrainSettings
-from tests.train.helpers import exact_features, greedy_answers, new_drafter, settings, target
+from tests.train.helpers import exact_features, greedy_responses, new_drafter, settings, target
 
 Said = list[dict[str, float]]
 
@@ -27,7 +27,7 @@ def train_both(folder: Path, dist: Dist | None = None) -> tuple[dict[str, Said],
     evaluated: dict[str, list[int]] = {"first": [], "second": []}
     first: Drafter | None = None
     for name, drafter in (("first", new_drafter()), ("second", new_drafter(0.9))):
-        trainer = Trainer(target(), drafter, exact_features(greedy_answers()), shared_settings(), first, dist)
+        trainer = Trainer(target(), drafter, exact_features(greedy_responses()), shared_settings(), first, dist)
         steps = said[name]
         trainer.run(folder / name, lambda step, values: steps.append(values), evaluated[name].append)  # noqa: B023
         first = drafter

@@ -1,4 +1,4 @@
-"""What a calibration is fitted to: every step of trees of both drafters on given prompts, at T = 0 and T = 1."""
+"""Fit a confidence calibration to every step of both drafters' trees on given prompts, at T = 0 and T = 1."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from typing import Literal
 from d2sd.calibration import CalibrationFile
 from d2sd.convert.bundle.load import Bundle
 from d2sd.convert.bundle.serving import make_engine
+from d2sd.policies import PolicyName
 from d2sd.progress import bar
 from d2sd.runtime.observe import NodeOutcome, StepObservation, run_observed
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.runtime.speculation.policy import PolicyName
 from d2sd.train.confidence.platt import calibrated, drafter_error, fit
 
-#: The widest tree that is watched; narrower ones are its beginnings.
-_ROWS = 64
+#: Nodes of the observed trees; smaller trees are their prefixes.
+_NODE_BUDGET = 64
 _REGIMES: tuple[tuple[Literal["0", "1"], float], ...] = (("0", 0.0), ("1", 1.0))
 
 
 def fit_calibration(
-    bundle: Bundle, marks: tuple[str, str | None], requests: Sequence[Request], device: str = "cpu"
+    bundle: Bundle, fingerprints: tuple[str, str | None], requests: Sequence[Request], device: str = "cpu"
 ) -> CalibrationFile:
-    """Answer all requests with the bundle's pair, fit what the drafters said to what was right, and tell what trees
-    gain. Their sampling is replaced: at T = 1 the seed is the place.
+    """Run all requests with the bundle's drafters, fit predicted to observed acceptance, and measure what trees gain.
 
-    `marks` are the drafters' fingerprints, of before their weights were packed.
+    The requests' sampling is replaced: at T = 1 the seed is the request's index. `fingerprints` are taken
+    before an engine packed their weights.
     """
     assert bundle.first is not None
-    judged: list[list[NodeOutcome]] = []
+    outcomes: list[list[NodeOutcome]] = []
     tau: dict[Literal["0", "1"], dict[str, list[float]]] = {}
     for key, temperature in _REGIMES:
         one = watch(bundle, "ddtree", requests, temperature, device)
         both = watch(bundle, "hybrid", requests, temperature, device) if bundle.second else []
-        judged.append([*_all(one), *(node for node in _all(both) if node.drafter == 1)])
+        outcomes.append([*_all(one), *(node for node in _all(both) if node.drafter == 1)])
         tau[key] = {"chain": _chain_gain(one), "ddtree": _tree_gain(one)} | (
             {"hybrid": _tree_gain(both)} if both else {}
         )
     slots = bundle.first.config.block_size - 1
-    fitted = fit(judged[0], judged[1], slots)
+    fitted = fit(outcomes[0], outcomes[1], slots)
     report: dict[str, float] = {"prompts": len(requests), "max_new_tokens": max(r.max_new_tokens for r in requests)}
-    report |= _errors(judged, fitted, drafters=2 if bundle.second else 1)
+    report |= _errors(outcomes, fitted, drafters=2 if bundle.second else 1)
     return CalibrationFile(
-        drafters=marks, block_size=slots + 1, tau=tau, report=report,
+        drafters=fingerprints, block_size=slots + 1, tau=tau, report=report,
         slope=fitted.slope.double().round(decimals=4).tolist(),
         offset=fitted.offset.double().round(decimals=4).tolist(),
     )  # fmt: skip
@@ -53,17 +53,18 @@ def fit_calibration(
 def watch(
     bundle: Bundle, policy: PolicyName, requests: Sequence[Request], temperature: float, device: str
 ) -> list[StepObservation]:
-    """Answer all requests and observe every step."""
-    engine = make_engine(bundle, policy=policy, row_budget=_ROWS, calibrated=False, device=device)
+    """Run all requests and observe every step."""
+    engine = make_engine(bundle, policy=policy, row_budget=_NODE_BUDGET, calibrated=False, device=device)
+    engine.record_trace = True
     for seed, request in enumerate(requests):
         engine.submit(replace(request, sampling=SamplingParams(temperature, seed=seed)))
     with bar(f"{policy} at T = {temperature:g}", len(requests)) as advance:
         return list(run_observed(engine, advance))
 
 
-def _errors(judged: list[list[NodeOutcome]], fitted: Calibration, *, drafters: int) -> dict[str, float]:
+def _errors(outcomes: list[list[NodeOutcome]], fitted: Calibration, *, drafters: int) -> dict[str, float]:
     found = {}
-    for warm, nodes in enumerate(judged):
+    for warm, nodes in enumerate(outcomes):
         for drafter in range(drafters):
             name = f"calibration error of {('first', 'second')[drafter]} at T = {warm}"
             found[f"{name}, before"] = round(drafter_error(nodes, drafter), 4)
@@ -79,7 +80,7 @@ def _gain(accepted: list[list[int]]) -> list[float]:
     """Mean tokens a step with 1, 2, … rows, from the rows of every step's accepted nodes, the root aside."""
     return [
         round(1 + sum(sum(index < rows for index in step) for step in accepted) / len(accepted), 4)
-        for rows in range(1, _ROWS + 1)
+        for rows in range(1, _NODE_BUDGET + 1)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Fit a `Calibration` to what was judged, one logistic regression per drafter, distance and kind."""
+"""Platt scaling: fit a `Calibration` to node outcomes, one logistic regression per drafter, distance and kind."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from d2sd.runtime.stats import calibration_error, reliability_bins
 
 #: Pulls a and b towards 1 and 0, as strongly as this many observations: distances hardly ever reached stay sane.
 PRIOR = 4.0
-_FLAT = 0.05  # a confidence that says nothing, or lies, still keeps its order
+_FLAT = 0.05  # least slope: an uninformative confidence still keeps its order
 _STEPS = 200
 
 
 def fit(greedy: Iterable[NodeOutcome], sampled: Iterable[NodeOutcome], slots: int) -> Calibration:
-    """Calibration of blocks with `slots` drafts from nodes judged at T = 0 and at T = 1."""
+    """Calibration of blocks with `slots` drafts, from node outcomes at T = 0 and at T = 1."""
     slope, offset = torch.ones(2, 2, slots, 2), torch.zeros(2, 2, slots, 2)
     for warm, observed in enumerate((greedy, sampled)):
         groups: dict[tuple[int, int, int], list[tuple[float, bool]]] = {}

@@ -55,7 +55,7 @@ def runs(found: Sequence[str], length: int) -> Iterator[Run]:
     return zip(*(found[start : len(found) - size + 1 + start] for start in range(size)), strict=True)
 
 
-class Screen:
+class PromptFilter:
     """Judges prompts against those kept for measuring, against each other, and by themselves."""
 
     def __init__(self, excluded: Iterable[str], markers: Collection[str] = ()) -> None:

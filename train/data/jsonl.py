@@ -1,7 +1,7 @@
 """JSON lines that several processes append to at once: each to a file of its own, so none tears another's line.
 
 An interruption leaves at most one cut line, the last of a file. Readers leave it out, and the file's next writer cuts
-it off, so it is asked again.
+it off, so its prompt is run again.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol, TextIO, TypeVar
+from typing import TextIO, TypeVar
+
+from pydantic import BaseModel
 
 from d2sd.errors import D2SDError
+from d2sd.io import parse_json
+from d2sd.schema import Schema, validated
 
 
-class Named(Protocol):
+class Named(BaseModel):
     """Anything with an id: one line."""
 
-    @property
-    def id(self) -> str: ...
+    id: str
 
 
 Row = TypeVar("Row", bound=Named)
@@ -38,20 +41,21 @@ def files(path: Path, kind: str) -> list[Path]:
     return sorted(file for file in path.glob(f"{kind}*.jsonl") if re.fullmatch(rf"{kind}(-\d+)?\.jsonl", file.name))
 
 
-def read_rows(path: Path, kind: str, parse: Callable[[object], Row], expected: str) -> Iterator[tuple[str, Row]]:
+def whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file without one cut short, the last; none where there is no file."""
+    return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+
+
+def read_rows(path: Path, kind: str, row_type: type[Row]) -> Iterator[tuple[str, Row]]:
     """("file:line", row) of every whole line of `files(path, kind)`; nothing where there is no file.
 
-    `parse` raises ValueError, KeyError or TypeError for a line that is no such row. Raises D2SDError naming file and
-    line for it, and for an id that an earlier line has.
+    Raises D2SDError naming file and line for a line that is no `row_type`, and for an id that an earlier line has.
     """
     seen: dict[str, str] = {}
     for file in files(path, kind):
-        for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):  # what follows the last \n is cut
+        for number, line in enumerate(whole_lines(file), 1):
             where = f"{file}:{number}"
-            try:
-                row = parse(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
-                raise D2SDError(f"not one of the {kind}", where=where, found=repr(error), expected=expected) from None
+            row = parse_row(row_type, line, where, f"not one of the {kind}")
             if row.id in seen:
                 raise D2SDError(
                     f"the same id twice among the {kind}", where=where, found=f"{row.id}, also at {seen[row.id]}",
@@ -61,21 +65,24 @@ def read_rows(path: Path, kind: str, parse: Callable[[object], Row], expected: s
             yield where, row
 
 
-def text(value: object) -> str:
-    """`value`, if it is a string. Raises TypeError."""
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no string")
-    return value
+def parse_row(row_type: type[Schema], line: bytes, where: str, what: str) -> Schema:
+    """One line as a `row_type`. Raises D2SDError `what`, naming `where`, the line, and its first bad key."""
+    fix = "delete the line, or restore the file"
+    try:
+        values = parse_json(line.decode("utf-8"))
+    except ValueError as fault:
+        raise D2SDError(what, where=where, found=fault, fix=fix) from None
+    return validated(row_type, values, where, error=D2SDError, what=what, fix=fix)
 
 
 def append_to(path: Path) -> TextIO:
-    """Open `path` to append lines to it, behind its last whole one."""
+    """Open `path` to append lines to it, after its last whole one."""
     if path.is_file():
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     return path.open("a", encoding="utf-8")
 
 
 def append_row(out: TextIO, row: Mapping[str, object]) -> None:
-    """Write one line and make sure that it is on its way to the disk."""
+    """Write one line and flush it to the operating system."""
     out.write(json.dumps(dict(row)) + "\n")
     out.flush()

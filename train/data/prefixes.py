@@ -1,4 +1,4 @@
-"""How many tokens of a block a second drafter is shown in training.
+"""The prefix lengths on which a second drafter is trained.
 
 - Variable prefix (D²SD, arXiv 2606.04446 Eq. 6-7): n visible tokens, anchor included, Pr(n) ∝ base^n. We draw n from
   {1, …, γ-1}: the published code leaves n = 1 out although inference picks boundary 0.
@@ -33,16 +33,16 @@ def first_errors(drafted: Tensor, tokens: Tensor) -> Tensor:
 
 
 def choose_prefixes(
-    errors: Tensor, said: Tensor, block_size: int, settings: SecondSettings, generators: Sequence[torch.Generator]
+    errors: Tensor, drafted: Tensor, block_size: int, settings: SecondSettings, generators: Sequence[torch.Generator]
 ) -> tuple[Tensor, Tensor]:
-    """(visible tokens of each block [B, A], the id that the slot behind them may not take, -1 for none [B, A]).
+    """(prefix length of each block [B, A], the id masked in the slot after it, -1 for none [B, A]).
 
-    errors, said [B, A]: where the first drafter goes wrong (γ: nowhere), and what it says there. As much is drawn from
-    each sequence's generator as blocks are asked for: what a sequence is packed with changes nothing.
+    errors, drafted [B, A]: first slot where the first drafter is wrong (γ: nowhere), and its token there. Each
+    sequence's generator draws once a block, so the packing of a batch changes nothing.
     """
     width, device = errors.shape[1], errors.device
     drawn = torch.stack([draw_prefixes(settings.blocks, block_size, settings.prefix_base, g) for g in generators])
     chance = torch.stack([torch.rand(settings.blocks, generator=g) for g in generators])
     take = (chance[:, :width] < settings.on_rejection).to(device) & (errors < block_size)
     banned = take & settings.mask_rejected
-    return torch.where(take, errors, drawn[:, :width].to(device)), torch.where(banned, said, -1)
+    return torch.where(take, errors, drawn[:, :width].to(device)), torch.where(banned, drafted, -1)

@@ -1,8 +1,8 @@
 """Which prompts are answered for training: those of files, and user turns that the target writes itself.
 
 In two stages, because turns written at once by several processes finish in any order: first every turn is written to
-disk, then all prompts are screened together (`screen.py`) in the order of the plan, and what is left is answered. So
-the set that is answered depends on the recipe alone, however often the run was interrupted.
+disk, then all prompts are filtered together (`decontaminate.py`) in the order of the plan, and the rest are answered.
+So the set that is answered depends on the recipe alone, however often the run was interrupted.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TextIO
 
+from pydantic import ConfigDict, model_validator
+
 from d2sd.errors import D2SDError
-from d2sd.train.data import jsonl as journal
+from d2sd.train.data import jsonl
 from d2sd.train_recipe import Data, SelfWritten
 
 KIND = "turns"
@@ -23,7 +25,7 @@ KIND = "turns"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A text to work on: a whole user turn to answer, or the opening of one that the target is to write first."""
+    """A prompt: a whole user turn to answer, or the opening of one that the target is to write first."""
 
     id: str
     text: str
@@ -32,7 +34,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the target wrote behind an opening, opening included, or why that is no turn."""
+    """A user turn that the target wrote, its opening included, or why it was dropped."""
 
     id: str
     text: str = ""
@@ -45,7 +47,7 @@ def plan_prompts(files: Iterable[tuple[Sequence[tuple[str, str]], int | None]], 
     `files` holds for each prompt file its (id, user turn) pairs and how many are wanted. A job's place is drawn from
     the seed and its id alone: a count that is raised, or another file, adds jobs and never swaps those already there.
     `self_written.count` is how many turns are tried, not how many survive: the plan is then known before
-    the target has said a word. Raises D2SDError where an id is not unique.
+    the target has run. Raises D2SDError where an id is not unique.
     """
 
     def place(name: str) -> int:
@@ -69,35 +71,41 @@ def take_turns(jobs: Sequence[Job], path: Path) -> tuple[list[Job], dict[str, st
     `path` is a file or the folder of every process's. What is not there yet stays an opening.
     Raises D2SDError for a damaged line, and for a turn that does not begin with its opening (another recipe's).
     """
-    found = {turn.id: (where, turn) for where, turn in journal.read_rows(path, KIND, _parse, "id and text or dropped")}
+    found = {turn.id: (where, turn) for where, turn in jsonl.read_rows(path, KIND, TurnLine)}
     taken, dropped = [], {}
     for job in jobs:
         if job.kind is None or job.id not in found:
             taken.append(job)
             continue
         where, turn = found[job.id]
-        if turn.dropped is not None:
-            dropped[job.id] = turn.dropped
+        if turn.text is None:
+            dropped[job.id] = turn.dropped or ""
         elif turn.text.startswith(job.text):
             taken.append(Job(job.id, turn.text))
         else:
             raise D2SDError(
-                "a turn was written behind another opening", where=where, found=turn.text[:40], expected=job.text,
+                "a turn continues another opening", where=where, found=turn.text[:40], expected=job.text,
                 fix="restore data.self_written.openings, or train into another --work folder",
             )  # fmt: skip
     return taken, dropped
 
 
 def append_turn(out: TextIO, turn: Turn) -> None:
-    """Write one line and make sure that it is on its way to the disk."""
-    said = {"text": turn.text} if turn.dropped is None else {"dropped": turn.dropped}
-    journal.append_row(out, {"id": turn.id, **said})
+    """Append and flush one line."""
+    content = {"text": turn.text} if turn.dropped is None else {"dropped": turn.dropped}
+    jsonl.append_row(out, {"id": turn.id, **content})
 
 
-def _parse(row: object) -> Turn:
-    if not isinstance(row, dict):
-        raise TypeError("not an object")
-    name = journal.text(row["id"])
-    if "dropped" in row:
-        return Turn(name, dropped=journal.text(row["dropped"]))
-    return Turn(name, journal.text(row["text"]))
+class TurnLine(jsonl.Named):
+    """A line on disk: a turn, or why there is none."""
+
+    model_config = ConfigDict(strict=True)
+
+    text: str | None = None
+    dropped: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TurnLine:
+        if (self.text is None) == (self.dropped is None):
+            raise ValueError("expected either text or dropped")
+        return self

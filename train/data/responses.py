@@ -1,8 +1,8 @@
-"""Training sequences: a prompt and the answer the target itself gave, one JSON object a line.
+"""Training sequences: a prompt and the response the target itself gave, one JSON object a line.
 
-The drafter learns to imitate the target, so answers always come from the target. They are appended as they finish, by
-each process to its own `answers.jsonl`, `answers-1.jsonl`, ..., so an interrupted run resumes from what is there. A
-prompt that gave nothing to train on leaves {id, dropped: why}, so that it is not asked again.
+The drafter learns to imitate the target, so responses always come from the target. They are appended as they finish,
+by each process to its own `answers.jsonl`, `answers-1.jsonl`, ..., so an interrupted run resumes from what is there. A
+prompt without a usable response leaves {id, dropped: reason}, so that it is not run again.
 """
 
 from __future__ import annotations
@@ -12,43 +12,61 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from pydantic import ConfigDict, Field, model_validator
+
 from d2sd.errors import D2SDError
-from d2sd.train.data import jsonl as journal
+from d2sd.train.data import jsonl
 
 KIND = "answers"
-#: Why an answer of fewer than two tokens is dropped: nothing follows its anchor. Older files mark every drop so.
+#: Why a response of fewer than two tokens is dropped: nothing follows its anchor. Older files mark every drop so.
 EMPTY = "empty answer"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Token ids of a rendered prompt and of what the target answered (its stop token included, if it came)."""
+class Response:
+    """Token ids of a rendered prompt and of the target's response (its stop token included, if it came)."""
 
     id: str
     prompt_ids: list[int]
-    answer_ids: list[int]
+    response_ids: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """What was asked and gave nothing to train on, and why."""
+class ResponseLine(jsonl.Named):
+    """A line on disk: a response, or why there is none to train on."""
 
-    id: str
-    reason: str
+    model_config = ConfigDict(strict=True)
+
+    prompt_ids: list[int] = Field(default=[])
+    answer_ids: list[int] = Field(default=[])
+    dropped: str = ""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> ResponseLine:
+        if "dropped" not in self.model_fields_set:
+            if missing := {"prompt_ids", "answer_ids"} - self.model_fields_set:
+                raise ValueError(f"neither dropped nor {' and '.join(sorted(missing))}")
+            if self.answer_ids and not self.prompt_ids:
+                raise ValueError("a response to an empty prompt")
+        return self
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is not trained on; None where it is."""
+        return self.dropped or (EMPTY if len(self.answer_ids) < 2 else None)
 
 
-def read_answers(path: Path, *, vocab_size: int, max_tokens: int | None = None) -> list[Answer]:
-    """Every answer in `path`, a file or the folder of every process's; lines cut short and dropped ones are left out.
+def read_responses(path: Path, *, vocab_size: int, max_tokens: int | None = None) -> list[Response]:
+    """Every response in `path`, a file or the folder of every process's; cut lines and dropped ones are left out.
 
     Raises:
-        D2SDError: no answer at all, or naming file and line: one that is none, the second of an id, an id outside the
+        D2SDError: no response at all, or naming file and line: a malformed one, the second of an id, an id outside the
             vocabulary (another tokenizer's data), more than `max_tokens` with the prompt's (another recipe's).
     """
-    answers = []
-    for where, answer in _rows(path):
-        if isinstance(answer, Dropped):
+    responses = []
+    for where, line in _lines(path):
+        if line.reason is not None:
             continue
-        tokens = answer.prompt_ids + answer.answer_ids
+        tokens = line.prompt_ids + line.answer_ids
         if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
             raise D2SDError(
                 "answers were made with another tokenizer",
@@ -57,65 +75,51 @@ def read_answers(path: Path, *, vocab_size: int, max_tokens: int | None = None) 
         if max_tokens is not None and len(tokens) > max_tokens:
             raise D2SDError(
                 "a sequence is longer than the recipe allows",
-                where=where, found=f"{answer.id}: {len(tokens)} tokens", expected=f"at most {max_tokens}",
+                where=where, found=f"{line.id}: {len(tokens)} tokens", expected=f"at most {max_tokens}",
                 fix="raise data.max_prompt_tokens or data.max_new_tokens again, or delete the line",
             )  # fmt: skip
-        answers.append(answer)
-    if not answers:
+        responses.append(Response(line.id, line.prompt_ids, line.answer_ids))
+    if not responses:
         raise D2SDError(
             "no usable answer", where=path, expected="answers of at least two tokens",
             fix="let d2sd train generate them",
         )  # fmt: skip
-    return answers
+    return responses
 
 
 def finished_ids(path: Path) -> dict[str, str | None]:
-    """What need not be asked again: id -> why it was dropped, None where it was answered."""
-    return {row.id: row.reason if isinstance(row, Dropped) else None for _, row in _rows(path)}
+    """Prompts that need not be run again: id -> why its response was dropped, None where there is one."""
+    return {line.id: line.reason for _, line in _lines(path)}
 
 
-def answers_to(prompts: Mapping[str, Sequence[int]], answers: Iterable[Answer]) -> list[Answer]:
-    """The answers to `prompts` (id -> token ids) in their order; answers to others are left out.
+def match_responses(prompts: Mapping[str, Sequence[int]], responses: Iterable[Response]) -> list[Response]:
+    """The responses to `prompts` (id -> token ids) in their order; responses to other prompts are left out.
 
     Raises D2SDError where a prompt is no longer the one that was answered.
     """
-    found = {answer.id: answer for answer in answers}
+    found = {response.id: response for response in responses}
     chosen = [found[name] for name in prompts if name in found]
-    for answer in chosen:
-        if answer.prompt_ids != list(prompts[answer.id]):
+    for response in chosen:
+        if response.prompt_ids != list(prompts[response.id]):
             raise D2SDError(
-                "a prompt changed since it was answered", where="data.prompts", found=answer.id,
+                "a prompt changed since it was answered", where="data.prompts", found=response.id,
                 fix="restore its file or the target's chat template, or train into another --work folder",
             )  # fmt: skip
     return chosen
 
 
-def append_answer(out: TextIO, name: str, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> None:
-    """Write one line and make sure that it is on its way to the disk; an answer without two tokens is dropped."""
-    if len(answer_ids) < 2:
+def append_response(out: TextIO, name: str, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> None:
+    """Append and flush one line; a response of fewer than two tokens is dropped."""
+    if len(response_ids) < 2:
         append_drop(out, name, EMPTY)
     else:
-        journal.append_row(out, {"id": name, "prompt_ids": list(prompt_ids), "answer_ids": list(answer_ids)})
+        jsonl.append_row(out, {"id": name, "prompt_ids": list(prompt_ids), "answer_ids": list(response_ids)})
 
 
 def append_drop(out: TextIO, name: str, reason: str) -> None:
-    """Write that this prompt is done with, and why there is nothing to train on."""
-    journal.append_row(out, {"id": name, "dropped": reason})
+    """Record that this prompt is done with, and why there is nothing to train on."""
+    jsonl.append_row(out, {"id": name, "dropped": reason})
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Answer | Dropped]]:
-    return journal.read_rows(path, KIND, _parse, "id and prompt_ids, answer_ids or dropped")
-
-
-def _parse(row: object) -> Answer | Dropped:
-    if not isinstance(row, dict):
-        raise TypeError("not an object")
-    name = journal.text(row["id"])
-    if "dropped" in row:
-        return Dropped(name, journal.text(row["dropped"]))
-    answer = Answer(name, row["prompt_ids"], row["answer_ids"])
-    if not all(type(token) is int for token in answer.prompt_ids + answer.answer_ids):
-        raise TypeError("token ids are integers")
-    if answer.answer_ids and not answer.prompt_ids:
-        raise ValueError("an answer to nothing")
-    return answer if len(answer.answer_ids) >= 2 else Dropped(name, EMPTY)
+def _lines(path: Path) -> Iterator[tuple[str, ResponseLine]]:
+    return jsonl.read_rows(path, KIND, ResponseLine)

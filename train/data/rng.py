@@ -1,4 +1,4 @@
-"""Every random choice of a training: drawn from the seed, what it is for, and a place in the endless row of sequences.
+"""All random choices of a training, each a function of the seed, its purpose and the index in the data order.
 
 So neither an interruption nor the number of processes changes what is trained on.
 """
@@ -13,24 +13,24 @@ import torch
 from d2sd.train.dist import Dist
 
 
-class Draws:
-    """Of one training over `sequences` sequences, `batch` a step over all processes."""
+class SeededOrder:
+    """The data order of one training over `sequences` sequences, `batch` a step over all processes."""
 
     def __init__(self, seed: int, sequences: int, batch: int, dist: Dist) -> None:
-        self._seed, self._sequences, self._batch, self._world = seed, sequences, batch, dist
+        self._seed, self._sequences, self._batch, self._dist = seed, sequences, batch, dist
         self._order = lru_cache(maxsize=2)(self._shuffled)  # a step may reach into the next epoch
 
     def numbers(self, step: int) -> range:
-        """This process's places of a step."""
-        return range(step * self._batch + self._world.rank, (step + 1) * self._batch, self._world.size)
+        """This process's indices into the order, for a step."""
+        return range(step * self._batch + self._dist.rank, (step + 1) * self._batch, self._dist.size)
 
     def index(self, number: int) -> int:
-        """The sequence at a place: epochs are seeded shuffles laid end to end."""
+        """The sequence at an index of the order: epochs are seeded shuffles, one after the other."""
         epoch, place = divmod(number, self._sequences)
         return self._order(epoch)[place]
 
     def generator(self, purpose: str, number: int) -> torch.Generator:
-        """Independent of all others. PyTorch keeps 32 bits of a seed, so these are a hash's."""
+        """A generator independent of all others. PyTorch keeps 32 bits of a seed, so the seed is a hash."""
         digest = blake2b(f"{self._seed}/{purpose}/{number}".encode(), digest_size=4).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 

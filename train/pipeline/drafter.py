@@ -1,4 +1,4 @@
-"""The training of one drafter: where it starts, what it is judged by on its way, and what is written of that."""
+"""The training of one drafter: its initial weights, its evaluations on the way, its log."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-import click
-
-from d2sd.bench import metrics
-from d2sd.bench.result import Cell
-from d2sd.bench.result import Drafter as Name
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.policies import DrafterName
 from d2sd.progress import Progress
 from d2sd.train.data.features import TrainingData
 from d2sd.train.dist import Dist
 from d2sd.train.init_from_target import first_drafter
 from d2sd.train.loop import Trainer
-from d2sd.train.pipeline.evaluate import Evaluator, written
-from d2sd.train.pipeline.log import TrainLog, seconds_each
+from d2sd.train.pipeline.evaluate import Evaluator, as_written
+from d2sd.train.pipeline.evaluation import Evaluation
+from d2sd.train.pipeline.log import Say, TrainLog, seconds_each
 from d2sd.train_recipe import SecondSettings, TrainRecipe, TrainSettings
 
 
@@ -30,25 +27,30 @@ class Training:
     """What the trainings of both drafters share."""
 
     recipe: TrainRecipe
-    target: Decoder  # on the world's device
+    target: Decoder  # on `dist.device`
     data: TrainingData
     vocabulary: tuple[int, ...] | None
     evaluator: Evaluator
     work: Path
     dist: Dist
     progress: Progress
-    draw: Callable[[], None]
+    say: Say
+    draw_curves: Callable[[], None]
 
     def first(self) -> Drafter:
-        """Starts from the target's last layers; judged by the chains it drafts."""
+        """Train the first drafter, initialised from the target's last layers; evaluated by its chains."""
         settings = self.recipe.first
         assert settings is not None, "a ready first drafter is not trained"
         start = first_drafter(self.recipe.drafter, self.target, self.data, settings.seed)
         drafter = start.to(self.dist.device)
-        return self._train("first", settings, drafter, None, lambda: [self.evaluator.cell("chain", self._now(drafter))])
+
+        def evaluate() -> list[Evaluation]:
+            return [self.evaluator.evaluate("chain", self._as_written(drafter))]
+
+        return self._train("first", settings, drafter, None, evaluate)
 
     def second(self, first: Drafter, settings: SecondSettings) -> Drafter:
-        """Starts from the first; judged beside it: once more the first drafter where the second is to draft."""
+        """Train the second drafter, initialised from the first; the baseline is a second pass of the first drafter."""
         config = replace(
             first.config, role="variable_prefix", prefix_weight_base=settings.prefix_base, draft_vocabulary=None
         )
@@ -57,27 +59,27 @@ class Training:
         drafter.to(self.dist.device)
 
         @cache
-        def without() -> Cell:
-            return self.evaluator.cell("reanchor", self._now(first))
+        def baseline() -> Evaluation:
+            return self.evaluator.evaluate("reanchor", self._as_written(first))
 
-        def judge() -> list[Cell]:
-            return [without(), self.evaluator.cell("d2sd", self._now(first), self._now(drafter))]
+        def evaluate() -> list[Evaluation]:
+            return [baseline(), self.evaluator.evaluate("d2sd", self._as_written(first), self._as_written(drafter))]
 
-        return self._train("second", settings, drafter, first, judge)
+        return self._train("second", settings, drafter, first, evaluate)
 
-    def _now(self, drafter: Drafter) -> Drafter:
-        return written(drafter, self.vocabulary, self.evaluator.dtype)
+    def _as_written(self, drafter: Drafter) -> Drafter:
+        return as_written(drafter, self.vocabulary, self.evaluator.dtype)
 
-    def _tell(self, name: Name, step: int, steps: int, cells: list[Cell]) -> None:
-        """A line an evaluation: bars are for terminals, and this takes hours."""
-        tau = ", ".join(f"{cell.method} {metrics.tau(cell):.3f}" for cell in cells)
+    def _report(self, name: DrafterName, step: int, steps: int, found: list[Evaluation]) -> None:
+        """A line an evaluation, also off a terminal, where there are no bars."""
+        tau = ", ".join(f"{one.method} {one.tau:.3f}" for one in found)
         _, each, _ = seconds_each(self.work, name)
         left = f", about {(steps - step) * each / 60:.0f} min left" if each and step < steps else ""
-        click.echo(f"{name} drafter: step {step:,} of {steps:,}, tau {tau}{left}", err=True)
+        self.say(f"{name} drafter: step {step:,} of {steps:,}, tau {tau}{left}", err=True)
 
     def _train(
-        self, name: Name, settings: TrainSettings, drafter: Drafter, first: Drafter | None,
-        judge: Callable[[], list[Cell]],
+        self, name: DrafterName, settings: TrainSettings, drafter: Drafter, first: Drafter | None,
+        run_evaluation: Callable[[], list[Evaluation]],
     ) -> Drafter:  # fmt: skip
         trainer = Trainer(self.target, drafter, self.data, settings, first, self.dist)
         with (
@@ -86,19 +88,19 @@ class Training:
         ):
             shown = 0
 
-            def report(step: int, said: dict[str, float]) -> None:
+            def report(step: int, metrics: dict[str, float]) -> None:
                 nonlocal shown
-                advance(step - shown)  # the first step after a resumption stands for those before it
+                advance(step - shown)  # the first step after a resumption counts for those before it
                 shown = step
-                log.trained(step, said)
+                log.add_step(step, metrics)
 
             def evaluate(step: int) -> None:
                 if self.dist.is_main:
-                    cells = judge()
-                    log.evaluated(step, cells)
-                    self.draw()
-                    self._tell(name, step, settings.steps, cells)
-                    log.rest()
+                    found = run_evaluation()
+                    log.add_evaluation(step, found)
+                    self.draw_curves()
+                    self._report(name, step, settings.steps, found)
+                    log.restart_clock()
                 self.dist.barrier()
 
             trainer.run(self.work / name, report, evaluate)

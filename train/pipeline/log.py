@@ -1,10 +1,10 @@
-"""What a training writes down on its way: a line a step, a line an evaluation, and how fast its stages were.
+"""The logs of a training: a line a step, a line an evaluation, and the measured pace of each stage.
 
     <work>/first.jsonl    {"step": 1, "loss": ..., terms, "gradient norm": ..., "learning rate": ..., "seconds": ...}
                           {"step": 500, "tau": {"chain": ...}, "cells": [...], "seconds": ...}
     <work>/pace.jsonl     {"stage": "answers", "count": ..., "seconds": ...}
 
-A run that resumes from step n first cuts off what was written of later steps, so no step stands twice.
+A run that resumes from step n first removes the lines of later steps, so no step is logged twice.
 """
 
 from __future__ import annotations
@@ -15,43 +15,78 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from d2sd.bench import metrics
-from d2sd.bench.result import Cell, Drafter
-from d2sd.train.data.jsonl import append_to
-from d2sd.viz.training import Curve
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
+
+from d2sd.io import atomic_write
+from d2sd.policies import DrafterName
+from d2sd.schema import Schema
+from d2sd.train.data.jsonl import append_to, parse_row, whole_lines
+from d2sd.train.pipeline.evaluation import Evaluation
+from d2sd.viz.plot_style import Line
+from d2sd.viz.training import Curve, MethodScore
 
 _PACE = "pace.jsonl"
 #: Of a line of the log, what is no term of the loss.
-_OTHER = ("step", "gradient norm", "learning rate", "seconds")
+_OTHER = ("gradient norm", "learning rate")
+
+
+class Say(Protocol):
+    """Prints a line for the user: a result, or with `err` a notice on the way. `click.echo` is one."""
+
+    def __call__(self, message: str, /, *, err: bool = False) -> None: ...
+
+
+class _LogLine(BaseModel):
+    """A step with its loss terms as extra keys, or an evaluation with `cells`."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, float]  # typed, so that every other key is a number
+
+    step: PositiveInt
+    seconds: NonNegativeFloat
+    tau: dict[str, float] | None = None
+    cells: list[Evaluation] | None = None
+
+    @property
+    def order(self) -> tuple[int, bool]:
+        """A step's evaluation comes after the step."""
+        return self.step, self.cells is not None
+
+
+class _PaceLine(BaseModel):
+    stage: str
+    count: PositiveInt
+    seconds: NonNegativeFloat
 
 
 class TrainLog:
     """Appends to one drafter's log, and to TensorBoard's where that is installed."""
 
-    def __init__(self, work: Path, name: Drafter) -> None:
+    def __init__(self, work: Path, name: DrafterName) -> None:
         self._path, self._events = work / f"{name}.jsonl", work / "tensorboard" / name
         self._board: Any = None
         self._begun = False
         self._clock = time.monotonic()
 
-    def trained(self, step: int, said: dict[str, float]) -> None:
+    def add_step(self, step: int, metrics: dict[str, float]) -> None:
         """A step: loss, its terms, gradient norm, learning rate."""
-        self._add({"step": step, **said}, said)
+        self._add({"step": step, **metrics}, metrics)
 
-    def evaluated(self, step: int, cells: Sequence[Cell]) -> None:
-        scalars = {f"tau/{cell.method}": metrics.tau(cell) for cell in cells}
-        for cell in cells:
-            shares = enumerate(metrics.joint_acceptance(cell), 1)
-            scalars |= {f"acceptance of {cell.method}/position {place}": share for place, share in shares}
-            for drafter, error in calibration_errors(cell).items():
-                scalars[f"calibration error of {cell.method}/{drafter}"] = error
-        tau = {cell.method: round(metrics.tau(cell), 4) for cell in cells}
-        self._add({"step": step, "tau": tau, "cells": [cell.model_dump(mode="json") for cell in cells]}, scalars)
+    def add_evaluation(self, step: int, evaluations: Sequence[Evaluation]) -> None:
+        """What each method scored after this step."""
+        scalars = {f"tau/{one.method}": one.tau for one in evaluations}
+        for one in evaluations:
+            shares = enumerate(one.joint_acceptance, 1)
+            scalars |= {f"acceptance of {one.method}/position {position}": share for position, share in shares}
+            for drafter, error in one.calibration_errors.items():
+                scalars[f"calibration error of {one.method}/{drafter}"] = error
+        tau = {one.method: round(one.tau, 4) for one in evaluations}
+        self._add({"step": step, "tau": tau, "cells": [one.model_dump(mode="json") for one in evaluations]}, scalars)
 
-    def rest(self) -> None:
-        """What was done since the last line is no part of the next."""
+    def restart_clock(self) -> None:
+        """Leave the time since the last line out of the next line's seconds."""
         self._clock = time.monotonic()
 
     def close(self) -> None:
@@ -71,43 +106,39 @@ class TrainLog:
                 self._board.flush()
 
     def _begin(self, row: dict[str, Any]) -> None:
-        """Cut off what an interrupted run wrote from this row on."""
-        kept = [one for one in _rows(self._path) if _place(one) < _place(row)]
+        """Remove what an interrupted run logged from this row on."""
+        order = row["step"], "cells" in row
+        lines, rows = whole_lines(self._path), _rows(self._path, _LogLine)
+        kept = [line for line, one in zip(lines, rows, strict=True) if one.order < order]
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(one) + "\n" for one in kept), "utf-8")
-        partial.replace(self._path)
+        with atomic_write(self._path) as partial:
+            partial.write_bytes(b"".join(line + b"\n" for line in kept))
         if tensorboard_is_installed():
-            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard import SummaryWriter  # optional
 
             self._board = SummaryWriter(self._events, purge_step=row["step"])
         self._begun = True
 
 
-def calibration_errors(cell: Cell) -> dict[Drafter, float]:
-    """Expected calibration error of what each drafter said of its tokens, uncorrected."""
-    found = {drafter: metrics.calibration_error(bins) for drafter, bins in cell.calibration.items()}
-    return {drafter: error for drafter, error in found.items() if error is not None}
-
-
-def read_log(work: Path, name: Drafter) -> Curve:
-    """What was logged of a drafter so far; nothing of one that has not begun."""
+def read_log(work: Path, name: DrafterName) -> Curve:
+    """The curve of a drafter so far; empty for one that has not begun. Raises D2SDError for a damaged line."""
     steps, evaluations = [], []
-    for row in _rows(work / f"{name}.jsonl"):
-        if "cells" in row:
-            evaluations.append((row["step"], [Cell.model_validate(cell) for cell in row["cells"]]))
+    for row in _rows(work / f"{name}.jsonl", _LogLine):
+        if row.cells is not None:
+            evaluations.append((row.step, [_score(one, name) for one in row.cells]))
         else:
-            steps.append((row["step"], {term: value for term, value in row.items() if term not in _OTHER}))
+            terms = {term: value for term, value in (row.model_extra or {}).items() if term not in _OTHER}
+            steps.append((row.step, terms))
     return Curve(name, steps, evaluations)
 
 
-def seconds_each(work: Path, name: Drafter) -> tuple[int, float | None, float | None]:
+def seconds_each(work: Path, name: DrafterName) -> tuple[int, float | None, float | None]:
     """Steps done, and the measured seconds of a step and of an evaluation; None where none was made."""
-    rows = _rows(work / f"{name}.jsonl")
-    steps = [row["seconds"] for row in rows if "cells" not in row]
-    evaluations = [row["seconds"] for row in rows if "cells" in row]
-    middle = sorted(steps[-100:])[len(steps[-100:]) // 2] if steps else None
-    return len(steps), middle, evaluations[-1] if evaluations else None
+    rows = _rows(work / f"{name}.jsonl", _LogLine)
+    steps = [row.seconds for row in rows if row.cells is None]
+    evaluations = [row.seconds for row in rows if row.cells is not None]
+    median = sorted(steps[-100:])[len(steps[-100:]) // 2] if steps else None
+    return len(steps), median, evaluations[-1] if evaluations else None
 
 
 def tensorboard_is_installed() -> bool:
@@ -116,7 +147,7 @@ def tensorboard_is_installed() -> bool:
 
 @contextmanager
 def paced(work: Path, stage: str, processes: int) -> Iterator[Callable[[int], None]]:
-    """Measure how fast a stage is; what it yields is told how much this one of its processes has done."""
+    """Measure how fast a stage is; call what it yields with the number of items this process has done."""
     start, done = time.monotonic(), 0
 
     def count(more: int) -> None:
@@ -133,17 +164,21 @@ def paced(work: Path, stage: str, processes: int) -> Iterator[Callable[[int], No
 
 
 def pace(work: Path, stage: str) -> float | None:
-    """Seconds for one of a stage, over all runs so far; None where nothing was measured."""
-    rows = [row for row in _rows(work / _PACE) if row["stage"] == stage]
-    return sum(row["seconds"] for row in rows) / sum(row["count"] for row in rows) if rows else None
+    """Seconds for one item of a stage, over all runs so far; None where nothing was measured."""
+    rows = [row for row in _rows(work / _PACE, _PaceLine) if row.stage == stage]
+    return sum(row.seconds for row in rows) / sum(row.count for row in rows) if rows else None
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Whole lines; an interruption leaves at most one cut line, the last."""
-    data = path.read_bytes() if path.is_file() else b""
-    return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].split(b"\n")[:-1]]
+def _rows(path: Path, row_type: type[Schema]) -> list[Schema]:
+    """The whole lines of a log. Raises D2SDError naming the file and line of a damaged one."""
+    return [
+        parse_row(row_type, line, f"{path}:{i}", "a damaged line of a training log")
+        for i, line in enumerate(whole_lines(path), 1)
+    ]
 
 
-def _place(row: dict[str, Any]) -> tuple[int, bool]:
-    """A step's evaluation comes behind the step."""
-    return row["step"], "cells" in row
+def _score(one: Evaluation, drafter: DrafterName) -> MethodScore:
+    return MethodScore(
+        Line(one.method, one.rows), one.tau, one.joint_acceptance, one.conditional_acceptance,
+        one.calibration.get(drafter, []), one.calibration_errors.get(drafter),
+    )  # fmt: skip

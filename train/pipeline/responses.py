@@ -1,12 +1,11 @@
-"""The first stages of `d2sd train`: turns that the target writes itself, screening, and its answers to what is left.
+"""The first stages of `d2sd train`: user turns that the target writes itself, decontamination, and its responses.
 
-Every process of a training runs its share in flight and appends to files of its own. What is asked depends on what is
-on disk, so all read before anyone writes.
+Every process of a training runs its share of the prompts in one engine and appends to files of its own. What is left to
+run depends on what is on disk, so all processes read before any of them writes.
 """
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-import click
+from pydantic import BaseModel, Field, JsonValue, NonNegativeInt, RootModel
 
 from d2sd.convert.bundle.load import Bundle
 from d2sd.convert.bundle.serving import chat_request, make_engine
@@ -25,88 +24,116 @@ from d2sd.progress import Progress
 from d2sd.prompts import read_prompts, read_turns
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.sequence import Sequence
-from d2sd.train.data import prompts
-from d2sd.train.data import responses as answers
-from d2sd.train.data.decontaminate import Screen
+from d2sd.schema import read_model
+from d2sd.train.data import prompts, responses
+from d2sd.train.data.decontaminate import PromptFilter
 from d2sd.train.data.jsonl import append_to, own_file
 from d2sd.train.data.prompts import Job, Turn, append_turn, plan_prompts, take_turns
-from d2sd.train.data.responses import Answer, answers_to, append_answer, finished_ids, read_answers
+from d2sd.train.data.responses import Response, append_response, finished_ids, match_responses, read_responses
 from d2sd.train.dist import Dist
-from d2sd.train.pipeline.log import paced
+from d2sd.train.pipeline.log import Say, paced
 from d2sd.train_recipe import TrainRecipe
 
-#: Writes what became of a request.
-Keep = Callable[[TextIO, str, Sequence], None]
-#: Stands for the user's turn, to see what the chat template puts before it.
+#: Appends the outcome of a finished request to the process's file.
+Append = Callable[[TextIO, str, Sequence], None]
+#: Placeholder for the user's turn, to find what the chat template puts before it.
 _SPLIT = "\x00"
-#: What decides a turn or an answer beside its prompt.
+#: The settings that decide a turn or a response apart from its prompt.
 ASKED = "asked.json"
-#: How many prompts were planned, how many asked, and why the others were not.
 SCREENED = "screened.json"
 
 
+class Screened(BaseModel):
+    """`screened.json`: how many prompts were planned, how many run, and why the others were left out."""
+
+    planned: NonNegativeInt
+    asked: NonNegativeInt
+    left_out: dict[str, NonNegativeInt] = Field(alias="left out")
+
+
+def read_screened(work: Path) -> Screened | None:
+    """None where the prompts were not filtered yet. Raises D2SDError for a damaged file."""
+    path = work / SCREENED
+    return (
+        read_model(Screened, path, error=D2SDError, what="record of filtered prompts", fix="delete it")
+        if path.is_file()
+        else None
+    )
+
+
 def planned_jobs(recipe: TrainRecipe) -> list[Job]:
-    """Everything that is to be asked, before screening. Raises D2SDError."""
+    """All prompts and openings, before decontamination. Raises D2SDError."""
     files = [(read_prompts(recipe.path(source.path)), source.count) for source in recipe.data.prompts]
     return plan_prompts(files, recipe.data)
 
 
+#: `asked.json`: settings by name.
+_Settings = RootModel[dict[str, JsonValue]]
+_FIX = "restore the recipe's data, or train into another --work folder"
+
+
 @dataclass(frozen=True, slots=True)
-class Answering:
-    """The target answers what the recipe asks."""
+class ResponseGenerator:
+    """Generates the target's responses to the recipe's prompts."""
 
     recipe: TrainRecipe
     bundle: Bundle
     work: Path
     dist: Dist
     progress: Progress
+    say: Say
 
-    def all(self) -> list[Answer]:
-        """Answers to every prompt that stays, in the order of the plan. Tells how many prompts were left out, and why.
+    def all(self) -> list[Response]:
+        """Responses to every prompt that stays, in the order of the plan. Says how many were left out, and why.
 
-        An engine may repack the weights that it runs: afterwards the bundle's target serves, and does nothing else.
+        An engine may repack the weights that it runs: afterwards the bundle's target can only serve.
         """
         data = self.recipe.data
-        self._pin()
+        self._check_settings()
         excluded = [turn for path in data.exclude for _, turns in read_turns(self.recipe.path(path)) for turn in turns]
         jobs = planned_jobs(self.recipe)
         planned = len(jobs)
         self._write_turns([job for job in take_turns(jobs, self.work)[0] if job.kind is not None])
         jobs, unwritten = take_turns(jobs, self.work)
-        jobs, screened = Screen(excluded, self._markers()).judge(jobs)
+        jobs, screened = PromptFilter(excluded, self._markers()).judge(jobs)
         requests = self._requests(jobs)
         done = finished_ids(self.work)
 
-        def keep(out: TextIO, name: str, sequence: Sequence) -> None:
-            append_answer(out, name, sequence.request.prompt, sequence.answer)
+        def append(out: TextIO, name: str, sequence: Sequence) -> None:
+            append_response(out, name, sequence.request.prompt, sequence.answer)
 
-        self._ask(answers.KIND, {name: request for name, request in requests.items() if name not in done}, keep)
+        self._run(responses.KIND, {name: request for name, request in requests.items() if name not in done}, append)
         if self.dist.is_main:
             reasons = Counter([*unwritten.values(), *screened.values()])
             reasons.update(["longer than data.max_prompt_tokens"] * (len(jobs) - len(requests)))
             reasons.update(reason for name, reason in finished_ids(self.work).items() if reason and name in requests)
             for reason, count in reasons.most_common():
-                click.echo(f"prompts left out: {count:,} ({reason})")
+                self.say(f"prompts left out: {count:,} ({reason})")
             write_json(self.work / SCREENED, {"planned": planned, "asked": len(requests), "left out": dict(reasons)})
-        found = read_answers(
+        found = read_responses(
             self.work, vocab_size=self.bundle.target.config.vocab_size,
             max_tokens=data.max_prompt_tokens + data.max_new_tokens,
         )  # fmt: skip
-        return answers_to({name: request.prompt for name, request in requests.items()}, found)
+        return match_responses({name: request.prompt for name, request in requests.items()}, found)
 
-    def _pin(self) -> None:
-        """Raise D2SDError if what is on disk was asked otherwise than the recipe says now."""
+    def _check_settings(self) -> None:
+        """Raise D2SDError if the responses on disk were generated with other settings than the recipe's."""
         data, path = self.recipe.data, self.work / ASKED
         limits = ("max_tokens", "temperature", "end")
         now: dict[str, Any] = {"max_new_tokens": data.max_new_tokens} | {
             f"self_written.{kind.name}.{key}": getattr(kind, key) for kind in data.self_written for key in limits
         }
-        then = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        settings = (
+            read_model(_Settings, path, error=D2SDError, what="record of settings", fix=_FIX)
+            if path.is_file()
+            else _Settings({})
+        )
+        then = settings.root
         if changed := [key for key in now if key in then and then[key] != now[key]]:
             raise D2SDError(
                 "how the target is asked changed since this training began",
                 where=path, found={key: now[key] for key in changed}, expected={key: then[key] for key in changed},
-                fix="restore the recipe's data, or train into another --work folder",
+                fix=_FIX,
             )  # fmt: skip
         self.dist.barrier()
         if self.dist.is_main:
@@ -115,16 +142,16 @@ class Answering:
     def _write_turns(self, jobs: list[Job]) -> None:
         by_name = {job.id: job for job in jobs}
 
-        def keep(out: TextIO, name: str, sequence: Sequence) -> None:
-            if sequence.finish == "stop":  # the turn came to its own end, or to the one it was told
-                append_turn(out, Turn(name, by_name[name].text + self._said(sequence, by_name[name])))
+        def append(out: TextIO, name: str, sequence: Sequence) -> None:
+            if sequence.finish == "stop":  # at a stop token, or at the recipe's `end`
+                append_turn(out, Turn(name, by_name[name].text + self._continuation(sequence, by_name[name])))
             else:
                 append_turn(out, Turn(name, dropped="a turn without an end"))
 
-        self._ask(prompts.KIND, {job.id: self._opening(job) for job in jobs}, keep)
+        self._run(prompts.KIND, {job.id: self._opening(job) for job in jobs}, append)
 
-    def _ask(self, kind: str, requests: dict[str, Request], keep: Keep) -> None:
-        """Run this process's share of `requests` in flight, each kept as it ends."""
+    def _run(self, kind: str, requests: dict[str, Request], append: Append) -> None:
+        """Run this process's share of `requests`, appending each to its file as it ends."""
         self.dist.barrier()
         mine = list(requests)[self.dist.rank :: self.dist.size]
         mine.sort(key=lambda name: len(requests[name].prompt))  # a batch is as wide as its longest
@@ -139,13 +166,13 @@ class Answering:
                 while engine.busy:
                     for output in engine.step():
                         if output.finish is not None:
-                            keep(out, running.pop(output.sequence.id), output.sequence)
+                            append(out, running.pop(output.sequence.id), output.sequence)
                             advance(1)
                             count(1)
         self.dist.barrier()
 
     def _requests(self, jobs: list[Job]) -> dict[str, Request]:
-        """What the engine is asked, by job; those with too long a prompt are left out."""
+        """The engine's requests by job id; those with too long a prompt are left out."""
         data, found = self.recipe.data, {}
         with self.progress("prompts", len(jobs)) as advance:
             for job in jobs:
@@ -156,7 +183,7 @@ class Answering:
         return found
 
     def _opening(self, job: Job) -> Request:
-        """To go on with the opening of a user's turn."""
+        """A request that continues the opening of a user's turn."""
         wanted, tokenizer = job.kind, self.bundle.tokenizer
         assert wanted is not None
         if not tokenizer.chat_template:
@@ -169,17 +196,17 @@ class Answering:
         stops = frozenset(self.bundle.stop_token_ids)
         return Request(tuple(ids), wanted.max_tokens, sampling, stops, () if wanted.end is None else (wanted.end,))
 
-    def _said(self, sequence: Sequence, job: Job) -> str:
-        """What the target wrote behind the opening, as it stands: the screen looks for markers in it."""
+    def _continuation(self, sequence: Sequence, job: Job) -> str:
+        """The target's text after the opening, special tokens included: the prompt filter looks for them."""
         ids, stops = sequence.answer, self.bundle.stop_token_ids
-        said: str = self.bundle.tokenizer.decode(ids[:-1] if ids[-1] in stops else ids)
+        text: str = self.bundle.tokenizer.decode(ids[:-1] if ids[-1] in stops else ids)
         end = job.kind.end if job.kind else None
-        return said[: said.index(end) + len(end)] if end and end in said else said
+        return text[: text.index(end) + len(end)] if end and end in text else text
 
     def _markers(self) -> list[str]:
-        """Texts that the tokenizer takes for a token with a meaning of its own."""
+        """The texts of the tokenizer's special tokens."""
         return [token.content for token in self.bundle.tokenizer.added_tokens_decoder.values() if token.special]
 
 
 def _ignored(count: int) -> None:
-    """All processes go as fast as the first, which counts."""
+    """Only the main process measures the pace."""

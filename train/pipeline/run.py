@@ -1,4 +1,4 @@
-"""The stages of a training, in their order. Each finds what an earlier run finished, and ends in the same bytes."""
+"""The stages of a training, in order. Each resumes from what an earlier run finished, and ends in the same bytes."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
-
-from d2sd.bench.result import Drafter as Name
 from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.convert.checkpoint.drafter import write_drafter
 from d2sd.extras import require_plots
 from d2sd.io import check_writable, disk_space
 from d2sd.modeling.drafter import Drafter
+from d2sd.policies import DrafterName
 from d2sd.progress import Progress
 from d2sd.train.data.features import TrainingData, cache_features, online_features
-from d2sd.train.data.responses import Answer
+from d2sd.train.data.responses import Response
 from d2sd.train.dist import Dist
 from d2sd.train.pipeline.drafter import Training
-from d2sd.train.pipeline.evaluate import Evaluator, written
-from d2sd.train.pipeline.log import paced, read_log, tensorboard_is_installed
+from d2sd.train.pipeline.evaluate import Evaluator, as_written
+from d2sd.train.pipeline.log import Say, paced, read_log, tensorboard_is_installed
 from d2sd.train.pipeline.pair import finish_pair
 from d2sd.train.pipeline.ready import first_config, load_ready
-from d2sd.train.pipeline.responses import Answering
+from d2sd.train.pipeline.responses import ResponseGenerator
 from d2sd.train.pipeline.target import pinned_target
 from d2sd.train_recipe import TrainRecipe
 from d2sd.viz.training import plot_training
@@ -31,42 +29,44 @@ from d2sd.viz.training import plot_training
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training of a pair, by one process or several. The first of them writes what all share, and tells of it."""
+    """One training of a pair, by one process or several; the main process alone writes shared files and prints."""
 
     recipe: TrainRecipe
     work: Path
     out: Path
     dist: Dist
     progress: Progress
+    say: Say
 
     def all(self) -> None:
-        """Everything from the prompts to a folder that a bundle's recipe can name."""
+        """Run all stages: from the prompts to a folder of drafters that a bundle's recipe can name."""
         bundle = self._target()
-        first_config(self.recipe, bundle.target.config)  # refuses a misfit before hours of work
+        first_config(self.recipe, bundle.target.config)  # raises before hours of work
         if self.recipe.first is not None:
             self.dist.check(self.recipe.first.batch, "first.batch")
         if self.recipe.second is not None:
             self.dist.check(self.recipe.second.batch, "second.batch")
         if self.dist.is_main:
             self._begin()
-        answers = Answering(self.recipe, bundle, self.work, self.dist, self.progress).all()
-        bundle = load_bundle(self.work / "target", verify=False)  # not the one that has answered
+        responses = ResponseGenerator(self.recipe, bundle, self.work, self.dist, self.progress, self.say).all()
+        bundle = load_bundle(self.work / "target", verify=False)  # the engine repacked the other one's weights
         bundle.target.to(self.dist.device)
-        held_out, data = self._features(bundle, answers).split(self.recipe.data.held_out)
-        evaluator = Evaluator(self.recipe, bundle, answers[: len(held_out)], self.dist.device, self.progress)
+        held_out, data = self._features(bundle, responses).split(self.recipe.data.held_out)
+        evaluator = Evaluator(self.recipe, bundle, responses[: len(held_out)], self.dist.device, self.progress)
         ready = load_ready(self.recipe).to(self.dist.device) if self.recipe.ready_first else None
         vocabulary = ready.config.draft_vocabulary if ready else self._vocabulary(data, bundle)
         training = Training(
-            self.recipe, bundle.target, data, vocabulary, evaluator, self.work, self.dist, self.progress, self._draw
-        )
+            self.recipe, bundle.target, data, vocabulary, evaluator, self.work, self.dist, self.progress, self.say,
+            self._draw_curves,
+        )  # fmt: skip
         first = ready or training.first()
         self._write("first", first, vocabulary)
         if self.recipe.second is not None:
             self._write("second", training.second(first, self.recipe.second), vocabulary)
         if self.dist.is_main:
-            finish_pair(self.recipe, evaluator, self.work, self.out)
-            self._draw()
-            click.echo(self.out)
+            finish_pair(self.recipe, evaluator, self.work, self.out, self.say)
+            self._draw_curves()
+            self.say(str(self.out))
         self.dist.barrier()
 
     def _target(self) -> Bundle:
@@ -80,33 +80,33 @@ class Run:
         check_writable(self.out / "evaluation.json")  # hours before it is written
         require_plots()
         if not tensorboard_is_installed():
-            click.echo("no events for TensorBoard, which is not installed: pip install 'd2sd[train]'", err=True)
+            self.say("no events for TensorBoard, which is not installed: pip install 'd2sd[train]'", err=True)
 
-    def _features(self, bundle: Bundle, answers: list[Answer]) -> TrainingData:
+    def _features(self, bundle: Bundle, responses: list[Response]) -> TrainingData:
         aux_layer_ids = tuple(self.recipe.drafter.target_layer_ids)
         if self.recipe.data.features == "online":
-            return online_features(bundle.target, aux_layer_ids, answers)
+            return online_features(bundle.target, aux_layer_ids, responses)
 
         def cached(progress: Callable[[int], None]) -> TrainingData:
-            return cache_features(bundle.target, aux_layer_ids, answers, self.work / "features.bf16", progress)
+            return cache_features(bundle.target, aux_layer_ids, responses, self.work / "features.bf16", progress)
 
         if self.dist.is_main:
-            with self.progress("features", len(answers)) as advance, paced(self.work, "features", 1) as count:
-                told: list[int] = []
+            with self.progress("features", len(responses)) as advance, paced(self.work, "features", 1) as count:
+                calls = 0
 
-                def tell(sequences: int) -> None:
+                def report(sequences: int) -> None:
+                    nonlocal calls
                     advance(sequences)
-                    if told:  # the first time it is those of an earlier run
-                        count(sequences)
-                    told.append(sequences)
+                    count(sequences if calls else 0)  # the first call reports those of an earlier run
+                    calls += 1
 
                 with disk_space(self.work, 0, "the features"):
-                    cached(tell)
+                    cached(report)
         self.dist.barrier()
         return cached(lambda sequences: None)
 
     def _vocabulary(self, data: TrainingData, bundle: Bundle) -> tuple[int, ...] | None:
-        """The most frequent ids, ascending; the mask is never an answer, and its place goes to the next one."""
+        """The draft vocabulary: the most frequent ids, ascending, without the mask token."""
         count, geometry = self.recipe.drafter.draft_vocab_size, self.recipe.drafter
         if count is None:
             return None
@@ -117,12 +117,12 @@ class Run:
             chosen[geometry.mask_token_id] = False
         return tuple(chosen.nonzero()[:, 0].tolist())
 
-    def _write(self, name: Name, drafter: Drafter, vocabulary: tuple[int, ...] | None) -> None:
+    def _write(self, name: DrafterName, drafter: Drafter, vocabulary: tuple[int, ...] | None) -> None:
         if self.dist.is_main:
             (self.out / name).mkdir(parents=True, exist_ok=True)
-            copy = written(drafter, vocabulary)
+            copy = as_written(drafter, vocabulary)
             write_drafter(self.out / name, copy.config, copy.state_dict())
 
-    def _draw(self) -> None:
-        names: tuple[Name, Name] = ("first", "second")
+    def _draw_curves(self) -> None:
+        names: tuple[DrafterName, DrafterName] = ("first", "second")
         plot_training([read_log(self.work, name) for name in names], self.out / "curves.png")

@@ -1,20 +1,17 @@
-"""What the drafters are worth: acceptance by position, and whether their confidence is true."""
+"""Drafter quality: acceptance by position, and calibration of their confidence."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from d2sd.bench import metrics, views
-from d2sd.bench.result import Bin, Cell, Drafter, Result
-from d2sd.bench.views import Line
+from d2sd.bench.result import Cell, Result
+from d2sd.policies import DrafterName
 from d2sd.viz import plot_style as style
+from d2sd.viz.plot_style import Line
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-DRAFTERS: tuple[Drafter, ...] = ("first", "second")
+DRAFTERS: tuple[DrafterName, ...] = ("first", "second")
 
 
 def plot_acceptance(result: Result, path: Path) -> None:
@@ -42,7 +39,7 @@ def plot_acceptance(result: Result, path: Path) -> None:
 
 
 def plot_calibration(result: Result, path: Path) -> None:
-    """Reliability of both drafters over the number of tokens behind every point, two rows of panels a temperature."""
+    """Reliability diagrams of both drafters above the tokens in every bin, two rows of panels a temperature."""
     shown = {t: [(line, cell) for line, cell in cells if cell.calibration] for t, cells in _all(result)}
     shown = {t: cells for t, cells in shown.items() if cells}
     if not shown:
@@ -50,7 +47,8 @@ def plot_calibration(result: Result, path: Path) -> None:
     figure, axes = style.panels(2 * len(shown), 2, 2.9, sharex=True, height_ratios=[3, 1.3] * len(shown))
     for (temperature, cells), above, below in zip(shown.items(), axes[::2], axes[1::2], strict=True):
         for drafter, diagram, counts in zip(DRAFTERS, above, below, strict=True):
-            reliability(diagram, counts, [(line, cell.calibration.get(drafter, [])) for line, cell in cells])
+            bins = [(line, cell.calibration.get(drafter, [])) for line, cell in cells]
+            style.reliability(diagram, counts, [(line, one, metrics.calibration_error(one)) for line, one in bins])
             diagram.set_title(f"T = {temperature:g}, {drafter} drafter", loc="left", fontsize=11)
         above[0].set_ylabel("share accepted")
         below[0].set_ylabel("drafted tokens")
@@ -59,32 +57,6 @@ def plot_calibration(result: Result, path: Path) -> None:
     style.finish(
         figure, "Do drafters know how often they are right? On the diagonal they do; below it they boast", path
     )
-
-
-def reliability(diagram: Axes, counts: Axes, lines: list[tuple[Line, list[Bin]]]) -> None:
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    diagram.plot([0, 1], [0, 1], color="#AAAAAA", linestyle="--", linewidth=1)
-    diagram.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
-    handles, labels = [], []
-    for line, bins in lines:
-        error = metrics.calibration_error(bins)
-        if error is not None:
-            filled = [(count, predicted / count, hits / count) for count, predicted, hits in bins if count]
-            number, predicted, accepted = zip(*filled, strict=True)
-            look = style.curve(line) | {"label": None}  # the panel has a legend of its own
-            handles += diagram.plot(predicted, accepted, **look)
-            labels.append(f"{style.name(line)}: ECE {error:.3f}")
-            counts.plot(predicted, number, **look)
-    if handles:
-        diagram.legend(handles, labels, loc="best", fontsize=8)
-        counts.set_yscale("log")
-        counts.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
-        counts.yaxis.set_minor_locator(NullLocator())
-        counts.yaxis.set_major_formatter("{x:,.0f}")
-    else:
-        diagram.text(0.5, 0.3, "not in use", ha="center", color="#777777", transform=diagram.transAxes)
-        counts.set_yticks([])
 
 
 def _all(result: Result) -> list[tuple[float, list[tuple[Line, Cell]]]]:

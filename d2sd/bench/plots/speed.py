@@ -1,4 +1,4 @@
-"""What a step costs and what is gained: time by stage, and speedup by concurrency. Of all sets together."""
+"""Cost of a step by stage, and speedup by concurrency, over all sets together."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from d2sd.bench import metrics, views
 from d2sd.bench.result import Cell, Result
-from d2sd.bench.views import Line
 from d2sd.viz import plot_style as style
+from d2sd.viz.plot_style import Line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

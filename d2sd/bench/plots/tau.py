@@ -8,6 +8,7 @@ from d2sd.bench import metrics, views
 from d2sd.bench.bootstrap import Interval, tau_interval
 from d2sd.bench.result import Cell, Result
 from d2sd.viz import plot_style as style
+from d2sd.viz.plot_style import Line
 
 
 def plot_tau(result: Result, path: Path) -> None:
@@ -54,7 +55,7 @@ def plot_tau_by_rows(result: Result, path: Path) -> None:
         for (of, method), found in budgets.items():
             if of == temperature:
                 told = [(metrics.mean_tau(cells), tau_interval(cells)) for cells in found.values()]
-                look = style.curve(views.Line(method, 1))
+                look = style.curve(Line(method, 1))
                 panel.errorbar(list(found), [value for value, _ in told], yerr=_errors(told), capsize=3, **look)
         panel.set_xscale("log", base=2)
         panel.set_xticks(ticks, [str(rows) for rows in ticks])

@@ -4,8 +4,8 @@
     second pass, a b kept  a b x y z      its block is  anchor a b mask mask mask
     chain                  a b x y z      unless the first is expected to go further
 
-Nothing is forbidden behind the boundary, as it is in a tree: there the first drafter's token stands beside the
-second's, here one of them must be given up, and the second drafter is free to confirm it.
+The rejected token is not masked at the boundary, as it is in a tree: a tree holds both drafters' tokens there, a chain
+only one, and the second drafter may confirm the first one's.
 """
 
 from __future__ import annotations

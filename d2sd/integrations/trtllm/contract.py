@@ -1,6 +1,6 @@
-"""What we use of TensorRT-LLM, as its sources had it: names, parameters, enum members, words in a function's text.
+"""The parts of TensorRT-LLM that we use, as in its sources: names, parameters, enum members, words in function bodies.
 
-The commits are those of the files that were read, one a file; which release each went into, the sources do not say.
+The commits are those of the files that were read, one a file; the sources do not say which release has them.
 """
 
 from __future__ import annotations

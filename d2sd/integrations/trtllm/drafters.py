@@ -21,8 +21,8 @@ from torch import Tensor, nn
 # Shape letters: N tokens, B requests, W block width, E hidden, n auxiliary layers, L1, L2 layers, Hkv heads,
 # D head size.
 
-#: What TensorRT-LLM reads of a draft model beside its methods. Here it is the first drafter's; nothing else passes
-#: through, so that a hook found by name does not run twice on the same module.
+#: Attributes that TensorRT-LLM reads of a draft model, taken from the first drafter. Nothing else passes through, so
+#: that a hook found by name does not run twice on the same module.
 _OF_FIRST = {
     "fc", "hidden_norm", "model", "draft_model_full", "lm_head", "config", "model_config", "mask_token_id",
     "target_layer_ids", "block_size", "dflash_attention_backend", "_num_heads", "_num_kv_heads", "_head_dim",
@@ -90,7 +90,7 @@ class DualDrafter(nn.Module):
         return out
 
     def load_weights(self, weights: dict[str, Tensor], weight_mapper: Any = None, **kwargs: Any) -> None:
-        """`weights` are the first drafter's, as the server was told; the second's lie beside it."""
+        """`weights` are the first drafter's, from the server's arguments; the second's are read from its folder."""
         self.first.load_weights(weights, weight_mapper=weight_mapper, **kwargs)
         second = load_file(self._second_folder / "model.safetensors")
         self.second.load_weights(second, weight_mapper=weight_mapper, **kwargs)

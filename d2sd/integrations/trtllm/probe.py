@@ -1,4 +1,4 @@
-"""The installed TensorRT-LLM held against the contract: a row for each need, and a verdict."""
+"""Compare the installed TensorRT-LLM with the contract: a row for each need, and a verdict."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Row:
 
 
 def probe() -> list[Row]:
-    """Import what the contract names and compare; the version stands first. Never raises for what it finds."""
+    """Import what the contract names and compare; the version comes first. Never raises for a mismatch."""
     try:
         package = importlib.import_module("tensorrt_llm")
     except Exception as error:  # a broken CUDA library raises what it likes
@@ -33,7 +33,7 @@ def probe() -> list[Row]:
 
 
 def failures(rows: list[Row]) -> list[str]:
-    """What does not fit, one short text each; nothing where the contract is met."""
+    """The mismatches, one short text each; empty where the contract is met."""
     return [f"{row.need}: {row.found}" for row in rows if not row.good]
 
 
@@ -59,7 +59,7 @@ def _row(need: Need) -> Row:
 
 
 def _complaint(need: Need, found: Any) -> str:
-    """What is wrong with an object that is there; empty where nothing is."""
+    """The mismatch of an object that exists; empty where there is none."""
     if need.parameters is not None:
         parameters = tuple(inspect.signature(found).parameters)
         if parameters != need.parameters:

@@ -1,6 +1,6 @@
-"""Register two drafters with the installed TensorRT-LLM, or leave it as it is and say so in one line.
+"""Register two drafters with the installed TensorRT-LLM, or leave it unpatched and log one line.
 
-It is left alone where the contract is not met, where a bundle has one drafter, and where the server would run its
+It stays unpatched where the contract is not met, where a bundle has one drafter, and where the server would run its
 worker in another process, which does not see the module. `D2SD_TRTLLM=require` turns every such case into an error.
 """
 
@@ -11,12 +11,13 @@ import dataclasses
 import importlib
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+from d2sd.errors import D2SDError
 from d2sd.integrations.trtllm.contract import COMMITS
 from d2sd.integrations.trtllm.drafters import DualDrafter
-from d2sd.integrations.trtllm.loud import linear, say
 from d2sd.integrations.trtllm.probe import failures, probe
 from d2sd.integrations.trtllm.worker import dual_worker
 
@@ -27,27 +28,43 @@ _ROLE = {"training_mode", "prefix_weight_base"}
 
 
 def register(bundle: Path) -> bool:
-    """Patch TensorRT-LLM for the drafters of `bundle`; False, and one line on stderr, where it stays linear DFlash.
+    """Patch TensorRT-LLM for the drafters of `bundle`. Returns False, and logs one line, where it stays linear DFlash.
 
-    Raises `D2SDError` instead where the environment says `D2SD_TRTLLM=require`.
+    Raises `D2SDError` instead if the environment sets `D2SD_TRTLLM=require`.
     """
-    reasons = unfit(bundle) or failures(probe())
+    reasons = incompatibilities(bundle) or failures(probe())
     if not reasons and os.environ.get(SINGLE_PROCESS) != "1":
         reasons = [f"{SINGLE_PROCESS} is not 1, so the worker process would not see this module"]
     if reasons:
-        linear(reasons)
+        log_linear(reasons)
         return False
     names = {module.rsplit(".", 1)[-1]: importlib.import_module(module) for module in COMMITS}
     mode, models = names["interface"].SpeculativeDecodingMode.DFLASH, names["modeling_utils"]
     builder = _builder(bundle, models.get_registered_draft_model_builder(mode), names["modeling_dflash"])
     models.register_draft_model(mode)(builder)
-    # get_spec_worker is a closed chain of ifs, but it looks this name up in its own module.
-    vars(names["utils"])["DFlashWorker"] = dual_worker(names["dflash"].DFlashWorker)
+    # get_spec_worker is a fixed chain of ifs, but it looks this name up in its own module.
+    vars(names["utils"])["DFlashWorker"] = dual_worker(names["dflash"].DFlashWorker, log_linear)
     return True
 
 
-def unfit(bundle: Path) -> list[str]:
-    """Why the drafters of `bundle` cannot draft together in one cache; nothing where they can."""
+def log_linear(reasons: list[str]) -> None:
+    """Log that the first drafter drafts alone. Raises `D2SDError` where `D2SD_TRTLLM=require` forbids it."""
+    found = "; ".join(reasons)
+    if os.environ.get("D2SD_TRTLLM") == "require":
+        raise D2SDError(
+            "TensorRT-LLM cannot draft with both drafters here.", where="D2SD_TRTLLM=require", found=found,
+            fix="d2sd trtllm check shows the whole table; without the variable the first drafter drafts alone",
+        )  # fmt: skip
+    _log(f"LINEAR DFlash with the first drafter alone: {found} (d2sd trtllm check shows more)")
+
+
+def _log(text: str) -> None:
+    """Print to stderr, since TensorRT-LLM's logger is among the things that may have changed."""
+    print(f"d2sd: {text}", file=sys.stderr, flush=True)
+
+
+def incompatibilities(bundle: Path) -> list[str]:
+    """Why the drafters of `bundle` cannot share one context cache; empty where they can."""
     configs = []
     for name in ("drafter_first", "drafter_second"):
         try:
@@ -81,16 +98,16 @@ def _builder(bundle: Path, stock: Any, models: Any) -> Any:
         if type(first) is not models.DFlashForCausalLM:
             reasons.append(f"the first drafter is a {type(first).__name__}")
         if reasons:
-            linear(reasons)
+            log_linear(reasons)
             return first
-        # Of both configs the schema is the same (`unfit`); what may differ is taken from the second's file.
+        # Both configs have one schema (`incompatibilities`); what may differ is taken from the second's file.
         pretrained = copy.deepcopy(draft_config.pretrained_config)
         values = json.loads((bundle / "drafter_second" / "config.json").read_text("utf-8"))
         for key in sorted(_MAY_DIFFER & values.keys()):
             setattr(pretrained, key, values[key])
         config = dataclasses.replace(draft_config, pretrained_config=pretrained)
         second = models.DFlashForCausalLM(config, dflash_attention_backend=spec.attention_backend)
-        say("both drafters, one chain. Its authors have not run this mode: compare it with llm_args.dflash.yaml")
+        _log("both drafters, one chain. Its authors have not run this mode: compare it with llm_args.dflash.yaml")
         return DualDrafter(first, second, bundle / "drafter_second")
 
     return build

@@ -1,25 +1,28 @@
 """TensorRT-LLM's DFlash worker with a second pass, at the hook it has for refining a block's logits. Not yet run there.
 
 Only the draft is changed. Acceptance, K/V and its rewind stay TensorRT-LLM's, so a wrong draft costs speed, never text.
-Where the second pass fails, as code may that meets its host for the first time, the first draft stands from then on.
+If the second pass raises, the worker uses the first draft alone from then on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from d2sd.integrations.trtllm.chain import spliced
 from d2sd.integrations.trtllm.drafters import DualDrafter
-from d2sd.integrations.trtllm.loud import linear
 
 
-def dual_worker(base: type[Any]) -> type[Any]:
-    """Subclass the installed `DFlashWorker`, which cannot be imported here."""
+def dual_worker(base: type[Any], log_linear: Callable[[list[str]], None]) -> type[Any]:
+    """Subclass the installed `DFlashWorker`, which cannot be imported here.
+
+    `log_linear` gets the reasons when the second pass is given up.
+    """
 
     class DualDFlashWorker(base):  # type: ignore[misc]
-        """With one drafter it does what its base does."""
+        """With one drafter it behaves as its base."""
 
         #: Set for good, not for a step: a CUDA graph holds the step as it was when it was captured.
         second_failed = False
@@ -29,7 +32,7 @@ def dual_worker(base: type[Any]) -> type[Any]:
             num_accepted_tokens: Any, attn_metadata: Any, spec_metadata: Any, draft_model: Any,
             total_target_tokens: int = 0,
         ) -> dict[str, Any]:  # fmt: skip
-            """Hand `attn_metadata` on as well: the refining hook needs it for the head and is not given it."""
+            """Add `attn_metadata`, which the refining hook needs for the head and does not get otherwise."""
             inputs = super().prepare_1st_drafter_inputs(
                 input_ids, position_ids, hidden_states, accepted_tokens, num_accepted_tokens, attn_metadata,
                 spec_metadata, draft_model, total_target_tokens,
@@ -39,14 +42,14 @@ def dual_worker(base: type[Any]) -> type[Any]:
         def _refine_block_logits(
             self, draft_model: Any, gen_logits: Tensor, inputs: dict[str, Any], spec_metadata: Any
         ) -> Tensor:
-            """gen_logits [B, S, V] of the first pass -> of the chain that both passes make."""
+            """gen_logits [B, S, V] of the first pass -> logits of the chain of both passes, same shape."""
             if not isinstance(draft_model, DualDrafter) or self.second_failed:
                 return gen_logits
             try:
                 return self._both_passes(draft_model, gen_logits, inputs)
             except Exception as error:  # whatever it is, requests are in flight, and the first draft is at hand
                 self.second_failed = True
-                linear([f"the second pass failed with {type(error).__name__}: {error}"])
+                log_linear([f"the second pass failed with {type(error).__name__}: {error}"])
                 return gen_logits
 
         def _both_passes(self, draft_model: DualDrafter, gen_logits: Tensor, inputs: dict[str, Any]) -> Tensor:

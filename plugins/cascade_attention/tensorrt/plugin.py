@@ -1,10 +1,10 @@
 """Both attention nodes as TensorRT plugins, of classic TensorRT and of TensorRT-RTX alike.
 
-    register(trt)     before a graph is parsed, and before an engine that holds them is opened
+    register(trt)     before a graph is parsed, and before an engine that contains them is deserialized
 
-A plugin is found by name, version and namespace, so the version is the ABI: it rises whenever inputs, their order or
-their meaning change, and an engine of another one is refused by TensorRT. There are no attributes: everything is in the
-shapes. `enqueue` launches the kernels of `launch.py` on TensorRT's stream, so a CUDA graph records them.
+A plugin is found by name, version and namespace, so the version is the ABI: it is raised whenever inputs, their order
+or their meaning change, and TensorRT refuses an engine of another version. There are no attributes: the shapes say
+everything. `enqueue` launches the kernels of `launch.py` on TensorRT's stream, so a CUDA graph captures them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INTEGERS = {"page_table", "context_len", "attn_mask", "new_len"}
 
 
 def register(trt: Any) -> None:
-    """Make both plugins known to this module's registry, once a process."""
+    """Register both plugins with this TensorRT's registry, once a process."""
     registry = trt.get_plugin_registry()
     if registry.get_creator(TREE, VERSION, DOMAIN) is not None:
         return
@@ -83,7 +83,7 @@ def _plugin(trt: Any, name: str) -> type[Any]:
             return [out]
 
         def supports_format_combination(self, place: int, descriptions: list[Any], count: int) -> bool:
-            """Everything row-major; integers are int32, all the rest is of q's type, which a tensor core takes."""
+            """Everything row-major; integers are int32, all others have q's type."""
             described = descriptions[place].desc
             if described.format != trt.TensorFormat.LINEAR:
                 return False
@@ -98,7 +98,7 @@ def _plugin(trt: Any, name: str) -> type[Any]:
             del given, out
 
         def get_workspace_size(self, given: list[Any], out: list[Any]) -> int:
-            return 0  # partial results of a split context lie in PyTorch's pool, which a CUDA graph records too
+            return 0  # partial results of a split context are in PyTorch's allocator, which a CUDA graph captures too
 
         def get_valid_tactics(self) -> list[int]:
             return []
@@ -125,7 +125,7 @@ def _plugin(trt: Any, name: str) -> type[Any]:
 
             del made, workspace
             if self._phase == trt.TensorRTPhase.BUILD:
-                return  # a builder that times layers invents their inputs, and such page tables lead anywhere
+                return  # the builder times layers on random inputs, and random page tables point out of bounds
             run(
                 name, [(tuple(d.dims), str(d.type).rpartition(".")[2]) for d in given], inputs_at, outputs_at[0], stream
             )

@@ -1,4 +1,4 @@
-"""The fused kernel of cascade attention: op.py in one pass over K and V, with one running softmax.
+"""The fused kernel of cascade attention: `reference.py` in one pass over K and V, with one online softmax.
 
 One program computes BLOCK_M packed rows of one request and one K/V head. All GROUP = Hq / Hkv query heads of that K/V
 head are rows of its tile (row t, head g at t·GROUP + g), so K and V are loaded once for them:
@@ -15,12 +15,12 @@ head are rows of its tile (row t, head g at t·GROUP + g), so K and V are loaded
                               attn_mask [B, T, ⌈T/32⌉] int32 (mask.py)    partial [SPLITS, B, T, Hq, D], lse without D
 
 With SPLITS = 1 `out` is the result. Else it holds fp32 partial results, each normalised by its own sum, with `lse` the
-base-2 logarithm of that sum, -inf where a split saw nothing; `merge_kernel` joins them. A row that sees nothing at all
-gives 0 here (the specification gives NaN).
+base-2 logarithm of that sum, -inf for an empty split; `merge_kernel` combines them. A row that may attend to nothing
+gives 0 here (the reference gives NaN).
 
-Exponentials are of base 2, log2(e) folded into the scale of the scores. FP8 pages are widened to q's type before the
-products, as `from_pages` says, so a committed row reads what it read before. WIDEN is for the interpreter alone, whose
-products of bf16 are wrong. Triton compiles what stands here: its own language, of whose types mypy knows nothing.
+Exponentials are of base 2, log2(e) folded into the scale of the scores. FP8 pages are converted to q's type before the
+products, as in `from_pages`, so a row's K/V are the same before and after its commit. WIDEN is for the interpreter,
+whose products of bf16 are wrong. Triton compiles this file's functions; mypy does not know their types.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
 
@@ -40,10 +40,10 @@ def _product(a, b, WIDEN: tl.constexpr):
 
 @triton.jit
 def _fold(queries, keys, values, seen, best, total, sums, SCALE: tl.constexpr, WIDEN: tl.constexpr):
-    """One tile of keys joins the softmax: its running maximum, sum of weights and weighted sum of values."""
+    """Add one tile of keys to the online softmax: running maximum, sum of weights and weighted sum of values."""
     scores = tl.where(seen, _product(queries, tl.trans(keys), WIDEN) * SCALE, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, 1))
-    # A row that has seen nothing yet has the maximum -inf, and -inf - -inf is NaN.
+    # A row without any key so far has the maximum -inf, and -inf - -inf is NaN.
     floor = tl.where(new_best == float("-inf"), 0.0, new_best)
     weights = tl.exp2(scores - floor[:, None])
     faded = tl.exp2(best - floor)
@@ -76,7 +76,7 @@ def cascade_attention_kernel(
     request = (tl.program_id(1) // HKV).to(tl.int64)
     head = tl.program_id(1) % HKV
 
-    # Queries: the packed rows of this tile; those past T·GROUP see nothing and are not stored.
+    # Queries: the packed rows of this tile; those past T·GROUP are masked and not stored.
     packed = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = packed // GROUP
     real = row < rows
@@ -93,7 +93,7 @@ def cascade_attention_kernel(
     if FP8:
         key_scale, value_scale = tl.load(k_scale), tl.load(v_scale)
 
-    # Context: this split's share. Masked lanes load 0: NaN of an unused slot does not count, nor a page id past it.
+    # Context: this split's share. Masked lanes load 0, so NaN in unused slots and page ids past the end are ignored.
     context = tl.load(context_len + request).to(tl.int32)
     share = tl.cdiv(tl.cdiv(context, BLOCK_N), SPLITS) * BLOCK_N
     end = tl.minimum((split + 1) * share, context)
@@ -107,7 +107,7 @@ def cascade_attention_kernel(
         values = _widened(tl.load(v_pages + at, mask=mask, other=0.0), value_scale, FP8, TYPE)
         best, total, sums = _fold(queries, keys, values, known[None, :], best, total, sums, SCALE, WIDEN)
 
-    # New rows: the last split's, a mask word of each row at most. One stage: there are few, and they come from L2.
+    # New rows: in the last split only, at most one mask word a row at a time. One stage: they are few, and in L2.
     words = tl.cdiv(rows, 32)
     for start in tl.range(0, tl.where(split == SPLITS - 1, rows, 0), BLOCK_T, num_stages=1):
         bits = tl.load(attn_mask + (request * rows + row) * words + start // 32, mask=real, other=0)
@@ -118,7 +118,7 @@ def cascade_attention_kernel(
         seen = ((bits[:, None] >> (column % 32)[None, :]) & 1) != 0
         best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
 
-    # Store: a share may be empty, and its 0 / 0 would outlive a weight of 0.
+    # Store: an empty share would give 0 / 0, and NaN times the merge's weight of 0 is NaN.
     total = tl.where(total == 0.0, 1.0, total)
     result = sums / total[:, None]
     if SPLITS > 1:

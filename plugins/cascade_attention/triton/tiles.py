@@ -1,4 +1,4 @@
-"""How the fused kernel is cut: tile sizes by head size and type, splits of the context by shapes alone. No triton here.
+"""Tile sizes of the fused kernel by head size and type, and the splits of the context. Does not import triton.
 
 `benchmarks/compile_kernels.py` compiles every line of the table for each architecture and holds shared memory and
 registers to bounds. None has been timed: **not yet run** on a GPU.
@@ -12,19 +12,19 @@ from d2sd.plugins.dispatch import HEAD_STEP
 
 #: More splits make the merge read more than they save the kernel.
 MOST_SPLITS = 16
-#: Tokens of context that a split should have at least: fewer cost less than writing and merging a partial result.
+#: Least tokens of context in a split: reading fewer costs less than writing and merging a partial result.
 LEAST_SHARE = 128
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """One program's tile and what the compiler is told."""
+    """Tile of one program, with its warps and pipeline stages."""
 
     rows: int  # query rows, heads of one K/V head packed: at least 16, the least that a tensor core takes
     columns: int  # context tokens an iteration
     new: int  # new rows an iteration: a divisor of 32, the columns of a mask word
     warps: int
-    stages: int  # iterations in flight: their K and V lie in shared memory
+    stages: int  # iterations in flight, whose K and V are in shared memory
 
 
 def padded(size: int) -> int:
@@ -63,10 +63,10 @@ def select_tile(packed_rows: int, size: int, itemsize: int, *, fp8: bool) -> Til
 
 
 def choose_splits(programs: int, context_slots: int, processors: int) -> int:
-    """Parts that the context is cut into, a power of two (each count is a kernel of its own).
+    """Number of parts to split the context into, a power of two (each number is a kernel of its own).
 
-    `programs` there are without a split: B · Hkv · row tiles; `context_slots` is M·Z, the bucket, not the length: a
-    launch may read nothing that is on the device. Each part takes its share of the true length there.
+    `programs` is the grid without a split, B · Hkv · row tiles; `context_slots` is M·Z, the bucket, not the length,
+    which is on the device. The kernel divides the true length among the parts.
     """
     wanted = min(MOST_SPLITS, processors // programs, context_slots // LEAST_SHARE)
     return 1 << max(wanted, 1).bit_length() - 1

@@ -1,6 +1,6 @@
 """The paged write in one launch: one program copies one row of one layer, keys and values.
 
-Triton compiles what stands here: its own language, of whose types mypy knows nothing.
+Triton compiles this file's function; mypy does not know its types.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
@@ -21,13 +21,13 @@ def write_pages_kernel(
     layer = tl.program_id(1).to(tl.int64)
     request = place // places
 
-    # Where to: what is not kept, or not reached by the page table, is not written.
+    # Target slot: rows that are not kept, or past the page table, are not written.
     position = tl.load(positions + place).to(tl.int32)
     block = position // PAGE
     kept = (tl.load(keep + place) != 0) & (block < columns)
     page = tl.load(page_table + request * columns + block, mask=kept, other=0).to(tl.int64)
 
-    # Where from.
+    # Source row.
     row = place % places if path is None else tl.load(path + place).to(tl.int64)
     lane = tl.arange(0, PADDED)
     mask = lane < tl.where(kept, WIDTH, 0)
@@ -36,7 +36,7 @@ def write_pages_kernel(
     new_k = tl.load(k + source, mask=mask, other=0.0)
     new_v = tl.load(v + source, mask=mask, other=0.0)
     if FP8:
-        # Divided as IEEE asks, or a tie would fall to another side than in the specification.
+        # IEEE division, or a tie would round to the other side than in the reference.
         new_k = tl.clamp(tl.div_rn(new_k.to(tl.float32), tl.load(k_scale + layer)), -448.0, 448.0)
         new_v = tl.clamp(tl.div_rn(new_v.to(tl.float32), tl.load(v_scale + layer)), -448.0, 448.0)
     tl.store(k_pages + target, new_k.to(k_pages.dtype.element_ty), mask=mask)

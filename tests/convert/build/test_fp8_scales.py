@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from d2sd.convert.build import fp8_scales as calibrate_fp8
 from d2sd.convert.build.fp8_scales import ModelOpt, load_modelopt, quantize_drafter, quantize_target
-from d2sd.convert.checkpoint.quantization import DRAFTER_WIDE
+from d2sd.convert.checkpoint.quantization import DRAFTER_UNQUANTIZED
 from d2sd.convert.checkpoint.target import load_target, write_target
 from d2sd.errors import BuildError, CheckpointError
 from d2sd.modeling.config import Family
@@ -118,7 +118,7 @@ def test_a_drafters_scales_are_the_largest_values_it_read(modelopt: ModelOpt) ->
         hook.remove()
     with torch.inference_mode():
         tensors, quantization = quantize_drafter(modelopt, drafter, run)
-    assert quantization.exclude == DRAFTER_WIDE
+    assert quantization.exclude == DRAFTER_UNQUANTIZED
     fp8 = [f"layers.{i}.{n}" for i in range(2) for n in
            ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]  # fmt: skip
     scales = {f"{name}.{kind}_scale" for name in fp8 for kind in ("weight", "input")}

@@ -209,7 +209,7 @@ def test_a_second_drafter_without_a_marker_is_taken_at_the_recipes_word(recipe: 
         run(recipe, out / "tiny")
 
 
-def test_a_half_precision_bundle_has_a_face_for_tensorrt_llm(tmp_path: Path, recipe: Path, out: Path) -> None:
+def test_a_half_precision_bundle_has_arguments_for_tensorrt_llm(tmp_path: Path, recipe: Path, out: Path) -> None:
     """Its drafter attention takes no fp32."""
     found = run(write_project(tmp_path / "half", precision="bf16"), out / "half")
     assert {name for name in found if name.startswith("trtllm/")} == {

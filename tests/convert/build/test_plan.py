@@ -18,7 +18,7 @@ from d2sd.convert.checkpoint.weights import Shapes, stored_as
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import edit_json, write_project
 
-_TYPES = {"wide": torch.bfloat16, "FP8": torch.float8_e4m3fn, "scale": torch.float32}
+_TYPES = {"unquantized": torch.bfloat16, "FP8": torch.float8_e4m3fn, "scale": torch.float32}
 
 
 def test_fp8_at_its_source_is_one_byte_and_its_scales_are_no_parameters(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_fp8_at_its_source_is_one_byte_and_its_scales_are_no_parameters(tmp_path
 
 
 def figures(plan: Plan) -> list[tuple[int, int, int, int]]:
-    return [(part.parameters, part.weight_bytes, part.kv_token_bytes, part.kv_bytes) for part in plan.parts]
+    return [(part.parameters, part.weight_bytes, part.kv_token_bytes, plan.kv_bytes(part)) for part in plan.parts]
 
 
 def ones(shapes: Shapes) -> dict[str, Tensor]:

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from d2sd.convert.checkpoint.drafter import load_drafter, read_drafter_config, write_drafter
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.quantization import DRAFTER_WIDE, FILE, KEY, Quantization, described, read_quantization
+from d2sd.convert.checkpoint.quantization import (
+    DRAFTER_UNQUANTIZED,
+    FILE,
+    KEY,
+    Quantization,
+    described,
+    read_quantization,
+)
 from d2sd.convert.checkpoint.target import load_target, write_target
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
@@ -181,7 +188,7 @@ def test_an_fp8_head_is_refused(source: Path) -> None:
 
 def write_fp8_drafter(folder: Path) -> Path:
     drafter = tiny_drafter(tiny_decoder().config)
-    quantization = Quantization(DRAFTER_WIDE, kv=False, producer=("modelopt", "0.47.0"))
+    quantization = Quantization(DRAFTER_UNQUANTIZED, kv=False, producer=("modelopt", "0.47.0"))
     tensors = fp8_tensors(drafter.state_dict(), quantization.of(linear_names(drafter)))
     write_drafter(folder, drafter.config, tensors, quantization)
     return folder
@@ -200,10 +207,10 @@ def test_a_drafter_round_trips(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("narrow", "but"), [("*fc", []), ("*.q_proj", []), ("*.v_proj", ["layers.0.*"])])
 def test_a_drafter_that_engines_would_misread_is_named(tmp_path: Path, narrow: str, but: list[str]) -> None:
     folder = write_fp8_drafter(tmp_path)
-    wide = [pattern for pattern in DRAFTER_WIDE if pattern != narrow] + but
+    wide = [pattern for pattern in DRAFTER_UNQUANTIZED if pattern != narrow] + but
     edit_json(folder / FILE, "quantization.exclude_modules", wide)
     edit_json(folder / "config.json", f"{KEY}.ignore", wide)
-    with pytest.raises(CheckpointError, match="engines read"):
+    with pytest.raises(CheckpointError, match="Engines do not support FP8"):
         read_drafter_config(folder)
 
 

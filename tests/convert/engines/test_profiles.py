@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.engines.profiles import Profile, make_profiles
+from d2sd.policies import PolicyName
 from d2sd.recipe import Builder, Recipe, Tree
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession, Session
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.memory import plan_kv_memory
 from d2sd.runtime.request import Limits, Request
-from d2sd.runtime.scheduler import Scheduler
-from d2sd.runtime.speculation.policy import Policy, PolicyName, make_policy
+from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.convert.exported import Exported, ExportOnce
 from tests.tiny import random_tokens, tiny_decoder
 
@@ -29,8 +30,7 @@ RECIPE = Recipe.model_validate(
         "limits": {"max_batch": 3, "max_context": 48, "page_size": 4, "prefill_chunk": 24},
     }
 )  # fmt: skip
-_OF = RECIPE.limits
-LIMITS = Limits(_OF.max_batch, _OF.max_context, _OF.page_size, _OF.prefill_chunk)
+LIMITS = Limits.of(RECIPE.limits)
 
 
 def fits(shapes: Mapping[str, tuple[int, ...]], profile: Profile) -> bool:
@@ -100,10 +100,10 @@ def test_what_auto_measures_fits(pair: Exported, builder: Builder) -> None:
     assert all(session.used for session in watched)
 
 
-def test_profiles_hold_what_the_scheduler_lays_out() -> None:
-    scheduler = Scheduler(LIMITS, RECIPE.tree.block_size)
+def test_profiles_hold_the_pools_of_the_runtime() -> None:
+    memory = plan_kv_memory(LIMITS, RECIPE.tree.block_size, page_bytes=1)
     for profile in make_profiles(RECIPE, "tensorrt", tiny_decoder().config):
-        assert profile["k_pages_0"][2][0] == scheduler.page_count
+        assert profile["k_pages_0"][2][0] == memory.pool_pages
         assert profile["page_table"][2][1] == 16, "a bucket that holds 13 pages"
 
 

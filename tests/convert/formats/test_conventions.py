@@ -54,7 +54,7 @@ def test_only_llamas_first_configs_may_leave_theta_out(family: Family, rope: dic
     ],
 )
 def test_rope_that_is_written_twice_must_say_the_same(rope: dict[str, Any], key: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"twice, differently(.|\n)*config\.json: {key}\n"):
+    with pytest.raises(CheckpointError, match=rf"twice, with different(.|\n)*config\.json: {key}\n"):
         parse("qwen3", **rope)
 
 

@@ -35,7 +35,10 @@ class Pair:
     draft_graph: GraphDrafter
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids=[family for family, _ in PAIRS])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(made, id=made[0], marks=pytest.mark.slow if made[0] == "qwen2" else []) for made in PAIRS],
+)
 def pair(request: pytest.FixtureRequest, export_once: ExportOnce) -> Pair:
     exported = export_once(*request.param)
     target, drafter, folder = exported.target, exported.drafter, exported.folder

@@ -11,11 +11,12 @@ import torch
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.policies import PolicyName
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request, SamplingParams
-from d2sd.runtime.speculation.policy import PolicyName, make_policy
+from d2sd.runtime.speculation.policy import make_policy
 from tests.modeling.test_fp8 import fp8_decoder
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, expected, models, some_requests
 from tests.tiny import random_tokens, tiny_drafter
@@ -53,6 +54,8 @@ def test_greedy_and_sampled_text_are_the_targets_own(runner: ModelRunner, policy
     assert any(sequence.stats.tau > 1 for sequence in sequences), "random drafters hit now and then"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @torch.inference_mode()
 def test_an_fp8_graph_multiplies_the_numbers_of_the_emulation(tmp_path: Path) -> None:
     """Token for token, at a precision where nothing but FP8 rounds; the chain, the tree and the pages included."""

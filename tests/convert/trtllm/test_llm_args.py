@@ -58,7 +58,7 @@ def test_arguments_of_a_bundle(tmp_path: Path) -> None:
     assert f"--custom_module_dirs {FOLDER}/{MODULE}" in (bundle / FOLDER / D2SD).read_text()
 
 
-def test_one_drafter_has_one_face(tmp_path: Path) -> None:
+def test_one_drafter_has_one_file(tmp_path: Path) -> None:
     bundle, recipe = bundle_of(tmp_path / "bundle", drafters={"first": {"path": "first"}})
     write_llm_args(bundle / FOLDER, recipe)
     assert [p.name for p in (bundle / FOLDER).iterdir()] == [DFLASH]
@@ -109,9 +109,9 @@ def test_more_drafts_than_the_drafter_was_trained_for(tmp_path: Path) -> None:
         check_llm_args(bundle)
 
 
-def test_no_face(tmp_path: Path) -> None:
+def test_no_arguments(tmp_path: Path) -> None:
     bundle, _ = bundle_of(tmp_path / "bundle")
-    with pytest.raises(BundleError, match="no TensorRT-LLM face"):
+    with pytest.raises(BundleError, match="no TensorRT-LLM arguments"):
         check_llm_args(bundle)
 
 

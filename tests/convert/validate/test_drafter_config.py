@@ -34,7 +34,7 @@ from d2sd.prompts import read_prompts
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.train.data.features import TrainingData
-from d2sd.train.data.responses import Answer
+from d2sd.train.data.responses import Response
 from d2sd.train.init_from_target import first_drafter
 from d2sd.train.loop import Trainer
 from d2sd.train_recipe import Geometry
@@ -53,17 +53,17 @@ def target() -> Decoder:
 
 
 @cache
-def answers() -> list[Answer]:
+def answers() -> list[Response]:
     # from 31 on: the tokenizer reads w2, the end of text, in w24 too
     prompts = (31 + random_tokens(target(), PROMPTS, 5, seed=3) // 2).tolist()
-    return [Answer(f"a{i}", ids, greedy_text(target(), ids, TOKENS)) for i, ids in enumerate(prompts)]
+    return [Response(f"a{i}", ids, greedy_text(target(), ids, TOKENS)) for i, ids in enumerate(prompts)]
 
 
 def learnt(folder: Path, seed: int) -> Drafter:
     """A drafter that knows the answers; it reads the outputs of the two middle layers."""
     rows = []
     for answer in answers():
-        out = target().full_pass(torch.tensor([answer.prompt_ids + answer.answer_ids]), aux_layer_ids=TAPS)
+        out = target().full_pass(torch.tensor([answer.prompt_ids + answer.response_ids]), aux_layer_ids=TAPS)
         rows.append(torch.cat([out.features, out.hidden], -1)[0])
     data = TrainingData(answers(), len(TAPS), rows.__getitem__)
     geometry = Geometry(layers=1, block_size=BLOCK, mask_token_id=MASK, target_layer_ids=list(TAPS))
@@ -174,7 +174,7 @@ def test_a_drafter_that_is_accepted_next_to_never_is_told_and_built(tmp_path: Pa
     assert built.exit_code == 0, built.output
     told = built.stderr.splitlines()
     assert [line.split(":")[0] for line in told] == [
-        f"the {name} drafter is accepted next to never" for name in ("first", "second")
+        f"the {name} drafter is almost never accepted" for name in ("first", "second")
     ]
     for line, name in zip(told, ("first", "second"), strict=True):
         assert f": {checks(out)['fit'][name]['tokens a step']['as declared']:.2f} tokens a step" in line

@@ -21,8 +21,8 @@ from d2sd.bench.plots.drafts import plot_acceptance, plot_calibration
 from d2sd.bench.plots.speed import plot_cost, plot_speedup
 from d2sd.bench.plots.tau import plot_tau, plot_tau_by_rows
 from d2sd.bench.result import Result
-from d2sd.bench.views import Line
 from d2sd.viz import plot_style as style
+from d2sd.viz.plot_style import Line
 from tests.d2sd.bench.helpers import bins, cell, result, sweep
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from d2sd.bench import metrics, views
 from d2sd.bench.result import Difference
-from d2sd.bench.views import Line
+from d2sd.viz.plot_style import Line
 from tests.d2sd.bench.helpers import bins, cell, result
 
 

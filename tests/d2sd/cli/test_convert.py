@@ -55,7 +55,7 @@ def test_nothing_is_overwritten(source: Path) -> None:
     before = tree_bytes(source)
     failed = convert(source, "--to", "z-lab", "-o", source)
     assert failed.exit_code == 2
-    assert "Something lies at the output" in failed.stderr
+    assert "Output path already exists" in failed.stderr
     assert tree_bytes(source) == before
 
 

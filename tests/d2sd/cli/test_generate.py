@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from torch import Tensor
 
 import d2sd.convert.validate.checks as checks
 from d2sd.cli.main import main
@@ -14,9 +16,9 @@ from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.errors import BuildError, D2SDError
 from d2sd.prompts import OWN_PROMPTS, read_prompts
-from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import SamplingParams
-from d2sd.runtime.speculation.accept import Accepted
+from d2sd.runtime.speculation.accept import Accepted, accept
+from d2sd.runtime.speculation.tree import Tree
 from tests.convert.helpers import edit_json, write_project
 
 
@@ -85,10 +87,22 @@ def test_bad_requests_are_a_message(path: Path, arguments: list[str], told: str)
 
 
 def test_a_missing_drafter_is_named(tmp_path: Path, bundle: Bundle) -> None:
-    from dataclasses import replace
-
     with pytest.raises(D2SDError, match="2 drafters"):
         make_engine(replace(bundle, second=None), policy="d2sd")
+
+
+def test_a_recipe_may_have_more_requests_than_memory(bundle: Bundle) -> None:
+    """K/V for about one and a half requests: the second is preempted, and every answer stays."""
+    requests = [chat_request(bundle, f"w{n} w{n + 1}", SamplingParams(seed=n), 40) for n in range(4)]
+    answers = [s.answer for s in make_engine(bundle, policy="d2sd").generate(requests)]
+    limits = bundle.recipe.limits.model_copy(update={"page_size": 4, "kv_memory": 16 * 4 * 896})
+    recipe = bundle.recipe.model_copy(update={"limits": limits})
+    tight = replace(bundle, manifest=bundle.manifest.model_copy(update={"recipe": recipe}))
+    engine = make_engine(tight, policy="d2sd")
+    assert (engine.memory.page_bytes, engine.memory.pages) == (4 * 896, 15)
+    sequences = engine.generate(requests)
+    assert [s.answer for s in sequences] == answers
+    assert sum(s.stats.preemptions for s in sequences) > 0
 
 
 def test_the_build_records_what_it_proved(bundle: Bundle) -> None:
@@ -100,19 +114,15 @@ def test_the_build_records_what_it_proved(bundle: Bundle) -> None:
 
 def test_a_build_that_would_lose_tokens_fails(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """A walk that accepts whatever was drafted must not get past the check."""
-    honest = Engine.accept
 
-    def careless(self: Engine, *arguments: object) -> Accepted:
-        accepted: Accepted = honest(self, *arguments)  # type: ignore[arg-type]
-        return Accepted(
-            accepted.path,
-            accepted.count,
-            (accepted.tokens + len(self.policy.required_drafters)) % 60,
-            accepted.accepted_branch,
-        )
+    def careless(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
+        """Wrong tokens wherever anything was drafted."""
+        accepted = accept(tree, chosen, longest)
+        drafted = tree.tokens.shape[1] > 1
+        return replace(accepted, tokens=(accepted.tokens + drafted) % 60)
 
-    monkeypatch.setattr(Engine, "accept", careless)
-    with pytest.raises(BuildError, match="does not write what plain decoding writes"):
+    monkeypatch.setattr("d2sd.runtime.decode.accept", careless)
+    with pytest.raises(BuildError, match="does not produce the tokens of plain decoding"):
         checks.check_bundle(bundle)
 
 

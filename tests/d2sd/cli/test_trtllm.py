@@ -83,4 +83,4 @@ def test_check_of_no_bundle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     fake.install(monkeypatch)
     done = invoke("check", tmp_path)
     assert done.exit_code == 2
-    assert "no TensorRT-LLM face" in done.output
+    assert "no TensorRT-LLM arguments" in done.output

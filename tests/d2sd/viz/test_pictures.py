@@ -18,14 +18,15 @@ import torch
 from click.testing import CliRunner, Result
 
 from d2sd.cli.main import main
-from d2sd.runtime.engine import Output, StepTrace
 from d2sd.runtime.request import Request
-from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.accept import accept
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import D2SD as D2SDPolicy
 from d2sd.runtime.speculation.policy import Lookup, Off, Samples
 from d2sd.runtime.speculation.tree import from_candidates, from_chain
+from d2sd.runtime.text import TextStream
+from d2sd.runtime.trace import StepTrace
 from d2sd.viz.layout import BOX, arrange
 from d2sd.viz.nodes import Node, Source, Step, read_step, token_text
 from d2sd.viz.page import page
@@ -320,7 +321,7 @@ def recording(prompt: str, tokens: list[str]) -> Recording:
 
     says = {0: 1, 1: 4, 4: 5, 5: 9}
     trace = merged_trace([[0, 1, 2, 3], [0, 1, 4, 5]], lambda t: says.get(t, 8))
-    made = Recording(prompt, decode, decode)
+    made = Recording(prompt, decode, TextStream(decode))
     owner = trace.sequences[0]
     made.add(trace, Output(owner, (1, 4, 5, 9), decode([1, 4, 5, 9]), None))
     made.add(trace, Output(owner, (1, 4), decode([1]), "stop"))  # a stop string ended the answer behind its token

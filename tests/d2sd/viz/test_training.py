@@ -9,25 +9,26 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from d2sd.bench import metrics
-from d2sd.bench.result import Cell
 from d2sd.viz import plot_style as style
-from d2sd.viz.training import Curve, averaged, plot_training
-from tests.d2sd.bench.helpers import bins, cell
+from d2sd.viz.plot_style import Line
+from d2sd.viz.training import Curve, MethodScore, averaged, plot_training
+from tests.d2sd.bench.helpers import bins
 from tests.d2sd.bench.test_plots import curves, points
 
 STEPS = [(step, {"loss": 9.0 - step, "ce": 10.0 - step, "kl": 8.0 - step}) for step in (1, 2, 3, 4)]
 
 
-def judged(method: str, *accepted: list[int], drafter: str) -> Cell:
-    return cell(method, *accepted, calibration={drafter: bins(b2=(10, 2.5, 1), b9=(4, 3.8, 4))})
+def score(method: str, tau: float, *, drafts: bool = True) -> MethodScore:
+    found = bins(b2=(10, 2.5, 1), b9=(4, 3.8, 4)) if drafts else []
+    joint, conditional = [0.8, 0.4, 0.1], [0.8, 0.5, 0.25]
+    return MethodScore(Line(method, 8), tau, joint, conditional, found, 0.121 if drafts else None)
 
 
-FIRST = Curve("first", STEPS, [(step, [judged("chain", [3, 1], [step], drafter="first")]) for step in (2, 4)])
+FIRST = Curve("first", STEPS, [(step, [score("chain", 1 + step / 2)]) for step in (2, 4)])
 SECOND = Curve(
     "second",
     STEPS[:3],
-    [(3, [judged("reanchor", [2], drafter="first"), judged("d2sd", [4, 4], drafter="second")])],
+    [(3, [score("reanchor", 2, drafts=False), score("d2sd", 4)])],
 )
 
 
@@ -52,8 +53,7 @@ def test_loss_and_its_terms(drawn: list[Axes]) -> None:
 
 
 def test_tau_by_step(drawn: list[Axes]) -> None:
-    taus = [metrics.tau(cells[0]) for _, cells in FIRST.evaluations]
-    assert curves(drawn[2]) == {"chain, 8 rows": ([2, 4], taus)}
+    assert curves(drawn[2]) == {"chain, 8 rows": ([2, 4], [2, 3])}
     assert curves(drawn[3]) == {"reanchor, 8 rows": ([3], [2]), "d2sd, 8 rows": ([3], [4])}
     assert drawn[2].get_ylim() == drawn[3].get_ylim(), "what the second adds is seen at a glance"
 
@@ -61,8 +61,8 @@ def test_tau_by_step(drawn: list[Axes]) -> None:
 def test_acceptance_and_confidence_are_those_of_the_last_evaluation(drawn: list[Axes]) -> None:
     last = FIRST.evaluations[-1][1][0]
     joint, conditional = drawn[4].lines
-    assert points(joint) == ([1, 2, 3], metrics.joint_acceptance(last))
-    assert points(conditional) == ([1, 2, 3], metrics.conditional_acceptance(last))
+    assert points(joint) == ([1, 2, 3], last.joint_acceptance)
+    assert points(conditional) == ([1, 2, 3], last.conditional_acceptance)
     assert (joint.get_linestyle(), conditional.get_linestyle()) == ("-", ":")
     assert len(drawn[5].lines) == 4, "both methods, joint and conditional"
     for diagram, label in zip(drawn[6:8], ("chain", "d2sd"), strict=True):

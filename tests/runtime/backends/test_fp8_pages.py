@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from d2sd.modeling.drafter import Drafter
+from d2sd.policies import PolicyName
 from d2sd.runtime.backends import model_runner
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits
-from d2sd.runtime.speculation.policy import PolicyName, make_policy
+from d2sd.runtime.speculation.policy import make_policy
 from tests.modeling.test_fp8 import fp8_decoder
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, some_requests
 from tests.tiny import tiny_drafter

@@ -269,6 +269,31 @@ def test_chunked_prefill_commits_the_same(chunk: int) -> None:
     check_pages(runner, TABLE[0], text)
 
 
+def test_prompts_in_one_call_are_committed_as_if_alone() -> None:
+    """Two calls: chunks and contexts of different lengths, and a padding request."""
+    runner = honest()
+    runner.allocate(10, PAGE)
+    poison(runner, slice(None))
+    table = torch.cat([TABLE, torch.zeros(1, 4, dtype=torch.long)])
+    done = [0, 0, 0]
+    for lengths in ([5, 2, 1], [4, 0, 5]):
+        chunks = [text[at : at + n] for text, at, n in zip(TEXTS, done, lengths, strict=True)]
+        tokens = torch.tensor([chunk + [63] * (5 - len(chunk)) for chunk in chunks] + [[63] * 5])
+        runner.prefill(tokens, torch.tensor([*lengths, 0]), table, torch.tensor([*done, 0]))
+        poison(runner, 0)
+        done = [a + n for a, n in zip(done, lengths, strict=True)]
+    sync_drafters(runner)
+    written = {(0, slot) for slot in range(PAGE)}
+    for row, text in enumerate(TEXTS):
+        assert done[row] == len(text)
+        check_pages(runner, TABLE[row], text)
+        written |= {(int(TABLE[row, p // PAGE]), p % PAGE) for p in range(len(text))}
+    for pool in (runner._target_pool, *runner._pools):
+        for page, slot in {(page, slot) for page in range(10) for slot in range(PAGE)} - written:
+            assert pool.k[:, page, slot].isnan().all()
+            assert pool.v[:, page, slot].isnan().all()
+
+
 def test_requests_of_a_batch_do_not_touch_each_other() -> None:
     """In another order and on other pages, all that is said about a request stays."""
     order = [2, 0, 1]
@@ -279,7 +304,6 @@ def test_requests_of_a_batch_do_not_touch_each_other() -> None:
     for one, own in ((runner, batch), (moved, shuffled)):
         first = one.draft_first(own, policy.topk)
         branches = policy.branches(own, first)
-        assert branches is not None
         second = one.draft_second(own, branches, 1, policy.topk)
         tree = policy.build(own, first, branches, second)
         drafts.append((first.tokens, second.tokens))

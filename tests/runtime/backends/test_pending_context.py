@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.drafter import Drafter
+from d2sd.policies import PolicyName
 from d2sd.runtime.backends import model_runner as module
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.request import Request, SamplingParams
-from d2sd.runtime.speculation.policy import Chain, Policy, PolicyName
+from d2sd.runtime.speculation.policy import Chain, Policy
 from tests.runtime.helpers import BLOCK, check_pages, copies, expected, make_engine, some_requests, sync_drafters
 
 
@@ -47,7 +48,7 @@ def test_pages_hold_what_they_would_had_it_been_paid_at_once(policy: PolicyName,
             sequences.append(engine.submit(requests.pop(0)))
         engine.step()
         most = max(most, *owed(runner))
-        for sequence in engine._scheduler.running:
+        for sequence in engine.scheduler.running:
             for page in sequence.pages:
                 request_keys.setdefault(page, set()).add(sequence.id)
             if step % 7 == 6:
@@ -87,6 +88,7 @@ def test_a_drafter_finds_everything_when_its_turn_comes() -> None:
             engine.step()
         policy: Policy = Chain(BLOCK)
         engine.policy = policy
+        engine.record_trace = True
         engine.step()
         assert engine.trace is not None
         assert engine.trace.first is not None

@@ -8,16 +8,19 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
+from d2sd.convert.engines.profiles import make_profiles
 from d2sd.errors import BundleError
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Rows
 from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, VERSION
+from d2sd.policies import PolicyName
+from d2sd.recipe import Builder
 from d2sd.runtime.backends import tensorrt
 from d2sd.runtime.backends import tensorrt_checks as tensorrt_check
 from d2sd.runtime.backends.exported import GraphDrafter, IOSpec, drafter_surface, target_surface
@@ -25,8 +28,8 @@ from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.backends.tensorrt import EngineSession, engine_runner
 from d2sd.runtime.backends.tensorrt_checks import Device, EngineFile, unfit
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Limits
-from d2sd.runtime.speculation.policy import PolicyName, make_policy
+from d2sd.runtime.request import Limits, Request, SamplingParams
+from d2sd.runtime.speculation.policy import make_policy
 from d2sd.tensorrt_env import TensorRT
 from tests.runtime import fake_tensorrt
 from tests.runtime.fake_engines import PAGE, RECIPE, TRT, drafter_engine, target_engine
@@ -98,6 +101,18 @@ def test_greedy_and_sampled_text_are_the_targets_own(tmp_path: Path, policy: Pol
     assert all(launch.stream == STREAM for graph in GRAPHS.values() for launch in graph.launches)
     profiles = {launch.profile for launch in GRAPHS["target"].launches}
     assert profiles >= {0, 1, 2}, "one, two and four requests"
+
+
+def test_prompts_are_packed_as_the_profiles_admit(tmp_path: Path) -> None:
+    """Several requests in the profiles of decoding, of at most 14 rows; one in the profile of long chunks."""
+    long = RECIPE.model_copy(update={"limits": RECIPE.limits.model_copy(update={"prefill_chunk": 32})})
+    for builder in get_args(Builder):
+        profiles = make_profiles(long, builder, models()[0].config)
+        assert [tensorrt.max_requests(profiles, rows) for rows in (1, BUDGET, BUDGET + 1, 32)] == [4, 4, 1, 1]
+    engine = serve(runner(tmp_path), "off")
+    engine.generate(Request((n,) * 3, 1, SamplingParams(seed=n)) for n in range(3))
+    first, *_ = GRAPHS["target"].launches
+    assert first.shapes["embedded"][:2] == (4, 2), "two rows of three prompts, and padding"
 
 
 def test_pools_are_bound_where_they_lie(tmp_path: Path) -> None:

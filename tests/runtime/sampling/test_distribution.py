@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
+from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.sampling.sample import Sampling, sample_target
-from d2sd.runtime.speculation.policy import PolicyName, make_policy
+from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.stats import SequenceStats
 from tests.runtime.oracle import allowed, chi_square_p
 from tests.tiny import full_logits, tiny_decoder, tiny_drafter

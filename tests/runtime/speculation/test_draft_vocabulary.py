@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from d2sd.modeling.drafter import Drafter
+from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.draft import Branches, Draft, candidates
-from d2sd.runtime.speculation.policy import PolicyName
 from tests.runtime import test_capturable
 from tests.runtime.backends.test_model_runner import TABLE, TEXTS, prefilled
 from tests.runtime.helpers import BLOCK, BRANCHES, STEADY, copies, expected, plain, some_requests

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2sd.errors import RecipeError
-from d2sd.policies import FirstPass
+from d2sd.policies import MAX_NODES, NAMES, FirstPass, PolicyName
 from d2sd.runtime.speculation.draft import Draft
-from d2sd.runtime.speculation.policy import NAMES, WIDTH, Policy, PolicyName, make_policy
+from d2sd.runtime.speculation.policy import WIDTH, Policy, make_policy
 from tests.runtime import oracle
 from tests.runtime.drafts import Passes, batch_of, check_best, draft_of, nodes_of, passes
 from tests.runtime.helpers import STEADY
@@ -88,8 +88,8 @@ def test_requests_and_rows_do_not_mix(name: PolicyName, made: Passes, budget: in
 
     def built(one: Passes, rows: int) -> list[list[Node]]:
         policy = made_for(name, one, rows)
-        branches = policy.branches(one.batch, one.first)
-        assert (branches is not None) == (name in PICKING)
+        assert (policy.second_pass is not None) == (name in PICKING)
+        branches = policy.branches(one.batch, one.first) if name in PICKING else None
         doubt = torch.arange(1, policy.num_branches + 1)[:, None, None] / 8
         tokens = one.first.tokens[:, None].expand(-1, policy.num_branches, -1, -1)
         second = Draft(tokens, one.first.logprob[:, None] - doubt)
@@ -146,7 +146,6 @@ def test_d2sd_by_hand() -> None:
     policy = make_policy("d2sd", block_size=4, branches=2, row_budget=64)
     batch = batch_of([1], [0], [0])
     branches = policy.branches(batch, first)
-    assert branches is not None
     assert branches.prefix_len.tolist() == [[0, 1]]  # worth 1/2, 3/8; "everything accepted" is worth 1/8
     second = draft_of([[[[(9, half)], [(8, half)], [(7, half)]], [[(0, 0.0)], [(6, half)], [(5, half)]]]])
     nodes = nodes_of(policy.build(batch, first, branches, second), 0)
@@ -171,12 +170,12 @@ def test_samples_differ_from_each_other_and_between_positions() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("budget", [-1, 0, 1])
+@pytest.mark.parametrize("budget", [-1, 0, 1, MAX_NODES + 1, 10**9])
 def test_no_rows_for_a_tree(name: PolicyName, budget: int) -> None:
     if name == "off":
         assert make_policy(name, block_size=8, branches=2, row_budget=budget).num_nodes == 1
         return
-    with pytest.raises(RecipeError, match="rows") as caught:
+    with pytest.raises(RecipeError, match="node budget") as caught:
         make_policy(name, block_size=8, branches=2, row_budget=budget)
     assert (caught.value.where, caught.value.found) == ("tree.row_budget", budget)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from d2sd.train.data.decontaminate import Screen, near_duplicates, runs, words
+from d2sd.train.data.decontaminate import PromptFilter, near_duplicates, runs, words
 from d2sd.train.data.prompts import Job
 from tests.data import DATA
 
@@ -76,7 +76,7 @@ def test_what_is_kept_is_disjoint_from_every_real_evaluation_prompt() -> None:
     assert all(map(overlap, planted)), "the check sees what was planted"
     mixed = jobs(*texts, *planted)
     draw.shuffle(mixed)
-    kept, dropped = Screen(excluded).judge(mixed)
+    kept, dropped = PromptFilter(excluded).judge(mixed)
     assert len(kept) > 1150
     assert not {"too short", "repeats itself"} & set(dropped.values()), "these are all prompts"
     assert [job.text for job in kept if overlap(job.text)] == []
@@ -96,7 +96,7 @@ def test_what_is_kept_is_disjoint_from_made_up_prompts() -> None:
     pieces = [text.split() for text in excluded if len(text.split()) > N + 1]
     exact = [" ".join([*some(1, 9), *ws[1 : N + 1], *some(1, 9)]) for ws in pieces]
     one_less = [" ".join([*some(1, 9), "gnu", *ws[1:N], "gnu", *some(1, 9)]) for ws in pieces]
-    screen, overlap = Screen(excluded), Overlap(excluded)
+    screen, overlap = PromptFilter(excluded), Overlap(excluded)
     assert all(map(overlap, exact))
     assert not all(map(overlap, one_less))
     candidates = [*rest, *exact, *one_less]
@@ -108,7 +108,7 @@ def test_what_is_kept_is_disjoint_from_made_up_prompts() -> None:
 
 
 def test_an_excluded_word_or_two_exclude_nothing() -> None:
-    assert Screen(["Why?", "Go on", ""]).fault("Tell me why, and go on until I ask you to stop.") is None
+    assert PromptFilter(["Why?", "Go on", ""]).fault("Tell me why, and go on until I ask you to stop.") is None
 
 
 # --- One by one ------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_an_excluded_word_or_two_exclude_nothing() -> None:
     ],
 )
 def test_what_is_no_prompt(text: str, reason: str | None) -> None:
-    assert Screen([], ["<|im_start|>", "<|im_end|>", ""]).fault(text) == reason
+    assert PromptFilter([], ["<|im_start|>", "<|im_end|>", ""]).fault(text) == reason
 
 
 def test_words_do_not_see_spacing_punctuation_case_or_the_kind_of_quotes() -> None:
@@ -157,7 +157,7 @@ def test_of_near_duplicates_the_first_stays() -> None:
     other = LONG.replace("right away", "at once")
     far = LONG.replace("red", "old").replace("four", "six").replace("sister", "horse")
     plan = jobs(LONG.upper(), "Say something else entirely, please", other, far, LONG)
-    kept, dropped = Screen([]).judge(plan)
+    kept, dropped = PromptFilter([]).judge(plan)
     assert [job.id for job in kept] == ["p0", "p1", "p3"]
     assert dropped == {"p2": "nearly the same as another", "p4": "nearly the same as another"}
 
@@ -165,7 +165,7 @@ def test_of_near_duplicates_the_first_stays() -> None:
 def test_what_is_dropped_for_another_reason_drops_no_other() -> None:
     other = LONG.replace("Tom", "Tim").replace("four", "six")
     marked = jobs(f"{other} <end>", other)
-    kept, dropped = Screen([], ["<end>"]).judge(marked)
+    kept, dropped = PromptFilter([], ["<end>"]).judge(marked)
     assert [job.id for job in kept] == ["p1"]
     assert dropped == {"p0": "holds chat markers"}
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from d2sd.errors import D2SDError
 from d2sd.train.data.features import TrainingData, TrainingSequence, cache_features, online_features
-from d2sd.train.data.responses import Answer
+from d2sd.train.data.responses import Response
 from tests.tiny import random_tokens
-from tests.train.helpers import TAPS, VOCAB, Killed, exact_features, greedy_answers, target
+from tests.train.helpers import TAPS, VOCAB, Killed, exact_features, greedy_responses, target
 
 
-def random_answers(count: int, seed: int = 0) -> list[Answer]:
+def random_responses(count: int, seed: int = 0) -> list[Response]:
     tokens = random_tokens(target(), count, 7, seed).tolist()
-    return [Answer(f"r{i}", ids[: 2 + i % 3], ids[2 + i % 3 :]) for i, ids in enumerate(tokens)]
+    return [Response(f"r{i}", ids[: 2 + i % 3], ids[2 + i % 3 :]) for i, ids in enumerate(tokens)]
 
 
 def killed_after(count: int) -> Callable[[int], None]:
@@ -36,7 +36,7 @@ def killed_after(count: int) -> Callable[[int], None]:
 
 
 def fill(
-    path: Path, answers: list[Answer], aux_layer_ids: tuple[int, ...] = TAPS
+    path: Path, answers: list[Response], aux_layer_ids: tuple[int, ...] = TAPS
 ) -> tuple[TrainingData, list[int], int]:
     """The cache, what was reported, and how often the target ran."""
     told: list[int] = []
@@ -61,23 +61,23 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_cache_equals_the_targets_own_pass(path: Path) -> None:
-    answers = greedy_answers()
+    answers = greedy_responses()
     cache, told, runs = fill(path, answers)
     assert (sum(told), runs, len(cache)) == (4, 4, 4)
     exact = sequences(exact_features(answers))
     for found, expected, answer in zip(sequences(cache), exact, answers, strict=True):
-        assert found.tokens.tolist() == answer.prompt_ids + answer.answer_ids
+        assert found.tokens.tolist() == answer.prompt_ids + answer.response_ids
         assert found.prompt_length == len(answer.prompt_ids)
         assert found.features.dtype == found.hidden.dtype == torch.bfloat16
         for part in ("features", "hidden"):
             torch.testing.assert_close(getattr(found, part).float(), getattr(expected, part), rtol=2**-8, atol=1e-6)
         # Row t says what follows token t: on a greedy answer that is the next token.
         said = target().logits(expected.hidden).argmax(-1)
-        assert said[found.prompt_length - 1 : -1].tolist() == answer.answer_ids
+        assert said[found.prompt_length - 1 : -1].tolist() == answer.response_ids
 
 
 def test_a_second_run_runs_nothing(path: Path) -> None:
-    answers = random_answers(60)
+    answers = random_responses(60)
     first = held(fill(path, answers)[0]).clone()
     cache, told, runs = fill(path, answers)
     assert (sum(told), runs) == (60, 0)
@@ -86,7 +86,7 @@ def test_a_second_run_runs_nothing(path: Path) -> None:
 
 def test_a_killed_run_is_resumed(path: Path, tmp_path: Path) -> None:
     """State is kept every 50 sequences: of 70 done, 50 are not computed again."""
-    answers = random_answers(120)
+    answers = random_responses(120)
     with pytest.raises(Killed):
         cache_features(target(), TAPS, answers, path, killed_after(70))
     cache, told, runs = fill(path, answers)
@@ -98,16 +98,16 @@ def test_a_killed_run_is_resumed(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("changed", ["tokens", "order", "aux_layer_ids", "shorter", "longer"])
 def test_other_data_starts_over(path: Path, tmp_path: Path, changed: str) -> None:
     """Also data of the very same size."""
-    answers, aux_layer_ids = random_answers(60), TAPS
+    answers, aux_layer_ids = random_responses(60), TAPS
     fill(path, answers)
     if changed == "tokens":
-        answers = random_answers(60, seed=1)
+        answers = random_responses(60, seed=1)
     elif changed == "order":
         answers = answers[3:] + answers[:3]
     elif changed == "aux_layer_ids":
         aux_layer_ids = (0, 2)
     else:
-        answers = answers[:55] if changed == "shorter" else answers + random_answers(2, seed=2)
+        answers = answers[:55] if changed == "shorter" else answers + random_responses(2, seed=2)
     cache, told, runs = fill(path, answers, aux_layer_ids)
     assert (sum(told), runs) == (len(answers), len(answers))
     assert torch.equal(held(cache), held(fill(tmp_path / "other", answers, aux_layer_ids)[0]))
@@ -115,7 +115,7 @@ def test_other_data_starts_over(path: Path, tmp_path: Path, changed: str) -> Non
 
 def test_what_was_begun_over_is_not_taken_for_what_it_was(path: Path) -> None:
     """Other data, interrupted before it was noted anywhere, has overwritten the first rows."""
-    answers = random_answers(60)
+    answers = random_responses(60)
     first = held(fill(path, answers)[0]).clone()
     told: list[int] = []
 
@@ -125,14 +125,14 @@ def test_what_was_begun_over_is_not_taken_for_what_it_was(path: Path) -> None:
             raise Killed
 
     with pytest.raises(Killed):
-        cache_features(target(), TAPS, random_answers(60, seed=1), path, killed)
+        cache_features(target(), TAPS, random_responses(60, seed=1), path, killed)
     cache, _, runs = fill(path, answers)
     assert runs == 60
     assert torch.equal(held(cache), first)
 
 
 def test_a_deleted_cache_is_filled_again(path: Path) -> None:
-    answers = random_answers(3)
+    answers = random_responses(3)
     first = held(fill(path, answers)[0]).clone()
     path.unlink()
     cache, _, runs = fill(path, answers)
@@ -150,12 +150,12 @@ def test_a_full_disk_is_an_error_before_anything_runs(path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space"):
-        fill(path, random_answers(3))
+        fill(path, random_responses(3))
     assert asked == [3 * 7 * 3 * 32 * 2]  # sequences, tokens, two aux_layer_ids and the final state, hidden, bf16
 
 
 def test_parts_of_a_cache() -> None:
-    cache = exact_features(greedy_answers())
+    cache = exact_features(greedy_responses())
     first, rest = cache.split(1)
     assert (len(first), len(rest)) == (1, 3)
     assert torch.equal(torch.cat([held(first), held(rest)]), held(cache))
@@ -168,7 +168,7 @@ def test_parts_of_a_cache() -> None:
 @pytest.mark.parametrize("count", [4, 5])
 def test_holding_out_everything_is_refused(count: int) -> None:
     with pytest.raises(D2SDError, match=r"held_out(.|\n)*4 answers(.|\n)*more than"):
-        exact_features(greedy_answers()).split(count)
+        exact_features(greedy_responses()).split(count)
 
 
 # --- Computed when asked ---------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_holding_out_everything_is_refused(count: int) -> None:
 
 def test_online_features_are_the_targets_own_pass() -> None:
     """Exactly those a cache would hold, before it rounds them, and computed only when asked."""
-    answers, runs = greedy_answers(), list[object]()
+    answers, runs = greedy_responses(), list[object]()
     hook = target().register_forward_hook(lambda *args: runs.append(None))
     data = online_features(target(), TAPS, answers)
     assert not runs
@@ -195,24 +195,24 @@ def test_online_features_are_the_targets_own_pass() -> None:
 
 
 def test_names_follow_their_answers() -> None:
-    first, rest = exact_features(greedy_answers()).split(1)
+    first, rest = exact_features(greedy_responses()).split(1)
     assert [first.name(0), rest.name(0), rest.name(2)] == ["a0", "a1", "a3"]
 
 
 def test_a_digest_knows_every_token_and_their_order() -> None:
     """But not where features come from, nor which ids the answers have."""
-    answers = random_answers(3)
+    answers = random_responses(3)
     plain = exact_features(answers).digest
     assert online_features(target(), TAPS, answers).digest == plain
-    moved = [Answer(answers[0].id, answers[0].prompt_ids[:1], answers[0].prompt_ids[1:] + answers[0].answer_ids)]
-    others = [answers[::-1], answers[:2], random_answers(3, seed=1), moved + answers[1:]]
+    moved = [Response(answers[0].id, answers[0].prompt_ids[:1], answers[0].prompt_ids[1:] + answers[0].response_ids)]
+    others = [answers[::-1], answers[:2], random_responses(3, seed=1), moved + answers[1:]]
     assert len({plain, *(exact_features(other).digest for other in others)}) == 5
     assert exact_features(answers[:2]).digest == exact_features(answers).split(2)[0].digest
 
 
 def test_frequent_ids() -> None:
     """Of the answers alone; of equally frequent ids the lowest; a part counts its own."""
-    answers = [Answer("x", [4, 4, 4], [7, 7, 7, 5, 5, 9]), Answer("y", [4], [2, 9, 3])]
+    answers = [Response("x", [4, 4, 4], [7, 7, 7, 5, 5, 9]), Response("y", [4], [2, 9, 3])]
     data = TrainingData(answers, 1, lambda number: torch.zeros(6, 64))
 
     def ids(part: TrainingData, count: int) -> list[int]:

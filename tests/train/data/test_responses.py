@@ -13,12 +13,12 @@ from d2sd.train.data.jsonl import append_to, own_file
 from d2sd.train.data.responses import (
     EMPTY,
     KIND,
-    Answer,
-    answers_to,
-    append_answer,
+    Response,
     append_drop,
+    append_response,
     finished_ids,
-    read_answers,
+    match_responses,
+    read_responses,
 )
 
 
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 def write(path: Path, *names: str) -> None:
     with append_to(path) as out:
         for name in names:
-            append_answer(out, name, (1, 2), [3, 4, 5])
+            append_response(out, name, (1, 2), [3, 4, 5])
 
 
 def append(path: Path, line: str | bytes) -> None:
@@ -39,17 +39,17 @@ def append(path: Path, line: str | bytes) -> None:
 
 
 def names(path: Path) -> list[str]:
-    return [answer.id for answer in read_answers(path, vocab_size=6)]
+    return [answer.id for answer in read_responses(path, vocab_size=6)]
 
 
 def test_what_is_written_is_read(path: Path) -> None:
     write(path, "a", "b")
-    assert read_answers(path, vocab_size=6) == [Answer("a", [1, 2], [3, 4, 5]), Answer("b", [1, 2], [3, 4, 5])]
+    assert read_responses(path, vocab_size=6) == [Response("a", [1, 2], [3, 4, 5]), Response("b", [1, 2], [3, 4, 5])]
 
 
 def test_every_answer_is_on_its_way_to_the_disk_at_once(path: Path) -> None:
     with append_to(path) as out:
-        append_answer(out, "a", [1], [2, 3])
+        append_response(out, "a", [1], [2, 3])
         assert finished_ids(path) == {"a": None}
 
 
@@ -145,7 +145,9 @@ def test_a_line_that_is_no_answer_is_named(path: Path, line: str | bytes) -> Non
     append(path, line)
     write(path, "c")
     for read in (lambda: names(path), lambda: finished_ids(path)):
-        with pytest.raises(D2SDError, match=r"not one of the answers\n  where: .*answers\.jsonl:2\n"):
+        with pytest.raises(
+            D2SDError, match=r"not one of the answers\n(  also: .*\n)*  where: .*answers\.jsonl:2(: [\w.]+)?\n"
+        ):
             read()
 
 
@@ -153,19 +155,19 @@ def test_a_line_that_is_no_answer_is_named(path: Path, line: str | bytes) -> Non
 def test_ids_of_another_tokenizer_are_refused(path: Path, tokens: tuple[list[int], list[int]]) -> None:
     write(path, "a")
     with append_to(path) as out:
-        append_answer(out, "b", *tokens)
+        append_response(out, "b", *tokens)
     with pytest.raises(D2SDError, match=r"another tokenizer\n  where: .*answers\.jsonl:2\n"):
-        read_answers(path, vocab_size=6)
+        read_responses(path, vocab_size=6)
 
 
 def test_a_sequence_longer_than_the_recipe_allows_is_named(path: Path) -> None:
     write(path, "a")  # 5 tokens
-    assert len(read_answers(path, vocab_size=6, max_tokens=5)) == 1
+    assert len(read_responses(path, vocab_size=6, max_tokens=5)) == 1
     with append_to(path) as out:
-        append_answer(out, "b", (1, 2, 3), [3, 4, 5])
+        append_response(out, "b", (1, 2, 3), [3, 4, 5])
     told = r"longer than(.|\n)*where: .*answers\.jsonl:2\n  found: b: 6 tokens\n  expected: at most 5\n"
     with pytest.raises(D2SDError, match=told):
-        read_answers(path, vocab_size=6, max_tokens=5)
+        read_responses(path, vocab_size=6, max_tokens=5)
 
 
 def test_no_file_no_answers(path: Path) -> None:
@@ -174,7 +176,7 @@ def test_no_file_no_answers(path: Path) -> None:
             path.write_text(text)
         for where in (path, path.parent):
             with pytest.raises(D2SDError, match=rf"no usable answer\n  where: {where}\n"):
-                read_answers(where, vocab_size=6)
+                read_responses(where, vocab_size=6)
 
 
 # --- What is not trained on ------------------------------------------------------------------------------------------
@@ -184,7 +186,7 @@ def test_a_dropped_prompt_is_finished_says_why_and_is_no_answer(path: Path) -> N
     write(path, "a")
     with append_to(path) as out:
         append_drop(out, "b", "too long")
-        append_answer(out, "one token", [1, 2], [3])  # nothing follows its anchor
+        append_response(out, "one token", [1, 2], [3])  # nothing follows its anchor
     assert finished_ids(path) == {"a": None, "b": "too long", "one token": EMPTY}
     assert json.loads(path.read_text().splitlines()[-1]) == {"id": "one token", "dropped": EMPTY}
     assert names(path) == ["a"]
@@ -200,14 +202,14 @@ def test_what_older_files_dropped_stays_dropped(path: Path, prompt: list[int], a
 
 def test_answers_come_in_the_order_of_the_prompts_and_to_no_others(path: Path) -> None:
     write(path, "a", "left out since", "b")
-    answers = read_answers(path, vocab_size=6)
-    chosen = answers_to({"b": (1, 2), "not answered": (1,), "a": (1, 2)}, answers)
+    answers = read_responses(path, vocab_size=6)
+    chosen = match_responses({"b": (1, 2), "not answered": (1,), "a": (1, 2)}, answers)
     assert [answer.id for answer in chosen] == ["b", "a"]
 
 
 @pytest.mark.parametrize("now", [(1, 3), (1, 2, 3), (1,)])
 def test_an_answer_to_what_the_prompt_was_before_is_named(path: Path, now: tuple[int, ...]) -> None:
     write(path, "a", "b")
-    read: Callable[[], object] = lambda: answers_to({"a": (1, 2), "b": now}, read_answers(path, vocab_size=6))  # noqa: E731
+    read: Callable[[], object] = lambda: match_responses({"a": (1, 2), "b": now}, read_responses(path, vocab_size=6))  # noqa: E731
     with pytest.raises(D2SDError, match=r"a prompt changed since it was answered(.|\n)*found: b\n"):
         read()

@@ -12,7 +12,7 @@ from d2sd.modeling.drafter import Drafter
 from d2sd.train.data.packing import Packed, pack_blocks
 from d2sd.train.objectives.loss import BlockLoss, Candidates, block_hidden, first_rejections
 from d2sd.train_recipe import Objective
-from tests.train.helpers import BLOCK, MASK, VOCAB, exact_features, greedy_answers, new_drafter, target
+from tests.train.helpers import BLOCK, MASK, VOCAB, exact_features, greedy_responses, new_drafter, target
 
 # Shape letters: B sequences, A blocks of each, G block size γ, C candidate ids, V vocabulary.
 
@@ -28,7 +28,7 @@ def whole_vocabulary() -> Candidates:
 
 def everywhere(answers: int = 2) -> Packed:
     """Blocks at every anchor of that many answers, the last ones cut by the end."""
-    data = exact_features(greedy_answers())
+    data = exact_features(greedy_responses())
     texts = [data[i] for i in range(answers)]
     anchors = [torch.arange(text.prompt_length - 1, len(text.tokens) - 1) for text in texts]
     return pack_blocks(texts, anchors, BLOCK)
@@ -43,7 +43,7 @@ def none_rejected(visible: Tensor) -> Tensor:
 
 def test_real_tokens_where_visible_and_masks_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer itself must not leak."""
-    data, drafter = exact_features(greedy_answers()), new_drafter()
+    data, drafter = exact_features(greedy_responses()), new_drafter()
     packed = pack_blocks([data[0], data[1]], [torch.tensor([4, 6]), torch.tensor([5, 9])], BLOCK)
     shown: list[Tensor] = []
 
@@ -67,7 +67,7 @@ def test_real_tokens_where_visible_and_masks_behind(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("least", [1, 2, 3])
 def test_learns_from_the_slots_behind_what_it_sees(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of slots inside the sequence; padding and visible tokens teach nothing."""
-    data = exact_features(greedy_answers())
+    data = exact_features(greedy_responses())
     packed = pack_blocks([data[0], data[1]], [torch.arange(4, 20), torch.tensor([18, 19])], BLOCK)
     visible = least + torch.arange(packed.tokens[..., 0].numel()).view(2, -1) % (BLOCK - least)
     hidden = torch.randn(*packed.tokens.shape, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -83,7 +83,7 @@ def test_learns_from_the_slots_behind_what_it_sees(least: int, monkeypatch: pyte
 
 def test_blocks_that_show_all_they_have_cost_nothing() -> None:
     """Two anchors at the end of an answer, three tokens shown: no slot is left, in a whole step."""
-    data, drafter = exact_features(greedy_answers()), new_drafter()
+    data, drafter = exact_features(greedy_responses()), new_drafter()
     packed = pack_blocks([data[0]], [torch.tensor([18, 19])], BLOCK)
     visible = torch.full((1, 2), 3)
     terms = BlockLoss(drafter, EMBEDDING, CE)(packed, visible, none_rejected(visible), whole_vocabulary())
@@ -107,7 +107,7 @@ def test_a_drafter_that_says_what_the_target_says_has_nothing_left_to_learn(monk
 
 def test_a_rejected_token_is_left_out_of_its_slot_alone() -> None:
     """By hand: one block, n = 2, a token rejected at slot 2; full vocabulary, weights 1 and e^(-1/4)."""
-    data, drafter, anchor, banned = exact_features(greedy_answers()), new_drafter(), 7, 3
+    data, drafter, anchor, banned = exact_features(greedy_responses()), new_drafter(), 7, 3
     packed = pack_blocks([data[0]], [torch.tensor([anchor])], BLOCK)
     visible = torch.tensor([[2]])
     hidden = block_hidden(drafter, EMBEDDING, packed, visible)[0, 0].detach()
@@ -208,7 +208,7 @@ def test_rejections_are_the_first_drafters_first_errors(monkeypatch: pytest.Monk
     """It says the real tokens, but for slot 2 of block 1, slots 1 and 3 of block 2, and the anchor of block 3, which
     is no draft. Block 4 goes wrong behind the sequence's end, where nothing is right or wrong.
     """
-    data = exact_features(greedy_answers())
+    data = exact_features(greedy_responses())
     packed = pack_blocks([data[0]], [torch.tensor([4, 6, 8, 10, 18])], BLOCK)
     said = packed.tokens.clone()
     for block, slot in ((1, 2), (2, 1), (2, 3), (3, 0), (4, 3)):

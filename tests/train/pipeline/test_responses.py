@@ -6,12 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import click
 import pytest
 
 from d2sd.progress import silent
 from d2sd.train.data.prompts import Job
 from d2sd.train.dist import Dist
-from d2sd.train.pipeline.responses import Answering
+from d2sd.train.pipeline.responses import ResponseGenerator
 from d2sd.train_recipe import SelfWritten
 
 STOP = 0
@@ -26,10 +27,10 @@ class Letters:
 
 def said(text: str, end: str | None, *, stopped: bool) -> str:
     bundle = SimpleNamespace(tokenizer=Letters(), stop_token_ids=(STOP,))
-    answering = Answering(cast(Any, None), cast(Any, bundle), Path(), Dist(), silent)
+    answering = ResponseGenerator(cast(Any, None), cast(Any, bundle), Path(), Dist(), silent, click.echo)
     ids = [ord(letter) for letter in text] + ([STOP] if stopped else [])
     job = Job("self/a/0", "def", SelfWritten(name="a", count=1, end=end))
-    return answering._said(cast(Any, SimpleNamespace(answer=ids)), job)
+    return answering._continuation(cast(Any, SimpleNamespace(answer=ids)), job)
 
 
 @pytest.mark.parametrize(

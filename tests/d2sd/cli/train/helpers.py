@@ -12,7 +12,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from d2sd.cli.main import main
-from d2sd.train.data.responses import Answer, read_answers
+from d2sd.train.data.responses import Response, read_responses
 from d2sd.viz.training import Curve
 from tests.convert.helpers import edit_json, set_key, tree_bytes, write_target_dir
 from tests.tiny import tiny_decoder
@@ -67,10 +67,7 @@ def write_training(folder: Path) -> Path:
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
     """Instead of a picture, which takes a second, what is to be seen in it: all but times."""
-    cells = [
-        [(step, cell.method, cell.requests, cell.calibration) for step, cells in curve.evaluations for cell in cells]
-        for curve in curves
-    ]
+    cells = [curve.evaluations for curve in curves]
     path.write_text(repr([(curve.drafter, curve.steps) for curve in curves]) + repr(cells))
 
 
@@ -100,8 +97,8 @@ def rows(project: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (project / "work" / name).read_text().splitlines()]
 
 
-def read(project: Path) -> list[Answer]:
-    return read_answers(project / "work", vocab_size=64)
+def read(project: Path) -> list[Response]:
+    return read_responses(project / "work", vocab_size=64)
 
 
 def bundled(finished: Path, calibration: str | None) -> Path:

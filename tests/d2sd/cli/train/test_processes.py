@@ -14,6 +14,8 @@ from tests.convert.helpers import tree_bytes
 from tests.d2sd.cli.train.helpers import rows, script
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.subprocess
 def test_two_processes_train_a_pair(project: Path, whole: Path) -> None:
     """Through torchrun: each answers its share, both train on theirs, one writes."""

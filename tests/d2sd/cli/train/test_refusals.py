@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.convert.helpers import edit_json
-from tests.d2sd.cli.train.helpers import edit, refused, train
+from tests.d2sd.cli.train.helpers import edit, refused, train, trained
 
 
 @pytest.mark.parametrize(
@@ -81,3 +82,53 @@ def test_a_place_that_cannot_be_written_is_told_before_any_answer(
     result = train(project)
     assert result.exit_code == 2
     assert str(project / "out") in result.stderr
+
+
+DAMAGE = [
+    b"[]\n",
+    b"null\n",
+    b"{}\n",
+    b"7\n",
+    b'"x"\n',
+    b"{\n",
+    b"\xff\n",
+    b"[" * 5000 + b"\n",
+    b'{"id": 1' + b"0" * 5000 + b"}\n",
+]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["answers.jsonl", "turns.jsonl", "first.jsonl", "second.jsonl", "pace.jsonl", "screened.json", "features.json"],
+)
+def test_a_damaged_work_file_is_named_by_the_plan(finished: Path, name: str) -> None:
+    for damage in DAMAGE:
+        (finished / "work" / name).write_bytes(damage)
+        result = train(finished, "--plan")
+        assert (result.exit_code, type(result.exception)) == (2, SystemExit), (damage, result.exception)
+        assert name in result.stderr, damage
+
+
+@pytest.mark.parametrize("key", ["step", "cells", "loss", "seconds"])
+def test_a_line_of_a_log_with_a_bad_value_is_named(finished: Path, key: str) -> None:
+    log = finished / "work" / "first.jsonl"
+    lines = log.read_text().splitlines()
+    index = next(i for i, line in enumerate(lines) if f'"{key}"' in line)
+    lines[index] = json.dumps({**json.loads(lines[index]), key: "x"})
+    log.write_text("\n".join(lines) + "\n")
+    result = train(finished, "--plan")
+    assert result.exit_code == 2, result.output
+    assert f"first.jsonl:{index + 1}: {key}" in result.stderr
+
+
+@pytest.mark.parametrize("damage", [b"[]", b"{", b"\xff"])
+def test_damaged_settings_of_the_responses_are_named(finished: Path, damage: bytes) -> None:
+    (finished / "work" / "asked.json").write_bytes(damage)
+    shutil.rmtree(finished / "out")
+    assert "asked.json" in refused(finished)
+
+
+@pytest.mark.parametrize("damage", [b"[]", b"{", b"\xff", b'{"inputs": 1}'])
+def test_a_damaged_evaluation_is_measured_again(finished: Path, expected: dict[str, bytes], damage: bytes) -> None:
+    (finished / "work" / "evaluation.json").write_bytes(damage)
+    assert trained(finished) == expected

@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from d2sd.bench.result import Cell, load_result
+from d2sd.bench.result import load_result
 from d2sd.calibration import load_calibration
 from d2sd.cli.main import main
 from d2sd.convert.bundle.load import load_bundle
@@ -23,7 +23,8 @@ from d2sd.convert.checkpoint.drafter import (
 )
 from d2sd.modeling.config import Role
 from d2sd.progress import silent
-from d2sd.train.pipeline.evaluate import Evaluator, figures
+from d2sd.train.pipeline.evaluate import Evaluator
+from d2sd.train.pipeline.evaluation import Evaluation
 from d2sd.train_recipe import load_train_recipe
 from tests.convert.helpers import tree_bytes
 from tests.d2sd.cli.train.helpers import PROMPTS, STOP, bundled, edit, read, rows, trained, undo
@@ -106,8 +107,9 @@ def test_evaluations_are_the_benchs(finished: Path, monkeypatch: pytest.MonkeyPa
     cells = {cell.method: cell for cell in load_result(finished / "bench" / "result.json").cells}
     last = {name: rows(finished, f"{name}.jsonl")[-1] for name in ("first", "second")}
     for method, of in (("chain", "first"), ("reanchor", "second"), ("d2sd", "second")):
-        assert {**said["methods"][method], "rows": 64} == {**figures(cells[method]), "rows": 64}
-        (logged,) = (Cell.model_validate(cell) for cell in last[of]["cells"] if cell["method"] == method)
+        benched = Evaluation.model_validate(cells[method].model_dump())
+        assert {**said["methods"][method], "rows": 64} == {**benched.figures(), "rows": 64}
+        (logged,) = (Evaluation.model_validate(cell) for cell in last[of]["cells"] if cell["method"] == method)
         assert [one.accepted for one in logged.requests] == [one.accepted for one in cells[method].requests]
         for drafter, bins in cells[method].calibration.items():  # the weights that are written, not those that train
             assert torch.tensor(logged.calibration[drafter]).allclose(torch.tensor(bins), atol=1e-5)
@@ -122,7 +124,7 @@ def test_an_evaluation_leaves_the_target_as_it_is(finished: Path) -> None:
     before = list(bundle.target.state_dict())
     recipe = load_train_recipe(finished / "train.yaml")
     evaluator = Evaluator(recipe, bundle, read(finished)[:3], "cpu", silent)
-    cell = evaluator.cell("chain", load_drafter(finished / "out" / "first", torch.float32))
+    cell = evaluator.evaluate("chain", load_drafter(finished / "out" / "first", torch.float32))
     assert len(cell.requests) == 2
     assert list(bundle.target.state_dict()) == before
 
@@ -162,5 +164,5 @@ def test_drafts_are_chosen_among_the_answers_most_frequent_ids(finished: Path) -
     assert ids is not None
     assert len(ids) == 12
     assert 63 not in ids, "the mask"
-    assert set(ids) < {token for answer in read(finished) for token in answer.answer_ids}
+    assert set(ids) < {token for answer in read(finished) for token in answer.response_ids}
     bundled(finished, "out/calibration.json")

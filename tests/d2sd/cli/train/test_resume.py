@@ -36,16 +36,16 @@ def test_a_second_run_asks_trains_and_measures_nothing_and_writes_the_same_bytes
 POINTS = {
     "writing a turn": (["turns", "answers"], "d2sd.train.data.jsonl.append_row", 3),
     "answering": (["answers"], "d2sd.runtime.engine.Engine.step", 5),
-    "writing an answer": (["answers"], "d2sd.train.pipeline.responses.append_answer", 7),
+    "writing an answer": (["answers"], "d2sd.train.pipeline.responses.append_response", 7),
     "behind the features": (["features"], "d2sd.train.pipeline.run.Evaluator", 1),
     "training the first": (["first"], "d2sd.train.loop.Trainer._update", 4),
-    "evaluating the first": (["first"], "d2sd.train.pipeline.evaluate.measure_cell", 1),
-    "evaluating the first in the end": (["first"], "d2sd.train.pipeline.evaluate.measure_cell", 2),
-    "evaluating the second in the end": (["second"], "d2sd.train.pipeline.evaluate.measure_cell", 3),
+    "evaluating the first": (["first"], "d2sd.train.pipeline.evaluate.run_observed", 1),
+    "evaluating the first in the end": (["first"], "d2sd.train.pipeline.evaluate.run_observed", 2),
+    "evaluating the second in the end": (["second"], "d2sd.train.pipeline.evaluate.run_observed", 3),
     "saving the second": (["second"], "d2sd.train.state.save_file", 1),
     "writing the second": (["second"], "d2sd.convert.checkpoint.drafter.write_tensors", 2),
-    "evaluating the pair": (["evaluation"], "d2sd.train.pipeline.evaluate.measure_cell", 2),
-    "calibrating": (["calibration"], "d2sd.train.confidence.fit.observe", 9),
+    "evaluating the pair": (["evaluation"], "d2sd.train.pipeline.evaluate.run_observed", 2),
+    "calibrating": (["calibration"], "d2sd.runtime.observe.observe", 9),
 }
 #: One of each kind of work; the others interrupt the same work elsewhere.
 FAST = {"answering", "training the first", "saving the second", "evaluating the pair"}

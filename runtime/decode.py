@@ -1,0 +1,80 @@
+"""One decode step: from the batch's anchors to committed tokens, on the device.
+
+    draft_first -> pick_boundaries -> draft_second -> build_tree -> verify -> accept -> commit
+
+The engine serves this function, the policy selector times it, and a CUDA graph can capture it: tensors go in and come
+out, shapes depend on the batch bucket and the policy only, and no value is read back to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from d2sd.policies import DrafterRole, FirstPass
+from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.sampling.sample import sample_target
+from d2sd.runtime.speculation.accept import Accepted, accept
+from d2sd.runtime.speculation.calibration import Calibration, uncalibrated
+from d2sd.runtime.speculation.draft import Branches, Draft
+from d2sd.runtime.speculation.policy import Policy
+from d2sd.runtime.speculation.tree import Tree
+
+#: Gives a context manager that times the stage of this name.
+Timer = Callable[[str], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The tensors of one decode step; a captured step overwrites them when it runs again."""
+
+    first: Draft | None
+    branches: Branches | None
+    second: Draft | None
+    tree: Tree
+    accepted: Accepted
+    packed: Tensor  # [B, 2 + G] int64, `Accepted.packed`: everything the host reads
+
+
+@torch.inference_mode()
+def decode_step(
+    runner: ModelRunner,
+    policy: Policy,
+    batch: Batch,
+    calibration: Calibration | None = None,
+    prompt_lookup: Draft | None = None,
+    timer: Timer = nullcontext,
+) -> StepResult:
+    """Draft, verify and commit 1 .. γ tokens for every request of `batch`.
+
+    The pending context of the policy's drafters must be flushed (`ModelRunner.sync_drafters`). `calibration` maps the
+    drafters' probabilities to acceptance probabilities. `prompt_lookup` [B, S, 1] is the first draft of a policy that
+    takes it from the text, which is host work done before the step.
+    """
+    calibrated = calibration.apply if calibration is not None and policy.uses_probabilities else uncalibrated
+    first, branches, second = prompt_lookup, None, None
+    if policy.first_pass is FirstPass.DRAFTER:
+        with timer("draft_first"):
+            first = calibrated(runner.draft_first(batch, policy.topk), batch, DrafterRole.FIRST)
+    if first is not None and policy.second_pass is not None:
+        with timer("pick_boundaries"):
+            branches = policy.branches(batch, first)
+        with timer("draft_second"):
+            second = runner.draft_second(batch, branches, policy.second_pass, policy.topk)
+            second = calibrated(second, batch, policy.second_pass, branches)
+    with timer("build_tree"):
+        tree = policy.build(batch, first, branches, second)
+    with timer("verify"):
+        verified = runner.verify(batch, tree)
+    with timer("accept"):
+        depths = min(runner.block_size, policy.num_nodes)
+        chosen = sample_target(verified.logits, tree.depth, batch.context_len, depths, batch.sampling)
+        accepted = accept(tree, chosen, depths)
+    with timer("commit"):
+        runner.commit(batch, verified, accepted)
+    return StepResult(first, branches, second, tree, accepted, accepted.packed())

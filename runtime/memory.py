@@ -1,0 +1,69 @@
+"""How many pages the K/V pools get, from the limits and from `limits.kv_memory`. No torch: plans ask here too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from d2sd.errors import RecipeError
+from d2sd.runtime.request import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class KVMemory:
+    """The size of the K/V pools of all models together, and the arithmetic behind it."""
+
+    page_bytes: int  # K and V of one page, in the pools of all models
+    full_pages: int  # pages of max_batch requests, each of max_context tokens and what one step adds
+    pages: int  # pages that requests can own: full_pages, or fewer where limits.kv_memory holds fewer
+
+    @property
+    def pool_pages(self) -> int:
+        """Pages in each pool: page 0, the scratch page, comes on top."""
+        return 1 + self.pages
+
+    @property
+    def total_bytes(self) -> int:
+        return self.pool_pages * self.page_bytes
+
+
+def plan_kv_memory(limits: Limits, block_size: int, page_bytes: int, free_bytes: int | None = None) -> KVMemory:
+    """Turn limits into a number of pages; `block_size` is the most tokens that a step adds to a request.
+
+    `free_bytes` is what a share in `limits.kv_memory` is of; without it a share is ignored, so the result is an upper
+    bound. With fewer pages than requests need, the scheduler preempts the newest request and recomputes it later.
+    Raises RecipeError where `limits.kv_memory` does not hold one step of one request.
+    """
+    full = limits.max_batch * limits.pages_for(limits.max_context + block_size)
+    budget = limits.kv_memory
+    if isinstance(budget, float):
+        budget = None if free_bytes is None else int(budget * free_bytes)
+    if budget is None:
+        return KVMemory(page_bytes, full, full)
+    pages = min(full, budget // page_bytes - 1)  # less the scratch page
+    needed = limits.pages_for(1 + block_size)
+    if pages < needed:
+        raise RecipeError(
+            "The K/V memory does not hold a single request.", where="limits.kv_memory", found=f"{budget:,} bytes",
+            expected=f"at least {(1 + needed) * page_bytes:,} bytes", fix="raise it, or lower limits.page_size",
+        )  # fmt: skip
+    return KVMemory(page_bytes, full, pages)
+
+
+def free_memory(device: str) -> int:
+    """Bytes that can be allocated on `device` now: of the GPU, or of the host (Linux's MemAvailable).
+
+    Raises RecipeError where the system does not tell.
+    """
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.empty_cache()  # blocks that PyTorch caches count as used
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text("ascii").splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        raise RecipeError(
+            "The free memory of this host is unknown.", where="limits.kv_memory", fix="give bytes, such as 4GiB"
+        ) from None

@@ -1,0 +1,88 @@
+"""Recipes in the package by name, the wheel of their drafters, and that nothing they name is outside the project."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+from d2sd.errors import RecipeError
+from d2sd.prompt_sets import prompt_sets
+from d2sd.recipe import load_recipe
+from d2sd.shipped import find_recipe, shipped_names
+from d2sd.train_recipe import load_train_recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("kind", ["", "train"])
+def test_every_recipe_is_addressed_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = shipped_names(kind)
+    assert names == sorted(path.stem for path in (ROOT / "recipes" / kind).glob("*.yaml"))
+    for name in names:
+        file, folder = find_recipe(Path(name), kind)
+        assert file.resolve() == ROOT / "recipes" / kind / f"{name}.yaml"
+        assert folder == Path("recipes") / kind
+
+
+def test_paths_of_a_named_recipe_start_where_a_checkouts_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe, training = load_recipe(Path("qwen3-8b")), load_train_recipe(Path("qwen3-8b"))
+    assert recipe.path(recipe.target.path or "") == Path("checkpoints/Qwen3-8B")
+    assert training.path(training.target.path or "") == Path("checkpoints/Qwen3-8B")
+    (tmp_path / "recipes" / "train").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "Qwen3-8B").mkdir(parents=True)
+    assert recipe.path(recipe.target.path or "").samefile("checkpoints/Qwen3-8B")
+    assert training.path(training.target.path or "").samefile("checkpoints/Qwen3-8B")
+
+
+def test_a_file_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3-8b").mkdir()  # such as a bundle
+    assert find_recipe(Path("qwen3-8b"))[0].name == "qwen3-8b.yaml"
+    Path("qwen3-4b").write_text("d2sd: 1")
+    assert find_recipe(Path("qwen3-4b")) == (Path("qwen3-4b"), Path())
+
+
+@pytest.mark.parametrize("written", ["smollm3", "recipes/smollm2-135m.yaml", "elsewhere/qwen3-8b"])
+def test_an_unknown_recipe_is_answered_with_the_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match="There is no such recipe") as raised:
+        load_recipe(Path(written))
+    assert ", ".join(shipped_names()) in str(raised.value)
+
+
+def test_the_data_wheel_of_the_shipped_drafters_is_the_recipes(tmp_path: Path) -> None:
+    """Made twice, it has the hash that the recipe names: whoever changes a drafter raises the version."""
+    spec = importlib.util.spec_from_file_location("data_wheel", ROOT / "models" / "data_wheel.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    file = ROOT / "recipes" / "smollm2-135m.yaml"
+    drafters = load_recipe(file).drafters
+    named = {source.pypi.sha256 for source in (drafters.first, drafters.second, drafters.calibration) if source and
+             source.pypi}  # fmt: skip
+    for folder in ("once", "twice"):
+        wheel = module.pack(file, tmp_path / folder)
+        assert named == {hashlib.sha256(wheel.read_bytes()).hexdigest()}
+
+
+def test_no_recipe_names_anything_outside_the_project() -> None:
+    known = {Path("data") / wanted.file for wanted in prompt_sets()}
+    for name in shipped_names("train"):
+        recipe = load_train_recipe(ROOT / "recipes" / "train" / f"{name}.yaml")
+        written = [file.path for file in recipe.data.prompts] + recipe.data.exclude
+        paths = [Path(os.path.relpath(os.path.normpath(recipe.path(path)), ROOT)) for path in written]
+        assert all(path in known or path == Path("training/prompts.jsonl") for path in paths), paths
+    for name in shipped_names():
+        loaded = load_recipe(ROOT / "recipes" / f"{name}.yaml")
+        for source in (loaded.target, loaded.drafters.first, loaded.drafters.second, loaded.drafters.calibration):
+            if source is not None and source.path is not None:
+                assert Path(os.path.normpath(loaded.path(source.path))).is_relative_to(ROOT)

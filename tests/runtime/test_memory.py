@@ -1,0 +1,148 @@
+"""From `limits.kv_memory` to pages, and engines whose pages do not hold all requests at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from d2sd.errors import RecipeError, RequestError
+from d2sd.recipe import Recipe
+from d2sd.runtime import memory as module
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.memory import KVMemory, free_memory, plan_kv_memory
+from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.speculation.policy import make_policy
+from tests.runtime.helpers import (
+    BLOCK,
+    BRANCHES,
+    all_pages,
+    cheater,
+    expected,
+    free_pages,
+    honest,
+    run_staggered,
+    some_requests,
+)
+
+# 3 requests of 21 + 4 tokens in pages of 4: 7 pages each.
+FULL, PAGE_BYTES = 21, 1000
+
+
+def planned(kv_memory: float | int | None, free: int | None = None) -> KVMemory:
+    return plan_kv_memory(Limits(3, 21, 4, 8, kv_memory), 4, PAGE_BYTES, free)
+
+
+def test_needs_no_torch() -> None:
+    code = "import sys, d2sd.runtime.memory, d2sd.runtime.buckets, d2sd.policies; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("kv_memory", "free", "pages"),
+    [
+        (None, None, FULL),
+        (None, 5000, FULL),  # nothing is asked for, so free memory does not count
+        (22_000, None, FULL),
+        (21_999, None, FULL - 1),
+        (8_000, 10**9, 7),
+        (10**9, None, FULL),  # never more than the requests can use
+        (0.5, 20_000, 9),
+        (1.0, 10_999, 9),
+        (1.0, 10**9, FULL),
+        (0.5, None, FULL),  # a plan does not know the device: an upper bound
+    ],
+)
+def test_pages_of_a_budget(kv_memory: float | int | None, free: int | None, pages: int) -> None:
+    found = planned(kv_memory, free)
+    assert (found.full_pages, found.pages, found.pool_pages) == (FULL, pages, pages + 1)
+    assert found.total_bytes == (pages + 1) * PAGE_BYTES
+    if isinstance(kv_memory, int):
+        assert found.total_bytes <= kv_memory
+
+
+@pytest.mark.parametrize(("kv_memory", "free"), [(2_999, None), (1, None), (0.01, 10_000)])
+def test_less_than_a_step_of_one_request_is_refused(kv_memory: float | int, free: int | None) -> None:
+    """1 + 4 tokens are 2 pages, and the scratch page is a third."""
+    assert planned(3_000).pages == 2
+    with pytest.raises(RecipeError) as caught:
+        planned(kv_memory, free)
+    assert caught.value.where == "limits.kv_memory"
+    assert "3,000 bytes" in str(caught.value)
+
+
+def test_free_memory_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert 2**20 < free_memory("cpu") < 2**50
+    monkeypatch.setattr(module, "Path", lambda name: tmp_path / "meminfo")
+    with pytest.raises(RecipeError, match="unknown"):
+        free_memory("cpu")
+    (tmp_path / "meminfo").write_text("MemTotal:       900 kB\nMemAvailable:     12 kB\nHugePages_Total:       0\n")
+    assert free_memory("cpu") == 12 * 1024
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+
+def recipe(kv_memory: Any) -> Recipe:
+    drafters = {"first": {"path": "first"}, "second": {"path": "second"}}
+    limits = {"max_batch": 4, "max_context": 64, "page_size": 4, "prefill_chunk": 16, "kv_memory": kv_memory}
+    return Recipe.model_validate(
+        {
+            "d2sd": 1, "name": "tiny", "target": {"path": "target"}, "drafters": drafters, "limits": limits,
+            "sampling": {"max_new_tokens": 8},
+        }
+    )  # fmt: skip
+
+
+def engine_of(kv_memory: Any) -> Engine:
+    policy = make_policy("hybrid", block_size=BLOCK, branches=BRANCHES, row_budget=14)
+    return Engine(cheater(some_requests()), policy, Limits.of(recipe(kv_memory).limits))
+
+
+def test_pools_are_as_large_as_planned() -> None:
+    engine = engine_of("100KiB")
+    pools = (engine.runner._target_pool, *engine.runner._pools)
+    assert sum(pool.k.nbytes + pool.v.nbytes for pool in pools) == engine.memory.total_bytes <= 100 * 1024
+    assert engine.memory.total_bytes + engine.memory.page_bytes > 100 * 1024
+    assert {pool.k.shape[1] for pool in pools} == {1 + all_pages(engine)}
+
+
+def test_requests_beyond_the_memory_are_preempted_and_their_answers_stay() -> None:
+    """The recipe holds a third of what four requests can need."""
+    plenty, tight = engine_of(None), engine_of(17 * honest_page_bytes())
+    assert all_pages(tight) == 16 < all_pages(plenty) // 3
+    preemptions = []
+    for engine in (plenty, tight):
+        sequences = run_staggered(engine, some_requests())
+        assert [s.answer for s in sequences] == [expected(r) for r in some_requests()]
+        assert free_pages(engine) == all_pages(engine)
+        preemptions.append(sum(s.stats.preemptions for s in sequences))
+    assert preemptions[0] == 0
+    assert preemptions[1] > 0
+
+
+def test_a_share_is_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("d2sd.runtime.engine.free_memory", lambda device: 40 * honest_page_bytes())
+    assert all_pages(engine_of(0.5)) == 19
+
+
+def test_a_request_longer_than_the_memory_is_refused_by_the_key_to_raise() -> None:
+    engine = engine_of(5 * honest_page_bytes())
+    with pytest.raises(RequestError, match="pages") as caught:
+        engine.submit(Request((1,) * 20, 8))
+    assert caught.value.where == "limits.kv_memory"
+
+
+def test_pools_that_no_device_holds_are_refused() -> None:
+    runner = honest()
+    with pytest.raises(RecipeError, match=r"limits\.kv_memory"):
+        runner.allocate(2**50, 16)
+
+
+def honest_page_bytes() -> int:
+    """Of pages of 4 tokens: 2 layers of the target and 1 of each drafter, K and V, 2 heads of 8 numbers of 4 bytes."""
+    body = honest().target.config.body
+    return 2 * (2 + 1 + 1) * 4 * body.num_kv_heads * body.head_dim * 4

@@ -1,0 +1,132 @@
+"""The documents: generated pages are current, links and paths resolve, the README stays short, one GPU ledger."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from d2sd.cli.main import main as cli
+from d2sd.recipe import Recipe
+from tests.test_words import BANNED
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+#: Measured on a day, with that day's names.
+DATED = DOCS / "results"
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+#: Written by docs/generate.py from the schemas, whose prose tests/test_words.py checks.
+GENERATED = DOCS / "reference"
+#: A file or folder of the repository in backticks.
+FOLDERS = "benchmarks|convert|d2sd|docs|examples|modeling|models|plugins|recipes|runtime|tests|train"
+PATH = re.compile(rf"`((?:{FOLDERS})/[\w./-]*)`")
+
+
+def ids(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def anchors(path: Path) -> set[str]:
+    """Heading ids as Markdown's toc extension makes them."""
+    text = re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.S)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def links(path: Path) -> Iterator[str]:
+    for target in LINK.findall(path.read_text("utf-8")):
+        if not target.startswith(("http:", "https:")):
+            yield target
+
+
+def test_generated_pages_are_current() -> None:
+    pages = runpy.run_path(str(DOCS / "generate.py"))["pages"]()
+    for name, text in pages.items():
+        assert (DOCS / "reference" / name).read_text("utf-8") == text, f"{name}: run python docs/generate.py"
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=ids)
+def test_links_resolve(path: Path) -> None:
+    for target in links(path):
+        file, _, anchor = target.partition("#")
+        found = path.parent / file if file else path
+        assert found.exists(), f"{ids(path)} links to {target}"
+        if anchor:
+            assert anchor in anchors(found), f"{ids(path)} links to {target}"
+
+
+@pytest.mark.parametrize("path", [path for path in WRITTEN if DATED not in path.parents], ids=ids)
+def test_paths_that_documents_name_exist(path: Path) -> None:
+    for named in PATH.findall(path.read_text("utf-8")):
+        assert (ROOT / named).exists(), f"{ids(path)} names {named}"
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    sections = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]
+    listed = [page for section in sections for pages in section.values() for page in pages]
+    present = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if DATED not in path.parents]
+    assert sorted(listed) == sorted(present)
+
+
+def test_the_readme_is_two_screens() -> None:
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    assert len(lines) <= 160
+    assert not [line for line in lines if len(line) > 100 and not line.startswith(("|", "!"))]
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=ids)
+def test_only_the_ledger_says_what_has_not_run_on_a_gpu(path: Path) -> None:
+    says = "not yet run" in path.read_text("utf-8")
+    assert says == (path == DOCS / "gpu.md")
+
+
+def test_the_readme_takes_its_figures_from_the_results() -> None:
+    """Every number of the README's result table is in the full table."""
+    numbers = re.compile(r"\d\.\d\d")
+    readme = (ROOT / "README.md").read_text("utf-8").partition("## Results")[2].partition("## A recipe")[0]
+    full = set(numbers.findall((DOCS / "results.md").read_text("utf-8")))
+    assert numbers.findall(readme)
+    assert set(numbers.findall(readme)) <= full
+
+
+def commands(path: Path) -> Iterator[list[str]]:
+    """Arguments of every `d2sd` command in the code blocks of a document; d2sd-build is `d2sd build`."""
+    text = path.read_text("utf-8").replace("\\\n", " ")
+    code = "\n".join([*re.findall(r"```sh\n(.*?)```", text, flags=re.S), *re.findall(r"^ {4}(.*)$", text, flags=re.M)])
+    for line in code.splitlines():
+        if re.match("d2sd(-build)? ", line):
+            program, *args = shlex.split(line.partition(" && ")[0], comments=True)
+            yield ["build", *args] if program == "d2sd-build" else args
+
+
+@pytest.mark.parametrize("path", [path for path in WRITTEN if GENERATED not in path.parents], ids=ids)
+def test_commands_parse(path: Path) -> None:
+    """Options and arguments are those of the command line; nothing is run."""
+    for args in commands(path):
+        context = click.Context(cli, info_name="d2sd")
+        name, command, rest = cli.resolve_command(context, list(args))
+        assert command is not None
+        while isinstance(command, click.Group):
+            name, command, rest = command.resolve_command(click.Context(command, info_name=name), rest)
+            assert command is not None
+        command.make_context(name, rest)
+
+
+def test_the_recipe_of_the_readme_is_valid() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), flags=re.S)
+    Recipe.model_validate(yaml.safe_load(block))
+
+
+@pytest.mark.parametrize("path", [path for path in WRITTEN if not {GENERATED, DATED} & set(path.parents)], ids=ids)
+def test_documents_use_the_fields_words(path: Path) -> None:
+    text = path.read_text("utf-8")
+    for pattern, instead in BANNED.items():
+        found = re.search(rf".*\b(?:{pattern})\b.*", text, re.IGNORECASE)
+        assert not found, f"{found and found.group()!r}: {instead}"
