@@ -73,13 +73,7 @@ class Method(click.ParamType):  # type: ignore[type-arg]
 @backend_option
 @click.option("--out", type=FilePath, help="Folder of the results.  [default: build/bench/<name>]")
 @click.option("--plan", is_flag=True, help="Print what would be measured.")
-@click.option(
-    "--compare",
-    nargs=2,
-    type=FilePath,
-    metavar="A.json B.json",
-    help="Ratios of two results, B to A.",
-)
+@click.option("--compare", nargs=2, type=FilePath, metavar="A.json B.json", help="Ratios of two results, B to A.")
 def bench(
     bundle: Path | None, methods: list[str] | None, rows: list[int], prompts: tuple[Path, ...],
     temperatures: list[float], concurrency: list[int], per_set: int, max_new_tokens: int, repeat: int, seed: int,

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from pydantic import JsonValue
 from rich.console import Console
 from rich.table import Table
 
 from d2sd.cli.report import printable
 from d2sd.convert.build.plan import GPUS, Plan
 from d2sd.manifest import Manifest
-
-if TYPE_CHECKING:
-    from pydantic import JsonValue
-
-    from d2sd.modeling.config import DecoderConfig, DrafterConfig
-    from d2sd.recipe import Recipe
+from d2sd.modeling.config import DecoderConfig, DrafterConfig
+from d2sd.recipe import Recipe
 
 #: Paths are never cut, not in a narrow terminal and not in a pipe.
 _CONSOLE = Console(soft_wrap=True)

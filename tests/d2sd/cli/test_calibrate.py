@@ -169,7 +169,7 @@ def test_the_last_prompts_that_were_not_trained_on(bundle: Path, tmp_path: Path)
         return chat_request(*arguments)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("d2sd.convert.bundle.serving.chat_request", watched)
+        patch.setattr("d2sd.cli.calibrate.chat_request", watched)
         ended = calibrate(bundle, tmp_path / "c.json", "--exclude", tmp_path / "seen.jsonl", "--count", 2)
     assert ended.exit_code == 0, ended.output + repr(ended.exception)
     assert load_calibration(tmp_path / "c.json").report["prompts"] == 2
@@ -186,10 +186,10 @@ def test_errors(recipe: Path, bundle: Path, tmp_path: Path) -> None:
     out = tmp_path / "c.json"
     refused(invoke("calibrate", bundle), "--out")
     refused(calibrate(bundle, out, "--prompts", tmp_path / "none.jsonl"), "none.jsonl")
-    refused(calibrate(bundle, out, "--exclude", tmp_path / "none.jsonl"), "leave out", "none.jsonl")
+    refused(calibrate(bundle, out, "--exclude", tmp_path / "none.jsonl"), "cannot be read", "none.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"name": "p1"}\n')
-    refused(calibrate(bundle, out, "--exclude", tmp_path / "bad.jsonl"), "leave out", "bad.jsonl")
-    refused(calibrate(bundle, out, "--exclude", bundle.parent / "prompts.jsonl"), "no prompt is left", "prompts.jsonl")
+    refused(calibrate(bundle, out, "--exclude", tmp_path / "bad.jsonl"), "`id` must be a string", "bad.jsonl:1")
+    refused(calibrate(bundle, out, "--exclude", bundle.parent / "prompts.jsonl"), "No prompt is left", "prompts.jsonl")
     refused(calibrate(bundle, out, "--max-new-tokens", 64), "does not fit the context")
     (tmp_path / "prompts.jsonl").write_bytes(recipe.with_name("prompts.jsonl").read_bytes())
     plain = built(recipe, tmp_path / "none", "drafters={}")
