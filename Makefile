@@ -55,7 +55,7 @@ gpu-suite:
 
 ## the Triton kernels compiled for every architecture, no GPU needed: minutes; shared memory and registers against bounds
 kernels: .venv/dev
-	$(BIN)/python benchmarks/compile_kernels.py
+	$(BIN)/python -m benchmarks.compile_kernels
 
 ## transformers, speculators, ModelOpt and TensorRT Edge-LLM read what d2sd writes: each in its environment, gigabytes once
 consumers: .venv/dev

@@ -1,6 +1,6 @@
 """Compile the Triton kernels for every architecture, without a GPU, and hold them to bounds. `make kernels` runs it.
 
-    python benchmarks/compile_kernels.py [--only TEXT] [--capability N ...]
+    python -m benchmarks.compile_kernels [--only TEXT] [--capability N ...]
 
 One line a kernel and architecture; minutes in all. Exits with 1 where a bound is broken. Nothing here ran on a GPU.
 """

@@ -103,7 +103,7 @@ def read_json(
     try:
         return parse_json(text, max_depth=max_depth, finite=finite)
     except json.JSONDecodeError as fault:
-        found = f"no JSON: {fault.msg}"
+        found = f"not JSON: {fault.msg}"
         raise error(f"The {what} is damaged.", where=f"{path}:{fault.lineno}", found=found) from None
     except ValueError as fault:
         raise error(f"The {what} is damaged.", where=path, found=fault) from None

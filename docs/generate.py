@@ -162,7 +162,9 @@ def cli_page() -> str:
     )
     for name, command in _commands(cli, "d2sd"):
         text += f"\n## `{name}`\n\n{_help(command)}\n"
-        context = click.Context(command, info_name=name, terminal_width=120, max_content_width=120)
+        context = click.Context(
+            command, info_name=name, terminal_width=120, max_content_width=120, **command.context_settings
+        )
         if not isinstance(command, click.Group):
             usage = " ".join(command.collect_usage_pieces(context))
             text += f"\n```text\n{name} {usage}\n```\n\n| option | meaning |\n|---|---|\n"
@@ -175,7 +177,7 @@ def cli_page() -> str:
 def _commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
     yield name, command
     if isinstance(command, click.Group):
-        context = click.Context(command, info_name=name)
+        context = click.Context(command, info_name=name, **command.context_settings)
         for below in command.list_commands(context):
             found = command.get_command(context, below)
             assert found is not None

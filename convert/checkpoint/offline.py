@@ -8,6 +8,10 @@ from types import ModuleType
 from typing import Any
 
 from d2sd.errors import CheckpointError
+from d2sd.io import read_json
+
+#: No vocabulary comes near it. The tokenizers library prints every id that is missing below the largest.
+_MAX_ID = 1 << 24
 
 
 def offline_transformers() -> ModuleType:
@@ -23,10 +27,27 @@ def offline_transformers() -> ModuleType:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Read the tokenizer of a checkpoint folder."""
+    """Read the tokenizer of a checkpoint folder. Raises `CheckpointError`."""
+    _check_ids(directory / "tokenizer.json")
     try:
         return offline_transformers().AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # transformers and tokenizers raise whatever their parsers meet
         raise CheckpointError("The tokenizer cannot be read.", where=directory, found=error) from None
+
+
+def _check_ids(file: Path) -> None:
+    """Raise CheckpointError for a token id so large that it must be damage."""
+    if not file.is_file():
+        return
+    values = read_json(file, error=CheckpointError, what="tokenizer")
+    added = values.get("added_tokens") if isinstance(values, dict) else None
+    model = values.get("model") if isinstance(values, dict) else None
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    found = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
+    found += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    if too_large := [number for number in found if isinstance(number, int) and number >= _MAX_ID]:
+        raise CheckpointError(
+            "A token id is out of range.", where=file, found=too_large[0], expected=f"below {_MAX_ID:,}"
+        )

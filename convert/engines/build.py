@@ -51,7 +51,8 @@ def _build(job: Job, folder: Path) -> Report:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if not Path(job.report).is_file():
         raise BuildError(
-            "The engine builder crashed.", where=job.graph, found=f"exit code {done.returncode}: {done.stderr[-2000:]}",
+            "The engine builder crashed.", where=job.graph,
+            found=f"exit code {done.returncode}: {done.stderr.strip().rpartition(os.linesep)[2]}",
         )  # fmt: skip
     report = read_json(Path(job.report), error=BuildError)
     if "error" in report:

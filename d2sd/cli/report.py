@@ -30,6 +30,10 @@ class Reporting(click.Command):
     Exit codes: 2 for errors of the user, 70 for bugs of ours (D2SD_DEBUG=1 shows the traceback), 130 for Ctrl-C.
     """
 
+    def __init__(self, *args: Any, **attrs: Any) -> None:
+        attrs.setdefault("context_settings", {"help_option_names": ["-h", "--help"]})
+        super().__init__(*args, **attrs)
+
     def main(
         self,
         args: Sequence[str] | None = None,
@@ -39,7 +43,6 @@ class Reporting(click.Command):
         **extra: Any,
     ) -> Any:
         """Run the command and, if `standalone_mode`, exit the process, as `click.Command.main` does."""
-        extra.setdefault("help_option_names", ["-h", "--help"])
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode, a path that is not text

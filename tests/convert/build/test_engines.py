@@ -144,7 +144,7 @@ def test_what_a_recipe_asks_in_vain(recipe: Path, changes: dict[str, Any], told:
 
 def test_heads_that_kernels_do_not_take_are_seen_in_the_plan(tmp_path: Path) -> None:
     recipe = write_project(tmp_path / "project", engines={"compute": ["portable"]})
-    with pytest.raises(RecipeError, match=r"heads of this size[\s\S]*head_dim[\s\S]*found: 8"):
+    with pytest.raises(RecipeError, match=r"head size[\s\S]*head_dim[\s\S]*found: 8"):
         make_plan(load_recipe(recipe))
 
 

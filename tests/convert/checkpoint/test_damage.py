@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from d2sd.convert.build import build
 from d2sd.convert.build.plan import make_plan
+from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.convert.checkpoint.weights import INDEX, read_headers, write_tensors
 from d2sd.errors import CheckpointError
 from d2sd.recipe import load_recipe
@@ -164,3 +165,13 @@ def test_write_errors_of_safetensors_are_os_errors(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match=r"model\.safetensors") as caught:
         write_tensors(tmp_path / "model.safetensors", {"a": torch.ones(1)})
     assert caught.value.errno == code
+
+
+def test_a_token_id_out_of_range_is_named(project: Path) -> None:
+    """The tokenizers library would print every id below it, for hours."""
+    path = project / "target" / "tokenizer.json"
+    values = json.loads(path.read_text())
+    values["model"]["vocab"]["w1"] = 2**31
+    path.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=r"token id is out of range(.|\n)*tokenizer.json(.|\n)*2147483648"):
+        load_tokenizer(project / "target")

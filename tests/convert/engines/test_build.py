@@ -108,7 +108,7 @@ def test_fp32_stays_fp32_and_runs_can_be_recorded(graphs: Path) -> None:
 def test_heads_that_the_kernels_do_not_take(export_once: ExportOnce, tmp_path: Path) -> None:
     for file in export_once("llama", torch.float32).folder.glob("target.*"):
         shutil.copy(file, tmp_path)
-    with pytest.raises(BuildError, match=r"heads of this size[\s\S]*found: 8"):
+    with pytest.raises(BuildError, match=r"head size[\s\S]*found: 8"):
         build_engines([job(tmp_path, "target", 3, profiles=[profile("target", 3, size=8)])], tmp_path / "scratch")
 
 

@@ -90,7 +90,7 @@ def test_the_bundle_generates_and_shows_itself(bundle: Path) -> None:
 def test_calibration_is_of_unquantized_drafters(bundle: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["calibrate", str(bundle), "--out", str(tmp_path / "calibration.json")])
     assert done.exit_code == 2
-    assert "calibrate the bundle without fp8" in done.output
+    assert "calibrate a bundle without fp8" in done.output
 
 
 def test_equal_inputs_give_equal_bytes(project: Path, bundle: Path, tmp_path: Path) -> None:
