@@ -154,7 +154,7 @@ def test_no_hub_is_asked_unless_allowed(hub: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("D2SD_ALLOW_HUB")
     if value is not None:
         monkeypatch.setenv("D2SD_ALLOW_HUB", value)
-    with pytest.raises(BuildError, match=r"downloads from a hub are off(.|\n)*D2SD_ALLOW_HUB=1"):
+    with pytest.raises(BuildError, match=r"downloads from the hub are disabled(.|\n)*D2SD_ALLOW_HUB=1"):
         obtained(Recipe.model_construct(), hub_source(hub))
     assert not (hub.parent / "log").exists()
 
