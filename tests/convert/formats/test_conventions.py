@@ -1,4 +1,4 @@
-"""What two readers would take differently is refused: RoPE, layer ids, masks and sizes, by the key that says them."""
+"""Configs that two readers would interpret differently are refused by key: RoPE, layer ids, masks and sizes."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
         r"fc.weight\n  found: \[32, 64\]\n  expected: \[32, 9",
     ),
     "NaN": ({"norm__weight": torch.full((32,), torch.nan)}, "NaN(.|\n)*norm.weight"),
-    "several types": ({"norm__weight": torch.ones(32).bfloat16()}, "several types(.|\n)*BF16, F32"),
+    "several types": ({"norm__weight": torch.ones(32).bfloat16()}, "different types(.|\n)*BF16, F32"),
     "FP8 weights": ({"norm__weight": torch.ones(32).to(torch.float8_e4m3fn)}, "norm.weight\n  found: F8_E4M3"),
 }
 
@@ -235,7 +235,7 @@ def test_wrong_tensors_of_a_speculators_checkpoint_are_named(
 
 
 def test_a_speculators_checkpoint_needs_its_target(speculators: Path, zlab: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"how many layers(.|\n)*--target"):
+    with pytest.raises(CheckpointError, match=r"number of target layers(.|\n)*--target"):
         read_drafter(speculators)
     edit(speculators, {"d2sd": {"num_target_layers": 6}})
     assert any("dropped unchecked" in note for note in read_drafter(speculators).notes)

@@ -1,6 +1,6 @@
-"""A drafter whose config says the wrong layers or the wrong mask is named at build; one that fits, passes.
+"""A drafter whose config has wrong layer ids or a wrong mask is refused at build; a correct one passes.
 
-The drafter has learnt the target's answers to four prompts by heart, and the build tries it on these.
+The drafter is trained to reproduce the target's answers to four prompts, and the build checks it on them.
 """
 
 from __future__ import annotations
