@@ -1,4 +1,4 @@
-"""Recipe -> bundle: `build` runs the stages of pipeline.py, which validate what they built."""
+"""Builds bundles: `build` runs the stages of pipeline.py, including the checks of the built bundle."""
 
 from d2sd.convert.build.pipeline import build
 

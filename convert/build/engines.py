@@ -1,7 +1,7 @@
-"""The stages of a build that makes engines.
+"""Graph and engine stages of a build.
 
 onnx               graphs of all models, from the checkpoints of the bundle
-engines/<compute>  an engine each, built side by side: a build that was interrupted goes on with the next compute
+engines/<compute>  one engine per model, built in parallel; an interrupted build resumes with the next compute
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.convert.engines.build import build_engines
 from d2sd.convert.engines.profiles import Profile, make_profiles
 from d2sd.convert.engines.worker import SETTINGS, Job
-from d2sd.convert.onnx.export import TOOLS, demand_exporter, export_drafter, export_target
+from d2sd.convert.onnx.export import TOOLS, export_drafter, export_target, require_exporter
 from d2sd.io import cache_folder
 from d2sd.manifest import Engines as Built
 from d2sd.modeling.config import DrafterConfig
@@ -43,10 +43,10 @@ class EngineBuild:
 
     @classmethod
     def of(cls, plan: Plan, work: StageCache) -> EngineBuild | None:
-        """Those that the recipe wants. Raises `BuildError` where something that builds them is not installed."""
+        """The build that the recipe asks for, if any. Raises `BuildError` if a package for it is not installed."""
         if plan.recipe.engines is None:
             return None
-        demand_exporter()
+        require_exporter()
         return cls(plan, work, find_tensorrt(plan.recipe.engines.builder))
 
     @property
@@ -60,11 +60,11 @@ class EngineBuild:
 
     @property
     def tools(self) -> dict[str, str]:
-        """Versions of the tools that decide the graphs' bytes and the figures of their checks."""
+        """Versions of the tools that determine the graphs' bytes and the figures of their checks."""
         return {tool: version(tool) for tool in TOOLS}
 
     def run(self, common: Mapping[str, object], models: Mapping[str, str]) -> tuple[dict[str, str], Built]:
-        """Run all stages behind the models' `files` -> hash; returns the new files' and what was built."""
+        """Run all stages; `models` and the result map a file to its hash. Also returns a description of the engines."""
         recipe, size = self.plan.recipe, self.plan.weight_bytes
         aux_layer_ids = self._aux_layer_ids()
         inputs = dict(common) | {
@@ -109,13 +109,13 @@ class EngineBuild:
                 advance(1)
 
     def _timing(self, model: str) -> str | None:
-        """A model's own, because the models are built at once."""
+        """One timing cache per model, because models are built in parallel."""
         if self.trt.name != "tensorrt":
             return None
         return str(cache_folder() / "timing" / f"{self.plan.recipe.name}-{model}-{self.trt.version}")
 
     def _build(self, folder: Path, compute: str, profiles: Mapping[str, list[Profile]]) -> dict[str, Any]:
-        """Engines of one compute capability, and what became of each graph."""
+        """Build the engines of one compute capability; return the report of each model."""
         folder.mkdir(parents=True)
         with self.work.scratch() as scratch:
             jobs = [

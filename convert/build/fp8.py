@@ -1,9 +1,9 @@
-"""The stages of a build that makes FP8: ModelOpt reads the unquantized models, which are not published.
+"""FP8 stages of a build. ModelOpt reads unquantized models, which are not part of the bundle.
 
-plain_target   the target in the recipe's precision, where its source is not a folder of that kind already
-texts          prompts with answers that the unquantized target samples: calibration, and comparison afterwards
+plain_target   the target in the recipe's precision, unless the source already is a checkpoint folder
+texts          prompts with answers sampled from the unquantized target, for calibration and for the comparison
 target         calibrated on the texts
-drafter_*      each calibrated while it drafts for the bundle's target, the second after the first
+drafter_*      each calibrated while it drafts for the bundle's target, the first before the second
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Fp8Build:
         write_json(folder / "texts.json", {"texts": [asdict(text) for text in texts]})
 
     def makes(self, part: Part) -> bool:
-        """Whether FP8 is made of this part."""
+        """Whether this part is quantized to FP8."""
         return self.wanted.target if part is self.plan.target else self.wanted.drafters
 
     def write(self, part: Part, folder: Path) -> None:
-        """Write `folder`, the FP8 model of a part."""
+        """Write the FP8 model of a part into `folder`."""
         if part is self.plan.target:
             self._write_target(folder)
         else:
@@ -93,7 +93,7 @@ class Fp8Build:
         write_drafter(folder, drafter.config, tensors, quantization)
 
     def compare(self, bundle: Bundle) -> dict[str, Any]:
-        """Figures of the finished bundle against the unquantized one."""
+        """Compare the finished bundle with the unquantized one; return figures."""
         drafters = {part.name: self._drafter(part) for part in self.plan.drafters}
         plain = self._bundle(
             first=drafters.get("drafter_first"), second=drafters.get("drafter_second"), target=self.source

@@ -1,7 +1,7 @@
-"""FP8 scales by NVIDIA ModelOpt (extra `fp8`): largest values of weights and inputs, over what models really read.
+"""FP8 scales from NVIDIA ModelOpt (extra `fp8`): max calibration of weights and layer inputs on real text.
 
-The target is quantized as transformers' model and exported by ModelOpt itself; a drafter, which transformers does not
-know, in place, while d2sd's own loop runs it.
+The target is quantized as a transformers model and exported by ModelOpt; a drafter, which transformers does not
+support, is quantized in place while d2sd's decoding loop runs it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PACKAGE = "nvidia-modelopt"
 
 @dataclass(frozen=True, slots=True)
 class ModelOpt:
-    """What is used of it."""
+    """The modules of ModelOpt that are used."""
 
     version: str
     quantization: Any  # modelopt.torch.quantization
@@ -66,7 +66,7 @@ def quantize_target(
 ) -> None:
     """Export the 16-bit checkpoint `source` to `directory` as unified FP8, calibrated on token ids `texts`.
 
-    Every linear layer but the head is FP8; K/V where `kv`. The tokenizer is not copied.
+    Every linear layer except the head is FP8; K/V too if `kv`. The tokenizer is not copied.
     """
     model = _pretrained(source, dtype)
     config = modelopt.quantization.FP8_DEFAULT_CFG
@@ -90,7 +90,7 @@ def quantize_target(
 def quantize_drafter(
     modelopt: ModelOpt, drafter: Drafter, run: Callable[[], None]
 ) -> tuple[dict[str, Tensor], Quantization]:
-    """Calibrate `drafter` in place while `run` drafts with it. Return its FP8 tensors, and what they say of themselves.
+    """Calibrate `drafter` in place while `run` drafts with it. Return its FP8 tensors and their description.
 
     Raises `BuildError` where a layer was never run or its input was zero.
     """
@@ -132,7 +132,7 @@ def _pretrained(source: Path, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Swallow what ModelOpt prints and warns of, without touching stderr, where progress is drawn."""
+    """Suppress ModelOpt's output and warnings, but not stderr, where progress is drawn."""
     level = logging.root.manager.disable
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")

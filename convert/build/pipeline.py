@@ -1,9 +1,9 @@
-"""Recipe -> bundle, in the stages fetch, target, drafter_first, drafter_second, calibration, trtllm, onnx, engines/...,
-check, manifest.
+"""Builds a bundle from a recipe, in the stages fetch, target, drafter_first, drafter_second, calibration, trtllm, onnx,
+engines/..., check, manifest.
 
-`StageCache` makes them survive a kill. A bundle's bytes depend only on its recipe, its sources and the tools' versions,
-with two exceptions: FP8 scales also depend on the processor, which decides the order of sums, and TensorRT never builds
-the same engine twice byte for byte.
+`StageCache` makes a killed build resumable. A bundle's bytes depend only on its recipe, its sources and the tools'
+versions, with two exceptions: FP8 scales also depend on the processor, which determines the order of sums, and TensorRT
+engines are not reproducible byte for byte.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from d2sd.progress import Progress, silent
 from d2sd.recipe import Recipe
 
 _TOOLS = ("d2sd", "torch", "transformers", "tokenizers", "safetensors", "gguf")
-#: Tokenizer and JSON beside the weights.
+#: Bytes reserved for the tokenizer and JSON files next to the weights.
 _SMALL_FILES = 32 << 20
 
 
@@ -98,7 +98,7 @@ def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
         source, need, write = _target(plan, part, work) if part is plan.target else _drafter(plan, part, work)
         inputs = common | {"source": source}
         if fp8 is not None and fp8.makes(part):
-            inputs |= fp8.inputs() | {"behind": list(files.items())}
+            inputs |= fp8.inputs() | {"preceding": list(files.items())}
             write = partial(fp8.write, part)
         files |= work.stage(part.name, inputs, need, write).files
     if plan.calibration is not None:
@@ -129,7 +129,7 @@ def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
 
 
 def _fp8(plan: Plan, work: StageCache, manifest: Manifest) -> Fp8Build:
-    """Make what FP8 needs of the unquantized target, out of the bundle."""
+    """Run the stages that need the unquantized target; their files are not part of the bundle."""
     assert plan.target is not None
     assert plan.target_file is not None
     recipe = plan.recipe
@@ -183,7 +183,7 @@ def _drafter(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run
 
 
 def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:
-    """Bytes needed and writer of the calibration, which must be of these very drafters."""
+    """Bytes needed and writer of the calibration; the writer checks that it was fitted to these drafters."""
 
     def write(folder: Path) -> None:
         for index, part in enumerate(plan.drafters):

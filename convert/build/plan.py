@@ -1,4 +1,4 @@
-"""What a recipe would build, from configs and headers alone: no weights are read, no network is used."""
+"""Plans a build from configs and tensor headers alone, without reading weights or using the network."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from d2sd.runtime.memory import KVMemory, plan_kv_memory
 from d2sd.runtime.request import Limits
 from d2sd.tensorrt_env import ALIGNMENT
 
-#: Memory of GPUs as they are sold, in decimal bytes; each reports a little more.
+#: Nominal GPU memory in decimal bytes; the devices report slightly more.
 GPUS = {"H100": 80 * 10**9, "H200": 141 * 10**9, "B200": 180 * 10**9}
-#: What FP8 makes one byte a weight: every linear layer of the target but its head, ...
+#: Tensors that FP8 stores in one byte per weight: every linear layer of the target except its head, ...
 _TARGET_FP8 = ("_proj.weight",)
-#: ... and of a drafter those that engines do not slice.
+#: ... and the linear layers of a drafter that engines do not slice.
 _DRAFTER_FP8 = ("o_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 
@@ -52,7 +52,7 @@ class Part:
 class Plan:
     """Models that are `missing`, because they have to be fetched first, are left out.
 
-    `target` is None if it is one of them: the drafters were then not held against it.
+    If the target is missing, `target` is None and the drafters have not been checked against it.
     """
 
     recipe: Recipe
@@ -72,12 +72,12 @@ class Plan:
         return sum(part.weight_bytes for part in self.parts)
 
     def kv_memory(self, free_bytes: int | None = None) -> KVMemory:
-        """Size of the K/V pools when serving with all models; a share of memory needs to know how much is free."""
+        """Size of the K/V pools when serving with all models; a share of memory needs `free_bytes`."""
         limits, token = self.recipe.limits, sum(part.kv_token_bytes for part in self.parts)
         return plan_kv_memory(Limits.of(limits), self.recipe.tree.block_size, limits.page_size * token, free_bytes)
 
     def kv_bytes(self, part: Part) -> int:
-        """What of it is this model's, as far as the plan knows."""
+        """Size of the K/V pools of one model."""
         return self.kv_memory().pool_pages * self.recipe.limits.page_size * part.kv_token_bytes
 
     @property
@@ -86,7 +86,7 @@ class Plan:
         return self.recipe.limits.max_context * sum(part.kv_token_bytes for part in self.parts)
 
     def requests_in(self, memory: int) -> int:
-        """How many such requests fit beside the weights in four fifths of a GPU: the last is for activations."""
+        """How many such requests fit next to the weights in four fifths of `memory`; the rest is for activations."""
         return max(0, (memory * 4 // 5 - self.weight_bytes) // self.request_bytes)
 
 
@@ -129,7 +129,7 @@ def make_plan(recipe: Recipe) -> Plan:
 
 
 def _check_engines(plan: Plan) -> None:
-    """Raise `RecipeError` for what kernels and TensorRT do not take, before hours of exporting it."""
+    """Raise `RecipeError` for shapes that kernels or TensorRT do not support, before hours of exporting."""
     for part in plan.parts if plan.recipe.engines else ():
         body, limits = part.body, plan.recipe.limits
         if body.head_dim % HEAD_STEP or body.head_dim > LARGEST_HEAD:
@@ -139,7 +139,7 @@ def _check_engines(plan: Plan) -> None:
                 expected=f"a multiple of {HEAD_STEP} up to {LARGEST_HEAD}", fix="remove engines from the recipe",
             )  # fmt: skip
         page = limits.page_size * body.num_kv_heads * body.head_dim * DTYPES[plan.recipe.precision].itemsize
-        if page % ALIGNMENT:  # a layer of a pool begins where the one before it ends
+        if page % ALIGNMENT:  # the layers of a pool are contiguous
             raise RecipeError(
                 "A page of K/V is not aligned for TensorRT.", where="limits.page_size",
                 found=f"{limits.page_size} tokens, {page} bytes", expected=f"a multiple of {ALIGNMENT} bytes",
@@ -160,7 +160,7 @@ def _calibration(recipe: Recipe) -> CalibrationFile | None:
 
 
 def _target_config(file: Path, *, is_gguf: bool) -> tuple[DecoderConfig, Quantization | None]:
-    """Geometry of the target, and how it is quantized where it lies."""
+    """Geometry of the target, and how its source checkpoint is quantized."""
     if is_gguf:
         return parse_target_config(read_gguf_config(file)), None
     config = parse_target_config(HFConfig.read(file))
@@ -179,7 +179,7 @@ def _drafter(
 def _part(
     recipe: Recipe, name: str, source: str, config: DecoderConfig | DrafterConfig, quantization: Quantization | None
 ) -> Part:
-    """`quantization` is what the model has where it lies; what the recipe's fp8 makes of it comes on top."""
+    """`quantization` describes the source checkpoint; the recipe's fp8 is applied on top of it."""
     body, size = config.body, DTYPES[recipe.precision].itemsize
     fp8 = recipe.fp8 or FP8(target=False, drafters=False)
     narrow: tuple[str, ...]

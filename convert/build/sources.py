@@ -1,4 +1,4 @@
-"""Where the models of a recipe are: a local path, a file or folder of a wheel, or files of a hub's commit."""
+"""Locates the models of a recipe: a local path, a file or folder of a wheel, or files of a commit on a hub."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""Build stages that survive a kill, and an output that appears complete or not at all.
+"""Resumable build stages, and an output that appears complete or not at all.
 
     <output>/                     appears at the end, by a rename
     .<output name>.building/
-      bundle/<stage>/             what will be renamed
+      bundle/<stage>/             files that will be renamed
       hidden/<stage>/             files that other stages need and the bundle does not
       stages/<stage>.json         a finished stage: hash of its inputs, hashes of its files
       scratch/                    while a stage runs
 
-A stage is skipped when its marker carries the same inputs and its folder still has the same files: a run that follows a
-kill, even by the kernel, ends in the same bytes as one that was never killed (engines apart, which are no two alike).
+A stage is skipped when its marker carries the same inputs and its folder still has the same files: a build that
+resumes after a kill, even by the kernel, ends in the same bytes as an uninterrupted one (except engines, which are not
+reproducible).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Run = Callable[[Path], "dict[str, Any] | None"]
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """What is kept of a finished stage."""
+    """Record of a finished stage."""
 
     inputs: str
     files: dict[str, str]  # path in the bundle -> sha256
@@ -49,7 +50,7 @@ class StageCache:
 
     @classmethod
     def for_output(cls, output: Path, progress: Progress, finished: Callable[[str], None]) -> StageCache:
-        """Prepare the work folder of `output`. Raises `BuildError` where publishing could not replace what is there."""
+        """Prepare the work folder of `output`. Raises `BuildError` if the existing output could not be replaced."""
         try:
             output = output.resolve()
             check_replaceable(output)
@@ -87,7 +88,7 @@ class StageCache:
             remove(folder)
 
     def prune(self, stages: set[str]) -> None:
-        """Drop the folders that an earlier recipe left in the unpublished bundle; a stage may be of two names, a/b."""
+        """Drop the folders that an earlier recipe left in the unpublished bundle; a stage name may be a/b."""
         above = {stage.partition("/")[0] for stage in stages if "/" in stage}
         for path in (*self.bundle.glob("*"), *(below for name in above for below in (self.bundle / name).glob("*"))):
             if path.is_dir() and path.relative_to(self.bundle).as_posix() not in stages | above:
@@ -114,8 +115,8 @@ class StageCache:
         return marker
 
     def publish(self) -> None:
-        """Rename the bundle to the output. Killed between the renames, the next run finds every stage finished."""
-        check_replaceable(self.output)  # again: somebody may have put files there in the meantime
+        """Rename the bundle to the output. After a kill between the renames, every stage is still finished."""
+        check_replaceable(self.output)  # again: files may have been added in the meantime
         replaced = self.folder / "replaced"
         remove(replaced)
         if self.output.exists():
@@ -138,7 +139,7 @@ class StageCache:
 def check_replaceable(output: Path) -> None:
     """Raise `BuildError` unless `output` is absent, an empty folder, or a bundle that holds only files of its own.
 
-    Publishing deletes what is at the output, so anything that d2sd did not write must stop it.
+    Publishing deletes the existing output, so a file that d2sd did not write is an error.
     """
     if not (output.exists() or output.is_symlink()) or (output.is_dir() and not any(output.iterdir())):
         return

@@ -1,4 +1,4 @@
-"""A bundle's models -> a model runner: PyTorch modules, graphs in ONNX Runtime, or TensorRT engines."""
+"""Makes a model runner for a bundle: PyTorch modules, graphs in ONNX Runtime, or TensorRT engines."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MODELS = ("target", "drafter_first", "drafter_second")
 
 
 def make_runner(bundle: Bundle, drafters: Sequence[Drafter], name: BackendName, device: str) -> ModelRunner:
-    """A runner of the target and of `drafters`, the first ones of the bundle.
+    """Make a runner of the target and `drafters`: none, the first, or both drafters of the bundle.
 
-    Raises `BundleError` where the bundle has no graphs or engines, or they do not run here, `BuildError` where TensorRT
-    is not installed.
+    Raises `BundleError` if the bundle has no graphs or engines or they cannot run on this machine, `BuildError` if
+    TensorRT is not installed.
     """
     from d2sd.runtime.backends.model_runner import ModelRunner
 
@@ -103,7 +103,7 @@ def _tensorrt(bundle: Bundle, drafters: Sequence[Drafter], built: Engines) -> Mo
 
 
 def choose_compute(built: Sequence[str], capability: tuple[int, int], folder: Path) -> str:
-    """The engines of a bundle for a GPU of this capability: its own, else those that may run anywhere."""
+    """Select the engines for a GPU of this compute capability: its own, else `native`, else `portable`."""
     own = "sm{}{}".format(*capability)
     for compute in (own, "native", "portable"):
         if compute in built:

@@ -1,7 +1,7 @@
-"""Messages -> token ids, through the target's chat template.
+"""Encodes messages with the target's chat template.
 
-The template is Jinja from a checkpoint, so it is not trusted: transformers compiles it in a sandbox, and here the time
-of rendering and the length of its output are bounded.
+The template is untrusted Jinja from a checkpoint: transformers compiles it in a sandbox, and this module bounds its
+rendering time and the length of its output.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from d2sd.errors import RequestError
 
 #: `[{"role": "user", "content": "..."}, ...]`
 Messages = Sequence[Mapping[str, Any]]
-#: Most CPU time of one rendering; templates of real models need milliseconds.
+#: Maximum CPU seconds of one rendering; templates of real models need milliseconds.
 _SECONDS = 2.0
-#: Longest rendered conversation, in characters; a context of a million tokens is shorter.
+#: Maximum length of a rendered conversation, in characters; a context of a million tokens is shorter.
 _MAX_LENGTH = 16 << 20
-#: Under this file name Jinja compiles a template that was given as a string.
+#: File name that Jinja gives a template compiled from a string.
 _TEMPLATE = "<template>"
 
 
 def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """Token ids of `prompt` as it is. Raises `RequestError` where it is no Unicode text."""
+    """Return the token ids of `prompt` without a template. Raises `RequestError` for invalid Unicode."""
     _check_text(prompt, "prompt")
     ids: list[int] = tokenizer(prompt).input_ids
     return ids
 
 
 def encode_chat(tokenizer: Any, messages: Messages, template: Mapping[str, Any], where: str) -> list[int]:
-    """Token ids of a conversation in the chat template, up to where the assistant's answer begins.
+    """Return the token ids of a conversation in the chat template, up to the start of the assistant's answer.
 
-    `tokenizer` is one of transformers, `template` holds further variables of its chat template, and `where` names the
-    template in errors. Raises `RequestError` for malformed messages and for a template that fails.
+    `tokenizer` is a transformers tokenizer, `template` holds extra variables of its chat template, and `where` names
+    the template in errors. Raises `RequestError` for malformed messages and for a template that fails.
     """
     _check_messages(messages)
     try:
@@ -44,7 +44,7 @@ def encode_chat(tokenizer: Any, messages: Messages, template: Mapping[str, Any],
             text = tokenizer.apply_chat_template(
                 [dict(message) for message in messages], add_generation_prompt=True, tokenize=False, **template
             )
-    except (Exception, _TooSlow) as error:  # whatever a template does: undefined names, division by zero, recursion
+    except (Exception, _TooSlow) as error:  # a template can raise anything, such as a RecursionError
         found = f"more than {_SECONDS:g} s" if isinstance(error, _TooSlow) else f"{type(error).__name__}: {error}"
         raise RequestError(
             "The chat template cannot be rendered.", where=where, found=found[:300],
@@ -65,7 +65,7 @@ def _check_messages(messages: Messages) -> None:
         raise RequestError("The conversation is empty.", where="messages", expected="at least one message")
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        # content may be a list of parts, or null beside calls of tools: some templates know them
+        # content may be a list of parts, or null in a message with tool calls: some templates support both
         known = isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
         if not known or not isinstance(message["content"], (str, list, NoneType)):
             expected = '{"role": "user", "content": "..."}'
@@ -86,14 +86,14 @@ def _check_text(text: str, where: str) -> None:
 
 
 class _TooSlow(BaseException):
-    """No Exception, so that nothing on the way takes it for a fault of its own."""
+    """A BaseException, so that no `except Exception` inside the rendering swallows it."""
 
 
 @contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
     """Raise `_TooSlow` in a template that runs for longer than `seconds` of this thread's CPU time.
 
-    A trace function looks at the clock on every line of the compiled template: unlike a signal it works in any thread.
+    A trace function checks the clock on every line of the compiled template; unlike a signal, it works in any thread.
     """
     end = thread_time() + seconds
 

@@ -43,7 +43,7 @@ class Bundle:
 
 
 def load_bundle(path: Path, *, verify: bool = True, progress: Progress = silent) -> Bundle:
-    """Open the bundle at `path`; raises `BundleError`. `verify=False` trusts files checked a moment ago."""
+    """Open the bundle at `path`; raises `BundleError`. `verify=False` skips hashing files that were just verified."""
     manifest = load_manifest(path)
     if verify:
         verify_files(path, manifest, progress)
@@ -73,8 +73,8 @@ def verify_files(path: Path, manifest: Manifest, progress: Progress = silent) ->
 def list_bundle(path: Path) -> list[str]:
     """Every file below `path`, as sorted POSIX paths relative to it.
 
-    Raises `BundleError` for anything but regular files: links to folders, whose files nobody would check, links that
-    leave the bundle, broken links, pipes and devices.
+    Raises `BundleError` for anything but regular files: links to folders, whose files would not be checked, links
+    that leave the bundle, broken links, pipes and devices.
     """
     root, names = path.resolve(), []
     for folder, folders, files in os.walk(path):

@@ -1,4 +1,4 @@
-"""A loaded bundle -> an engine over its models, and requests in its target's chat template."""
+"""Makes engines from a loaded bundle, and requests in its target's chat template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from d2sd.runtime.request import Request, SamplingParams
     from d2sd.runtime.speculation.policy import Policy as TreePolicy
 
-#: Trees that `auto` weighs, each about twice the last: between them the best is flat.
+#: Node budgets that `auto` compares. Powers of two suffice: throughput is flat around the optimum.
 _ROWS = (4, 8, 16, 32, 64)
 
 
@@ -33,10 +33,10 @@ def make_engine(
     calibrated: bool = True,
     selector: PolicySelector | None = None,
 ) -> Engine:
-    """An engine over the bundle's models; arguments that are not given are the recipe's.
+    """Make an engine for the bundle's models; arguments that are not given default to the recipe's values.
 
     Raises BundleError if the bundle lacks a drafter that the policy needs. `calibrated=False` uses the drafters' raw
-    probabilities. `selector` is another engine's, of the same bundle, device and batch size, with its measurements.
+    probabilities. `selector` reuses the measurements of another engine of the same bundle, device and batch size.
     """
     from d2sd.runtime.buckets import buckets
     from d2sd.runtime.engine import Engine
@@ -71,7 +71,7 @@ def make_engine(
 
 
 def _policies(bundle: Bundle, name: Policy, rows: int) -> list[TreePolicy]:
-    """The named policy; for `auto` all that the bundle can run, by number of nodes; the last is tried first."""
+    """The named policy; for `auto` all that the bundle can run, by number of nodes. The engine starts with the last."""
     from d2sd.runtime.speculation.policy import make_policy
 
     tree = bundle.recipe.tree
@@ -98,11 +98,11 @@ def chat_request(
     raw: bool = False,
     stop: tuple[str, ...] = (),
 ) -> Request:
-    """A request that ends at the target's stop tokens.
+    """Make a request that ends at the target's stop tokens.
 
     `prompt` is a conversation, `[{"role": ..., "content": ...}, ...]`, or one user turn; both are put into the target's
-    chat template. With `raw`, or where the target has no template, a string is taken as it is. Raises `RequestError`
-    for malformed messages and for a template that cannot be rendered.
+    chat template. With `raw`, or where the target has no template, a string is encoded without one. Raises
+    `RequestError` for malformed messages and for a template that cannot be rendered.
     """
     from d2sd.runtime.request import Request
 

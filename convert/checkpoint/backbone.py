@@ -11,7 +11,7 @@ READ = frozenset({
     "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "attention_bias",
     "vocab_size", "layer_types", "hidden_act", "model_type",
 })  # fmt: skip
-#: Keys that say nothing about the forward pass.
+#: Keys that do not affect the forward pass.
 INERT = frozenset({
     "auto_map", "attention_dropout", "initializer_range", "use_cache", "max_window_layers", "tie_word_embeddings",
     "dtype", "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path",
@@ -31,7 +31,7 @@ def read_body(config: HFConfig) -> BodyConfig:
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=config.size("num_key_value_heads"),
-        head_dim=config.size("head_dim", most=MAX_SIZE // heads),
+        head_dim=config.size("head_dim", limit=MAX_SIZE // heads),
         rms_norm_eps=config.get("rms_norm_eps", float),
         rope=config.rope(),
         max_positions=config.size("max_position_embeddings"),
@@ -42,8 +42,8 @@ def read_body(config: HFConfig) -> BodyConfig:
 
 
 def body_fields(body: BodyConfig) -> dict[str, object]:
-    """Every field of the body but RoPE, which the formats spell differently."""
-    assert body.qk_norm, "no layout has a spelling for a drafter without q/k norms"
+    """Every field of the body except RoPE, which the formats spell differently."""
+    assert body.qk_norm, "no layout can represent a drafter without q/k norms"
     assert body.qkv_bias == body.o_bias, "the layouts have one attention_bias for q, k, v and o"
     return {
         "attention_bias": body.qkv_bias,

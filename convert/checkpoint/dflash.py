@@ -3,9 +3,9 @@
 Read: z-lab, ModelOpt and SpecForge write it, with differences that do not affect the forward pass except for the role,
 so one strict reader serves all three. A key that the reader does not know is refused: it may change what tensors mean.
 
-Written: z-lab's spelling, with every field, because readers fill gaps with defaults of their own. Edge-LLM alone would
-take block size 16, mask 248070, layers 1, 8, 15, 22, 29 and a causal block. There is no embedding and no head: they are
-the target's. A second drafter is marked by `training_mode: vp_drafter`, as SpecForge does.
+Written: z-lab's spelling, with every field, because readers fill gaps with their own defaults; Edge-LLM, for example,
+uses block size 16, mask 248070, layers 1, 8, 15, 22, 29 and a causal block. Embedding and head are not written, since
+the target has them. A second drafter is marked by `training_mode: vp_drafter`, as in SpecForge.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _INSIDE = (
 def read_layout(config: HFConfig, declared: Role | None = None) -> DrafterConfig:
     """Read a config of the DFlash layout, layer ids in the file's order; raises `CheckpointError`.
 
-    `declared` is the role of a drafter that does not say its own.
+    `declared` is the role of a drafter whose config has none.
     """
     dflash = config.part("dflash_config")
     for part, known in ((config, _TOP), (dflash, _INSIDE)):
@@ -70,7 +70,7 @@ def refuse_unknown(config: HFConfig, known: frozenset[str] | set[str]) -> None:
 
 
 def mask_id(config: HFConfig, vocab_size: int) -> int:
-    """Read mask_token_id: of the config alone, because a tokenizer's mask token may be another one."""
+    """Read mask_token_id; the tokenizer's mask token is not used because it may be a different one."""
     value = config.get("mask_token_id", int)
     if not 0 <= value < vocab_size:
         raise config.refuse("The mask token is outside the vocabulary.", "mask_token_id", f"0 to {vocab_size - 1}")
@@ -82,8 +82,8 @@ def _layer_ids(dflash: HFConfig, num_layers: int, num_target_layers: int) -> tup
         raise CheckpointError(
             "The config does not list the target layers that the drafter reads.",
             where=f"{dflash.where}: target_layer_ids", expected="a list of layer ids",
-            fix=f"some readers then take {usual_ids(num_layers, num_target_layers)}; write that into the config if it "
-            "was trained so",
+            fix=f"some readers then use {usual_ids(num_layers, num_target_layers)}; write that into the config if it "
+            "was trained with them",
         )  # fmt: skip
     ids = from_convention(dflash.integers("target_layer_ids"), "output_of_layer")
     expected = fault(ids, num_target_layers)
@@ -92,10 +92,10 @@ def _layer_ids(dflash: HFConfig, num_layers: int, num_target_layers: int) -> tup
     return ids
 
 
-def _either(config: HFConfig, dflash: HFConfig, key: str, most: int) -> int:
-    """Return a size that may sit at the top level, inside dflash_config, or in both if they agree."""
+def _either(config: HFConfig, dflash: HFConfig, key: str, limit: int) -> int:
+    """Return a size that may be at the top level, inside dflash_config, or in both if they agree."""
     home = config if key in config.values else dflash
-    value = home.size(key, most=most)
+    value = home.size(key, limit=limit)
     if key in dflash.values and dflash.size(key) != value:
         raise dflash.refuse(f"{key} is given twice, with different values.", key, value)
     return value
@@ -109,14 +109,15 @@ def config_text(config: DrafterConfig, dtype: torch.dtype, quantization: Mapping
 
 
 def left_to_readers(text: str, config: DrafterConfig) -> list[str]:
-    """Names of fields that decide what `config` is and that `text`, of this layout, leaves to its reader's defaults."""
+    """Names of fields that determine `config` and that `text`, of this layout, omits: readers use their defaults."""
     values, ours = json.loads(text), _fields(config)
     inside, wanted = values["dflash_config"], ours["dflash_config"]
     assert isinstance(wanted, dict)
-    said = values.keys() | inside.keys()
-    said |= {"rope_theta", "rope_scaling"} if "rope_parameters" in said else set()
-    said |= {"is_causal"} if "causal" in said else set()
-    return [*(key for key in ours if key not in said | INERT), *(f"dflash_config.{k}" for k in wanted if k not in said)]
+    given = values.keys() | inside.keys()
+    given |= {"rope_theta", "rope_scaling"} if "rope_parameters" in given else set()
+    given |= {"is_causal"} if "causal" in given else set()
+    missing = [key for key in ours if key not in given | INERT]
+    return missing + [f"dflash_config.{key}" for key in wanted if key not in given]
 
 
 def _fields(config: DrafterConfig) -> dict[str, object]:

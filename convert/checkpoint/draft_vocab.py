@@ -2,8 +2,8 @@
 
     {"d2sd_draft_vocab": 1, "vocab_size": 49152, "ids": [0, 2, 17, …]}      ascending, each once
 
-The same facts as `draft_vocab_size`, `d2t` and `t2d` of a speculators checkpoint (d2t[i] = ids[i] - i, t2d marks the
-ids), but no tensor changes: the z-lab files stay what other readers expect, and those draft with the whole head.
+It carries the same information as `draft_vocab_size`, `d2t` and `t2d` of a speculators checkpoint (d2t[i] = ids[i] - i,
+t2d marks the ids) without changing a tensor: other readers still read the z-lab files, and draft with the full head.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KEYS = {"d2sd_draft_vocab", "vocab_size", "ids"}
 
 
 def read_draft_vocabulary(directory: Path, vocab_size: int, mask_token_id: int) -> tuple[int, ...] | None:
-    """The ids, or None where there is no such file; raises `CheckpointError` naming file and key.
+    """Return the ids, or None if the file does not exist; raises `CheckpointError` naming file and key.
 
     `vocab_size` and `mask_token_id` are those of the drafter's config.
     """
@@ -35,7 +35,7 @@ def read_draft_vocabulary(directory: Path, vocab_size: int, mask_token_id: int) 
         ("The draft vocabulary was made for another target.", "vocab_size", vocab_size),
     ):
         found = values.get(key)
-        if type(found) is not int or found != expected:  # exact: True is no integer here
+        if type(found) is not int or found != expected:  # exact: a bool is not accepted
             raise CheckpointError(what, where=f"{path}: {key}", found=json.dumps(found)[:80], expected=expected)
     odd = sorted(values.keys() ^ _KEYS)
     if odd:
@@ -57,9 +57,9 @@ def write_draft_vocabulary(directory: Path, ids: tuple[int, ...] | None, vocab_s
 
 
 def check_ids(where: str, ids: object, vocab_size: int, mask_token_id: int) -> tuple[int, ...]:
-    """The ids of a draft vocabulary as a tuple; raises `CheckpointError` naming the index after `where`."""
+    """Return the ids of a draft vocabulary as a tuple; raises `CheckpointError` naming the index after `where`."""
     if not isinstance(ids, list) or len(ids) < 2:
-        # The second draft may not repeat the token that its boundary rejects: another must be left.
+        # The second draft may not repeat the token rejected at its boundary, so it needs another one.
         raise CheckpointError(
             "The draft vocabulary is too small.", where=where,
             found=json.dumps(ids)[:80], expected="a list of at least two ids",
@@ -72,9 +72,9 @@ def check_ids(where: str, ids: object, vocab_size: int, mask_token_id: int) -> t
         elif not 0 <= token < vocab_size:
             expected = f"0 to {vocab_size - 1}"
         elif token <= before:
-            expected = f"above {before}, the id before it"
+            expected = f"above {before}, the previous id"
         elif token == mask_token_id:
-            expected = "any token but the mask, which is never an answer"
+            expected = "any token but the mask, which is never part of an answer"
         if expected:
             raise CheckpointError(
                 "An id cannot be in the draft vocabulary.", where=f"{where}[{index}]",

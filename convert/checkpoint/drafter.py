@@ -1,7 +1,7 @@
-"""Drafters as bundles and training hold them: a directory in the DFlash layout, and the module it fills.
+"""Loads and writes drafters of bundles and of training: a directory in the DFlash layout, and its module.
 
 Read: the DFlash layout, also in FP8; `formats/` reads every format, unquantized, and converts it to this one. Written:
-z-lab's spelling, with every field. That has no key for a reduced draft vocabulary, which is in a file of its own
+z-lab's spelling, with every field. It has no key for a reduced draft vocabulary, which is in a separate file
 (`draft_vocab.py`).
 """
 
@@ -40,15 +40,15 @@ from d2sd.modeling.fp8 import linear_names, make_fp8
 def read_drafter_config(directory: Path, declared: Role | None = None) -> DrafterConfig:
     """Read a `config.json` of the DFlash layout and the draft vocabulary; raises `CheckpointError` naming file and key.
 
-    `declared` is the role of a drafter that does not say its own.
+    `declared` is the role of a drafter whose config has none.
     """
     raw = HFConfig.read(directory)
     plain = HFConfig({key: value for key, value in raw.values.items() if key != KEY}, raw.where)
     refuse_unsupported(plain)
     if plain.values.get("speculators_model_type") is not None:
         raise CheckpointError(
-            "A recipe's drafter is a directory in the DFlash layout, and this is a speculators checkpoint.",
-            where=raw.where, fix="d2sd convert it --to z-lab",
+            "A recipe's drafter must be in the DFlash layout, and this is a speculators checkpoint.",
+            where=raw.where, fix="d2sd convert --to z-lab",
         )  # fmt: skip
     config = read_layout(plain, declared)
     _check_quantization(directory, raw, config.body.num_layers)
@@ -67,30 +67,30 @@ def _check_quantization(directory: Path, raw: HFConfig, layers: int) -> None:
         raise CheckpointError(
             "Engines do not support FP8 in these layers of a drafter.", where=f"{directory}: {FILE} or {KEY}",
             found=", ".join(narrow) or "K/V", expected="FP8 in o_proj and the MLP only",
-            fix="name the drafter from before it was quantized, and set fp8.drafters",
+            fix="use the unquantized drafter, and set fp8.drafters",
         )  # fmt: skip
 
 
 def check_compatible(config: DrafterConfig, target: DecoderConfig, *, role: Role, block_size: int, where: Path) -> None:
     """Refuse a drafter that was not made for this target, this role or this block size.
 
-    Every one of these would run, and quietly accept nothing.
+    Such a drafter would run, and almost none of its tokens would be accepted.
     """
     if config.role != role:
         raise CheckpointError(
             "The drafter does not fit.", where=f"{where / 'config.json'}: dflash_config.training_mode",
             found=config.role, expected=role,
-            fix="if it was trained on variable prefixes and does not say so: d2sd convert it --role variable_prefix"
+            fix="if it was trained on variable prefixes: d2sd convert --role variable_prefix"
             if role == "variable_prefix" else None,
         )  # fmt: skip
     check_target(config, target, where)
     ids = config.target_layer_ids
     if not all(a < b for a, b in pairwise(ids)):
-        # fc's columns follow the config's order, and TensorRT-LLM sorts the ids: ascending means the same to all.
+        # fc's columns follow the config's order, and TensorRT-LLM sorts the ids: only ascending ids are unambiguous.
         raise CheckpointError(
             "The target layer ids are not in ascending order.",
             where=f"{where / 'config.json'}: dflash_config.target_layer_ids",
-            found=list(ids), expected=sorted(ids), fix="d2sd convert it --to z-lab: that moves the columns of fc too",
+            found=list(ids), expected=sorted(ids), fix="d2sd convert --to z-lab, which also reorders the columns of fc",
         )  # fmt: skip
     if config.block_size != block_size:
         raise CheckpointError(
@@ -145,7 +145,7 @@ def write_drafter(
     tensors: Mapping[str, Tensor],
     quantization: Quantization | None = None,
 ) -> None:
-    """Write a drafter's directory; `tensors` is `Drafter.state_dict()`, of one dtype but for what is FP8."""
+    """Write a drafter's directory; `tensors` is `Drafter.state_dict()`, of one dtype except FP8 tensors."""
     expected = drafter_shapes(config, quantization)
     given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert given == expected, f"not this drafter's tensors: {sorted(given.items() ^ expected.items())}"
@@ -167,9 +167,9 @@ def _empty(config: DrafterConfig, quantization: Quantization | None) -> Drafter:
 
 
 def fingerprint(drafter: Drafter) -> str:
-    """SHA-256 of a drafter's weights in bf16, by name, and of its draft vocabulary: all that decides what it says.
+    """SHA-256 of a drafter's weights in bf16, by name, and of its draft vocabulary: all that determines its output.
 
-    It is the same in fp32 and bf16, of which drafters come.
+    It is the same for a drafter loaded in fp32 and in bf16.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(drafter.state_dict().items()):

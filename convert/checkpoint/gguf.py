@@ -1,7 +1,9 @@
-"""GGUF -> Hugging Face checkpoint in fp32, through transformers' loader (about 18 s for 135M parameters on two cores).
+"""Converts a GGUF to a Hugging Face checkpoint in fp32, with transformers' loader.
 
-Two things the loader gets wrong are put right here: a GGUF tokenizer may name another end-of-text token than the
-model's config does (the config's is what the model emits), and it asks for space clean-up, which changes decoded text.
+It takes about 18 s for 135M parameters on two cores.
+
+Two faults of the loader are corrected: a GGUF tokenizer may name another end-of-text token than the model's config (the
+model emits the config's), and it enables space clean-up, which changes decoded text.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
     import torch
     from transformers import modeling_gguf_pytorch_utils
 
-    # Its reader draws a bar of its own, which no setting switches off: torch has imported tqdm by now.
+    # Its reader draws a progress bar that no setting disables; tqdm has been imported by torch already.
     modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
     tokenizer = _load(gguf, transformers.AutoTokenizer)
-    # transformers 5.18 and later can keep a GGUF's blocks, and refuse to save such a model unless it forgets them
+    # transformers 5.18 and later can keep a GGUF's blocks, and refuse to save such a model unless they are removed
     blocks = getattr(transformers, "GgufConfig", None)
     dense = {} if blocks is None else {"quantization_config": blocks(dequantize=True)}
     model = _load(gguf, transformers.AutoModelForCausalLM, dtype=torch.float32, **dense)
@@ -47,14 +49,14 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
     settings = directory / "tokenizer_config.json"
     kept = read_json(settings, error=CheckpointError)
-    # where and how this process loaded it, and ids that repeat the names beside them
+    # where and how this process loaded it, and ids that repeat the token names
     dropped = ("is_local", "local_files_only", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
     write_json(settings, {key: value for key, value in kept.items() if key not in dropped})
     write_json(directory / "generation_config.json", {"eos_token_id": _stop_tokens(tokenizer, end)})
 
 
 def _stop_tokens(tokenizer: Any, end: int) -> list[int]:
-    """The config's end token and, where there is one, the end of a document."""
+    """The config's end token and, if the tokenizer has it, the end-of-document token."""
     document = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     ids = [end] if document in (None, end) else [end, document]
     assert all(type(token) is int for token in ids)
@@ -62,7 +64,7 @@ def _stop_tokens(tokenizer: Any, end: int) -> list[int]:
 
 
 def _name_version() -> None:
-    """Give the gguf module its version: transformers asks the module where Python 3.10 maps no distribution to it."""
+    """Give the gguf module its version: transformers reads it there where Python 3.10 maps no distribution to it."""
     import gguf
 
     if not hasattr(gguf, "__version__"):

@@ -1,4 +1,4 @@
-"""Strict reading of a Hugging Face `config.json`: every value typed, every complaint naming file and key."""
+"""Strict reading of a Hugging Face `config.json`: every value is typed, every error names file and key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from d2sd.modeling.config import RopeConfig
 T = TypeVar("T")
 #: Largest size of a dimension, a vocabulary or a context: real ones are below, and products of two fit 64 bits.
 MAX_SIZE = 1 << 24
-#: Most layers of a model. Real ones have up to about 200, and a module of them is built to know names and shapes.
+#: Maximum layers of a model. Real models have up to about 200, and a module is built to get names and shapes.
 MAX_LAYERS = 1024
 
 #: Keys of a rope dictionary, new (`rope_parameters`) or old (`rope_scaling`), by our field's name.
@@ -26,7 +26,7 @@ _ROPE_NUMBERS = {
     "beta_slow": "beta_slow",
     "attention_factor": "attention_factor",
 }
-#: What each kind cannot do without.
+#: Required keys of each kind.
 _ROPE_NEEDS = {
     "default": (),
     "linear": ("factor",),
@@ -49,7 +49,7 @@ class HFConfig:
         path = directory / "config.json"
         if not path.exists():
             raise CheckpointError(
-                "Not a checkpoint: it has no config.json.", where=directory, fix="name the folder that holds it"
+                "Not a checkpoint: it has no config.json.", where=directory, fix="pass the folder that contains it"
             )
         return cls.of_file(path)
 
@@ -62,12 +62,12 @@ class HFConfig:
         return cls(values, str(path))
 
     def refuse(self, what: str, key: str, expected: object, fix: str | None = None) -> CheckpointError:
-        """Return the error that says `key` has a value we cannot take."""
+        """Return the error for an unsupported value of `key`."""
         found = json.dumps(self.values.get(key))
         return CheckpointError(what, where=f"{self.where}: {key}", found=found, expected=expected, fix=fix)
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """Return the value of `key`; a missing or null one is `default`, and an error where there is none."""
+        """Return the value of `key`; a missing or null one is `default`, or an error without a default."""
         value = self.values.get(key)
         if value is None:
             if default is None:
@@ -75,23 +75,23 @@ class HFConfig:
             return default
         if kind is float and type(value) is int:
             value = float(value)
-        if type(value) is not kind:  # exact: True is no integer here
+        if type(value) is not kind:  # exact: a bool is not accepted as int
             raise self.refuse("A value has the wrong type.", key, kind.__name__)
         return value
 
-    def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        """Return an integer of 1 to `most`."""
+    def size(self, key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
+        """Return an integer of 1 to `limit`."""
         value = self.get(key, int, default)
-        if not 1 <= value <= most:
-            raise self.refuse("A size is out of range.", key, f"1 to {most}")
+        if not 1 <= value <= limit:
+            raise self.refuse("A size is out of range.", key, f"1 to {limit}")
         return value
 
     def layers(self, key: str) -> int:
         """Return a number of layers."""
-        return self.size(key, most=MAX_LAYERS)
+        return self.size(key, limit=MAX_LAYERS)
 
     def only(self, key: str, *allowed: object) -> None:
-        """Refuse `key` if it is there with any value outside `allowed`."""
+        """Refuse `key` if it is present with a value outside `allowed`."""
         if key in self.values and self.values[key] not in allowed:
             raise self.refuse("This feature is not supported.", key, " or ".join(json.dumps(a) for a in allowed))
 
@@ -109,12 +109,12 @@ class HFConfig:
     def rope(self) -> RopeConfig:
         """Read RoPE in either spelling: `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling`.
 
-        A file with both must say the same twice: of two scalings transformers takes the old one, of two thetas the new.
+        In a file with both they must agree: of two scalings transformers uses the old one, of two thetas the new one.
         """
         key = "rope_parameters" if self.values.get("rope_parameters") else "rope_scaling"
         part = HFConfig(self.get(key, dict, {}), f"{self.where}: {key}")
-        self._check_said_once(part)
-        # Llama's first configs leave theta out, and transformers takes 10000; elsewhere a missing one is a mistake.
+        self._check_spellings_agree(part)
+        # Llama's first configs omit theta, and transformers uses 10000; elsewhere a missing theta is an error.
         default = 10000.0 if self.values.get("model_type") == "llama" else None
         theta = (part if "rope_theta" in part.values else self).get("rope_theta", float, default)
         name = "rope_type" if "rope_type" in part.values else "type"
@@ -133,22 +133,22 @@ class HFConfig:
         original = int(numbers.pop("original_max_positions", 0)) or self._trained_positions(kind)
         return RopeConfig(theta=theta, kind=kind, original_max_positions=original, **numbers)  # type: ignore[arg-type]
 
-    def _check_said_once(self, part: HFConfig) -> None:
+    def _check_spellings_agree(self, part: HFConfig) -> None:
         """Refuse a theta or a scaling given in both spellings with different values; `part` is the one that is read."""
         theta, scaling = self.values.get("rope_theta"), self.values.get("rope_scaling")
         if theta is not None and part.values.get("rope_theta", theta) != theta:
             expected = f"{part.values['rope_theta']}, as in {part.where.rpartition(': ')[2]}"
-            fix = "keep the one that it was trained with"
+            fix = "keep the one that the model was trained with"
             raise self.refuse("rope_theta is given twice, with different values.", "rope_theta", expected, fix)
         if scaling and _scaling(self.get("rope_scaling", dict)) != _scaling(part.values):
             raise self.refuse(
                 "RoPE scaling is given twice, with different values.",
                 "rope_scaling",
-                "null, or what rope_parameters says",
+                "null, or the scaling of rope_parameters",
             )
 
     def _trained_positions(self, kind: str) -> int:
-        """Context length before stretching, where the rope dictionary leaves it out (as transformers fills it in)."""
+        """Context length before stretching, if the rope dictionary omits it (as transformers fills it in)."""
         return self.size("max_position_embeddings") if kind == "yarn" else 0
 
 
@@ -158,7 +158,7 @@ def _scaling(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope_fields(rope: RopeConfig) -> dict[str, object]:
-    """Return `rope_theta` and `rope_scaling`: the spelling that every reader knows, transformers 4 and 5 alike."""
+    """Return `rope_theta` and `rope_scaling`: the spelling that all readers support, including transformers 4 and 5."""
     if rope.kind == "default":
         return {"rope_theta": rope.theta, "rope_scaling": None}
     scaling: dict[str, object] = {"rope_type": rope.kind, "factor": rope.factor}

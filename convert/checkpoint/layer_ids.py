@@ -1,10 +1,10 @@
-"""Which output of the target a drafter's layer id means: every convention, named, and the one place that applies it.
+"""Conventions for a drafter's target layer ids. All conversions between them are in this file.
 
     convention          id i means                            formats
     output_of_layer     output of layer i, hidden_states[i+1] z-lab, ModelOpt, SpecForge; `DrafterConfig`
     hidden_states       hidden_states[i]; 0 is the embedding  speculators
 
-A drafter read with the other convention runs, and is accepted a little less: nothing but the format tells them apart.
+A drafter read with the wrong convention runs, and is accepted slightly less: only the format determines the convention.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def to_convention(ids: Sequence[int], convention: Convention) -> list[int]:
 
 
 def fault(ids: Sequence[int], num_target_layers: int) -> str | None:
-    """What ids of `DrafterConfig` should have been; None where they can be used, in whatever order."""
+    """Describe valid ids if these ids of `DrafterConfig` are invalid; None if they are valid, in any order."""
     if ids and len(set(ids)) == len(ids) and min(ids) >= 0 and max(ids) < num_target_layers:
         return None
     return f"ids of different layers, 0 to {num_target_layers - 1}"
 
 
 def usual_ids(num_layers: int, num_target_layers: int) -> list[int]:
-    """What z-lab, SGLang and FlexDraft take where a config names none: evenly from layer 1 to the last but two.
+    """Defaults of z-lab, SGLang and FlexDraft for a config without ids: evenly spaced from layer 1 to L - 3.
 
-    For messages alone: a drafter trained with other ids would run with these and be accepted next to never.
+    Only for messages: a drafter trained with other ids would run with these and almost never be accepted.
     """
     if num_layers == 1:
         return [num_target_layers // 2]

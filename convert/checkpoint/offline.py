@@ -1,4 +1,4 @@
-"""transformers, without its hub: d2sd never fetches from it and never runs a checkpoint's own code."""
+"""transformers without the hub: d2sd never downloads through it and never runs code from a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_ID = 1 << 24
 
 
 def offline_transformers() -> ModuleType:
-    """Import transformers with the hub switched off and its bars and chatter silenced."""
+    """Import transformers with the hub disabled and without progress bars and log messages."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # read at import
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import transformers
@@ -33,7 +33,7 @@ def load_tokenizer(directory: Path) -> Any:
         return offline_transformers().AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # transformers and tokenizers raise whatever their parsers meet
+    except Exception as error:  # transformers and tokenizers raise errors of any type
         raise CheckpointError("The tokenizer cannot be read.", where=directory, found=error) from None
 
 

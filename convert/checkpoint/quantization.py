@@ -1,8 +1,8 @@
-"""How a checkpoint says that it is FP8: ModelOpt's unified layout, read strictly and written in full.
+"""The description of FP8 in a checkpoint: ModelOpt's unified layout, read strictly and written in full.
 
-`hf_quant_config.json` and `quantization_config` in config.json say the same twice, because readers differ in which of
-the two they look at. Weights are E4M3 with a `weight_scale` and an `input_scale` next to each; K/V have `k_scale` and
-`v_scale` at their projections.
+`hf_quant_config.json` and `quantization_config` in config.json contain the same description, because readers differ in
+which of the two they read. Weights are E4M3 with a `weight_scale` and an `input_scale` next to each; K/V have `k_scale`
+and `v_scale` at their projections.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Quantization:
     producer: tuple[str, str]  # name and version
 
     def of(self, names: Iterable[str], prefix: str = "") -> list[str]:
-        """Return those of the linear layers `names` that are FP8; patterns are of names behind `prefix`."""
+        """Return those of the linear layers `names` that are FP8; patterns match `prefix` + name."""
         return [name for name in names if not any(fnmatchcase(prefix + name, pattern) for pattern in self.exclude)]
 
 
 def read_quantization(directory: Path, config: HFConfig) -> Quantization | None:
-    """Read what `directory` and its config.json say of FP8; None where they say nothing.
+    """Read the description of FP8 in `directory` and its config.json; None if there is none.
 
-    Raises `CheckpointError` for any other quantisation, and where the two disagree.
+    Raises `CheckpointError` for any other quantization, and if the two disagree.
     """
     inline = _read_inline(config.part(KEY)) if config.values.get(KEY) is not None else None
     path = directory / FILE
@@ -55,7 +55,7 @@ def read_quantization(directory: Path, config: HFConfig) -> Quantization | None:
 
 
 def described(quantization: Quantization) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what goes into `hf_quant_config.json`, and under `quantization_config` in config.json."""
+    """Return the contents of `hf_quant_config.json`, and of `quantization_config` in config.json."""
     producer = dict(zip(("name", "version"), quantization.producer, strict=True))
     exclude = list(quantization.exclude)
     separate = {

@@ -1,8 +1,8 @@
-"""The role of a drafter, first or variable-prefix, as SpecForge's training writes it into the config, or forgets to.
+"""The role of a drafter, first or variable-prefix, from the keys that SpecForge's training writes into the config.
 
-A run started with `--loss-type vp_drafter` and a config without `training_mode` leaves a variable-prefix drafter that
-looks like a first one: the loss type is only in `training_state.pt`, a pickle, which is never opened. Then only the
-owner knows the role, and declares it (`declared`).
+A run with `--loss-type vp_drafter` and a config without `training_mode` writes a variable-prefix drafter that looks
+like a first one: the loss type is only in `training_state.pt`, a pickle, which is never opened. The user then has to
+declare the role (`declared`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.modeling.config import Role
 
-#: `training_mode`, or `loss_type` where there is none. D-PACE is a weighting of the first drafter's loss.
+#: Values of `training_mode`, or of `loss_type` without it. D-PACE is a weighting of the first drafter's loss.
 ROLES: dict[str, Role] = {
     "dflash": "first",
     "dpace": "first",
@@ -23,7 +23,7 @@ TRAINING = frozenset({"training_mode", "loss_type", "prefix_weight_base"})
 
 
 def read_role(dflash: HFConfig, declared: Role | None) -> tuple[Role, float | None]:
-    """Role and prefix weight base of a `dflash_config`; raises `CheckpointError` where they contradict each other."""
+    """Role and prefix weight base of a `dflash_config`; raises `CheckpointError` if they contradict each other."""
     key = "training_mode" if dflash.values.get("training_mode") is not None else "loss_type"
     mode = dflash.get(key, str, "")
     if mode and mode not in ROLES:

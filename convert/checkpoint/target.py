@@ -1,8 +1,8 @@
 """The target's checkpoint: a Hugging Face Llama, Qwen2 or Qwen3 folder, read strictly and written in one precision.
 
-What would change the mathematics and is not modelled (quantised weights but FP8, windows, partial rotary, other
-activations) is refused by key. Tensors carry Hugging Face's names; our module's are the same without the leading
-`model.`, but for the scales of K/V.
+Features that change the forward pass and are not modelled (quantized weights other than FP8, sliding windows, partial
+rotary, other activations) are refused by key. Tensors have Hugging Face's names; the module's names are the same
+without the leading `model.`, except the K/V scales.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _FAMILIES: dict[str, tuple[Family, str]] = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
 }
-#: Copied beside the weights where present; code, pickles and anything else stay behind.
+#: Copied next to the weights if present; code, pickles and other files are not copied.
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
 _KV_SCALE, _KV_CACHE = re.compile(r"\b([kv])_proj\.\1_scale$"), re.compile(r"\b([kv])_cache\.scale$")
-#: Config keys that tell of the machine that wrote them, not of the model.
+#: Config keys that describe the machine that wrote them, not the model.
 _PROVENANCE = ("_name_or_path", "_model_name_or_path", "auto_map", "torch_dtype")
 
 
@@ -65,7 +65,7 @@ def parse_target_config(config: HFConfig) -> DecoderConfig:
     config.only("layer_types", ["full_attention"] * num_layers, None)
     config.only("use_sliding_window", False, None)
     if family == "llama":
-        config.only("sliding_window", None)  # Qwen writes a width beside use_sliding_window: false
+        config.only("sliding_window", None)  # Qwen writes a width together with use_sliding_window: false
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     if config.values.get("head_dim") is None and hidden % heads:
         raise config.refuse(
@@ -78,7 +78,7 @@ def parse_target_config(config: HFConfig) -> DecoderConfig:
             "num_key_value_heads",
             f"a divisor of {heads}",
         )
-    head_dim = config.size("head_dim", hidden // heads, most=MAX_SIZE // heads)
+    head_dim = config.size("head_dim", hidden // heads, limit=MAX_SIZE // heads)
     bias = family != "qwen2" and config.get("attention_bias", bool, False)
     return DecoderConfig(
         family=family,
@@ -131,7 +131,7 @@ def write_target(
 ) -> None:
     """Copy a checkpoint in `precision`, shard by shard under its own file names, with tokenizer and stop tokens.
 
-    What is FP8 stays FP8. Tokenizer and stop tokens are those of the folder `text_side` where one is given.
+    FP8 tensors stay FP8. Tokenizer and stop tokens are copied from the folder `text_side` if given.
     """
     raw = HFConfig.read(source)
     config, quantization = parse_target_config(raw), read_quantization(source, raw)
@@ -142,7 +142,7 @@ def write_target(
     with progress("writing the target", len(shapes)) as advance:
         for file, tensors in read_tensors(source, shapes, DTYPES[precision], _rename(config)):
             named = {_hf_name(name): tensor for name, tensor in tensors.items()}
-            if named:  # a shard may have held nothing but a tied head
+            if named:  # a shard may contain only a tied head
                 write_tensors(directory / file, named)
             weight_map |= dict.fromkeys(named, file)
             advance(len(named))
@@ -159,14 +159,14 @@ def write_target(
 
 
 def source_files(directory: Path) -> list[str]:
-    """Names of the files of a checkpoint folder that decide what is built from it."""
+    """Names of the files of a checkpoint folder that determine what is built from it."""
     texts = ("config.json", FILE, DRAFT_VOCABULARY, "generation_config.json", INDEX, *_TOKENIZER_FILES)
     weights = {info.file.name for info in read_headers(directory).values()}
     return sorted({name for name in texts if (directory / name).is_file()} | weights)
 
 
 def stop_tokens(directory: Path) -> tuple[int, ...]:
-    """Token ids that end an answer, from `generation_config.json`, or from `config.json` where there is none."""
+    """Token ids that end an answer, from `generation_config.json`, or from `config.json` without it."""
     path = directory / "generation_config.json"
     path = path if path.is_file() else directory / "config.json"
     found = HFConfig.of_file(path).values.get("eos_token_id")
@@ -218,7 +218,7 @@ def _hf_name(ours: str) -> str:
 
 
 def _check_tied_head(source: Path, config: DecoderConfig) -> None:
-    """A tied checkpoint may store its head again; another head than the embedding would be dropped in silence."""
+    """A tied checkpoint may also store its head; one that differs from the embedding would be dropped silently."""
     found = read_headers(source)
     if not config.tie_word_embeddings or "lm_head.weight" not in found:
         return

@@ -1,7 +1,7 @@
-"""What looks like a drafter of ours and is another model: recognised by its config, refused by its name.
+"""Models that resemble a DFlash drafter: recognised by their config and refused by name.
 
-Most of these would load as plain DFlash, run, and be accepted next to never; one of them would read other tokens than
-it may. A key that marks one of them is harmless with the values listed for it, and then every reader accepts it.
+Most of them would load as plain DFlash, run, and almost never be accepted; one would attend to tokens outside
+its mask. A key that marks one of them is harmless with the values listed for it, and then every reader accepts it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Kind:
     fix: str | None = None
 
 
-#: The first that fits is named, so the special stand before the general.
+#: The first match is reported, so specific kinds come before general ones.
 _KINDS = (
     Kind(
-        "quantized checkpoint", "scales and low-precision weights are not read here", (),
+        "quantized checkpoint", "quantized weights and scales are not supported here", (),
         {"quantization_config": (None,)}, "convert the checkpoint from before it was quantized",
     ),
     Kind(
@@ -68,21 +68,21 @@ _KINDS = (
         "TensorRT-LLM checkpoint", "that layout, of 1.2.1 and older, has no DFlash drafters", (), {"mapping": (None,)},
         "convert the Hugging Face checkpoint it was made from",
     ),
-    Kind("drafter with a projector", "its head is not the target's alone", (), {"projector_type": (None, "none")}),
+    Kind("drafter with a projector", "its head is not only the target's", (), {"projector_type": (None, "none")}),
     Kind("drafter with shifted slots", _SHIFTED, (), {"shift_label": _OFF, "sample_from_anchor": _OFF}),
     Kind(
-        "drafter with a causal block", "ours see their whole block", (), {"causal": _OFF, "is_causal": _OFF},
+        "drafter with a causal block", "d2sd's attend to the whole block", (), {"causal": _OFF, "is_causal": _OFF},
     ),
     Kind(
-        "drafter with a sliding window", "ours see all of the context", (),
+        "drafter with a sliding window", "d2sd's attend to the whole context", (),
         {"use_swa": _OFF, "swa_window_size": (None,), "use_sliding_window": _OFF, "sliding_window": (None,)},
     ),
     Kind(
-        "drafter with another attention", "ours is plain grouped-query attention", (),
+        "drafter with another attention", "d2sd runs plain grouped-query attention", (),
         {"attention_sink_bias": _OFF, "attention_value_scale": (None, 1.0), "attention_mode": (None, "gqa")},
     ),
     Kind(
-        "drafter with altered logits", "ours are the target's head, as it is", (),
+        "drafter with altered logits", "d2sd uses the output of the target's head unchanged", (),
         {"output_multiplier": (None, 1.0), "final_logit_softcapping": (None,)},
     ),
     Kind(
@@ -96,7 +96,7 @@ _PARTS = ("dflash_config", "transformer_layer_config")
 
 
 def refuse_unsupported(config: HFConfig) -> None:
-    """Raise `CheckpointError` naming the model, file and key where `config` is of none that d2sd runs."""
+    """Raise `CheckpointError` naming model, file and key if d2sd does not run the model of `config`."""
     for kind in _KINDS:
         names: Any = config.values.get("architectures")
         if isinstance(names, list) and any(name in kind.architectures for name in names):

@@ -1,6 +1,6 @@
-"""Tensors on disk: safetensors only, strictly checked against the module that will hold them.
+"""Tensors on disk: safetensors only, strictly checked against the module that they are loaded into.
 
-Nothing here unpickles. Names, types and shapes come from headers, so `--plan` reads no weights.
+Pickles are never opened. Names, types and shapes come from headers, so `--plan` reads no weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 _STORED = {"unquantized": ("F32", "BF16", "F16"), "FP8": ("F8_E4M3",), "scale": ("F32",)}
 
 Shapes = Mapping[str, tuple[int, ...]]
-#: Name in the file -> name in our module; None for tensors that carry nothing.
+#: Name in the file -> name in our module; None for tensors that are not needed.
 Rename = Callable[[str], "str | None"]
 
 
@@ -40,7 +40,7 @@ class TensorInfo:
 
 
 def expected_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Names and shapes that `module` (usually built under `torch.device("meta")`) wants."""
+    """Names and shapes that `module` (usually built under `torch.device("meta")`) expects."""
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
@@ -63,7 +63,7 @@ def read_headers(directory: Path) -> dict[str, TensorInfo]:
                 "Pickle files are never opened: they can run code.",
                 where=directory / pickled[0],
                 expected="model.safetensors",
-                fix="convert it with safetensors.torch.save_file on a machine that trusts it",
+                fix="if you trust it, convert it with safetensors.torch.save_file",
             )
         raise CheckpointError("No weights found.", where=directory, expected=f"model.safetensors or {INDEX}")
     return _read_sharded(directory, index)
@@ -114,7 +114,7 @@ def open_tensors(file: Path) -> Iterator[Any]:
 def _is_pickle(file: Path) -> bool:
     """Whether a file that safetensors cannot read begins like a pickle, alone or in torch's archive.
 
-    A header may begin with these bytes too, which are its length then: no longer than the file.
+    A safetensors header may begin with these bytes too; they are then its length, which does not exceed the file's.
     """
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -122,7 +122,7 @@ def _is_pickle(file: Path) -> bool:
 
 
 def check_headers(directory: Path, found: Mapping[str, TensorInfo], expected: Shapes, rename: Rename) -> dict[str, str]:
-    """Demand exactly the expected tensors. Return {name in the file: name in our module} of those to read."""
+    """Require exactly the expected tensors. Return {name in the file: name in our module} of those to read."""
     names = {name: ours for name in found if (ours := rename(name)) is not None}
     missing = sorted(expected.keys() - names.values())
     unknown = sorted(name for name, ours in names.items() if ours not in expected)
@@ -149,7 +149,9 @@ def check_headers(directory: Path, found: Mapping[str, TensorInfo], expected: Sh
                 where=f"{info.file}: {name}",
                 found=info.dtype,
                 expected=" or ".join(allowed),
-                fix="its quantization_config and hf_quant_config.json say what is FP8" if "F8" in info.dtype else None,
+                fix="quantization_config or hf_quant_config.json must describe FP8 layers"
+                if "F8" in info.dtype
+                else None,
             )
     return names
 
@@ -159,8 +161,8 @@ def read_tensors(
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield (file name, {our name: tensor in `dtype`}) file by file, so that one shard at a time is in memory.
 
-    FP8 tensors and their scales are given as they are. All headers are checked before the first file is read; NaN and
-    infinities (of the source, or born in the cast to fp16) and scales that are not positive are refused by name.
+    FP8 tensors and their scales are not converted. All headers are checked before the first file is read; NaN and
+    infinities (of the source, or from the cast to fp16) and scales that are not positive are refused by name.
     """
     found = read_headers(directory)
     names = check_headers(directory, found, expected, rename)
@@ -177,12 +179,12 @@ def read_tensors(
 
 
 def _check_values(tensor: Tensor, kind: str, where: str) -> None:
-    # NaN propagates through the extremes: one pass, no copy but of FP8, which has none
-    least, most = (tensor.float() if kind == "FP8" else tensor).aminmax()
-    if not (least.isfinite() and most.isfinite()):
+    # min and max propagate NaN: one pass, and a copy for FP8 only, which lacks aminmax
+    low, high = (tensor.float() if kind == "FP8" else tensor).aminmax()
+    if not (low.isfinite() and high.isfinite()):
         raise CheckpointError("A tensor holds NaN or infinity.", where=where, expected=f"finite in {tensor.dtype}")
-    if kind == "scale" and least <= 0:
-        raise CheckpointError("A scale is not positive.", where=where, found=least.item())
+    if kind == "scale" and low <= 0:
+        raise CheckpointError("A scale is not positive.", where=where, found=low.item())
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
@@ -197,7 +199,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with os_errors(file):
         save_file({name: tensors[name].contiguous() for name in sorted(tensors)}, file, metadata={"format": "pt"})
-    file.chmod(0o644)  # safetensors creates 0600: a bundle is read by other users than the one that built it
+    file.chmod(0o644)  # safetensors creates 0600: other users than the builder read a bundle
 
 
 @contextmanager
@@ -205,7 +207,7 @@ def os_errors(path: Path) -> Iterator[None]:
     """Raise safetensors' write errors (a full disk, a quota, a failing device) as the `OSError` that they are."""
     try:
         yield
-    except SafetensorError as error:  # carries the number only in its text
+    except SafetensorError as error:  # has the errno only in its text
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
             raise
@@ -214,11 +216,11 @@ def os_errors(path: Path) -> Iterator[None]:
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a module built on the meta device its tensors, ready for inference."""
+    """Load tensors into a module built on the meta device, and prepare it for inference."""
     module.load_state_dict(dict(tensors), strict=True, assign=True)
     module.requires_grad_(False).eval()
 
 
 def _some(names: list[str]) -> str:
-    """Name all, up to a screenful."""
+    """List up to 20 names."""
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")

@@ -1,4 +1,4 @@
-"""Engines of a bundle: every graph for every compute capability, a process each, several at a time."""
+"""Builds the engines of a bundle: one process per graph and compute capability, several in parallel."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from d2sd.tensorrt_env import Builder
 def build_engines(
     jobs: Sequence[Job], scratch: Path, *, at_once: int = 1, progress: Progress = silent, what: str = "building engines"
 ) -> list[Report]:
-    """Build all engines; the first that fails is raised as `BuildError`, after those that have begun have ended."""
+    """Build all engines. Raises the first failure as `BuildError`, after the running builds have ended."""
     with progress(what, len(jobs)) as advance, ThreadPoolExecutor(at_once) as pool:
-        futures = [pool.submit(_build, job, scratch / f"{place}") for place, job in enumerate(jobs)]
+        futures = [pool.submit(_build, job, scratch / f"{index}") for index, job in enumerate(jobs)]
         try:
             for future in as_completed(futures):
                 future.result()
                 advance(1)
         except BaseException:
-            pool.shutdown(cancel_futures=True)  # those that have not begun
+            pool.shutdown(cancel_futures=True)  # those that have not started
             raise
     return [future.result() for future in futures]
 
 
 def _build(job: Job, folder: Path) -> Report:
     folder.mkdir(parents=True, exist_ok=True)
-    Path(job.report).unlink(missing_ok=True)  # an earlier run's would be taken for this one's
+    Path(job.report).unlink(missing_ok=True)  # or an earlier run's report would be read as this one's
     file = folder / "job.json"
     file.write_text(json.dumps(asdict(job)), "utf-8")
     environment = dict(os.environ)
@@ -61,16 +61,16 @@ def _build(job: Job, folder: Path) -> Report:
 
 
 def unversioned_library(name: Builder, folder: Path) -> Path | None:
-    """Give TensorRT-RTX's library the name that its parser asks for when it meets a plugin, in a folder of ours.
+    """Link TensorRT-RTX's library in `folder` under the name that its parser opens to load plugins.
 
-    The wheel carries libtensorrt_rtx.so.1 alone, and the parser opens libtensorrt_rtx.so. Returns what belongs on
-    LD_LIBRARY_PATH, which is read when a process starts.
+    The wheel contains only libtensorrt_rtx.so.1, and the parser opens libtensorrt_rtx.so. Returns the folder to put on
+    LD_LIBRARY_PATH, which is read when a process starts; None if the library is found without it.
     """
     if name != "tensorrt-rtx" or ctypes.util.find_library("tensorrt_rtx"):
         return None
     libraries = find_spec("tensorrt_rtx_libs")
     folders = libraries.submodule_search_locations if libraries else None
-    found = [file for place in folders or () for file in sorted(Path(place).glob("libtensorrt_rtx.so.*"))]
+    found = [file for each in folders or () for file in sorted(Path(each).glob("libtensorrt_rtx.so.*"))]
     if not found:
         raise BuildError(
             "TensorRT-RTX's parser cannot find the library that it loads for plugins.", where="engines",

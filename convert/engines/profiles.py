@@ -1,14 +1,14 @@
-"""Optimisation profiles: which shapes an engine is built for, from the recipe's limits and tree.
+"""Optimization profiles: the shapes that an engine is built for, from the recipe's limits and tree.
 
     target    decoding   B requests, as many rows as a tree may have
               prefill    one request, a chunk of rows
-    drafters  drafting   B requests, K blocks of γ rows, behind at most γ new tokens each
-              injection  features of many tokens in one product, and one row for nothing
+    drafters  drafting   B requests, K blocks of γ rows, after at most γ new context tokens each
+              injection  features of many tokens in one product, and one dummy row
 
-Classic TensorRT chooses kernels when it builds, so it has a profile for each of the runtime's batch buckets, powers of
-two. TensorRT-RTX makes its kernels for the very shapes when it runs, and pays for each profile: with five instead of
-one a drafter of two layers, 17 MB, made an engine of 46 MB instead of 21, and SmolLM2's target took four times as long
-to build. It has one for all buckets. The runtime takes the first profile that a shape fits in.
+Classic TensorRT selects kernels at build time, so it gets one profile per batch bucket of the runtime (powers of two).
+TensorRT-RTX compiles kernels for the exact shapes at run time, and every profile costs: with five profiles instead of
+one, a drafter of two layers and 17 MB gave an engine of 46 MB instead of 21, and SmolLM2's target took four times as
+long to build. It gets one profile for all buckets. The runtime uses the first profile that a shape fits.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from d2sd.plugins.cascade_attention.mask import WORD
 from d2sd.recipe import Builder, Recipe
 from d2sd.runtime.buckets import bucket, buckets
 
-#: Input -> its least, usual and greatest shape.
+#: Input -> its minimum, optimum and maximum shape.
 Profile = dict[str, Shapes]
-#: Least, usual and greatest.
+#: Minimum, optimum and maximum.
 _Size = tuple[int, int, int]
 #: Tokens whose K/V one injection computes: enough rows to fill a GPU.
-MOST_INJECTED = 1024
+MAX_INJECTED = 1024
 
-# Shape letters: B requests, T rows, C new context rows, W words of visibility, M pages a request, P pages.
+# Shape letters: B requests, T rows, C new context rows, W words of the attention mask, M pages a request, P pages.
 
 
 def make_profiles(recipe: Recipe, builder: Builder, config: DecoderConfig | DrafterConfig) -> list[Profile]:
-    """All profiles of one model of a recipe, in the order in which the runtime looks."""
+    """All profiles of one model of a recipe, in the order in which the runtime tries them."""
     tree, limits = recipe.tree, recipe.limits
     sizes = buckets(limits.max_batch)
     batches = [(1, sizes[-1], sizes[-1])] if builder == "tensorrt-rtx" else [_just(b) for b in sizes]
@@ -46,13 +46,13 @@ def make_profiles(recipe: Recipe, builder: Builder, config: DecoderConfig | Draf
     drafting = [
         _rows(recipe, config.body, b, (1, drafted, drafted)) | _features(b, (1, block, block), width) for b in batches
     ]
-    injection = _features(_just(1), (1, MOST_INJECTED, MOST_INJECTED), width)
+    injection = _features(_just(1), (1, MAX_INJECTED, MAX_INJECTED), width)
     return [*drafting, _rows(recipe, config.body, _just(1), _just(1)) | injection]
 
 
 def _rows(recipe: Recipe, body: BodyConfig, b: _Size, t: _Size) -> Profile:
     limits = recipe.limits
-    # what the scheduler holds for a request: its context, and the tokens that a step may add
+    # what the scheduler reserves for a request: its context, and the tokens that a step may add
     most = -(-(limits.max_context + recipe.tree.block_size) // limits.page_size)
     m = (1, max(1, most // 2), bucket(most))
     p = (2, 1 + limits.max_batch * most, 1 + limits.max_batch * most)
@@ -72,8 +72,8 @@ def _features(b: _Size, c: _Size, width: int) -> Profile:
 
 
 def _shapes(sizes: Sequence[_Size]) -> Shapes:
-    least, usual, most = (list(shape) for shape in zip(*sizes, strict=True))
-    return least, usual, most
+    low, opt, high = (list(shape) for shape in zip(*sizes, strict=True))
+    return low, opt, high
 
 
 def _just(size: int) -> _Size:

@@ -1,7 +1,7 @@
-"""One engine from one graph, in a process of its own: python -m d2sd.convert.engines.worker JOB.json.
+"""Builds one engine from one graph in a separate process: python -m d2sd.convert.engines.worker JOB.json.
 
-A process each, because TensorRT-RTX reads LD_LIBRARY_PATH when it starts, because a builder that dies takes its process
-with it, and because several can run at once. The job file holds all arguments, and names the file of the report.
+One process per engine, because LD_LIBRARY_PATH is read when a process starts, because a crash of the builder ends its
+process, and because several can run in parallel. The job file holds all arguments and names the report file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from d2sd.plugins.cascade_attention.tensorrt.plugin import register
 from d2sd.plugins.dispatch import HEAD_STEP, LARGEST_HEAD
 from d2sd.tensorrt_env import COMPUTE, Builder, ErrorLog, TensorRT, find_tensorrt
 
-#: Rises with every change of `configure`: engines that were built otherwise are built again.
+#: Incremented with every change of `configure`: engines built with other settings are rebuilt.
 SETTINGS = 1
 
 
@@ -35,8 +35,8 @@ class Job:
     builder: Builder
     compute: str  # of COMPUTE, "portable" or "native"
     profiles: list[Profile]
-    plugins: bool = True  # without: the graph's functions are built
-    timing: str | None = None  # file of classic TensorRT's timing cache; TensorRT-RTX times nothing
+    plugins: bool = True  # False: attention is built from the graph's functions
+    timing: str | None = None  # file of classic TensorRT's timing cache; TensorRT-RTX has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Report:
 
 
 def build_engine(job: Job) -> Report:
-    """Build one engine. Raises `BuildError` with what the parser or the builder said."""
+    """Build one engine. Raises `BuildError` with the message of the parser or the builder."""
     trt = find_tensorrt(job.builder)
     if job.compute not in trt.targets:
         raise BuildError(
@@ -90,18 +90,18 @@ def build_engine(job: Job) -> Report:
 
 
 def configure(trt: TensorRT, builder: Any, job: Job) -> Any:
-    """Builder flags, compute capability and optimisation profiles."""
+    """Builder flags, compute capability and optimization profiles."""
     config = builder.create_builder_config()
     config.clear_flag(trt.module.BuilderFlag.TF32)  # on by default: it would round fp32 to 10 bits
-    if trt.name == "tensorrt-rtx":  # which demands it of whoever records runs in a CUDA graph
+    if trt.name == "tensorrt-rtx":  # required for capturing runs in a CUDA graph
         config.set_flag(trt.module.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if job.compute in COMPUTE:
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(trt.module.ComputeCapability, COMPUTE[job.compute]), 0)
     for shapes in job.profiles:
         profile = builder.create_optimization_profile()
-        for name, (least, usual, most) in shapes.items():
-            profile.set_shape(name, least, usual, most)
+        for name, (low, opt, high) in shapes.items():
+            profile.set_shape(name, low, opt, high)
         config.add_optimization_profile(profile)
     return config
 
@@ -143,7 +143,7 @@ def _check_head_size(job: Job, size: int) -> None:
 
 
 def main(path: str) -> int:
-    """Run the job of a file; the report, or the error's parts, goes to its report."""
+    """Run the job of a file; write the report, or the error's parts, to the job's report file."""
     job = Job(**json.loads(Path(path).read_text("utf-8")))
     try:
         report: dict[str, Any] = asdict(build_engine(job))

@@ -1,10 +1,10 @@
-"""The canonical drafter: what every reader returns and every writer takes.
+"""The canonical drafter, which every reader returns and every writer accepts.
 
-`config` and `tensors` are the complete model: nothing else affects its outputs. `source` is how its directory spelled
-it: the text of its config.json, which also holds what we do not model (auto_map, bos ids, dtype's spelling, the order
-of the keys). A writer of the same format writes that text again where it still means the same `config`, so a round
-trip is byte-equal; a writer of another format writes its own, with every field. So foreign fields are carried as one
-text, never merged into a format they were not written for.
+`config` and `tensors` are the complete model: nothing else affects its outputs. `source` keeps the text of the original
+config.json, which also has fields that d2sd does not model (auto_map, bos ids, the spelling of dtype, key order). A
+writer of the same format reuses that text if it still describes the same `config`, so a round trip is byte-equal; a
+writer of another format writes its own text with every field. Fields that are not modelled are therefore never merged
+into a format they were not written for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Format = Literal["z-lab", "modelopt", "specforge", "speculators"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The directory a canonical drafter was read from, and its spelling."""
+    """The directory that a canonical drafter was read from, and the text of its config."""
 
     format: Format
     folder: Path

@@ -1,4 +1,4 @@
-"""Convert a drafter's directory: read it, write a temporary neighbour of the output, read that back, rename it."""
+"""Converts a drafter's directory: read it, write a temporary folder next to the output, read that back, rename it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def convert(
 ) -> tuple[Format, list[str]]:
     """Convert the drafter at `source` to a new folder `output`; return its format and notes for the user.
 
-    `target` is a Hugging Face folder or a bundle; `declared` the role of a drafter that does not say its own.
-    Raises `D2SDError`, and leaves nothing then.
+    `target` is a Hugging Face folder or a bundle; `declared` is the role of a drafter whose config has none.
+    Raises `D2SDError` and then leaves no output.
     """
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise BuildError("Output path already exists.", where=output, fix="choose another folder")
@@ -42,11 +42,11 @@ def convert(
 
 
 def _check(folder: Path, drafter: CanonicalDrafter, parts: TargetParts | None) -> None:
-    """Read what was written: it must be the drafter that it was made of."""
+    """Read the written checkpoint back and assert that it equals `drafter`."""
     again = read_drafter(folder, parts)
     assert again.config == drafter.config, "the written config differs"
     for name, tensor in drafter.tensors.items():
-        assert torch.equal(again.tensors[name], tensor), f"{name} was not written as it was read"
+        assert torch.equal(again.tensors[name], tensor), f"the written {name} differs"
 
 
 def _size(drafter: CanonicalDrafter, parts: TargetParts | None, to: Writable) -> int:

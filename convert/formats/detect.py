@@ -1,13 +1,13 @@
-"""Which format a drafter's `config.json` is, from the config alone.
+"""Detects the format of a drafter from its `config.json` alone.
 
     speculators    speculators_model_type: dflash
     specforge      the DFlash layout (dflash_config) with keys of SpecForge's training, or the target's architecture
     modelopt       the DFlash layout with the dtype under its old name and no remote code
     z-lab          the DFlash layout otherwise
 
-The dialects of the DFlash layout are read alike (`checkpoint/dflash.py`); what is recognised and not supported is in
-`checkpoint/unsupported.py`. ModelOpt's Domino, DSpark and windowed exports keep DFlash's architecture name and differ
-in their keys only.
+One reader reads all dialects of the DFlash layout (`checkpoint/dflash.py`); `checkpoint/unsupported.py` lists
+models that are recognised and refused. ModelOpt's Domino, DSpark and windowed exports keep DFlash's architecture name
+and differ only in their keys.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from d2sd.convert.checkpoint.unsupported import refuse_unsupported
 from d2sd.convert.formats.canonical import Format
 from d2sd.errors import CheckpointError
 
-#: Files beside the weights that say they are quantized (ModelOpt's export and its older names): nothing is read then.
+#: Files next to the weights that mark a quantized checkpoint (ModelOpt's export and its older names), which is refused.
 QUANTIZED = ("hf_quant_config.json", "quantize_config.json", "quant_cfg.json")
-#: Files of SpecForge's training beside the weights; pickles, so never opened.
+#: Files of SpecForge's training next to the weights; pickles, so never opened.
 PICKLES = ("training_state.pt",)
 
 
 def detect(config: HFConfig) -> Format:
-    """Name the format. Raises `CheckpointError` for an unsupported model, or none at all, with what was found."""
+    """Return the format. Raises `CheckpointError` for an unsupported model and for an unknown format."""
     refuse_unsupported(config)
     values = config.values
     if values.get("speculators_model_type") is not None:
@@ -41,14 +41,14 @@ def detect(config: HFConfig) -> Format:
         return "modelopt" if _is_modelopt(config) else "z-lab"
     seen = {key: values[key] for key in ("architectures", "model_type") if key in values}
     raise CheckpointError(
-        "No drafter's format is recognised.", where=config.where,
+        "The drafter's format is not recognised.", where=config.where,
         found=f"{json.dumps(seen)[1:-1] or 'none of the known keys'}; no dflash_config, no speculators_model_type",
         expected="z-lab, ModelOpt or SpecForge (dflash_config), or speculators (speculators_model_type)",
     )  # fmt: skip
 
 
 def _is_specforge(config: HFConfig) -> bool:
-    """Whether a DFlash layout has keys of its training, or the target's architecture (trained without a config).
+    """Whether a DFlash layout has keys of SpecForge's training, or the target's architecture (trained with no config).
 
     d2sd's own z-lab files have such keys too, and `is_causal`, which SpecForge never writes.
     """

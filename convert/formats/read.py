@@ -1,4 +1,4 @@
-"""Any format -> the canonical drafter: unknown and missing keys and tensors are refused."""
+"""Reads any format into the canonical drafter: unknown and missing keys and tensors are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 def read_drafter(folder: Path, target: TargetParts | None = None, declared: Role | None = None) -> CanonicalDrafter:
     """Read a checkpoint of any format; raises `CheckpointError` naming file and key or tensor.
 
-    With a `target` the drafter is held against it. `declared` is the role of one that does not say its own.
+    With a `target` the drafter is checked against it. `declared` is the role of a drafter whose config has none.
     """
     raw = HFConfig.read(folder)
     form = detect(raw)
@@ -56,7 +56,7 @@ def read_drafter(folder: Path, target: TargetParts | None = None, declared: Role
     if target is not None:
         check_target(config, target.config, folder)
     source = Source(form, folder, _text(folder), _metadata(found["fc.weight"].file), frozenset(extra))
-    return CanonicalDrafter(config, tensors, source, (*notes, *_left_behind(folder, found)))
+    return CanonicalDrafter(config, tensors, source, (*notes, *_unread_files(folder, found)))
 
 
 def read_config(raw: HFConfig, form: Format, num_target_layers: int | None, declared: Role | None) -> DrafterConfig:
@@ -70,8 +70,9 @@ def _check_files(folder: Path) -> None:
     """Refuse files next to the config that change what the weights mean."""
     for name in (*QUANTIZED, "mask_embedding.pt"):
         if (folder / name).exists():
-            what = "It has a mask embedding of its own" if name.endswith(".pt") else "This is a quantized checkpoint"
-            fix = None if name.endswith(".pt") else "convert the checkpoint from before it was quantized"
+            is_mask = name.endswith(".pt")
+            what = "The drafter has a mask embedding of its own" if is_mask else "This is a quantized checkpoint"
+            fix = None if is_mask else "convert the checkpoint from before it was quantized"
             raise CheckpointError(f"{what}, which d2sd does not run.", where=folder / name, fix=fix)
 
 
@@ -85,7 +86,7 @@ def _body_tensors(
         tensors |= part
     if len(dtypes) > 1:
         raise CheckpointError(
-            "The tensors are of several types.", where=folder, found=", ".join(sorted(dtypes)), expected="one",
+            "The tensors have different types.", where=folder, found=", ".join(sorted(dtypes)), expected="one type",
         )  # fmt: skip
     return tensors
 
@@ -93,20 +94,18 @@ def _body_tensors(
 def _declaration(raw: HFConfig, form: Format, config: DrafterConfig, declared: Role | None) -> list[str]:
     own = raw.values.get("d2sd" if form == "speculators" else "dflash_config") or {}
     silent = not any(own.get(key) for key in ("training_mode", "loss_type"))
-    return [f"the role {config.role} is declared, not read: the config does not say it"] if declared and silent else []
+    return [f"the role {config.role} is declared, not read: the config has no role"] if declared and silent else []
 
 
-def _left_behind(folder: Path, found: Mapping[str, TensorInfo]) -> list[str]:
+def _unread_files(folder: Path, found: Mapping[str, TensorInfo]) -> list[str]:
     """Name the files that are not read: code is never run or copied, pickles are never opened."""
     read = {info.file.name for info in found.values()} | {
         "config.json", "draft_vocab.json", "model.safetensors.index.json",
     }  # fmt: skip
     others = sorted(p.name for p in folder.iterdir() if p.name not in read and not p.name.startswith("."))
     pickles = [name for name in others if name in PICKLES]
-    notes = [f"left behind: {', '.join(others)}"] if others else []
-    return notes + [
-        f"{name} is a pickle and was not opened: what it says of the training is unknown" for name in pickles
-    ]
+    notes = [f"not converted: {', '.join(others)}"] if others else []
+    return notes + [f"{name} is a pickle and was not opened: its training settings are unknown" for name in pickles]
 
 
 def _text(folder: Path) -> str:

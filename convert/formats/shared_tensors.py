@@ -1,7 +1,7 @@
-"""What a drafter shares with its target: the embedding, the head, and the number of layers.
+"""Parts that a drafter shares with its target: the embedding, the head, and the number of layers.
 
-z-lab's files leave the tensors out; a speculators checkpoint may hold copies. A copy is dropped only as a copy: where
-the target is at hand it is compared, row by row of the draft vocabulary.
+z-lab's files omit the tensors; a speculators checkpoint may contain copies, which are dropped. If the target is given,
+they are first compared with its tensors, row by row of the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def shared_copies(target: TargetParts, ids: tuple[int, ...] | None, dtype: torch
     """Copies for a drafter of `dtype`: the embedding [V, E] and the head's rows of the draft vocabulary [Vd, E]."""
     head = target.head if ids is None else target.head[torch.tensor(ids)]
     if head is target.embedding:
-        head = head.clone()  # safetensors writes no tensor twice
+        head = head.clone()  # safetensors does not save tensors that share memory
     return {EMBEDDING: target.embedding.to(dtype), HEAD: head.to(dtype)}
 
 
@@ -71,6 +71,6 @@ def check_copies(
             row = int((copies[name] != expected).any(dim=1).nonzero()[0])
             raise CheckpointError(
                 "A tensor that drafters share with their target differs from the target's.", where=f"{where}: {name}",
-                found=f"another row {row} than {target.folder} has", expected="a copy: d2sd reads the target's own",
+                found=f"row {row} differs from {target.folder}", expected="a copy of the target's tensor",
                 fix="name the target it was trained for; a head or an embedding of the drafter's own cannot be run",
             )  # fmt: skip

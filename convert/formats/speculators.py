@@ -1,8 +1,8 @@
 """The speculators config (`DFlashSpeculatorConfig`), read and written; tensors are in read.py, write.py, vocabulary.py.
 
-The body is in `transformer_layer_config`, ids number the target's hidden states, and nothing says how many layers
-the target has or that a drafter was trained on variable prefixes. The key `d2sd`, which its own loader accepts, holds
-these two when we write; a file without it needs the target, and may be declared to be a second drafter.
+The body is in `transformer_layer_config` and layer ids index the target's hidden states. The format has no field for
+the number of target layers or for training on variable prefixes: d2sd writes both under the key `d2sd`, which
+speculators' loader accepts. A file without that key needs the target, and a second drafter's role must be declared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from d2sd.convert.checkpoint.unsupported import KEYS
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig, Role
 
-#: Transformers' defaults of the body: a saved nested config may be no more than its difference from them.
+#: Transformers' defaults of the body: a saved nested config may contain only the differences from them.
 QWEN3_DEFAULTS: Mapping[str, object] = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "hidden_act": "silu",
@@ -35,7 +35,7 @@ _TOP = (
         "architectures", "aux_hidden_state_layer_ids", "block_size", "draft_vocab_size", "mask_token_id",
         "target_hidden_size", "transformer_layer_config", "speculators_config", "speculators_model_type",
         "speculators_version", "d2sd",
-        "max_anchors",  # of training, in 0.5
+        "max_anchors",  # a training key of version 0.5
         "sliding_window_non_causal",  # of windowed layers, and those are refused
     }
 )  # fmt: skip
@@ -73,7 +73,7 @@ def read_speculators(config: HFConfig, num_target_layers: int | None, declared: 
 
 
 def draft_vocab_size(config: HFConfig) -> int:
-    """Read draft_vocab_size; without it speculators would take 32000."""
+    """Read draft_vocab_size, which is required here; speculators defaults to 32000."""
     return config.size("draft_vocab_size")
 
 
@@ -107,7 +107,7 @@ def config_text(config: DrafterConfig, dtype: torch.dtype, verifier: str, archit
             "verifier": {"architectures": architectures, "name_or_path": verifier},
         },
         "speculators_model_type": "dflash",
-        "speculators_version": "0.9.0",  # whose reader was tried on what is written here
+        "speculators_version": "0.9.0",  # its reader was tested on these files
         "target_hidden_size": None,
         "tie_word_embeddings": False,
         "transformer_layer_config": {
@@ -119,10 +119,10 @@ def config_text(config: DrafterConfig, dtype: torch.dtype, verifier: str, archit
 
 
 def check_writable(config: DrafterConfig, where: str) -> None:
-    """Refuse a drafter of the target's last layer: speculators' tools leave that state out, and fc then has no room."""
+    """Refuse a drafter of the target's last layer: speculators' tools omit that state, so fc's width differs."""
     if max(config.target_layer_ids) == config.num_target_layers - 1:
         raise CheckpointError(
-            "speculators cannot say that a drafter reads the last layer of its target.", where=where,
+            "The speculators format does not support a drafter that reads the target's last layer.", where=where,
             found=f"target layer ids {list(config.target_layer_ids)}", expected=f"0 to {config.num_target_layers - 2}",
         )  # fmt: skip
 
@@ -148,7 +148,7 @@ def _check_speculation(config: HFConfig) -> None:
 
 
 def _layer_ids(config: HFConfig, num_target_layers: int) -> tuple[int, ...]:
-    """Ids 1 to L-1: state 0 is the embedding, and speculators leaves the last one to its training targets."""
+    """Ids 1 to L-1: state 0 is the embedding, and speculators reserves the last one for its training targets."""
     key = "aux_hidden_state_layer_ids"
     ids = from_convention(config.integers(key), "hidden_states")
     if fault(ids, num_target_layers - 1):
@@ -163,7 +163,7 @@ def _target_layers(config: HFConfig, own: HFConfig, known: int | None) -> int:
     layers = written or known
     if layers is None:
         raise CheckpointError(
-            "A speculators checkpoint does not say how many layers its target has.", where=config.where,
+            "The speculators checkpoint does not contain the number of target layers.", where=config.where,
             fix="name the target: --target DIR",
         )  # fmt: skip
     return layers

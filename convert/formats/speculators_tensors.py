@@ -1,7 +1,7 @@
-"""Tensors of a speculators checkpoint in addition to the drafter's own: copies of the target's, and the vocabulary.
+"""Extra tensors of a speculators checkpoint: copies of the target's embedding and head, and the draft vocabulary.
 
-Which of them are there depends on what wrote it: to 0.7 both copies, from 0.8 the head of a reduced vocabulary alone;
-t2d and d2t where the vocabulary is reduced.
+Versions up to 0.7 write both copies, versions from 0.8 only the head of a reduced vocabulary; t2d and d2t are present
+if the vocabulary is reduced.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def read_extra(
     if not dropped:
         return ids, []
     if target is None:
-        return ids, [f"{' and '.join(dropped)}: dropped unchecked; --target compares with the target's"]
+        return ids, [f"{' and '.join(dropped)}: dropped unchecked; pass --target to compare with the target's"]
     check_copies(copies, target, ids, dtype, str(found[dropped[0]].file))
     return ids, [f"{' and '.join(dropped)}: equal to the target's, dropped"]
 
@@ -58,7 +58,7 @@ def read_extra(
 def extra_tensors(
     config: DrafterConfig, names: frozenset[str], target: TargetParts | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Make the tensors of `names` again; copies need the `target`."""
+    """Make the extra tensors of `names`; copies need the `target`."""
     made: dict[str, Tensor] = {}
     if target is not None:
         made |= shared_copies(target, config.draft_vocabulary, dtype)

@@ -3,7 +3,7 @@
     t2d [V] bool      which tokens can be drafted
     d2t [Vd] int64    an *offset*: draft token i is target token i + d2t[i]
 
-Both say the same; a file in which they differ, or whose d2t holds the ids themselves, is refused.
+Both encode the same ids; a file in which they differ, or whose d2t holds the ids themselves, is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def to_tensors(ids: tuple[int, ...], vocab_size: int) -> dict[str, Tensor]:
 
 
 def from_tensors(tensors: Mapping[str, Tensor], size: int, vocab_size: int, where: str) -> tuple[int, ...]:
-    """t2d and d2t, of right shapes, -> ascending ids; raises `CheckpointError` naming the tensor of `where`.
+    """t2d and d2t, of checked shapes, -> ascending ids; raises `CheckpointError` naming the tensor of `where`.
 
     `size` is the config's draft_vocab_size.
     """
@@ -34,8 +34,8 @@ def from_tensors(tensors: Mapping[str, Tensor], size: int, vocab_size: int, wher
     expected = marked.nonzero().flatten()
     if len(expected) != size:
         raise CheckpointError(
-            "t2d marks another number of tokens than are drafted among.", where=f"{where}: t2d",
-            found=len(expected), expected=f"{size}, as draft_vocab_size",
+            "t2d marks a different number of tokens than draft_vocab_size.", where=f"{where}: t2d",
+            found=len(expected), expected=size,
         )  # fmt: skip
     if torch.equal(offsets, expected) and not torch.equal(ids, expected):
         raise CheckpointError(

@@ -1,8 +1,8 @@
-"""The canonical drafter -> a directory of z-lab or speculators.
+"""Writes the canonical drafter in the format of z-lab or speculators.
 
-Every field is written. But a drafter that comes from the very format, and whose config.json still says what it is,
-gets that text and those tensors again: byte for byte, if safetensors' own library wrote them into one file, with at
-most one entry of metadata.
+Every field is written. If the source has the same format and its config.json still describes the drafter, its text and
+tensors are written unchanged: byte for byte, if safetensors' own library wrote them into one file with at most one
+entry of metadata.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def write(folder: Path, drafter: CanonicalDrafter, to: Writable, target: TargetP
 
     A speculators checkpoint holds copies of the target's tensors, so it needs the `target`.
     """
-    kept = _still_says(drafter, to)
+    kept = _describes(drafter, to)
     source, config = drafter.source, drafter.config
     tensors, notes = dict(drafter.tensors), []
     if to == "z-lab":
         text = source.text if kept else dflash.config_text(config, drafter.dtype)
         left = dflash.left_to_readers(text, config)
         if left:
-            notes.append(f"as in the source, readers may take defaults for {', '.join(left)}; a bundle writes them")
+            notes.append(f"as in the source, readers use their defaults for {', '.join(left)}; a bundle writes them")
         write_draft_vocabulary(folder, config.draft_vocabulary, config.vocab_size)
     else:
         speculators.check_writable(config, str(source.folder))
@@ -60,8 +60,8 @@ def write(folder: Path, drafter: CanonicalDrafter, to: Writable, target: TargetP
     return notes
 
 
-def _still_says(drafter: CanonicalDrafter, to: Writable) -> bool:
-    """Whether the source is of this format and its text, read again, is this very drafter."""
+def _describes(drafter: CanonicalDrafter, to: Writable) -> bool:
+    """Whether the source has this format and its text, read again, gives exactly this drafter's config."""
     source, config = drafter.source, drafter.config
     if source.format != to:
         return False
@@ -75,12 +75,12 @@ def _shared_names(drafter: CanonicalDrafter) -> frozenset[str]:
 
 
 def _speculators_text(drafter: CanonicalDrafter, target: TargetParts | None) -> str:
-    assert target is not None, "its copies have been made"
+    assert target is not None, "extra_tensors needed it"
     return speculators.config_text(drafter.config, drafter.dtype, str(target.folder), target.architectures)
 
 
 def _write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> None:
     if metadata == _PLAIN:
         write_tensors(file, tensors)
-    else:  # another writer's: small enough a case to build the file in memory
+    else:  # another writer's metadata: rare, so the file is built in memory
         file.write_bytes(save({name: tensors[name].contiguous() for name in sorted(tensors)}, metadata))

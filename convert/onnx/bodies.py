@@ -1,11 +1,11 @@
-"""The exported part of each model: its body, between the embedding and the head, with attention as one node a layer.
+"""The exported part of each model: its body, between the embedding and the head, with one attention node per layer.
 
-Embedding and head are not exported: three models share them, so three engines would each hold a copy. K/V pools are
-inputs, one a layer; the new rows' K/V are outputs, which the runtime commits to the pools.
+Embedding and head are not exported: the three models share them, and each engine would hold a copy. K/V pools are
+inputs, one per layer; K/V of the new rows are outputs, which the runtime commits to the pools.
 
     target    embedded, positions, attn_mask, page_table, context_len, pages      -> hidden, features, k, v
     drafter   the same, and features, feature_positions, feature_len of context
-              that the pages do not hold yet                                    -> hidden, k, v of that context
+              not yet written to the pages                                      -> hidden, k, v of that context
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
 from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, attributes
 
-# Shape letters: B requests, T rows, C new context rows, W words of visibility, M pages a request, P pages, Z tokens a
-# page, E hidden, n auxiliary layers, L layers, Hkv heads, D head size.
+# Shape letters: B requests, T rows, C new context rows, W words of the attention mask, M pages a request, P pages,
+# Z tokens a page, E hidden, n auxiliary layers, L layers, Hkv heads, D head size.
 
 
 class TargetBody(nn.Module):
-    """For export alone: its attention returns zeros."""
+    """For export only: its attention returns zeros."""
 
     def __init__(self, target: Decoder, aux_layer_ids: tuple[int, ...]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class TargetBody(nn.Module):
         self, embedded: Tensor, positions: Tensor, attn_mask: Tensor, page_table: Tensor, context_len: Tensor,
         k_pages: list[Tensor], v_pages: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """embedded [B, T, E] -> hidden [B, T, E], normed; features [B, T, n·E]; k, v [L, B, T, Hkv, D]."""
+        """embedded [B, T, E] -> hidden [B, T, E], normalized; features [B, T, n·E]; k, v [L, B, T, Hkv, D]."""
         x, cos_sin = embedded, self._rotary(positions, embedded.dtype)
         keys, values, aux = [], [], {}
 
@@ -59,7 +59,7 @@ class TargetBody(nn.Module):
 
 
 class DrafterBody(nn.Module):
-    """For export alone: its attention returns zeros."""
+    """For export only: its attention returns zeros."""
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
-"""Exports model bodies with PyTorch's ONNX exporter: one `.onnx` a model, with its weights in `.onnx.data`.
+"""Exports model bodies with PyTorch's ONNX exporter: one `.onnx` per model, with its weights in `.onnx.data`.
 
-Shapes are symbols but for the geometry and the page size. The bytes depend on the model and the tools' versions alone.
+All dimensions are symbolic except the geometry and the page size. The bytes depend only on the model and the tools'
+versions.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.plugins.cascade_attention.onnx import DOMAIN, OPSET, functions
 
-#: Packages whose versions decide the bytes of a graph and the result of its check.
+#: Packages whose versions determine the bytes of a graph and the result of its check.
 TOOLS = ("onnx", "onnxscript", "onnxruntime")
 #: Names of the graphs' outputs.
 TARGET_OUTPUTS, DRAFTER_OUTPUTS = ("hidden", "features", "k", "v"), ("hidden", "k", "v")
@@ -37,11 +38,11 @@ _B, _T, _W, _M, _P, _C = (
 )  # fmt: skip
 
 
-def demand_exporter() -> None:
-    """Raise `BuildError` where a package that exports graphs, or runs them for the checks, is not installed."""
+def require_exporter() -> None:
+    """Raise `BuildError` if a package that exports graphs, or runs them for the checks, is not installed."""
     if missing := [tool for tool in TOOLS if find_spec(tool) is None]:
         raise BuildError(
-            "Graphs are written and checked with packages that are not installed.", where="engines",
+            "Packages that export and check graphs are not installed.", where="engines",
             found=f"no {', no '.join(missing)}", fix="pip install 'd2sd[engines]'",
         )  # fmt: skip
 
@@ -101,7 +102,7 @@ def _names(fixed: Sequence[str], body: BodyConfig) -> list[str]:
 def _export(
     body: nn.Module, inputs: list[Any], shapes: list[Any], names: list[str], outputs: Sequence[str], file: Path
 ) -> None:
-    demand_exporter()
+    require_exporter()
     import onnx
 
     body = copy.deepcopy(body).eval().requires_grad_(False)

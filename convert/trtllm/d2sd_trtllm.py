@@ -1,8 +1,8 @@
 """Copied into bundles as `trtllm/d2sd_trtllm/__init__.py`; TensorRT-LLM imports it there (`--custom_module_dirs`).
 
-It needs the d2sd package, without its dependencies: `pip install --no-deps d2sd`. Where that is missing, or the
-installed TensorRT-LLM is not one whose sources d2sd knows, the server drafts with the first drafter alone and says so.
-`D2SD_TRTLLM=require` makes it refuse instead.
+It needs the d2sd package, without its dependencies: `pip install --no-deps d2sd`. If d2sd is missing, or the
+installed TensorRT-LLM is outside the supported versions, the server drafts with the first drafter only and logs it.
+`D2SD_TRTLLM=require` makes this an error.
 """
 
 import os

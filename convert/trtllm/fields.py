@@ -1,8 +1,8 @@
 """The LLM-API arguments our YAML may hold: names, types and defaults of TensorRT-LLM's `llmapi/llm_args.py`.
 
 TensorRT-LLM refuses keys it does not know, and it cannot be installed where bundles are built, so the YAML is checked
-against these models instead. `DFlash` is complete; the other two list what we write. Read at `COMMIT`; which
-release that became, the sources do not say.
+against these models instead. `DFlash` is complete; the other two list the keys that we write. Read at `COMMIT`; the
+sources do not name its release.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Arguments(_Section):
 
 
 def check_arguments(values: Mapping[str, object], where: str) -> Arguments:
-    """Refuse what TensorRT-LLM would refuse: unknown keys, wrong types, values out of bounds. Raises `BundleError`."""
+    """Check arguments as TensorRT-LLM does: unknown keys, wrong types, values out of bounds. Raises `BundleError`."""
     try:
         return Arguments.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         raise BundleError(
-            "TensorRT-LLM would refuse this argument.",
+            "TensorRT-LLM does not accept this argument.",
             where=f"{where}: {'.'.join(map(str, first['loc']))}", found=repr(first["input"]), expected=first["msg"],
         ) from None  # fmt: skip

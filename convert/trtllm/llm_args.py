@@ -1,11 +1,11 @@
-"""`trtllm/` of a bundle: arguments for TensorRT-LLM without and with our second drafter, and a module for the latter.
+"""Writes `trtllm/` of a bundle: TensorRT-LLM arguments with one and with both drafters, and a module for the latter.
 
-    trtllm/llm_args.dflash.yaml     the first drafter, by TensorRT-LLM alone
+    trtllm/llm_args.dflash.yaml     the first drafter, with TensorRT-LLM alone
     trtllm/llm_args.d2sd.yaml       the same arguments, for a server that imports the module
     trtllm/d2sd_trtllm/__init__.py  the module (`trtllm-serve --custom_module_dirs`)
 
-The arguments are the same because their schema is closed: it has no key for a second drafter, so the module finds it
-next to the first one. Paths start at the bundle's folder.
+The arguments are the same because their schema is closed: it has no key for a second drafter, so the module looks for
+it next to the first one. Paths are relative to the bundle's folder.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ _HEADER = """\
 # Not yet run. Every key was checked against TensorRT-LLM's llm_args.py at {commit}.
 # From this bundle's folder:
 #   {command}
-# enable_block_reuse is off because DFlash learns of a prompt while it is computed: a prompt found in the K/V cache
-# would leave the drafter without its context. max_seq_len is given because the drafter's cache is sized by it.
+# enable_block_reuse is off because DFlash needs the target's features of the prompt: with a prompt reused from the K/V
+# cache the drafter would have no context. max_seq_len is given because it determines the size of the drafter's cache.
 """
 _TITLES = {
-    DFLASH: "The first drafter by TensorRT-LLM alone: plain DFlash, one chain.",
-    D2SD: "Both drafters, one chain (no tree). Where the module cannot be sure of the installed version, plain DFlash.",
+    DFLASH: "The first drafter with TensorRT-LLM alone: plain DFlash, one chain.",
+    D2SD: "Both drafters, one chain (no tree); plain DFlash if the module does not support the installed version.",
 }
 _COMMANDS = {
     DFLASH: f"trtllm-serve target --config {FOLDER}/{DFLASH}",
-    # One process, or the workers would not see the module; no bytecode, or the bundle would hold a file not its own.
+    # One process, or the workers would not see the module; no bytecode, or the bundle would contain an unlisted file.
     D2SD: "PYTHONDONTWRITEBYTECODE=1 TLLM_WORKER_USE_SINGLE_PROCESS=1 trtllm-serve target "
     f"--config {FOLDER}/{D2SD} --custom_module_dirs {FOLDER}/{MODULE}",
 }
 
 
 def unsupported_reason(recipe: Recipe) -> str | None:
-    """Why TensorRT-LLM cannot serve what `recipe` makes; None where it can."""
+    """Why TensorRT-LLM cannot serve the bundle of `recipe`; None if it can."""
     if recipe.drafters.first is None:
         return "there is no drafter"
     if recipe.precision == "fp32":
-        return "its drafter attention takes 16-bit numbers, and precision is fp32"
+        return "its drafter attention supports 16-bit numbers only, and precision is fp32"
     return None
 
 
 def write_llm_args(folder: Path, recipe: Recipe) -> None:
-    """Write `folder`, a bundle's `trtllm`, beside drafters that are there already. Raises `D2SDError`.
+    """Write `folder`, a bundle's `trtllm`, next to the drafters, which must exist already. Raises `D2SDError`.
 
-    Not for what is `unsupported_reason`.
+    `unsupported_reason(recipe)` must be None.
     """
     assert unsupported_reason(recipe) is None
     values = arguments(HFConfig.read(folder.parent / "drafter_first"), recipe)
@@ -72,7 +72,7 @@ def write_llm_args(folder: Path, recipe: Recipe) -> None:
 
 
 def arguments(drafter: HFConfig, recipe: Recipe) -> dict[str, Any]:
-    """Return the LLM-API arguments for a first drafter's config; nothing that decides the output is left to a default.
+    """Return the LLM-API arguments for a first drafter's config; no key that affects the output is left to a default.
 
     The drafter computes max_draft_len + 1 slots, and was trained with `block_size` of them.
     """
@@ -89,7 +89,7 @@ def arguments(drafter: HFConfig, recipe: Recipe) -> dict[str, Any]:
             "max_draft_len": drafter.size("block_size") - 1,
             "mask_token_id": part.get("mask_token_id", int),
             "target_layer_ids": list(part.integers("target_layer_ids")),
-            "attention_backend": "VANILLA",  # FlashAttention; TRTLLM is for SM100 and SM103 alone
+            "attention_backend": "VANILLA",  # FlashAttention; TRTLLM is for SM100 and SM103 only
         },
     }
 
@@ -109,11 +109,11 @@ def check_llm_args(bundle: Path) -> list[str]:
             raise BundleError("Arguments are a mapping of keys.", where=folder / name, found=type(values).__name__)
         given = check_arguments(values, str(folder / name)).speculative_config
         drafter = HFConfig.read(bundle / "drafter_first")
-        most = drafter.size("block_size") - 1
-        if given is not None and not 1 <= (given.max_draft_len or 0) <= most:
+        limit = drafter.size("block_size") - 1
+        if given is not None and not 1 <= (given.max_draft_len or 0) <= limit:
             raise BundleError(
-                "The drafter was not trained for this many drafts.",
+                "The drafter was not trained for this many draft tokens.",
                 where=f"{folder / name}: speculative_config.max_draft_len", found=given.max_draft_len,
-                expected=f"1 to {most}",
+                expected=f"1 to {limit}",
             )  # fmt: skip
     return names

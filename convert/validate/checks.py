@@ -1,4 +1,4 @@
-"""What a build proves about its bundle before publishing it; the figures go into `manifest.checks`."""
+"""Checks that a bundle must pass before it is published; the figures go into `manifest.checks`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from d2sd.runtime.stats import mean_tau
 def check_bundle(bundle: Bundle, progress: Progress = silent) -> dict[str, Any]:
     """Decode the check prompts greedily under every policy and compare with plain decoding.
 
-    Returns figures as JSON values; none of them is a time, because equal bundles must give equal figures. Raises
-    BuildError if, in fp32, a policy's answer differs from plain decoding beyond a tie of two logits (in half precision
+    Returns figures as JSON values, without timings: equal bundles must give equal figures. Raises BuildError
+    if, in fp32, a policy's answer differs from plain decoding and the two best logits are not tied (in half precision
     rounding depends on batch shapes, so agreement is only reported); if a drafter is accepted clearly more often under
     another reading of its config (`drafter_config.py`); and if the first drafter's chain is below `checks.min_tau`.
     """
@@ -70,7 +70,7 @@ def _check_min_tau(recipe: Recipe, tau: float, prompts: int) -> None:
 def _explain(
     bundle: Bundle, policy: str, answers: list[list[int]], plain: list[list[int]], prompts: list[tuple[int, ...]]
 ) -> None:
-    """Raise BuildError for the first difference where plain decoding's two best logits are no tie."""
+    """Raise BuildError for the first difference where plain decoding's two best logits are not tied."""
     for prompt, answer, expected in zip(prompts, answers, plain, strict=True):
         index = first_mismatch(answer, expected)
         if index is None:

@@ -1,10 +1,10 @@
-"""Does a drafter fit its target? Other readings of its config are tried against the one that it declares.
+"""Checks that a drafter's config fits its target, by comparing it with other readings of the config.
 
-A layer id that is off by one, or another mask, is an error nowhere: the drafter loads, runs and is accepted less. Only
-acceptance tells, so plain decoding's answers are drafted under each reading (`fit_guesses.py`).
+A layer id that is off by one, or another mask, raises no error: the drafter loads, runs and is accepted less often.
+Only acceptance shows it, so plain decoding's answers are drafted under each reading (`drafter_predictions.py`).
 
 Layer ids are written as "output of layer i" or, counting the embedding, as i + 1 (`convert/checkpoint/layer_ids.py`). A
-mask is a row of the target's embedding, and trainers take it from different places: the tokenizer's mask token
+mask is a row of the target's embedding, and trainers choose different ones: the tokenizer's mask token
 (ModelOpt, SpecForge), the first id after the tokenizer (z-lab's Qwen3 drafters: 151669), a reserved token (Llama 3),
 the padding token, often itself the end of text, or a row that no token uses.
 """
@@ -23,10 +23,10 @@ from d2sd.modeling.config import DrafterConfig
 from d2sd.progress import Progress, silent
 from d2sd.runtime.sequence import Sequence
 
-#: Another reading must commit so much more to fail the build: below, a drafter is worth serving, and a hint is enough.
+#: Another reading fails the build if it commits this many times more tokens a step; below, the build prints a hint.
 _RATIO = 1.05
-#: And win more tokens than chance lets it in this share of builds: neighbouring tokens are not quite independent and
-#: several readings are tried, so it is far below what one test of independent trials would ask.
+#: And if it passes a sign test at this level, which is far below that of a single test of independent trials, because
+#: neighbouring tokens are correlated and several readings are tested.
 _CHANCE = 1e-4
 #: Below this many tokens a step a drafter is almost never accepted: one draft in ten steps.
 _NEVER = 1.1
@@ -35,8 +35,8 @@ _NEVER = 1.1
 def check_drafter_config(bundle: Bundle, plain: SequenceOf[Sequence], progress: Progress = silent) -> dict[str, Any]:
     """Tokens a step of each drafter under each reading; `plain` are finished requests of plain decoding.
 
-    Raises BuildError where another reading is clearly better than the declared one. Tells of a drafter that is accepted
-    next to never.
+    Raises BuildError if another reading is clearly better than the declared one. Prints a warning if one is slightly
+    better, and if a drafter is almost never accepted.
     """
     named = (("first", bundle.first), ("second", bundle.second))
     drafters = {name: drafter for name, drafter in named if drafter is not None}
@@ -54,7 +54,7 @@ def check_drafter_config(bundle: Bundle, plain: SequenceOf[Sequence], progress: 
             raise _wrong_config(bundle, name, declared, best, guesses)
         if guesses[best].mean > longest:
             print(
-                f"the {name} drafter may not be what its config says: it commits {guesses[best].mean:.3f} tokens a "
+                f"the {name} drafter may not match its config: it commits {guesses[best].mean:.3f} tokens a "
                 f"step with {best.name}, {longest:.3f} as declared",
                 file=sys.stderr,
             )
@@ -65,7 +65,7 @@ def check_drafter_config(bundle: Bundle, plain: SequenceOf[Sequence], progress: 
                 file=sys.stderr,
             )
         figures[name] = {
-            "places": len(guesses[declared].lengths),
+            "positions": len(guesses[declared].lengths),
             "tokens a step": {reading.name: guesses[reading].mean for reading in (declared, *others)},
             "left out": left_out,
         }
@@ -73,9 +73,9 @@ def check_drafter_config(bundle: Bundle, plain: SequenceOf[Sequence], progress: 
 
 
 def candidate_configs(config: DrafterConfig, tokenizer: Any) -> tuple[list[Hypothesis], dict[str, str]]:
-    """What to try: the declared reading first, each other one thing away from it; and why the rest cannot be run.
+    """List the readings to test, the declared one first and the others with one change each, and why some cannot run.
 
-    `tokenizer` is the target's, of transformers.
+    `tokenizer` is the target's transformers tokenizer.
     """
     ids, mask = config.target_layer_ids, config.mask_token_id
     found, left_out = [Hypothesis("as declared", ids, mask)], {}
@@ -102,7 +102,7 @@ def candidate_configs(config: DrafterConfig, tokenizer: Any) -> tuple[list[Hypot
 
 
 def _masks(tokenizer: Any, vocab_size: int) -> dict[str, int | None]:
-    """Candidates by where they come from; None where there is no such token."""
+    """Candidate mask ids by origin; None where the tokenizer has no such token."""
     added = sorted((token, text.lower()) for text, token in tokenizer.get_added_vocab().items())
 
     def spelled(word: str) -> int | None:
@@ -120,9 +120,9 @@ def _masks(tokenizer: Any, vocab_size: int) -> dict[str, int | None]:
 
 
 def sign_test(one: Predictions, other: Predictions) -> bool:
-    """A sign test over the tokens: many more are guessed more often than are guessed less often.
+    """Sign test over tokens: whether `one` predicts significantly more tokens better than `other` than it does worse.
 
-    Tokens, not steps: one hard token ends all the up to γ - 1 steps that reach it, and would count as often.
+    Tokens, not steps: one hard token ends every step that reaches it, up to γ - 1, and would count each time.
     """
     won, lost = int((one.hits > other.hits).sum()), int((one.hits < other.hits).sum())
     chance = sum(comb(won + lost, n) for n in range(won, won + lost + 1)) / 2 ** (won + lost)
@@ -132,14 +132,14 @@ def sign_test(one: Predictions, other: Predictions) -> bool:
 def _wrong_config(
     bundle: Bundle, name: str, declared: Hypothesis, better: Hypothesis, guesses: dict[Hypothesis, Predictions]
 ) -> BuildError:
-    """Which key of the drafter's config says it wrongly, and what it should say."""
+    """The error for a key of the drafter's config that has the wrong value."""
     config = bundle.recipe.path(getattr(bundle.recipe.drafters, name).path) / "config.json"
     if better.layer_ids != declared.layer_ids:
         key, found, expected = "target_layer_ids", f"{list(declared.layer_ids)}", f"{list(better.layer_ids)}"
-        fix = "write these ids there: i is the output of layer i; d2sd convert reads formats that count otherwise"
+        fix = "set it to these ids, where i is the output of layer i; d2sd convert reads formats that count differently"
     else:
         key, found, expected = "mask_token_id", f"{declared.mask}", f"{better.mask}"
-        fix = "write the id there that the drafter was trained with"
+        fix = "set it to the id that the drafter was trained with"
     return BuildError(
         f"The {name} drafter does not fit: acceptance rises from {guesses[declared].mean:.2f} to "
         f"{guesses[better].mean:.2f} tokens a step with {better.name}.",

@@ -1,6 +1,6 @@
-"""The runs that FP8 needs: calibration texts, drafting while ModelOpt records, and what FP8 changed.
+"""The runs that FP8 needs: sampling calibration texts, drafting while ModelOpt records, and comparing the result.
 
-Every run uses small trees: what FP8 gains or loses shows with few nodes, and a CPU emulates FP8 for each of them.
+Every run uses small trees: they show the effect of FP8, and a CPU has to emulate FP8 for each node.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.stats import mean_tau
 
-#: Most nodes of a tree in these runs.
+#: Maximum nodes of a tree in these runs.
 _NODES = 16
-#: Most prompts to calibrate drafters on: their scales are maxima over every block of every step.
+#: Maximum prompts to calibrate drafters on: their scales are maxima over every block of every step.
 _DRAFTER_PROMPTS = 16
 
 
@@ -39,9 +39,9 @@ def exercise_drafters(bundle: Bundle, recipe: Recipe) -> None:
 def compare_fp8(
     plain: Bundle, fp8: Bundle, texts: list[Text], recipe: Recipe, progress: Progress = silent
 ) -> dict[str, Any]:
-    """Figures of the FP8 bundle against the unquantized one, for `manifest.checks`.
+    """Compare the FP8 bundle with the unquantized one; return figures for `manifest.checks`.
 
-    Raises `BuildError` where a change exceeds a bound of the recipe.
+    Raises `BuildError` if a change exceeds a bound of the recipe.
     """
     wanted = _wanted(recipe)
     figures: dict[str, Any] = {"prompts": len(texts), "tokens_each": _budget(recipe)}
@@ -81,9 +81,9 @@ def _compare_tau(plain: Bundle, fp8: Bundle, recipe: Recipe, progress: Progress)
 
 
 def _generate(
-    bundle: Bundle, recipe: Recipe, policy: Policy, sampling: SamplingParams, most: int | None = None
+    bundle: Bundle, recipe: Recipe, policy: Policy, sampling: SamplingParams, limit: int | None = None
 ) -> list[Sequence]:
-    requests = _requests(bundle, recipe, sampling)[:most]
+    requests = _requests(bundle, recipe, sampling)[:limit]
     nodes = min(_NODES, bundle.recipe.tree.row_budget)
     return make_engine(bundle, policy=policy, row_budget=nodes, calibrated=False).generate(requests)
 
@@ -104,7 +104,7 @@ def _budget(recipe: Recipe) -> int:
 
 
 def _wanted(recipe: Recipe) -> FP8:
-    assert recipe.fp8 is not None, "only recipes with FP8 come here"
+    assert recipe.fp8 is not None, "called only for recipes with FP8"
     return recipe.fp8
 
 

@@ -1,4 +1,4 @@
-"""What a build proves about its graphs: ONNX Runtime serves them beside the models they were made of."""
+"""Checks exported graphs: ONNX Runtime serves them, and every output is compared with the PyTorch model."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from d2sd.convert.validate.shadow import ShadowDecoder, ShadowDrafter
     from d2sd.runtime.request import Request
 
-#: Largest difference that is rounding's, as a share of an output's largest number.
+#: Largest difference that counts as rounding, as a share of an output's largest number.
 _BOUND = {"fp32": 1e-4, "fp16": 2e-2}
 
 
 def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]) -> dict[str, Any]:
     """Greedy answers of the graphs against `plain`, those of plain decoding, and the largest error of every output.
 
-    Raises `BuildError` where an error is beyond rounding; not with FP8, where one input that rounds the other way
-    moves all that follows it. ONNX Runtime computes no bf16 on a CPU: then a word says so.
+    Raises `BuildError` if an error is beyond rounding; not with FP8, where one input that rounds the other way changes
+    all later values. ONNX Runtime does not support bf16 on a CPU: the result then says so.
     """
     from d2sd.convert.validate.shadow import ShadowDecoder, ShadowDrafter, ShadowRunner
     from d2sd.policies import PolicyName
@@ -57,7 +57,7 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
         figures[which] = {output: float(f"{error:.2g}") for output, error in relative.items()}
         if recipe.fp8 is None and max(relative.values()) > _BOUND[recipe.precision]:
             raise BuildError(
-                f"The graph of {which} does not compute what the model computes.", where=folder / f"{which}.onnx",
+                f"The outputs of the graph of {which} differ from the model's.", where=folder / f"{which}.onnx",
                 found=figures[which], expected=f"errors of at most {_BOUND[recipe.precision]} of an output's largest",
                 fix="this is a bug in d2sd: report it",
             )  # fmt: skip

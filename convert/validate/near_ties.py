@@ -1,4 +1,4 @@
-"""When two ways of computing the same logits may fairly disagree: the two best candidates are equal up to rounding."""
+"""Near ties: two computations of the same logits may disagree if the two best candidates are equal up to rounding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIE_TOLERANCE = 1e-4
 
 @torch.inference_mode()
 def top2_margin(target: Decoder, tokens: list[int], sampling: SamplingParams | None = None) -> float:
-    """Distance of the two best scores behind `tokens`: of logits if greedy, else of what Gumbel-max compares."""
+    """Distance of the two best scores after `tokens`: of the logits if greedy, else of the Gumbel scores."""
     device = str(target.embed_tokens.weight.device)
     logits = target.logits(target.full_pass(torch.tensor([tokens], device=device)).hidden[:, -1:])
     params = Sampling.of([sampling or SamplingParams()], target.config.vocab_size, device)

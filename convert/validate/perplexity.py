@@ -1,8 +1,8 @@
-"""Two targets over the same texts: how much worse the second predicts people, and how far it is from the first.
+"""Compares two targets on the same texts: perplexity on human-written prompts, and divergence on sampled answers.
 
-Perplexity is of the prompts' own words, which people wrote: between what all prompts begin and end with, for that is
-the chat template. Divergence is KL(first ‖ second) in nats behind the tokens of answers that the first has sampled:
-what serving asks of it.
+Perplexity covers the prompts' own tokens; the prefix and suffix that all prompts share are the chat template's and are
+excluded. Divergence is KL(first ‖ second) in nats after the tokens of answers that the first target sampled, as in
+serving.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from d2sd.modeling.decoder import Decoder
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Token ids, the first `prompt` of which are a prompt."""
+    """Token ids; the first `prompt` ids are the prompt."""
 
     ids: list[int]
     prompt: int
@@ -37,12 +37,12 @@ def compare_texts(
     divergence: list[Tensor] = []
     equal: list[Tensor] = []
     for text in texts:
-        said = [_logits(target, text.ids) for target in (first, second)]
+        logits = [_logits(target, text.ids) for target in (first, second)]
         start = max(head, 1) - 1
-        words = slice(start, max(start, text.prompt - tail - 1))  # where a word of the prompt is predicted
+        words = slice(start, max(start, text.prompt - tail - 1))  # positions that predict a prompt token
         following = torch.tensor([*text.ids[1:], 0])
-        losses.append(torch.stack([F.cross_entropy(x[words], following[words], reduction="none") for x in said]))
-        answered = [x[text.prompt - 1 : -1].log_softmax(-1) for x in said]
+        losses.append(torch.stack([F.cross_entropy(x[words], following[words], reduction="none") for x in logits]))
+        answered = [x[text.prompt - 1 : -1].log_softmax(-1) for x in logits]
         divergence.append((answered[0].exp() * (answered[0] - answered[1])).sum(-1))
         equal.append(answered[0].argmax(-1) == answered[1].argmax(-1))
         advance(1)
@@ -56,13 +56,13 @@ def compare_texts(
 
 @torch.inference_mode()
 def _logits(target: Decoder, ids: Sequence[int]) -> Tensor:
-    """Teacher-forced logits [T, V] behind each of the T `ids`."""
+    """Teacher-forced logits [T, V] after each of the T `ids`."""
     tokens = torch.tensor([list(ids)], device=target.embed_tokens.weight.device)
     return target.logits(target.full_pass(tokens).hidden)[0]
 
 
 def _perplexity(loss: Tensor) -> dict[str, Any]:
-    """`loss` [2, tokens] in nats. No figures of too few tokens for an interval."""
+    """`loss` [2, tokens] in nats. Empty if there are too few tokens for an interval."""
     change = loss[1] - loss[0]
     if len(change) < 2:
         return {}
@@ -76,7 +76,7 @@ def _perplexity(loss: Tensor) -> dict[str, Any]:
 
 
 def common(texts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all texts begin with; none where there is but one."""
+    """Length of the prefix that all texts share; 0 for a single text."""
     if len(texts) < 2:
         return 0
     shortest = min(map(len, texts))

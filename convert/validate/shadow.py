@@ -1,4 +1,4 @@
-"""Graphs run beside the models they were made of, on the same inputs: how far apart they are while they serve."""
+"""Shadow runs: a graph serves, the PyTorch model runs on the same inputs, and the differences are recorded."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from d2sd.runtime.backends.model_runner import ModelRunner
 
 @dataclass(slots=True)
 class ErrorStats:
-    """Of one model's outputs, by name."""
+    """Errors of one model's outputs, by output name."""
 
     of: str  # the model
     largest: dict[str, float] = field(default_factory=dict)  # |graph - model|
     scale: dict[str, float] = field(default_factory=dict)  # |model|, its largest
 
     def compare(self, name: str, found: Tensor, expected: Tensor) -> None:
-        """Keep the largest difference seen. Raises `BuildError` where only the model's numbers are finite.
+        """Record the largest difference. Raises `BuildError` if only the model's numbers are finite.
 
-        A target without drafters has features of no layer: nothing to compare.
+        A target without drafters has no features: there is nothing to compare.
         """
         if not expected.numel():
             return
         if expected.isfinite().all() and not found.isfinite().all():
             raise BuildError(
-                f"The graph of {self.of} gives numbers that are not finite, and its model does not.", where=name,
+                f"The outputs of the graph of {self.of} are not finite, and the model's are.", where=name,
                 fix="this is a bug in d2sd: report it",
             )  # fmt: skip
-        apart = (found.float() - expected.float()).abs().max().item()
-        self.largest[name] = max(self.largest.get(name, 0.0), apart)
+        error = (found.float() - expected.float()).abs().max().item()
+        self.largest[name] = max(self.largest.get(name, 0.0), error)
         self.scale[name] = max(self.scale.get(name, 0.0), expected.float().abs().max().item())
 
     def relative(self) -> dict[str, float]:
         """Largest difference as a share of the output's largest number; 0 where there is none."""
-        return {name: apart and apart / max(self.scale[name], 1e-30) for name, apart in self.largest.items()}
+        return {name: error and error / max(self.scale[name], 1e-30) for name, error in self.largest.items()}
 
 
 class ShadowDecoder(GraphDecoder):
-    """A target's graph, whose outputs are served, and the target."""
+    """Serves the outputs of a target's graph and compares them with the target's."""
 
     def __init__(self, target: Decoder, aux_layer_ids: tuple[int, ...], session: Session) -> None:
         super().__init__(target, aux_layer_ids, session)
         self._plain, self.errors = target, ErrorStats("target")
-        self.length: Tensor | None = None  # [B] rows that are of a text; all of them where None
+        self.length: Tensor | None = None  # [B] rows of text; None: all rows
 
     def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
         out = super().forward(tokens, rows, pool, aux_layer_ids)
@@ -67,7 +67,7 @@ class ShadowDecoder(GraphDecoder):
 
 
 class ShadowRunner(ModelRunner):
-    """Over a `ShadowDecoder`, which it tells how much of a prefill chunk is text."""
+    """Runner of a `ShadowDecoder`; it passes the number of text rows of a prefill chunk."""
 
     target: ShadowDecoder
 
@@ -78,7 +78,7 @@ class ShadowRunner(ModelRunner):
 
 
 class ShadowDrafter(GraphDrafter):
-    """A drafter's graph, whose outputs are served, and the drafter."""
+    """Serves the outputs of a drafter's graph and compares them with the drafter's."""
 
     def __init__(self, drafter: Drafter, session: Session, page_size: int, name: str) -> None:
         super().__init__(drafter, session, page_size)
@@ -100,5 +100,8 @@ class ShadowDrafter(GraphDrafter):
 
 
 def _real(rows: Rows) -> Tensor:
-    """[B, T] bool: not what fills up a batch, which has page 0, nobody's. Out of any text, half precision is chaos."""
+    """[B, T] bool: True for real requests.
+
+    Padding requests use scratch page 0; their half-precision values diverge arbitrarily and are not compared.
+    """
     return (rows.page_table[:, :1] != 0).expand_as(rows.positions)

@@ -26,7 +26,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def export_once(once: Once) -> ExportOnce:
-    """Models are made anew for each who asks; graphs are shared, so nobody writes into their folder."""
+    """Models are created for each test; graphs are shared, so tests must not write into their folder."""
 
     def get(family: Family, dtype: torch.dtype) -> Exported:
         target, drafter = tiny_pair(family, dtype)

@@ -101,7 +101,7 @@ def calibration_of(*drafters: Path, slots: int = 3) -> CalibrationFile:
 
 
 def add_calibration(recipe: Path) -> Path:
-    """Write `calibration.json` beside a project's recipe, of its drafters, and name it there; return its path."""
+    """Write `calibration.json` next to a project's recipe, of its drafters, and name it there; return its path."""
     values = yaml.safe_load(recipe.read_text())
     drafters = [
         recipe.parent / values["drafters"][name]["path"] for name in ("first", "second") if name in values["drafters"]

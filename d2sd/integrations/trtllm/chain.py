@@ -1,6 +1,6 @@
-"""One chain out of two drafts: the first as far as it is likely to be accepted, the second pass's behind that.
+"""One chain out of two drafts: the first up to its likeliest rejection, then the second pass's.
 
-    first draft            a b c d e      likeliest event: rejected behind b
+    first draft            a b c d e      likeliest event: rejected after b
     second pass, a b kept  a b x y z      its block is  anchor a b mask mask mask
     chain                  a b x y z      unless the first is expected to go further
 
@@ -26,13 +26,13 @@ SecondPass = Callable[[Tensor], Tensor]
 
 
 def spliced(logits: Tensor, anchor: Tensor, mask_token_id: int, width: int, second: SecondPass) -> Tensor:
-    """Logits [B, S, V] of the first pass -> logits of the chain to propose, row by row of one pass or the other.
+    """Logits [B, S, V] of the first pass -> logits of the chain to propose; each slot is taken from one of the passes.
 
-    Shapes are static and nothing is read back to the host, so a CUDA graph can hold it.
+    Shapes are static and nothing is read back to the host, so a CUDA graph can capture it.
     """
     slots = logits.shape[1]
     first = _best(logits)
-    branch = chain_branches(first, 1)  # at S, "everything accepted", the second pass has nothing to say
+    branch = chain_branches(first, 1)  # at S, "everything accepted", the second pass adds nothing
     block = branch.blocks(anchor, mask_token_id)[:, 0]
     again = second(pad(block, (0, width - block.shape[1]), value=mask_token_id)).to(logits.dtype)
     kept = torch.arange(slots, device=logits.device) < branch.prefix_len
@@ -42,7 +42,7 @@ def spliced(logits: Tensor, anchor: Tensor, mask_token_id: int, width: int, seco
 
 
 def expected_length(draft: Draft) -> Tensor:
-    """Drafts accepted on average, were the drafters' confidence true: Draft of [B, S, 1] -> [B]."""
+    """Expected number of accepted drafts if the drafters' confidence is calibrated: Draft of [B, S, 1] -> [B]."""
     return draft.confidence.cumsum(-1).exp().sum(-1)
 
 

@@ -1,13 +1,13 @@
 """The parts of TensorRT-LLM that we use, as in its sources: names, parameters, enum members, words in function bodies.
 
-The commits are those of the files that were read, one a file; the sources do not say which release has them.
+The commits are those of the files that were read, one per file; the sources do not name a release.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: The line of package versions that these sources belong to. Outside of it nothing is patched.
+#: The range of package versions that these sources belong to. Other versions are not patched.
 VERSIONS = ">=1.3.0rc22,<=1.4.0rc1"
 
 _DFLASH = "tensorrt_llm._torch.speculative.dflash"
@@ -27,13 +27,13 @@ COMMITS = {
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One thing we depend on: `name` in `module`, dotted inside."""
+    """One dependency: `name` in `module`, dotted for attributes."""
 
     module: str
     name: str
-    parameters: tuple[str, ...] | None = None  # names in order, `self` included; None: it need only be there
-    mentions: tuple[str, ...] = ()  # words in the text of the function
-    same_as: tuple[str, str] | None = None  # module and name of the very same object
+    parameters: tuple[str, ...] | None = None  # names in order, `self` included; None: not compared
+    mentions: tuple[str, ...] = ()  # words that the function's source must contain
+    same_as: tuple[str, str] | None = None  # module and name that must be the same object
 
 
 _INPUTS = (

@@ -1,8 +1,8 @@
-"""Two drafters as the one draft model that TensorRT-LLM's DFlash worker knows. Not yet run under TensorRT-LLM.
+"""Two drafters as one draft model for TensorRT-LLM's DFlash worker. Not yet run under TensorRT-LLM.
 
-The worker keeps one context cache a request, [slots, layers, positions, heads, head size], and fills it with what the
-draft model makes of the target's features. Here that is both drafters' layers, stacked: so prefill, chunks, slots and
-rollback are TensorRT-LLM's for both.
+The worker has one context cache, [slots, layers, positions, heads, head size], with a slot per request, and fills it
+with K/V that the draft model computes from the target's features. Here it contains the layers of both drafters,
+stacked, so TensorRT-LLM handles prefill, chunks, slots and rollback for both.
 
     cache layers      0 .. L1-1       L1 .. L1+L2-1
                       first drafter   second drafter
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 # Shape letters: N tokens, B requests, W block width, E hidden, n auxiliary layers, L1, L2 layers, Hkv heads,
 # D head size.
 
-#: Attributes that TensorRT-LLM reads of a draft model, taken from the first drafter. Nothing else passes through, so
-#: that a hook found by name does not run twice on the same module.
+#: Attributes of a draft model that TensorRT-LLM reads, forwarded to the first drafter. No others are, so that a hook
+#: found by name does not run twice on the same module.
 _OF_FIRST = {
     "fc", "hidden_norm", "model", "draft_model_full", "lm_head", "config", "model_config", "mask_token_id",
     "target_layer_ids", "block_size", "dflash_attention_backend", "_num_heads", "_num_kv_heads", "_head_dim",
@@ -41,19 +41,19 @@ class DualDrafter(nn.Module):
         self._second_folder = second_folder
 
     def __getattr__(self, name: str) -> Any:
-        """Look `_OF_FIRST` up at the first drafter; they change there while weights are loaded."""
+        """Forward `_OF_FIRST` to the first drafter, where they change while weights are loaded."""
         return getattr(self.first, name) if name in _OF_FIRST else super().__getattr__(name)
 
     @property
     def _num_attn_layers(self) -> int:
-        """Layers of the context cache. Of the drafters themselves it is known once their buffers are built."""
+        """Layers of the context cache; available once the drafters' buffers are built."""
         return int(self.first._num_attn_layers + self.second._num_attn_layers)
 
     def _build_fused_kv_buffers(self) -> None:
         for drafter in (self.first, self.second):
             drafter._build_fused_kv_buffers()
         shapes = {(d._num_heads, d._num_kv_heads, d._head_dim) for d in (self.first, self.second)}
-        assert len(shapes) == 1, f"register.py compared the configs, and yet the heads differ: {shapes}"
+        assert len(shapes) == 1, f"the drafters' heads differ although register.py compared the configs: {shapes}"
 
     def project_target_hidden(self, hidden_states: Tensor) -> Tensor:
         """Features [N, n·E] -> [N, 2·E], each drafter's own projection."""
@@ -69,7 +69,7 @@ class DualDrafter(nn.Module):
         self, noise_embedding: Tensor, query_positions: Tensor, num_ctx_per_req: Tensor, ctx_k_cache: Tensor,
         ctx_v_cache: Tensor, ctx_cache_batch_idx: Tensor, ctx_kv_cache: None = None, ctx_page_table: None = None,
     ) -> Tensor:  # fmt: skip
-        """The first pass, [B, W, E] -> [B·W, E]. The cache is dense: register.py lets no other backend through."""
+        """The first pass, [B, W, E] -> [B·W, E]. The cache is dense: register.py rejects other backends."""
         layers = slice(0, self.first._num_attn_layers)
         out: Tensor = self.first.dflash_forward(
             noise_embedding=noise_embedding, query_positions=query_positions, num_ctx_per_req=num_ctx_per_req,
@@ -90,7 +90,7 @@ class DualDrafter(nn.Module):
         return out
 
     def load_weights(self, weights: dict[str, Tensor], weight_mapper: Any = None, **kwargs: Any) -> None:
-        """`weights` are the first drafter's, from the server's arguments; the second's are read from its folder."""
+        """`weights` are the first drafter's, from the server's arguments; the second's are loaded from its folder."""
         self.first.load_weights(weights, weight_mapper=weight_mapper, **kwargs)
         second = load_file(self._second_folder / "model.safetensors")
         self.second.load_weights(second, weight_mapper=weight_mapper, **kwargs)

@@ -1,4 +1,4 @@
-"""Compare the installed TensorRT-LLM with the contract: a row for each need, and a verdict."""
+"""Compares the installed TensorRT-LLM with the contract: one row per dependency."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from d2sd.integrations.trtllm.contract import NEEDS, VERSIONS, Need
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table. `found` says what is wrong, or what is there."""
+    """A line of the table. `found` describes the mismatch, or the installed object."""
 
     need: str
     expected: str
@@ -27,13 +27,13 @@ def probe() -> list[Row]:
     """Import what the contract names and compare; the version comes first. Never raises for a mismatch."""
     try:
         package = importlib.import_module("tensorrt_llm")
-    except Exception as error:  # a broken CUDA library raises what it likes
+    except Exception as error:  # a broken CUDA library can raise anything
         return [Row("tensorrt_llm", VERSIONS, f"cannot be imported: {_brief(error)}", False)]
     return [_version(str(getattr(package, "__version__", "no version"))), *map(_row, NEEDS)]
 
 
 def failures(rows: list[Row]) -> list[str]:
-    """The mismatches, one short text each; empty where the contract is met."""
+    """The mismatches, one short text each; empty if the contract is met."""
     return [f"{row.need}: {row.found}" for row in rows if not row.good]
 
 
@@ -59,7 +59,7 @@ def _row(need: Need) -> Row:
 
 
 def _complaint(need: Need, found: Any) -> str:
-    """The mismatch of an object that exists; empty where there is none."""
+    """The mismatch of an object that exists; empty if it matches."""
     if need.parameters is not None:
         parameters = tuple(inspect.signature(found).parameters)
         if parameters != need.parameters:

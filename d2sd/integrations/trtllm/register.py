@@ -1,7 +1,7 @@
-"""Register two drafters with the installed TensorRT-LLM, or leave it unpatched and log one line.
+"""Registers two drafters with the installed TensorRT-LLM, or leaves it unpatched and logs one line.
 
-It stays unpatched where the contract is not met, where a bundle has one drafter, and where the server would run its
-worker in another process, which does not see the module. `D2SD_TRTLLM=require` turns every such case into an error.
+It stays unpatched if the contract is not met, if a bundle has one drafter, and if the server would run its worker in
+another process, which does not import the module. `D2SD_TRTLLM=require` turns every such case into an error.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from d2sd.integrations.trtllm.probe import failures, probe
 from d2sd.integrations.trtllm.worker import dual_worker
 
 SINGLE_PROCESS = "TLLM_WORKER_USE_SINGLE_PROCESS"
-#: What two drafters of one target may differ in. The rest of their configs must agree, as their layers share one cache.
+#: Keys in which two drafters of one target may differ. The others must be equal, as their layers share one cache.
 _MAY_DIFFER = {"num_hidden_layers", "max_window_layers", "layer_types", "dflash_config"}
 _ROLE = {"training_mode", "prefix_weight_base"}
 
 
 def register(bundle: Path) -> bool:
-    """Patch TensorRT-LLM for the drafters of `bundle`. Returns False, and logs one line, where it stays linear DFlash.
+    """Patch TensorRT-LLM for the drafters of `bundle`. Returns False, and logs one line, if it stays linear DFlash.
 
     Raises `D2SDError` instead if the environment sets `D2SD_TRTLLM=require`.
     """
     reasons = incompatibilities(bundle) or failures(probe())
     if not reasons and os.environ.get(SINGLE_PROCESS) != "1":
-        reasons = [f"{SINGLE_PROCESS} is not 1, so the worker process would not see this module"]
+        reasons = [f"{SINGLE_PROCESS} is not 1, so the worker process would not import this module"]
     if reasons:
         log_linear(reasons)
         return False
@@ -42,29 +42,29 @@ def register(bundle: Path) -> bool:
     mode, models = names["interface"].SpeculativeDecodingMode.DFLASH, names["modeling_utils"]
     builder = _builder(bundle, models.get_registered_draft_model_builder(mode), names["modeling_dflash"])
     models.register_draft_model(mode)(builder)
-    # get_spec_worker is a fixed chain of ifs, but it looks this name up in its own module.
+    # get_spec_worker is a fixed if-chain, but it looks this name up in its own module.
     vars(names["utils"])["DFlashWorker"] = dual_worker(names["dflash"].DFlashWorker, log_linear)
     return True
 
 
 def log_linear(reasons: list[str]) -> None:
-    """Log that the first drafter drafts alone. Raises `D2SDError` where `D2SD_TRTLLM=require` forbids it."""
+    """Log that the first drafter drafts alone. Raises `D2SDError` if `D2SD_TRTLLM=require` is set."""
     found = "; ".join(reasons)
     if os.environ.get("D2SD_TRTLLM") == "require":
         raise D2SDError(
             "TensorRT-LLM cannot draft with both drafters here.", where="D2SD_TRTLLM=require", found=found,
-            fix="d2sd trtllm check shows the whole table; without the variable the first drafter drafts alone",
+            fix="d2sd trtllm check prints the full table; without the variable the first drafter drafts alone",
         )  # fmt: skip
-    _log(f"LINEAR DFlash with the first drafter alone: {found} (d2sd trtllm check shows more)")
+    _log(f"LINEAR DFlash with the first drafter alone: {found} (d2sd trtllm check prints more)")
 
 
 def _log(text: str) -> None:
-    """Print to stderr, since TensorRT-LLM's logger is among the things that may have changed."""
+    """Print to stderr, because TensorRT-LLM's logger may have changed."""
     print(f"d2sd: {text}", file=sys.stderr, flush=True)
 
 
 def incompatibilities(bundle: Path) -> list[str]:
-    """Why the drafters of `bundle` cannot share one context cache; empty where they can."""
+    """Why the drafters of `bundle` cannot share one context cache; empty if they can."""
     configs = []
     for name in ("drafter_first", "drafter_second"):
         try:
@@ -78,12 +78,12 @@ def incompatibilities(bundle: Path) -> list[str]:
     if keys:
         return [f"the drafters differ in {', '.join(keys)}"]
     if parts[1].get("training_mode") != "vp_drafter":
-        return ["drafter_second was not trained behind variable prefixes"]
+        return ["drafter_second was not trained on variable prefixes"]
     return []
 
 
 def _builder(bundle: Path, stock: Any, models: Any) -> Any:
-    """The function that makes the draft model: both drafters, or what `stock` makes."""
+    """The function that builds the draft model: both drafters, or the result of `stock`."""
 
     def build(model_config: Any, draft_config: Any, lm_head: Any, model: Any) -> Any:
         first = stock(model_config, draft_config, lm_head, model)
@@ -100,7 +100,7 @@ def _builder(bundle: Path, stock: Any, models: Any) -> Any:
         if reasons:
             log_linear(reasons)
             return first
-        # Both configs have one schema (`incompatibilities`); what may differ is taken from the second's file.
+        # Both configs have one schema (`incompatibilities`); the keys that may differ are taken from the second's file.
         pretrained = copy.deepcopy(draft_config.pretrained_config)
         values = json.loads((bundle / "drafter_second" / "config.json").read_text("utf-8"))
         for key in sorted(_MAY_DIFFER & values.keys()):

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's DFlash worker with a second pass, at the hook it has for refining a block's logits. Not yet run there.
+"""TensorRT-LLM's DFlash worker with a second pass, at its hook for refining a block's logits. Not yet run there.
 
 Only the draft is changed. Acceptance, K/V and its rewind stay TensorRT-LLM's, so a wrong draft costs speed, never text.
 If the second pass raises, the worker uses the first draft alone from then on.
@@ -18,13 +18,13 @@ from d2sd.integrations.trtllm.drafters import DualDrafter
 def dual_worker(base: type[Any], log_linear: Callable[[list[str]], None]) -> type[Any]:
     """Subclass the installed `DFlashWorker`, which cannot be imported here.
 
-    `log_linear` gets the reasons when the second pass is given up.
+    `log_linear` is called with the reasons when the second pass is disabled.
     """
 
     class DualDFlashWorker(base):  # type: ignore[misc]
-        """With one drafter it behaves as its base."""
+        """With one drafter it behaves like its base class."""
 
-        #: Set for good, not for a step: a CUDA graph holds the step as it was when it was captured.
+        #: Stays set: a captured CUDA graph cannot switch the second pass on again.
         second_failed = False
 
         def prepare_1st_drafter_inputs(
@@ -47,7 +47,7 @@ def dual_worker(base: type[Any], log_linear: Callable[[list[str]], None]) -> typ
                 return gen_logits
             try:
                 return self._both_passes(draft_model, gen_logits, inputs)
-            except Exception as error:  # whatever it is, requests are in flight, and the first draft is at hand
+            except Exception as error:  # any error: requests are in flight, and the first draft is available
                 self.second_failed = True
                 log_linear([f"the second pass failed with {type(error).__name__}: {error}"])
                 return gen_logits

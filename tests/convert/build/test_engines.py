@@ -1,4 +1,4 @@
-"""Engines as part of a bundle: layout, resuming, and what a recipe asks in vain."""
+"""Engines as part of a bundle: layout, resuming, and requests that cannot be built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building: what a bundle holds, what bad input leaves behind (nothing), and what a killed build ends in (the same)."""
+"""Builds: contents of a bundle, bad input (no output is left), and a killed build (resumes to the same bytes)."""
 
 from __future__ import annotations
 

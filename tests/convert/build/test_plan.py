@@ -1,4 +1,4 @@
-"""Memory of models that are FP8 where they lie."""
+"""Memory of models whose source checkpoint is FP8."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_a_folder_comes_out_of_its_wheel(index: Path, file: str) -> None:
 
 def test_a_folder_that_a_wheel_holds_twice_is_refused(index: Path) -> None:
     sha256 = make_wheel(index, "pair", {"a/first/config.json": b"{}", "b/first/config.json": b"{}"})
-    with pytest.raises(BuildError, match="does not hold that file once"):
+    with pytest.raises(BuildError, match="does not hold exactly one such file"):
         fetch(PyPI(package="pair", version="1.0", file="first", sha256=sha256))
 
 
@@ -115,7 +115,7 @@ def hf_hub_download(repo, name, *, revision, local_dir):
 
 @pytest.fixture
 def hub(tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose files a stand-in for huggingface_hub serves; `log` beside it tells what was asked."""
+    """A folder served by a fake huggingface_hub, which writes requests to `log` next to it."""
     module = tmp_path / "site" / "huggingface_hub.py"
     module.parent.mkdir()
     module.write_text(HUB)
@@ -154,7 +154,7 @@ def test_no_hub_is_asked_unless_allowed(hub: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("D2SD_ALLOW_HUB")
     if value is not None:
         monkeypatch.setenv("D2SD_ALLOW_HUB", value)
-    with pytest.raises(BuildError, match=r"downloads from a hub are off(.|\n)*D2SD_ALLOW_HUB=1"):
+    with pytest.raises(BuildError, match=r"downloads from the hub are disabled(.|\n)*D2SD_ALLOW_HUB=1"):
         obtained(Recipe.model_construct(), hub_source(hub))
     assert not (hub.parent / "log").exists()
 
@@ -163,7 +163,9 @@ def test_another_file_than_the_recipes_is_refused_and_not_kept(hub: Path) -> Non
     (hub / "config.json").write_text("{}")
     source = hub_source(hub)
     (hub / "config.json").write_text("[]")
-    with pytest.raises(BuildError, match=r"not the recipe's(.|\n)*someone/drafter at 0123(.|\n)*config\.json"):
+    with pytest.raises(
+        BuildError, match=r"not have the recipe's hash(.|\n)*someone/drafter at 0123(.|\n)*config\.json"
+    ):
         obtained(Recipe.model_construct(), source)
     assert [path.name for path in (hub.parent / "cache").rglob("*") if path.is_file()] == ["lock"]
 

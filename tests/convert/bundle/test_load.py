@@ -1,4 +1,4 @@
-"""Opening a bundle: what comes out of a whole one, and what a damaged one is told to be."""
+"""Opening a bundle: the contents of a complete one, and the error that names the damage in a damaged one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FP8 checkpoints: what their two descriptions say, and that tensors are what they say."""
+"""FP8 checkpoints: their two descriptions, and that tensors match them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_any_other_quantization_is_named(source: Path, file: str, key: str, valu
 
 def test_a_damaged_description_is_named(source: Path) -> None:
     (source / FILE).write_text("{")
-    with pytest.raises(CheckpointError, match=rf"{FILE}(.|\n)*not JSON"):
+    with pytest.raises(CheckpointError, match=rf"{FILE}(.|\n)*no JSON"):
         read(source)
 
 

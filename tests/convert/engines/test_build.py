@@ -28,7 +28,7 @@ LAYERS = {"target": 3, "drafter": 2}
 
 @pytest.fixture(scope="module")
 def graphs(export_once: ExportOnce, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target and a drafter with heads of 16: links, so engines are written beside them."""
+    """A target and a drafter with heads of 16: links, so engines are written next to them."""
     folder = tmp_path_factory.mktemp("graphs")
     for file in export_once("qwen3", torch.float16).folder.iterdir():
         (folder / file.name).symlink_to(file)

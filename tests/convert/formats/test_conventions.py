@@ -1,4 +1,4 @@
-"""What two readers would take differently is refused: RoPE, layer ids, masks and sizes, by the key that says them."""
+"""Configs that two readers would interpret differently are refused by key: RoPE, layer ids, masks and sizes."""
 
 from __future__ import annotations
 
@@ -144,5 +144,5 @@ def test_copies_of_another_targets_tensors_are_told_row_by_row(tmp_path: Path) -
     copies = extra(DECODER, drafter)
     copies["lm_head.weight"] = copies["lm_head.weight"].roll(1, dims=0)
     folder = write_foreign(tmp_path / "a", speculators_fields(drafter), drafter.state_dict() | copies)
-    with pytest.raises(CheckpointError, match=r"lm_head.weight\n  found: another row 0"):
+    with pytest.raises(CheckpointError, match=r"lm_head.weight\n  found: row 0 differs"):
         read_drafter(folder, read_target_parts(write_tiny_target(tmp_path / "target", DECODER)))

@@ -138,7 +138,7 @@ def test_a_source_whose_text_says_something_else_is_not_echoed(tmp_path: Path) -
     drafter = tiny_pair()[1]
     source = write_foreign(tmp_path / "a", public_fields(drafter), drafter.state_dict())
     _, notes = convert(source, "z-lab", tmp_path / "b", declared="variable_prefix")
-    assert "the role variable_prefix is declared, not read: the config does not say it" in notes
+    assert "the role variable_prefix is declared, not read: the config has no role" in notes
     values = json.loads((tmp_path / "b/config.json").read_text())
     assert values["dflash_config"]["training_mode"] == "vp_drafter"
     assert "auto_map" not in values
@@ -178,7 +178,7 @@ def test_code_and_pickles_stay_behind_and_are_named(tmp_path: Path) -> None:
         (source / name).write_bytes(b"\x80raise SystemExit")
     _, notes = convert(source, "z-lab", tmp_path / "b")
     assert sorted(tree_bytes(tmp_path / "b")) == ["config.json", "model.safetensors"]
-    assert "left behind: dflash.py, training_state.pt" in notes
+    assert "not converted: dflash.py, training_state.pt" in notes
     assert any(note.startswith("training_state.pt is a pickle and was not opened") for note in notes)
 
 

@@ -1,4 +1,4 @@
-"""What the speculators config leaves out, and what ours says in it."""
+"""Fields that the speculators config omits, and the d2sd key that carries them."""
 
 from __future__ import annotations
 

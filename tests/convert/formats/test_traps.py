@@ -75,7 +75,7 @@ FOREIGN: dict[str, tuple[dict[str, Any], str, str]] = {
 #: A config of the DFlash layout that cannot be right -> pattern of the message.
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key": ({"dflash_config.secret": 1}, r"unknown(.|\n)*dflash_config: secret"),
-    "no layer ids": ({"dflash_config.target_layer_ids": ...}, r"target_layer_ids(.|\n)*then take \[1, 3\]"),
+    "no layer ids": ({"dflash_config.target_layer_ids": ...}, r"target_layer_ids(.|\n)*then use \[1, 3\]"),
     "an id twice": ({"dflash_config.target_layer_ids": [0, 2, 2]}, r"target_layer_ids\n  found: \[0, 2, 2\]"),
     "an id too high": ({"dflash_config.target_layer_ids": [0, 2, 6]}, r"target_layer_ids(.|\n)*0 to 5"),
     "the embedding": ({"dflash_config.target_layer_ids": [-1, 2, 4]}, r"target_layer_ids(.|\n)*0 to 5"),
@@ -144,7 +144,7 @@ TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
         r"fc.weight\n  found: \[32, 64\]\n  expected: \[32, 9",
     ),
     "NaN": ({"norm__weight": torch.full((32,), torch.nan)}, "NaN(.|\n)*norm.weight"),
-    "several types": ({"norm__weight": torch.ones(32).bfloat16()}, "several types(.|\n)*BF16, F32"),
+    "several types": ({"norm__weight": torch.ones(32).bfloat16()}, "different types(.|\n)*BF16, F32"),
     "FP8 weights": ({"norm__weight": torch.ones(32).to(torch.float8_e4m3fn)}, "norm.weight\n  found: F8_E4M3"),
 }
 
@@ -216,10 +216,10 @@ VOCABULARY: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
     "no vocabulary": ({"t2d": None, "d2t": None}, "needs both(.|\n)*draft_vocab_size\n  found: 5"),
     "the mask": ({"t2d": MASK_AMONG, "d2t": OFFSETS + torch.tensor([0, 0, 0, 0, 1])}, r"d2t\[4\]\n  found: 63"),
     "t2d of integers": ({"t2d": torch.zeros(64, dtype=torch.int64)}, r"t2d\n  found: I64 \[64\]\n  expected: BOOL"),
-    "a trained head": ({"lm_head__weight": torch.ones(5, 32)}, "lm_head.weight\n  found: another row 0"),
+    "a trained head": ({"lm_head__weight": torch.ones(5, 32)}, "lm_head.weight\n  found: row 0 differs"),
     "a trained embedding": (
         {"embed_tokens__weight": torch.ones(64, 32)},
-        "embed_tokens.weight\n  found: another row 0",
+        "embed_tokens.weight\n  found: row 0 differs",
     ),
     "its training's head": ({"verifier_lm_head__weight": torch.ones(5, 32)}, "unknown verifier_lm_head.weight"),
 }
@@ -235,7 +235,7 @@ def test_wrong_tensors_of_a_speculators_checkpoint_are_named(
 
 
 def test_a_speculators_checkpoint_needs_its_target(speculators: Path, zlab: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"how many layers(.|\n)*--target"):
+    with pytest.raises(CheckpointError, match=r"number of target layers(.|\n)*--target"):
         read_drafter(speculators)
     edit(speculators, {"d2sd": {"num_target_layers": 6}})
     assert any("dropped unchecked" in note for note in read_drafter(speculators).notes)

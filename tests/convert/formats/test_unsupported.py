@@ -1,4 +1,4 @@
-"""Every key that marks another model is seen wherever it stands, and whole configs of other projects by name."""
+"""Every key that marks another model is found at every level of the config, and other projects' configs are named."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A drafter whose config says the wrong layers or the wrong mask is named at build; one that fits, passes.
+"""A drafter whose config has wrong layer ids or a wrong mask is refused at build; a correct one passes.
 
-The drafter has learnt the target's answers to four prompts by heart, and the build tries it on these.
+The drafter is trained to reproduce the target's answers to four prompts, and the build checks it on them.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_a_drafter_that_fits_passes_with_the_same_figures_every_time(project: Pa
         assert list(fit["tokens a step"])[:3] == ["as declared", "layer ids minus one", "layer ids plus one"]
         assert best > 2.5
         assert max(others) < best, "and so a build that took another for better would be wrong"
-        assert 80 < fit["places"] <= PROMPTS * TOKENS
+        assert 80 < fit["positions"] <= PROMPTS * TOKENS
     shown = CliRunner().invoke(inspect, [str(out)]).stdout
     for line in (f"greedy, chain: equal_to_plain_decoding {PROMPTS}, prompts {PROMPTS}, tau", "fit, first: places"):
         assert f"check          {line} " in shown
@@ -199,7 +199,7 @@ def test_the_recipe_says_how_much_is_tried(project: Path) -> None:
     _, out = run(project)
     found = checks(out)
     assert found["greedy"]["chain"].items() >= {"prompts": 2, "tokens_each": 8}.items()
-    assert found["fit"]["first"]["places"] == 2 * 8
+    assert found["fit"]["first"]["positions"] == 2 * 8
 
 
 def test_from_the_places_of_its_steps_a_served_chain_commits_as_much(project: Path) -> None:

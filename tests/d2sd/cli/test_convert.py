@@ -32,7 +32,7 @@ def test_there_and_back(source: Path, tmp_path: Path) -> None:
     assert back.exit_code == 0
     assert back.stderr == (
         "read as speculators\n"
-        "note: embed_tokens.weight and lm_head.weight: dropped unchecked; --target compares with the target's\n"
+        "note: embed_tokens.weight and lm_head.weight: dropped unchecked; pass --target to compare with the target's\n"
     )
     assert read_drafter_config(tmp_path / "back") == DRAFTER.config
 
