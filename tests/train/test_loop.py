@@ -290,7 +290,7 @@ def test_a_loss_that_is_no_number_is_named_and_not_saved(tmp_path: Path) -> None
     with pytest.raises(D2SDError, match="not finite") as caught:
         made.run(tmp_path, lambda step, said: steps.append(step))
     assert caught.value.where == f"step {hit + 1}"
-    assert str(caught.value.found).endswith("answers a2")
+    assert str(caught.value.found).endswith("responses a2")
     assert steps == list(range(1, hit + 1))
     with safe_open(tmp_path / "state.safetensors", "pt") as state:
         assert json.loads(state.metadata()["d2sd"])["step"] == hit

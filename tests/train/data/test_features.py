@@ -167,7 +167,7 @@ def test_parts_of_a_cache() -> None:
 
 @pytest.mark.parametrize("count", [4, 5])
 def test_holding_out_everything_is_refused(count: int) -> None:
-    with pytest.raises(D2SDError, match=r"held_out(.|\n)*4 answers(.|\n)*more than"):
+    with pytest.raises(D2SDError, match=r"held_out(.|\n)*4 responses(.|\n)*more than"):
         exact_features(greedy_responses()).split(count)
 
 

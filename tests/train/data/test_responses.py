@@ -175,7 +175,7 @@ def test_no_file_no_answers(path: Path) -> None:
         if text is not None:
             path.write_text(text)
         for where in (path, path.parent):
-            with pytest.raises(D2SDError, match=rf"no usable answer\n  where: {where}\n"):
+            with pytest.raises(D2SDError, match=rf"no usable response\n  where: {where}\n"):
                 read_responses(where, vocab_size=6)
 
 

@@ -139,7 +139,7 @@ def test_a_quantized_drafter_is_refused_before_any_work(project: Path) -> None:
     config = read_drafter_config(project / "ready")
     narrow = Quantization(("fc", "*.q_proj", "*.k_proj", "*.v_proj"), False, ("test", "1"))
     shapes = drafter_shapes(config, narrow)
-    kinds = {"wide": torch.bfloat16, "FP8": torch.float8_e4m3fn, "scale": torch.float32}
+    kinds = {"unquantized": torch.bfloat16, "FP8": torch.float8_e4m3fn, "scale": torch.float32}
     tensors = {name: torch.ones(shape).to(kinds[stored_as(name, shapes)]) for name, shape in shapes.items()}
     write_drafter(project / "ready", config, tensors, narrow)
     refused(project, ["quantized", "ready"])

@@ -60,7 +60,7 @@ def test_a_damaged_answers_file_is_named_by_its_line(finished: Path) -> None:
         ("first.steps", 5, "the settings changed"),
         ("drafter.block_size", 3, "the drafter changed"),
         ("data.held_out", 4, "the data changed"),
-        ("data.max_new_tokens", 12, "how the target is asked changed"),
+        ("data.max_new_tokens", 12, "the sampling settings of the target changed"),
         ("data.self_written", [{"name": "kind", "count": 8, "end": "w1"}], "self_written.kind.end"),
         ("data.self_written", [{"name": "kind", "count": 8, "temperature": 0.5}], "self_written.kind.temperature"),
     ],

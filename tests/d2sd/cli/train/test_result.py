@@ -72,7 +72,7 @@ def test_answers_are_the_targets_and_every_prompt_leaves_one_line(whole: Path) -
     assert turns.keys() == {f"self/kind/{i}" for i in range(8)}
     ended = {name: line["text"] for name, line in turns.items() if "text" in line}
     assert 0 < len(ended) < 8, "turns that did not end are dropped"
-    assert f"prompts left out: {8 - len(ended)} (a turn without an end)" in stdout
+    assert f"prompts left out: {8 - len(ended)} (turn not finished within max_tokens)" in stdout
     for text in ended.values():
         assert text.startswith(("w7 ", "w8 w9 "))
         assert f"w{STOP}" not in text.split(), "what ended the turn is not part of its text"
