@@ -22,7 +22,7 @@ Case = tuple[str, Measure]
 
 
 class Skip(Exception):
-    """The case cannot be measured here; the text says why."""
+    """The case cannot be measured here, for the reason in the message."""
 
 
 def run_cases(record: Record, cases: Iterable[Case], until: float) -> None:

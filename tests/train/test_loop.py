@@ -70,14 +70,14 @@ def first(data: TrainingData, tmp_path_factory: pytest.TempPathFactory) -> Draft
     return made.drafter
 
 
-def test_first_drafter_learns_answers_by_heart(first: Drafter, data: TrainingData) -> None:
+def test_first_drafter_overfits_responses(first: Drafter, data: TrainingData) -> None:
     known, unknown = data.split(2)
     assert greedy_tau(new_drafter(), known) < 0.5 * BLOCK
     assert greedy_tau(first, known) > 0.9 * BLOCK
     assert greedy_tau(first, unknown) < 0.9 * BLOCK, "by heart, not because the task is easy"
 
 
-def test_second_drafter_learns_answers_by_heart(first: Drafter, data: TrainingData, tmp_path: Path) -> None:
+def test_second_drafter_overfits_responses(first: Drafter, data: TrainingData, tmp_path: Path) -> None:
     """Two that the first one errs on, behind any number of right tokens."""
     before = [p.clone() for p in first.parameters()]
     unknown = data.split(2)[1]

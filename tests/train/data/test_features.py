@@ -194,7 +194,7 @@ def test_online_features_are_the_targets_own_pass() -> None:
 # --- About the data --------------------------------------------------------------------------------------------------
 
 
-def test_names_follow_their_answers() -> None:
+def test_names_follow_their_responses() -> None:
     first, rest = exact_features(greedy_responses()).split(1)
     assert [first.name(0), rest.name(0), rest.name(2)] == ["a0", "a1", "a3"]
 
