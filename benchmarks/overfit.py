@@ -1,8 +1,8 @@
 """Can both drafters overfit 64 responses? If not, the training has a bug, regardless of its loss.
 
-Trains on 64 short answers to the first prompts of a training recipe, then lets the real runtime ask the same prompts:
-tau of `chain` for the first drafter, and of `d2sd` for the second behind an untrained first one, must exceed 0.9 of the
-block. Needs no training before it, and resumes.
+Trains on 64 short responses to the first prompts of a training recipe, then generates from the same prompts with the
+real runtime: tau of `chain` for the first drafter, and of `d2sd` for the second after an untrained first one, must
+exceed 0.9 of the block. Needs no earlier training, and resumes.
 
     python benchmarks/overfit.py recipes/train/smollm2-135m.yaml --out build/overfit
 """

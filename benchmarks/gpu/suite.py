@@ -1,4 +1,4 @@
-"""Every open question about a GPU that one machine can answer in minutes, the most telling first.
+"""GPU measurements that one machine finishes in minutes, the most informative first.
 
     sh benchmarks/gpu_suite.sh [--out build/gpu] [--budget 500]
 
