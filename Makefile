@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 BUNDLE := bundles/smollm2-135m
 
-# The versions that are tested together; docs/install.md has other ways to install.
+# The versions tested together; docs/install.md has other ways to install.
 CONSTRAINTS := constraints/tested.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
 
@@ -17,13 +17,13 @@ demo: .venv/demo
 	  -p "Write a Python function that returns the n-th Fibonacci number." \
 	  -p "A train travels 60 km in 45 minutes. What is its speed in km/h?"
 
-## lint, types, and the tests of every change: minutes, one worker a core (WORKERS=0 for one process)
+## lint, types, and the tests of every change: minutes, one worker per core (WORKERS=0 for one process)
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=worksteal
 test: lint
 	$(PYTEST) -m "not slow"
 
-## the other tests, which CI runs too: real models, engines of all architectures, full products of what `test` samples
+## the other tests, also run by CI: real models, engines of all architectures, full products of what `test` samples
 test-slow: .venv/dev
 	$(PYTEST) -m slow
 
@@ -32,7 +32,7 @@ lint: .venv/dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-## the public prompt sets: copied to data/ from the folder FROM and checked; without FROM, where each comes from
+## the public prompt sets: copied to data/ from the folder FROM and checked; without FROM, lists their sources
 data: .venv/demo
 	$(BIN)/d2sd data $(if $(FROM),--from "$(FROM)")
 
@@ -43,21 +43,21 @@ wheel: data-wheel
 data-wheel: .venv/demo
 	$(BIN)/python models/data_wheel.py recipes/smollm2-135m.yaml --out dist
 
-## the lossless proof on 128 real prompts: long, resumable; PROMPTS is a folder of four JSONL sets, see `make data`
+## the losslessness check on 128 real prompts: hours, resumable; PROMPTS is a folder of four JSONL sets, see `make data`
 PROMPTS ?= data/eval
 verify: .venv/demo
 	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
 	$(BIN)/python benchmarks/lossless.py $(BUNDLE) --prompts $(PROMPTS) --out build/lossless
 
-## the GPU questions that one machine answers in nine minutes; benchmarks/pack_tensorrt_rtx.sh says what may go before
+## kernels, engines and tests on a GPU, in nine minutes; benchmarks/pack_tensorrt_rtx.sh packs optional inputs
 gpu-suite:
 	sh benchmarks/gpu_suite.sh
 
-## the Triton kernels compiled for every architecture, no GPU needed: minutes; shared memory and registers against bounds
+## compile the Triton kernels for every architecture, without a GPU: minutes; checks shared memory and registers
 kernels: .venv/dev
 	$(BIN)/python -m benchmarks.compile_kernels
 
-## transformers, speculators, ModelOpt and TensorRT Edge-LLM read what d2sd writes: each in its environment, gigabytes once
+## load d2sd's output in transformers, speculators, ModelOpt and TensorRT Edge-LLM: environments of gigabytes, built once
 consumers: .venv/dev
 	sh benchmarks/consumers.sh $(abspath $(BIN))/python
 
@@ -74,11 +74,11 @@ TRAINING := training/smollm2-135m
 train: .venv/demo
 	$(BIN)/d2sd train recipes/train/smollm2-135m.yaml --work $(TRAINING) --out build/pair
 
-## which objective trains the better first drafter: on the answers of `make train`, resumable
+## compare training objectives for the first drafter: on the responses of `make train`, resumable
 ablation: .venv/demo
 	$(BIN)/python benchmarks/ablation.py recipes/train/smollm2-135m.yaml --work $(TRAINING) --prompts $(PROMPTS) --out build/ablation
 
-## nine minutes of training on a GPU machine without a package index; benchmarks/train_gpu.sh says what goes before
+## nine minutes of training on a GPU without a package index; benchmarks/train_gpu.sh lists the preparation
 train-gpu:
 	sh benchmarks/train_gpu.sh train
 
@@ -91,7 +91,7 @@ docs: .venv/demo
 clean:
 	rm -rf .venv bundles build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-# Stamps: an install is repeated when pyproject.toml or the tested set changes.
+# Stamp files: reinstall when pyproject.toml or the tested set changes.
 .venv/demo: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP_INSTALL) --editable ".[gguf,plots]"

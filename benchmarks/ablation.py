@@ -45,7 +45,7 @@ from d2sd.train_recipe import TrainRecipe, TrainSettings, load_train_recipe
 SETS = ("gsm8k", "humaneval", "mbpp", "mt_bench")
 #: Coefficients of arXiv 2606.11552.
 FOCAL, CHAIN = 0.3, 40.0
-#: name -> what it sets of the recipe's objective.
+#: name -> overrides of the recipe's objective.
 VARIANTS: dict[str, dict[str, Any]] = {
     "uniform": {"slots": "uniform"},
     "decay": {"slots": "decay"},
@@ -60,7 +60,7 @@ REFERENCE = "decay"
 
 @dataclass
 class Ablation:
-    """What all variants share."""
+    """Settings common to all variants."""
 
     recipe: TrainRecipe
     work: Path
@@ -76,7 +76,7 @@ class Ablation:
 
     @cached_property
     def data(self) -> TrainingData:
-        """What the training of the recipe would train on."""
+        """The training data of the recipe."""
         answers = Answering(self.recipe, load_bundle(self.work / "target", verify=False), self.work, Dist(), bar).all()
         aux_layer_ids = tuple(self.recipe.drafter.target_layer_ids)
         with bar("features", len(answers)) as advance:
@@ -90,7 +90,7 @@ class Ablation:
         return first.model_copy(update={"objective": objective, "steps": self.steps, "evaluate_every": self.steps})
 
     def drafter(self, name: str) -> Drafter:
-        """Trained, or as an earlier run left it."""
+        """The trained drafter, resumed from an earlier run if there is one."""
         settings, data = self.settings(name), self.data
         start = first_drafter(self.recipe.drafter, self.bundle.target, data, settings.seed)
         trainer = Trainer(self.bundle.target, start, data, settings)
@@ -113,7 +113,7 @@ class Ablation:
         return found
 
     def _measured(self, name: str, prompt_set: str, drafter: Drafter) -> Cell:
-        target = load_bundle(self.work / "target", verify=False)  # engines repack what they run
+        target = load_bundle(self.work / "target", verify=False)  # engines repack the weights
         dtype = target.target.embed_tokens.weight.dtype
         size = self.recipe.drafter.block_size
         bundle = replace(target, first=written(drafter, None, dtype))
@@ -158,18 +158,20 @@ def _not_asked(request: object) -> float:
 
 @click.command(cls=Reporting)
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--work", type=click.Path(path_type=Path), help="Of d2sd train.  [default: training/<name>]")
+@click.option("--work", type=click.Path(path_type=Path), help="Work folder of d2sd train.  [default: training/<name>]")
 @click.option("--prompts", type=click.Path(path_type=Path), required=True, help="Folder of the four JSONL sets.")
 @click.option("--per-set", default=32, show_default=True, help="Prompts of each set.")
 @click.option("--max-new-tokens", default=64, show_default=True)
-@click.option("--steps", default=600, show_default=True, help="Of every training.")
-@click.option("--only", multiple=True, type=click.Choice(list(VARIANTS)), help="Train these; the report needs all.")
+@click.option("--steps", default=600, show_default=True, help="Steps of every training.")
+@click.option(
+    "--only", multiple=True, type=click.Choice(list(VARIANTS)), help="Train only these; the report needs all."
+)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(
     recipe: Path, work: Path | None, prompts: Path, per_set: int, max_new_tokens: int, steps: int,
     only: tuple[str, ...], out: Path,
 ) -> None:  # fmt: skip
-    """Train a first drafter with every objective on one budget, and write tau of each: ablation.md, .json, .png."""
+    """Train a first drafter with every objective for equal steps, and write tau of each: ablation.md, .json, .png."""
     loaded = load_train_recipe(recipe)
     ablation = Ablation(loaded, work or Path("training") / loaded.name, prompts, per_set, max_new_tokens, steps, out)
     cells = {name: ablation.cells(name) for name in only or VARIANTS}

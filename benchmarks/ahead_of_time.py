@@ -1,4 +1,4 @@
-"""Triton kernels compiled without a GPU, and what the machine code needs.
+"""Compiles Triton kernels without a GPU, and reads the resource usage of the machine code.
 
 One result an architecture: Triton names sm_90a, sm_100a, sm_120a, and such code runs nowhere else.
 """
@@ -23,21 +23,21 @@ CAPABILITIES = (80, 89, 90, 100, 120)
 class Compiled:
     """A kernel for one architecture."""
 
-    name: str  # of its entry
+    name: str  # of its entry point
     ptx: str
     cubin: bytes
-    parameters: int  # of the entry: Triton adds two pointers to scratch memory
+    parameters: int  # of the entry point: Triton adds two pointers to scratch memory
     arguments: int  # of the kernel that are not compile-time constants
-    shared: int  # bytes a block
-    scratch: int  # bytes that those two pointers must lead to
-    registers: int  # a thread
-    spilled: int  # bytes a thread, stores and loads
+    shared: int  # bytes per block
+    scratch: int  # bytes of the memory behind those two pointers
+    registers: int  # per thread
+    spilled: int  # bytes per thread, stores and loads
 
 
 def compile_kernel(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, warps: int
 ) -> Compiled:
-    """Compile for one architecture, past Triton's cache: only then does ptxas say what it used.
+    """Compile for one architecture, bypassing Triton's cache, since ptxas reports usage only when it runs.
 
     Args:
         kernel: a `triton.jit` function.
@@ -72,5 +72,5 @@ def compile_kernel(
 def _largest(pattern: str, log: str) -> int:
     """The largest number that ptxas reports; a report without any is an error, not 0."""
     found = [int(number) for number in re.findall(pattern, log)]
-    assert found, f"ptxas does not say {pattern!r}:\n{log}"
+    assert found, f"ptxas reports no {pattern!r}:\n{log}"
     return max(found)

@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for every architecture, without a GPU, and hold them to bounds. `make kernels` runs it.
+"""Compile the Triton kernels for every architecture, without a GPU, and check their resources. `make kernels` runs it.
 
     python -m benchmarks.compile_kernels [--only TEXT] [--capability N ...]
 
@@ -23,10 +23,10 @@ from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
 
 KV_HEADS, GROUP, PAGE = 8, 4, 16  # Qwen3-8B's and Llama-3.1-8B's; they change addresses, not tiles
 FP8 = "fp8e4nv"
-#: Bytes of shared memory that a block gets without asking for more, on every architecture.
+#: Default limit of shared memory per block in bytes, on every architecture.
 MOST_SHARED = 48 * 1024
-#: On sm_100 tiles of 64 rows take 32 bytes more, also those that fill the 48 KB. Triton's launcher asks for what is
-#: needed; any other must do so there.
+#: On sm_100 tiles of 64 rows take 32 bytes more, also those that fill the 48 KB. Triton's launcher requests
+#: the needed size; any other launcher must do so there.
 MOST_SHARED_100 = MOST_SHARED + 32
 #: Bytes a thread. ptxas spills up to two registers where it uses only 80 to 168 of 255: its choice, not a shortage.
 MOST_SPILLED = 8
@@ -87,7 +87,7 @@ def variants() -> Iterator[Variant]:
 
 
 def broken(done: Compiled, capability: int) -> list[str]:
-    """Which bounds it breaks."""
+    """The bounds that it exceeds."""
     most = MOST_SHARED_100 if capability == 100 else MOST_SHARED
     checks = {
         f"more than {most} bytes of shared memory": done.shared > most,
@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{variant.name:<36} {capability:>4} {numbers}", *faults, sep="  ! " if faults else "", flush=True)
             failed += bool(faults)
             compiled += 1
-    print(f"{compiled} compiled, {failed} break a bound")
+    print(f"{compiled} compiled, {failed} exceed a bound")
     return 1 if failed or not compiled else 0
 
 

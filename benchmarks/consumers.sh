@@ -1,8 +1,8 @@
 #!/bin/sh
-# Have the real consumers read what d2sd writes: sh benchmarks/consumers.sh PYTHON, an interpreter with d2sd and pytest.
+# Load d2sd's output in its real consumers: sh benchmarks/consumers.sh PYTHON, an interpreter with d2sd and pytest.
 #
-# Each group of consumers whose pins agree gets an environment under OUT, kept until its pins change; pip's own settings
-# say where from. On an index whose torch brings CUDA, name PyTorch's CPU index in PIP_EXTRA_INDEX_URL.
+# Each group of consumers whose pins agree gets an environment under OUT, kept until its pins change; pip's settings
+# name the index. On an index whose torch brings CUDA, name PyTorch's CPU index in PIP_EXTRA_INDEX_URL.
 set -eu
 PYTHON=$1
 OUT=${OUT:-$(pwd)/build/consumers}

@@ -72,7 +72,7 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
 
 
 class Hang(BaseException):
-    """A command that does not end."""
+    """A command did not end in time."""
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def alarm() -> Iterator[None]:
 
 
 def fault_of(*arguments: str) -> str | None:
-    """Run a command in this process; return where it failed as it must not."""
+    """Run a command in this process; return the fault, if it raised anything but a user error."""
     try:
         with alarm():
             result = CliRunner(env={"D2SD_DEBUG": "1"}).invoke(main, arguments)
@@ -127,7 +127,7 @@ def recipes(path: Path, draw: random.Random) -> Iterator[str | None]:
 
 
 def checkpoints(path: Path, draw: random.Random) -> Iterator[str | None]:
-    """Damage a file of a recipe's folder, the recipe excepted."""
+    """Damage a file of a recipe's folder, except the recipe."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(path.parent, Path(folder) / "project"))
         files = [file for file in sorted(copy.rglob("*")) if file.is_file() and file.name != path.name]
@@ -160,7 +160,7 @@ def bundles(path: Path, draw: random.Random) -> Iterator[str | None]:
 
 @contextmanager
 def one_damaged(file: Path, draw: random.Random) -> Iterator[None]:
-    """Damage a file, of a large one the beginning, and restore it."""
+    """Damage a file (the beginning of a large one), and restore it."""
     sound = file.read_bytes()
     file.write_bytes(damaged(sound[:20_000], draw) + sound[20_000:])
     try:

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Answer the GPU questions that one machine can answer in nine minutes. It needs torch and triton and no package index.
+# Run the GPU measurements that one machine finishes in nine minutes. Needs torch and triton, and no package index.
 #
 #   sh benchmarks/gpu_suite.sh [--out build/gpu] [--budget 500]
 #
 # Ends in a table; everything is in OUT/gpu.json. Another call with the same OUT measures what is missing. The TensorRT-RTX
-# probe and the tests need what benchmarks/pack_tensorrt_rtx.sh packs and `take`s; without it they say so. The tests are
+# probe and the tests need what benchmarks/pack_tensorrt_rtx.sh packs and `take`s; without them they are skipped. The tests are
 # those of the kernels and of training, not tests/runtime/backends/test_tensorrt_cuda.py.
 set -eu
 cd "$(dirname "$0")/.."
@@ -12,7 +12,7 @@ KEEP=${KEEP:-$HOME/.cache/d2sd-gpu}
 PYTHON=${PYTHON:-python3}
 D2SD_COMMIT=${D2SD_COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || true)}
 root=$PWD
-# The code is this checkout's: packages lie side by side here, and inside d2sd when installed.
+# The code is this checkout's: packages are top-level folders here, and inside d2sd when installed.
 tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
 cp -r d2sd tests benchmarks plugins pyproject.toml "$tree/"

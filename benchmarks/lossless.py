@@ -41,7 +41,7 @@ IN_FLIGHT = 8
 
 @dataclass(frozen=True)
 class Part:
-    """One way of answering one set."""
+    """One policy and batch size on one prompt set."""
 
     prompt_set: str
     regime: str
@@ -54,13 +54,13 @@ class Part:
 
 
 def parts(prompt_set: str) -> list[Part]:
-    """Plain decoding at batch 1 comes first: the others are held against it."""
+    """All parts; plain decoding at batch 1 first, as the reference for the others."""
     modes = [(policy, batch) for batch in (1, IN_FLIGHT) for policy in NAMES]
     return [Part(prompt_set, regime, policy, batch) for regime in REGIMES for policy, batch in modes]
 
 
 def requests_of(bundle: Bundle, folder: Path, part: Part, per_set: int, tokens: int) -> list[Request]:
-    """The first prompts of a set; the seed is the prompt's number, so every policy draws the same noise."""
+    """The first prompts of a set; the seed is the prompt's index, so every policy draws the same noise."""
     sampling, share = REGIMES[part.regime]
     prompts = read_prompts(folder / f"{part.prompt_set}.jsonl")[: round(per_set * share)]
     with_seed = [
@@ -136,7 +136,7 @@ def summary(out: Path) -> str:
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--only", default="*", help="Run the parts whose names match, such as *-off-*; plain decoding first.")
 def main(bundle: Path, prompts: Path, out: Path, per_set: int, tokens: int, only: str, device: str) -> None:
-    """Hold every policy against plain decoding on real prompts."""
+    """Compare every policy with plain decoding on real prompts."""
     loaded = load_bundle(bundle, progress=bar)
     out.mkdir(parents=True, exist_ok=True)
     unexcused = 0
@@ -161,7 +161,7 @@ def main(bundle: Path, prompts: Path, out: Path, per_set: int, tokens: int, only
         (out / "summary.md").write_text(text + "\n")
         click.echo(text)
     if unexcused:
-        raise D2SDError("speculation changed an answer", where=out, found=f"{unexcused} differences beyond a tie")
+        raise D2SDError("speculation changed a response", where=out, found=f"{unexcused} differences beyond a tie")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Can both drafters learn 64 answers by heart? A training that cannot has a bug, whatever its loss says.
+"""Can both drafters overfit 64 responses? If not, the training has a bug, regardless of its loss.
 
-Trains on 64 short answers to the first prompts of a training recipe, then lets the real runtime ask the same prompts:
-tau of `chain` for the first drafter, and of `d2sd` for the second behind an untrained first one, must exceed 0.9 of the
-block. Needs no training before it, and resumes.
+Trains on 64 short responses to the first prompts of a training recipe, then generates from the same prompts with the
+real runtime: tau of `chain` for the first drafter, and of `d2sd` for the second after an untrained first one, must
+exceed 0.9 of the block. Needs no earlier training, and resumes.
 
     python benchmarks/overfit.py recipes/train/smollm2-135m.yaml --out build/overfit
 """
@@ -63,15 +63,15 @@ def judge(evaluator: Evaluator, method: PolicyName, size: int, *drafters: Drafte
     tau = metrics.tau(evaluator.cell(method, *(written(one, None, evaluator.dtype) for one in drafters)))
     click.echo(f"{method}: {tau:.2f} tokens a step of at most {size}")
     if tau <= GATE * size:
-        raise D2SDError("not learnt by heart", where=method, found=f"{tau:.2f}", expected=f"above {GATE * size:.2f}")
+        raise D2SDError("tau below the gate", where=method, found=f"{tau:.2f}", expected=f"above {GATE * size:.2f}")
 
 
 @click.command(cls=Reporting)
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--steps", default=300, show_default=True, help="Of each drafter.")
+@click.option("--steps", default=300, show_default=True, help="Steps of each drafter.")
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(recipe: Path, steps: int, out: Path) -> None:
-    """Train both drafters on 64 answers and ask for these again."""
+    """Train both drafters on 64 responses and generate from the same prompts."""
     loaded = few(load_train_recipe(recipe))
     assert loaded.first is not None
     assert loaded.second is not None
@@ -79,8 +79,8 @@ def main(recipe: Path, steps: int, out: Path) -> None:
     answers = ResponseGenerator(loaded, pinned_target(loaded, folder, bar), out, Dist(), bar).all()
     chosen = [answer for answer in answers if len(answer.response_ids) >= TOKENS][:SEQUENCES]
     if len(chosen) < SEQUENCES:
-        raise D2SDError("too few answers", where=out, found=len(chosen), expected=f"{SEQUENCES} of {TOKENS} tokens")
-    bundle = load_bundle(folder, verify=False)  # not the one that has answered
+        raise D2SDError("too few responses", where=out, found=len(chosen), expected=f"{SEQUENCES} of {TOKENS} tokens")
+    bundle = load_bundle(folder, verify=False)  # reloaded, since engines repack weights
     aux_layer_ids = tuple(loaded.drafter.target_layer_ids)
     with bar("features", SEQUENCES) as advance:
         data = cache_features(bundle.target, aux_layer_ids, chosen, out / "features.bf16", advance)

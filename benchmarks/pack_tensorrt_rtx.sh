@@ -2,13 +2,14 @@
 # Carry TensorRT-RTX, engines to probe a GPU with, and what the tests import to a machine without a package index, in
 # calls of 64 MiB each.
 #
-#   beside an index:     sh benchmarks/pack_tensorrt_rtx.sh pack             # build/rtx/1, build/rtx/2, ...; minutes
+#   with an index:       sh benchmarks/pack_tensorrt_rtx.sh pack             # build/rtx/1, build/rtx/2, ...; minutes
 #   on the GPU machine:  sh benchmarks/pack_tensorrt_rtx.sh take build/rtx/1 # once for each part, in any order
 #                        sh benchmarks/gpu_suite.sh                          # unpacks them
 #
 # A call carries this checkout too, so a part is what then is left of 64 MiB: move models/*/*/*.safetensors out of it
-# first, 63 MB that nothing here reads. What is taken stays in KEEP, outside of the repository, until a part of another pack replaces it. The libraries travel as they are, packed: their licence allows
-# no changed copies, nor are they committed.
+# first, 63 MB that nothing here reads. Unpacked parts are kept in KEEP, outside of the
+# repository, until a part of another pack replaces them. The libraries are packed unmodified, as their licence requires,
+# and are not committed.
 set -eu
 cd "$(dirname "$0")/.."
 KEEP=${KEEP:-$HOME/.cache/d2sd-gpu}

@@ -1,13 +1,13 @@
 #!/bin/sh
-# Train the pair of SmolLM2 on a GPU machine that reaches no package index, in calls of nine minutes and 64 MiB each.
+# Train the pair of SmolLM2 on a GPU machine without a package index, in calls of nine minutes and 64 MiB each.
 #
-#   beside an index:     make data FROM=...; sh benchmarks/train_gpu.sh parts   # build/gpu/1, 2, ...: below 52 MiB each
+#   with an index:       make data FROM=...; sh benchmarks/train_gpu.sh parts   # build/gpu/1, 2, ...: below 52 MiB each
 #   on the GPU machine:  sh benchmarks/train_gpu.sh take build/gpu/1 # once for each part, in any order
 #                        make train-gpu                              # again, until it says that the pair is finished
 #
 # This checkout travels with every call: move models/*/*/*.safetensors out of it first, 63 MB that training does not read.
-# What is taken, and the training itself, stay in KEEP, outside of the repository. Nothing is asked twice: answers made
-# elsewhere travel too, and a training that is cut goes on from its last saved step.
+# Unpacked parts and the training are kept in KEEP, outside of the repository. No prompt runs twice: responses generated
+# elsewhere are packed too, and an interrupted training resumes from its last saved step.
 set -eu
 cd "$(dirname "$0")/.."
 KEEP=${KEEP:-$HOME/.cache/d2sd-gpu}

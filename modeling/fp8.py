@@ -93,7 +93,7 @@ def make_fp8(model: nn.Module, linears: Collection[str], *, cache: bool = False)
 def kv_scales(model: nn.Module) -> tuple[Tensor, Tensor] | None:
     """Scales of the FP8 pages of a model's K/V, (k, v), [L] fp32 each; None where its K/V are not FP8.
 
-    An exported graph has no layers to ask: its pages have the type of the graph's inputs.
+    An exported graph has no layers, so its pages have the type of the graph's inputs.
     """
     attentions = [layer.self_attn for layer in getattr(model, "layers", ())]
     if not attentions or not isinstance(attentions[0].k_cache, Fp8Cache):

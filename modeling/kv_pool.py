@@ -26,7 +26,7 @@ class KVPool:
         self, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str,
         fp8: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """`dtype` is that of the pages unless `fp8` gives their scales (k_scale, v_scale), [L] fp32 each."""
+        """`dtype` is the pages' dtype unless `fp8` has their scales (k_scale, v_scale), [L] fp32 each."""
         shape = (layers, pages, page_size, kv_heads, head_dim)
         stored = dtype if fp8 is None else torch.float8_e4m3fn
         self.k = torch.zeros(shape, dtype=stored, device=device)  # [L, P, Z, Hkv, D]

@@ -1,4 +1,4 @@
-"""Data-parallel training processes: one alone, or those that `torchrun` started."""
+"""Data-parallel training: a single process, or those started by `torchrun`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from d2sd.errors import D2SDError
 
-#: The others wait while the main process computes features or evaluates, which may take hours.
-_PATIENCE = timedelta(days=7)
+#: Collective timeout: other ranks wait while the main process computes features or evaluates, which may take hours.
+_TIMEOUT = timedelta(days=7)
 
 
 @dataclass(frozen=True, slots=True)
 class Dist:
-    """`torchrun --nproc-per-node N` sets what `init` reads."""
+    """Rank and device of this process; `torchrun --nproc-per-node N` sets the variables that `init` reads."""
 
     rank: int = 0
     size: int = 1
@@ -26,7 +26,7 @@ class Dist:
 
     @staticmethod
     def init() -> Dist:
-        """Join the process group; one GPU each where there are GPUs."""
+        """Join the process group; each process gets one GPU if CUDA is available."""
         cuda = torch.cuda.is_available()
         size = int(os.environ.get("WORLD_SIZE", "1"))
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -36,30 +36,30 @@ class Dist:
         if size == 1:
             return Dist(device=device)
         if not distributed.is_initialized():
-            # gloo as well as nccl: a barrier of hours on the CPU blocks no GPU
-            distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_PATIENCE)
+            # gloo as well as nccl: a long barrier on the CPU does not occupy a GPU
+            distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_TIMEOUT)
         return Dist(distributed.get_rank(), size, device)
 
     def destroy(self) -> None:
         """Leave the process group, if there is one.
 
-        Its threads end here: one that freed a Python tensor while Python exits would abort the process.
+        This ends its threads: a thread that frees a Python tensor during interpreter shutdown aborts the process.
         """
         if self.size > 1:
             distributed.destroy_process_group()
 
     def wrap_ddp(self, module: nn.Module) -> nn.Module:
-        """`module`, its gradients averaged over all processes."""
+        """Wrap `module` so that its gradients are averaged over all processes."""
         if self.size == 1:
             return module
-        # in a group of its own: DDP never releases its group, so `destroy` could not end it
-        return DistributedDataParallel(module, process_group=distributed.new_group(timeout=_PATIENCE))
+        # a separate group: DDP never releases its group, so `destroy` could not end the default one
+        return DistributedDataParallel(module, process_group=distributed.new_group(timeout=_TIMEOUT))
 
     def check(self, batch: int, where: str) -> None:
-        """Raise D2SDError if the sequences of a step do not divide among the processes."""
+        """Raise D2SDError if the batch size is not divisible by the number of processes."""
         if batch % self.size:
             raise D2SDError(
-                "the sequences of a step do not divide among the processes",
+                "the batch size is not divisible by the number of processes",
                 where=where, found=batch, expected=f"a multiple of {self.size}",
             )  # fmt: skip
 
@@ -82,7 +82,7 @@ class Dist:
         return counts > 0
 
     def mean(self, values: dict[str, float]) -> dict[str, float]:
-        """The mean over all processes of every value."""
+        """Mean of every value over all processes."""
         if self.size == 1:
             return values
         total = torch.tensor(list(values.values()), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""`packing.attend_packed` as one fused operator, for CUDA: no scores, and nothing of what the mask hides, is computed.
+"""`packing.attend_packed` with FlexAttention, for CUDA: stores no scores and skips fully masked blocks.
 
     keys      context of the sequence 0 .. S-1      slots of block 0 | block 1 | … | block A-1
     queries   ┌───────────────────────────────────┬───────────────────────────────────────────┐
@@ -25,9 +25,9 @@ from d2sd.modeling.layers import Attend
 
 
 def attend_flex(drafter: Drafter, features: Tensor, positions: Tensor) -> Attend:
-    """features [B, S, n·E] and positions [B, A, G] as in `attend_packed`, and the same numbers.
+    """Same arguments and results as `attend_packed`: features [B, S, n·E], positions [B, A, G].
 
-    Context and rows are concatenated once a layer, since the operator reads one run of keys; the mask is built once.
+    Context and rows are concatenated in each layer, since FlexAttention reads one key tensor; the mask is built once.
     """
     batch, length = features.shape[:2]
     tokens = torch.arange(length, device=features.device)
@@ -36,7 +36,7 @@ def attend_flex(drafter: Drafter, features: Tensor, positions: Tensor) -> Attend
     run = _compiled() if features.is_cuda else _plain
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # one dtype for all three, which under autocast leave their norms and products in two
+        # cast to one dtype: under autocast norms and products return different ones
         all_k, all_v = (
             torch.cat([context[index].to(v.dtype), own.to(v.dtype)], dim=1).transpose(1, 2)  # [B, Hkv, S + T, D]
             for context, own in ((keys, k), (values, v))
@@ -50,7 +50,7 @@ def attend_flex(drafter: Drafter, features: Tensor, positions: Tensor) -> Attend
 def packed_mask(positions: Tensor, length: int) -> BlockMask:
     """The mask drawn above, for positions [B, A, G] in sequences of `length` tokens.
 
-    A padded block stands at position 0: it has no context, but sees itself, so no row is empty.
+    A padding block has position 0: it has no context, but attends to itself, so no row is fully masked.
     """
     batch, blocks, slots = positions.shape
     anchors = positions[:, :, 0].contiguous()
@@ -63,11 +63,11 @@ def packed_mask(positions: Tensor, length: int) -> BlockMask:
     return create_block_mask(visible, batch, None, rows, length + rows, device=positions.device)
 
 
-#: Any of the operator's overloads.
+#: Typed loosely, since `flex_attention` is overloaded.
 _plain: Callable[..., Tensor] = flex_attention
 
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
-    """For every length at once: sequences differ from step to step."""
+    """Compiled with dynamic shapes, since sequence lengths differ from step to step."""
     return torch.compile(_plain, dynamic=True)

@@ -1,7 +1,7 @@
 """A drafter's initial weights: the target's last layers, and a fusion that starts as one well-scaled auxiliary layer.
 
 A drafter's context K/V come from hidden_norm(fc(features)). With fc picking the deepest auxiliary layer and hidden_norm
-holding a target layer's input_layernorm, the drafter's layer computes nearly that target layer's K/V before any
+holding a target layer's input_layernorm, the drafter's layer approximates that target layer's K/V before any
 training. The other auxiliary layers' columns start small, scaled by each layer's typical norm: norms differ by a factor
 of ten and more. The first token's massive activations (rms above 100 in SmolLM2) would dominate a plain mean, so the
 median over tokens is used.
@@ -24,15 +24,15 @@ from d2sd.modeling.layers import Layer
 from d2sd.train.data.features import TrainingData
 from d2sd.train_recipe import Geometry
 
-#: Sequences whose features show how large the aux_layer_ids are.
+#: Sequences used to measure the typical norm of each auxiliary layer's features.
 _SAMPLE = 64
 
 
 def drafter_config(geometry: Geometry, target: DecoderConfig, prefix_base: float | None) -> DrafterConfig:
-    """A drafter as wide as the target, with q/k norms and no biases, as the DFlash layout has it.
+    """Config of a drafter with the target's hidden size, q/k norms and no biases, as in the DFlash layout.
 
-    With `prefix_base` (Pr(n visible tokens) ∝ base^n) a variable-prefix drafter, without a first one. Raises D2SDError
-    where the target is smaller than the geometry wants.
+    With `prefix_base` (Pr(n visible tokens) ∝ base^n) a variable-prefix drafter, otherwise a first drafter. Raises
+    D2SDError if the target has too few layers or too small a vocabulary for the geometry.
     """
     layers = target.body.num_layers
     for key, found, limit in (
@@ -57,7 +57,7 @@ def drafter_config(geometry: Geometry, target: DecoderConfig, prefix_base: float
 
 
 def first_drafter(geometry: Geometry, target: Decoder, data: TrainingData, seed: int) -> Drafter:
-    """Where the training of a first drafter on `data` starts. Raises D2SDError as `drafter_config` does."""
+    """The initial first drafter for training on `data`. Raises D2SDError as `drafter_config` does."""
     # a sequence's first token is an outlier
     sample = torch.cat([data[i].features[1:] for i in range(min(_SAMPLE, len(data)))])
     config = drafter_config(geometry, target.config, None)
@@ -66,7 +66,7 @@ def first_drafter(geometry: Geometry, target: Decoder, data: TrainingData, seed:
 
 @torch.no_grad()
 def drafter_from_target(config: DrafterConfig, target: Decoder, sample: Tensor, generator: torch.Generator) -> Drafter:
-    """A new fp32 drafter on the CPU; `sample [N, n·E]`, features of ordinary tokens, gives the layers' norms."""
+    """A new fp32 drafter on the CPU; `sample [N, n·E]`, features of ordinary tokens, sets the scale of each layer."""
     drafter = Drafter(config)
     sample = sample.to(target.embed_tokens.weight.device)
     body = config.body
@@ -80,7 +80,7 @@ def drafter_from_target(config: DrafterConfig, target: Decoder, sample: Tensor, 
             normed = source.input_layernorm(sample[:, -body.hidden_size :].to(source.input_layernorm.weight.dtype))
             for part in ("q", "k"):
                 heads = getattr(source.self_attn, f"{part}_proj")(normed).float().view(-1, body.head_dim)
-                # q_norm/k_norm start at the size the target's un-normed heads have, so attention starts as sharp.
+                # q_norm/k_norm start at the RMS of the target's un-normed heads, so attention starts equally sharp.
                 getattr(layer.self_attn, f"{part}_norm").weight.fill_(float(heads.square().mean().sqrt()))
     drafter.norm.weight.copy_(target.norm.weight)
     drafter.hidden_norm.weight.copy_(sources[0].input_layernorm.weight)

@@ -1,4 +1,4 @@
-"""The training loop of one drafter: resumable, seeded, the same on one process or several."""
+"""The training loop of one drafter: resumable, seeded, with the same data on one process or several."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ Report = Callable[[int, dict[str, float]], None]
 class Trainer:
     """Trains `drafter`; with `first` given, as a second drafter on variable prefixes.
 
-    With several processes each takes its share of every step. Slot weights are normalised within a micro-batch, so its
-    size matters a little.
+    With several processes each runs its share of every step. Slot weights are normalised within a micro-batch, so its
+    size has a small effect on the result.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Trainer:
         self.drafter, self.data, self.settings, self.first = drafter, data, settings, first
         self.dist = dist or Dist()
         self.step = 0
-        assert settings.batch % self.dist.size == 0, "Dist.check raises for the user"
+        assert settings.batch % self.dist.size == 0, "the caller runs Dist.check first"
         self._head, self._embedding = target.head.detach(), target.embed_tokens.weight.detach()
         self._frequent = data.frequent(settings.frequent, target.config.vocab_size)
         self._loss = BlockLoss(drafter, self._embedding, settings.objective)
@@ -101,8 +101,8 @@ class Trainer:
         if not (math.isfinite(total["loss"]) and math.isfinite(norm)):
             raise D2SDError(
                 "the loss is not finite", where=f"step {self.step + 1}",
-                found=f"loss {total['loss']}, gradient norm {norm}, answers {', '.join(self._names(numbers))}",
-                fix="lower the learning rate, or look for damaged answers",
+                found=f"loss {total['loss']}, gradient norm {norm}, responses {', '.join(self._names(numbers))}",
+                fix="lower the learning rate, or look for damaged responses",
             )  # fmt: skip
         rate = settings.learning_rate * self._schedule()
         self._optimizer.update(rate)
@@ -112,7 +112,7 @@ class Trainer:
         return [self.data.name(self._draws.index(number)) for number in numbers]
 
     def _draw(self, numbers: range) -> tuple[Packed, list[torch.Generator]]:
-        """The blocks of a micro-batch, and for each sequence the generator of its other random choices."""
+        """The blocks of a micro-batch, and for each sequence the generator for drawing prefixes."""
         sequences, anchors = [], []
         for number in numbers:
             sequences.append(self.data[self._draws.index(number)])
@@ -141,7 +141,7 @@ class Trainer:
         return choose_prefixes(errors, drafted, packed.tokens.shape[-1], self.settings, generators)
 
     def _accumulate(self, *, last: bool) -> AbstractContextManager[None]:
-        """Processes exchange gradients once a step."""
+        """Gradients are all-reduced once a step, in its last micro-batch."""
         if last or not isinstance(self._wrapped, DistributedDataParallel):
             return nullcontext()
         return self._wrapped.no_sync()
@@ -150,7 +150,7 @@ class Trainer:
         return torch.autocast(self._head.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16")
 
     def _schedule(self) -> float:
-        """Linear warm-up, then cosine to a twentieth."""
+        """Learning-rate factor: linear warm-up, then cosine decay to 5 %."""
         warm = max(1, round(self.settings.warmup * self.settings.steps))
         if self.step < warm:
             return (self.step + 1) / warm

@@ -1,7 +1,7 @@
-"""Who turns gradients into updates: Muon for the matrices and AdamW for the rest, or AdamW for all; both PyTorch's.
+"""The optimizer: Muon for matrices and AdamW for other parameters, or AdamW for all; both from PyTorch.
 
 Muon (Jordan et al. 2024) orthogonalises a matrix's momentum before the step. With `match_rms_adamw` (arXiv 2502.16982)
-its updates are as large as AdamW's, so one learning rate serves both.
+its updates have the RMS of AdamW's, so both use one learning rate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from d2sd.train_recipe import TrainSettings
 
 
 class Optimizer:
-    """Of one drafter."""
+    """Optimizer of one drafter."""
 
     def __init__(self, drafter: Drafter, settings: TrainSettings) -> None:
         self._drafter = drafter
@@ -29,7 +29,7 @@ class Optimizer:
             self._parts.append(torch.optim.Muon(muon, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
 
     def update(self, rate: float) -> None:
-        """One step at this learning rate; the gradients are used up."""
+        """One step at this learning rate; clears the gradients."""
         for part in self._parts:
             for group in part.param_groups:
                 group["lr"] = rate
@@ -37,7 +37,7 @@ class Optimizer:
             part.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything remembered from step to step, by kind and parameter name."""
+        """The optimizer state, by kind and parameter name."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._drafter.named_parameters()}
         return {
             f"{kind}.{names[parameter]}": value.detach().cpu().contiguous()
@@ -47,11 +47,11 @@ class Optimizer:
         }
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """The opposite of `tensors`."""
-        where = dict(self._drafter.named_parameters())
+        """Load a state returned by `tensors`."""
+        parameters = dict(self._drafter.named_parameters())
         owners = {p: part for part in self._parts for group in part.param_groups for p in group["params"]}
         for key, value in tensors.items():
             kind, name = key.split(".", 1)
-            parameter = where[name]
-            # AdamW keeps its count of steps on the CPU
+            parameter = parameters[name]
+            # AdamW keeps its step count on the CPU
             owners[parameter].state[parameter][kind] = value if kind == "step" else value.to(parameter.device)

@@ -1,4 +1,4 @@
-"""The checkpoint of a training: weights, optimizer moments, and the settings a resumed run must share."""
+"""The checkpoint of a training: weights, optimizer state, and the settings that a resumed run must share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from d2sd.io import atomic_write
 from d2sd.modeling.drafter import Drafter
 from d2sd.train.optimizer import Optimizer
 
-#: By name, everything that decides the result.
+#: Everything that determines the result, by name.
 Identity = Mapping[str, Mapping[str, object]]
 _NAME = "state.safetensors"
-#: One key, so that equal trainings give equal bytes: safetensors writes several in any order.
+#: A single metadata key, so that equal trainings give equal bytes: safetensors does not fix the order of several.
 _KEY = "d2sd"
 
 
@@ -40,8 +40,8 @@ def save_state(folder: Path, step: int, drafter: Drafter, optimizer: Optimizer, 
 
 
 def load_state(folder: Path, drafter: Drafter, optimizer: Optimizer, identity: Identity) -> int:
-    """Fill drafter and optimizer; returns the step, 0 where nothing was saved. Raises D2SDError where anything that
-    decides the result changed.
+    """Load drafter and optimizer; returns the step, 0 if nothing was saved. Raises D2SDError if anything that
+    determines the result changed, or for a damaged file.
     """
     path = folder / _NAME
     if not path.is_file():
@@ -51,8 +51,15 @@ def load_state(folder: Path, drafter: Drafter, optimizer: Optimizer, identity: I
             saved = _Saved.model_validate_json(handle.metadata()[_KEY])
         step, found = saved.step, saved.identity
         tensors = load_file(path)
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:  # the last three: a file of another program
-        raise D2SDError("the saved state is damaged", where=path, found=error, fix="delete it to begin again") from None
+    except (
+        SafetensorError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ) as error:  # the last three: of another program
+        raise D2SDError(
+            "the training checkpoint is damaged", where=path, found=error, fix="delete it to begin again"
+        ) from None
     for what, mine in identity.items():
         now, then = json.loads(json.dumps(mine)), found.get(what, {})
         if changed := [key for key in then | now if then.get(key) != now.get(key)]:

@@ -1,4 +1,4 @@
-"""Random calls of cascade attention on any device, the specification's result for them, and what may differ from it."""
+"""Random calls of cascade attention on any device, the specification's result for them, and the error bounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RELATIVE = {torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 
 
 class Wrong(Exception):
-    """A result that is not the specification's."""
+    """A result differs from the reference."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def make_call(shape: Shape, device: str, seed: int = 0) -> Call:
         filled = numbers(batch, columns, PAGE_SIZE, *token).masked_fill_(~owned, torch.nan)
         if scale is None:
             pages[table] = filled
-        else:  # index_put knows no FP8
+        else:  # index_put does not support FP8
             pages.view(torch.uint8)[table] = to_pages(filled, scale).view(torch.uint8)
         return pages
 
@@ -75,7 +75,7 @@ def make_call(shape: Shape, device: str, seed: int = 0) -> Call:
 
 
 def trees(batch: int, rows: int, seed: int) -> Tensor:
-    """[B, T, T] bool: ancestors and itself, in random trees whose row t hangs behind one of the eight rows before."""
+    """[B, T, T] bool: ancestors and itself, in random trees; a parent is one of the eight rows before."""
     draw = torch.Generator().manual_seed(seed)
     back = 1 + torch.randint(0, 8, (batch, rows), generator=draw)
     attn_mask = torch.eye(rows, dtype=torch.bool).repeat(batch, 1, 1)

@@ -1,4 +1,4 @@
-"""Running the cases of one part, one after the other, until its time is up."""
+"""Runs the cases of one part, one after the other, until its time is up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu.record import Record
 
-#: Exit status of a process whose device's context a failure took along.
+#: Exit status of a process whose CUDA context was lost in a failure.
 LOST = 3
 #: Adds to the row of the case that runs, so that what a later step loses does not take it along.
 Note = Callable[..., None]
@@ -22,7 +22,7 @@ Case = tuple[str, Measure]
 
 
 class Skip(Exception):
-    """The case cannot be measured here; the text says why."""
+    """The case cannot be measured here, for the reason in the message."""
 
 
 def run_cases(record: Record, cases: Iterable[Case], until: float) -> None:

@@ -1,4 +1,4 @@
-"""What the device's memory gives: the rate of a large copy, which every other rate is held against."""
+"""The device's memory bandwidth, measured by a large copy: the reference for every other rate."""
 
 from __future__ import annotations
 

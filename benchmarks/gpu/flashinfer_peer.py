@@ -1,4 +1,4 @@
-"""FlashInfer's paged prefill with a custom mask, where it is installed: the same pages, new rows written behind."""
+"""FlashInfer's paged prefill with a custom mask, if installed: the same pages, with the new rows appended."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def check_cases() -> Iterator[Case]:
 
 
 def check(shape: Shape, _: Note, device: str = "cuda") -> dict[str, Any]:
-    """Errors of the fused kernel, as parts of what they may be."""
+    """Errors of the fused kernel, as fractions of their bounds."""
     call = make_call(shape, device)
     return compare(ours(call)[0](), call)
 

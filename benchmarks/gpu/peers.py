@@ -1,4 +1,4 @@
-"""Other ways to the same result, each over contiguous K and V: context, then new rows, [B, Hkv, S + T, D].
+"""Other implementations of the attention, each over contiguous K and V: context, then new rows, [B, Hkv, S + T, D].
 
 All but FlexAttention are given the query heads of one K/V head as rows of one matrix, [B, Hkv, Hq/Hkv · T, D], so that
 they too read K and V once for them. Nothing but the attention itself is in their time: gathering is timed alone.
@@ -20,7 +20,7 @@ from d2sd.plugins.fp8 import from_pages
 # Shape letters as in plugins/cascade_attention/reference.py; L = S + T.
 
 Run = Callable[[], Tensor]
-#: Masked ones. "math" is PyTorch's own fallback, and the only one on a CPU.
+#: SDPA backends that take a mask. "math" is PyTorch's fallback, and the only one on a CPU.
 BACKENDS = {
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa math": SDPBackend.MATH,
@@ -42,7 +42,7 @@ def gather(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def cleaned(call: Call) -> tuple[Tensor, Tensor]:
-    """The same with 0 in unused slots: a peer multiplies what its mask hides, and NaN would win."""
+    """The same with 0 in unused slots: other implementations multiply masked values, so NaN would propagate."""
     keys, values = gather(call)
     unused = ~in_context(call)[:, None, :, None]
     context = unused.shape[2]
@@ -58,7 +58,7 @@ def in_context(call: Call) -> Tensor:
 
 
 def bias(call: Call) -> Tensor:
-    """[B, 1, Hq/Hkv · T, L] in q's type: 0 where a row sees a key, else -inf."""
+    """[B, 1, Hq/Hkv · T, L] in q's type: 0 where a row attends to a key, else -inf."""
     batch, rows, heads = call.q.shape[:3]
     group = heads // call.k.shape[2]
     context = in_context(call)[:, None].expand(batch, rows, -1)
@@ -83,7 +83,7 @@ def unpacked(out: Tensor, call: Call) -> Tensor:
 
 
 def sdpa(call: Call, keys: Tensor, values: Tensor, mask: Tensor | None, backend: SDPBackend) -> Run:
-    """Over packed queries; the result is to be unpacked. Without a mask every row sees every key."""
+    """SDPA over packed queries; the caller unpacks the result. Without a mask every row attends to every key."""
     queries = packed_queries(call)
 
     def run() -> Tensor:
@@ -94,7 +94,7 @@ def sdpa(call: Call, keys: Tensor, values: Tensor, mask: Tensor | None, backend:
 
 
 def flex(call: Call, keys: Tensor, values: Tensor) -> Run:
-    """FlexAttention, compiled on CUDA; the result [B, Hq, T, D] is to be transposed. The mask is built beforehand."""
+    """FlexAttention, compiled on CUDA; the caller transposes the result [B, Hq, T, D]. The mask is built beforehand."""
     lengths, attn_mask = call.context.context_len, call.attn_mask
     batch, rows = call.q.shape[:2]
     context = keys.shape[2] - rows
@@ -106,6 +106,6 @@ def flex(call: Call, keys: Tensor, values: Tensor) -> Run:
     queries = call.q.transpose(1, 2).contiguous()
     attend: Callable[..., Tensor] = flex_attention
     if call.q.is_cuda:
-        torch._dynamo.reset()  # else shapes seen before make the next compilation a dynamic, slower one
+        torch._dynamo.reset()  # otherwise earlier shapes make the next compilation dynamic and slower
         attend = torch.compile(attend, dynamic=False)
     return lambda: attend(queries, keys, values, block_mask=mask, enable_gqa=True)

@@ -1,4 +1,4 @@
-"""Tests that need a GPU, counted: a line of pytest's a test, so that a run that is cut still counts.
+"""Counts tests that need a GPU by their lines in pytest's output, so that an interrupted run still counts.
 
 They are those of the kernels and of training. `tests/runtime/backends/test_tensorrt_cuda.py` asks
 for onnxscript, which is not packed for a machine without an index, and is run by itself.
@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.gpu.cases import Case, Note, Skip
 
-#: The first and the third are what `tests/plugins/test_triton_kernels.py` runs on a GPU, as one test there.
+#: The first and the third are run by `tests/plugins/test_triton_kernels.py` on a GPU, as one test.
 FILES = ("tests/plugins/kernels/pages.py", "tests/train/test_cuda.py", "tests/plugins/kernels/attention.py")
 #: Most seconds for each; less where less is left of the part's time, so that what was counted is not lost with it.
 LIMITS = dict(zip(FILES, (40, 60, 110), strict=True))
@@ -60,6 +60,6 @@ def run_file(folder: Path, file: str, until: float, note: Note) -> dict[str, Any
 
 
 def counted(output: str) -> dict[str, int]:
-    """Tests by how they ended, from the lines of `pytest -v`."""
+    """Number of tests by outcome, from the lines of `pytest -v`."""
     ends = Counter(re.findall(r"^\S+::.* (PASSED|FAILED|ERROR|SKIPPED)\b", output, re.MULTILINE))
     return {name: ends[name.upper()] for name in ("passed", "failed", "error", "skipped")}

@@ -1,4 +1,4 @@
-"""What the suite has measured so far, in one JSON file written after every case: a kill loses the case in flight only.
+"""The suite's measurements in one JSON file, written after every case: a kill loses only the running case.
 
     {"schema": 1, "environment": {...}, "rows": {"times/8192x32 ...": {"status": "ok", ...}, ...}}
 
@@ -38,12 +38,13 @@ class Record:
             self.environment, self.rows = found["environment"], found["rows"]
 
     def resume(self, environment: dict[str, Any]) -> None:
-        """Keep what is measured; raises `D2SDError` where that was another machine, or other code."""
+        """Store the environment; raises `D2SDError` if the file has another machine or other code."""
         for name in SAME if self.rows else ():
             if self.environment.get(name) != environment.get(name):
                 raise D2SDError(
-                    "Other measurements stand here.", where=f"{self.path}: {name}", found=self.environment.get(name),
-                    expected=environment.get(name), fix="another --out, or remove that file",
+                    "The file is of another environment.", where=f"{self.path}: {name}",
+                    found=self.environment.get(name), expected=environment.get(name),
+                    fix="another --out, or remove that file",
                 )  # fmt: skip
         self.environment = environment
         self.rows = {key: row for key, row in self.rows.items() if row["status"] == "ok"}
@@ -55,14 +56,14 @@ class Record:
         self.write()
 
     def bury(self, reason: str) -> list[str]:
-        """Cases in flight have died. Their keys."""
+        """Mark running cases as died; returns their keys."""
         dead = [key for key, row in self.rows.items() if row["status"] == "started"]
         for key in dead:
             self.put(key, "died", reason=reason)
         return dead
 
     def write(self) -> None:
-        """Whole or not at all."""
+        """Write the file atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"schema": SCHEMA, "environment": self.environment, "rows": self.rows}, indent=1)
         partial = self.path.with_suffix(".partial")
@@ -75,8 +76,10 @@ def _read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
         schema = found["schema"]
     except (ValueError, KeyError, TypeError) as error:
-        raise D2SDError("This is not a result of the suite.", where=path, found=error, fix="remove it") from error
+        raise D2SDError("Not a result of the GPU suite.", where=path, found=error, fix="remove it") from error
     if schema != SCHEMA:
-        raise D2SDError("A result of another schema.", where=path, found=schema, expected=SCHEMA, fix="another --out")
+        raise D2SDError(
+            "The result has another schema.", where=path, found=schema, expected=SCHEMA, fix="another --out"
+        )
     done: dict[str, Any] = found
     return done

@@ -28,7 +28,7 @@ def cases() -> Iterator[Case]:
 
 
 def replayed(shape: Shape, _: Note, device: str = "cuda") -> dict[str, Any]:
-    """Errors of every replay as parts of what they may be: the worst."""
+    """The largest errors over all replays, as fractions of their bounds."""
     call = make_call(shape, device)
     packed = pack_mask_bits(call.attn_mask)
 

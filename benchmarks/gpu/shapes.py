@@ -1,4 +1,4 @@
-"""The calls of cascade attention that are checked and timed, and the bytes that each must read."""
+"""Shapes of cascade attention that are checked and timed, and the bytes that each must read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Shape:
     kv_heads: int = 8
     size: int = 128
     kind: str = "bf16"
-    fp8: bool = False  # pages
+    fp8: bool = False  # FP8 pages
 
     @property
     def name(self) -> str:
@@ -31,7 +31,7 @@ class Shape:
 
     @property
     def group_name(self) -> str:
-        """What a line of the table takes together, but for the rows."""
+        """The group of a table line, without the rows."""
         return f"{self.heads}/{self.kv_heads}x{self.size} {self.kind}{'/fp8' if self.fp8 else ''}"
 
     @property
@@ -40,7 +40,7 @@ class Shape:
 
     @property
     def columns(self) -> int:
-        """Pages a request, as the longest context needs."""
+        """Pages per request for the longest context."""
         return max(1, -(-max(self.contexts) // PAGE_SIZE))
 
     @property
@@ -48,7 +48,7 @@ class Shape:
         return self.columns * PAGE_SIZE
 
     def bytes_read(self) -> int:
-        """Keys and values of all contexts and of the new rows, each once: what no kernel can do without."""
+        """Keys and values of all contexts and of the new rows, each once: the minimum of any kernel."""
         token = 2 * self.kv_heads * self.size
         old = sum(self.contexts) * token * (1 if self.fp8 else self.dtype.itemsize)
         return old + len(self.contexts) * self.rows * token * self.dtype.itemsize
@@ -64,12 +64,12 @@ class Shape:
         return 6 * numbers * self.dtype.itemsize + 3 * bias * self.dtype.itemsize + one
 
 
-#: What the kernel is judged by: docs/gpu.md, row 20.
+#: The gate of the kernel: docs/gpu.md, row 20.
 GATE = Shape((32768,) * 8, 64)
 
 
 def timed() -> Iterator[Shape]:
-    """Most telling first: the time may not be enough for all."""
+    """Most informative first: the time may not suffice for all."""
     qwen = [
         Shape((context,) * batch, rows)
         for rows in (64, 16, 160) for context in (8192, 32768, 1024) for batch in (8, 32, 1)
@@ -83,7 +83,7 @@ def timed() -> Iterator[Shape]:
 
 
 def flexed() -> Iterator[Shape]:
-    """A few of them for FlexAttention, which compiles anew for each."""
+    """A few of them for FlexAttention, which recompiles for each."""
     for context, batch, rows in (
         (8192, 8, 64), (32768, 8, 64), (8192, 32, 64), (8192, 1, 64), (8192, 8, 160), (8192, 8, 16), (1024, 8, 64),
     ):  # fmt: skip
@@ -91,7 +91,7 @@ def flexed() -> Iterator[Shape]:
 
 
 def checked() -> Iterator[Shape]:
-    """Small and middle ones, of lengths that differ: every type, tile and head size."""
+    """Small and medium shapes with different lengths: every type, tile and head size."""
     small, middle = (37, 0), (2048, 1000, 0, 517)
     for kind in ("bf16", "fp16", "fp32"):
         yield Shape(small, 5, kind=kind)

@@ -1,4 +1,4 @@
-"""Every open question about a GPU that one machine can answer in minutes, the most telling first.
+"""GPU measurements that one machine finishes in minutes, the most informative first.
 
     sh benchmarks/gpu_suite.sh [--out build/gpu] [--budget 500]
 
@@ -36,7 +36,7 @@ from d2sd.errors import D2SDError
 PARTS = {
     "probe": 100, "copy": 40, "checks": 90, "replay": 40, "times": 170, "writes": 40, "pytest": 150, "flex": 150,
 }  # fmt: skip
-#: These can be run, or say why not, without a CUDA device.
+#: Parts that run, or report why not, without a CUDA device.
 ANYWHERE = ("probe",)
 #: A case may outlast its part's time by this many seconds, then the process is ended.
 GRACE = 20
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         cases = cases_of(chosen.part, chosen.out, chosen.engines, chosen.until)
         run_cases(Record(chosen.out), cases, chosen.until)
         return 0
-    # A caller's time limit is to end it as Ctrl-C does, its processes with it.
+    # SIGTERM, from a caller's time limit, ends it and its processes like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     deadline = time.time() + chosen.budget
     try:

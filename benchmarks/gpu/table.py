@@ -1,4 +1,4 @@
-"""A short table of what the suite found: a line for every group of cases, its worst and its best figure.
+"""A short table of the suite's results: one line per group of cases, with its worst and best figure.
 
 Times are in the JSON. Here they are shares of the copy rate of the same run, and ratios to peers of the same run:
 above 1 our kernel takes less time than they do.
@@ -13,15 +13,15 @@ from benchmarks.gpu.record import Row
 from benchmarks.gpu.shapes import GATE
 
 Rows = dict[str, Row]
-#: A figure and the case it is of.
+#: A figure and its case.
 Figure = tuple[float, str]
-#: They compute something else, or only a part: no peers to be the best of.
+#: They compute something else, or only a part, so they are not counted as peers.
 NO_PEERS = ("ours", "gather", "flash, no mask")
 NO_GRAPH = "not captured as a CUDA graph"
 
 
 def render(environment: dict[str, Any], rows: Rows) -> str:
-    """Markdown: the table, then every case that gave no figure, with its reason."""
+    """Markdown: the table, then every case without a figure, with its reason."""
     rows = {key: fair(row) for key, row in rows.items()}
     about = ", ".join(f"{name} {environment.get(name) or 'none'}" for name in ("device", "torch", "triton", "commit"))
     lines = [about, "", "| what | cases | worst | best |", "|---|---|---|---|"]
@@ -62,7 +62,7 @@ def _lines(rows: Rows) -> Iterator[tuple[str, ...]]:
 
 
 def _gate(rows: Rows, rate: float) -> Iterator[tuple[str, ...]]:
-    """One line: the share, then the ratio to every peer, the best one first; FlexAttention has a case of its own."""
+    """One line: the share, then the ratio to every peer, the best one first; FlexAttention has its own case."""
     found = [rows.get(f"{part}/{GATE.name}", {}) for part in ("times", "flex")]
     if "ours" not in found[0].get("times", {}):
         return
@@ -100,7 +100,7 @@ def _flex(rows: Rows) -> Iterator[tuple[str, ...]]:
 
 
 def fair(row: Row) -> Row:
-    """Where ours ran as a CUDA graph, a peer that did not has a reason in place of its time, which holds the host's."""
+    """If ours ran as a CUDA graph, a peer that did not gets a reason instead of its time, which includes the host's."""
     times = row.get("times", {})
     if not times.get("ours", {}).get("graph"):
         return row
@@ -110,7 +110,7 @@ def fair(row: Row) -> Row:
 
 
 def fastest(row: Row) -> str:
-    """The masked peer of a row that takes the least time; "" without one."""
+    """The fastest masked peer of a row; "" if there is none."""
     peers = {name: found["ms"] for name, found in row["times"].items() if name not in NO_PEERS}
     return min(peers, key=lambda name: peers[name], default="")
 
@@ -121,7 +121,7 @@ def _against(row: Row, name: str) -> float:
 
 
 def _share(row: Row, rate: float) -> float:
-    """Bytes that it must move over its time, as a part of the copy rate (GB/s)."""
+    """Required bytes over measured time, as a fraction of the copy rate (GB/s)."""
     share: float = row["bytes"] / (row["times"]["ours"]["ms"] * 1e6) / rate
     return share
 
@@ -138,7 +138,7 @@ def _line(
 
 
 def _short(key: str) -> str:
-    """A key without its part."""
+    """A key without the name of its part."""
     return key.split("/", 1)[1]
 
 

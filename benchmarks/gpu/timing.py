@@ -1,4 +1,4 @@
-"""How long a function takes on the device: as a CUDA graph, caches flushed, median of many, several times in turn."""
+"""Time of a function on the device: as a CUDA graph, with caches flushed, median of many runs, in several rounds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 Run = Callable[[], Any]
-#: Rounds over all functions of a case: each is timed once a round, so that a drift of the clocks meets all alike.
+#: Rounds over all functions of a case: each is timed once per round, so that clock drift affects all equally.
 ROUNDS = 3
-#: Milliseconds that one timing warms up and repeats for.
+#: Milliseconds of warm-up and of repetition of one timing.
 WARM, REPEAT = 10, 50
 
 
@@ -30,7 +30,7 @@ def once(run: Run) -> tuple[float, bool]:
 
 
 def captured(run: Run) -> tuple[Run, Any]:
-    """The same work as a CUDA graph: its replay, and what `run` returned, which every replay writes anew."""
+    """The same work as a CUDA graph: its replay, and the result of `run`, which every replay overwrites."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # compiled and allocated before the capture
@@ -52,12 +52,12 @@ class Times:
         self.graphs: dict[str, bool] = {}
 
     def add(self, name: str, run: Run) -> None:
-        """Time it for the first time."""
+        """Time a function in the first round."""
         self.runs[name] = run
         self._time(name)
 
     def again(self) -> None:
-        """The other rounds, each in another order."""
+        """Run the other rounds, each in another order."""
         for number in range(1, ROUNDS):
             names = list(self.runs)
             for name in names[number:] + names[:number]:
@@ -71,5 +71,7 @@ class Times:
 
     def _time(self, name: str) -> None:
         ms, is_graph = once(self.runs[name])
-        self.graphs[name] = is_graph and self.graphs.get(name, True)  # in every round, or the time is not of a graph
+        self.graphs[name] = is_graph and self.graphs.get(
+            name, True
+        )  # in every round, else the time is not that of a graph
         self.found.setdefault(name, []).append(ms)

@@ -1,4 +1,4 @@
-"""The paged write: its bytes are the specification's, its rate is held against the copy's."""
+"""The paged write: its bytes must equal the reference's; its rate is compared with a copy's."""
 
 from __future__ import annotations
 
@@ -96,4 +96,4 @@ def assert_same(arguments: dict[str, Any], found: tuple[Tensor, Tensor]) -> None
     write_pages_reference(**arguments)
     for name, pages in zip(("k_pages", "v_pages"), found, strict=True):
         expected = arguments[name].view(torch.uint8)
-        assert torch.equal(pages[:, 1:], expected[:, 1:]), f"{name} differ from the specification's"
+        assert torch.equal(pages[:, 1:], expected[:, 1:]), f"{name} differ from the reference"

@@ -1,7 +1,7 @@
-"""Percentile bootstrap over prompts: how far a figure would move with other prompts of the same kind.
+"""Percentile bootstrap over prompts: how much a metric would vary with other prompts of the same kind.
 
-Steps of one response depend on each other and prompts do not, so whole prompts are resampled. An interval says
-nothing about other machines or other drafters.
+Steps of one response are correlated and prompts are not, so whole prompts are resampled. An interval does not cover
+other machines or other drafters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from d2sd.bench.result import Cell
 
 RESAMPLES = 2000
 LEVEL = 0.95
-_SEED = 0  # the same result gives the same intervals, whatever was computed before
+_SEED = 0  # fixed, so the same result always gives the same intervals
 
 
 class Interval(NamedTuple):
@@ -29,7 +29,7 @@ class Interval(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """`interval` is None below two prompts."""
+    """Ratio of means over `prompts` prompts; `interval` is None for fewer than two."""
 
     value: float
     interval: Interval | None
@@ -37,8 +37,8 @@ class Ratio(NamedTuple):
 
 
 def tau_interval(cells: Sequence[Cell]) -> Interval | None:
-    """Percentile bootstrap of τ, or of its mean over sets: 2,000 resamples of the prompts, set by set. None where a
-    set has fewer than two prompts, for one does not say how much prompts differ.
+    """Percentile bootstrap of τ, or of its mean over sets: 2,000 resamples of the prompts, set by set. None if a
+    set has fewer than two prompts, since one prompt has no variance.
     """
     rng = np.random.default_rng(_SEED)
     if any(len(cell.requests) < 2 for cell in cells):
@@ -48,9 +48,9 @@ def tau_interval(cells: Sequence[Cell]) -> Interval | None:
 
 
 def tau_ratio(old: Cell, new: Cell) -> Ratio | None:
-    """τ of `new` over τ of `old` on the prompts both have, resampled together; None where they share none.
+    """τ of `new` over τ of `old` on the prompts both have, resampled in pairs; None if they share none.
 
-    Two results of one cell, or two methods on one set: prompts that are easy for both cancel out.
+    For two results of one cell, or two methods on one set: the difficulty of a prompt cancels out.
     """
     before = {r.id: response_tau(r) for r in old.requests}
     after = {r.id: response_tau(r) for r in new.requests}

@@ -1,4 +1,4 @@
-"""Compare two results: the effect of a change of code, drafters or machine on the cells both have."""
+"""Compare two results: the effect of a change of code, drafters or machine on their common cells."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from d2sd.bench.result import Cell, Key, Result, ResultError
 from d2sd.viz.plot_style import Line
 
 NOTES = """\
-A ratio is B / A. τ of A, τ of B and their ratio are of the prompts that both have; where they share none, of all, and
-no interval is given. The interval is a 95 % percentile bootstrap in which a prompt's two answers are resampled
-together; ▲ and ▼ mark intervals that exclude 1. The geometric mean leaves plain decoding out, whose τ is 1; its
-tokens/s say whether the two machines were equally fast."""
+A ratio is B / A. τ of A, τ of B and their ratio use the prompts that both have; if they share none, all prompts,
+without an interval. The interval is a 95 % percentile bootstrap in which a prompt's two responses are resampled
+together; ▲ and ▼ mark intervals that exclude 1. The geometric mean excludes plain decoding, whose τ is 1; its
+tokens/s ratio shows whether the two machines were equally fast."""
 
 
 def compare(a: Result, b: Result) -> str:
-    """Markdown: B / A of every common cell, and the cells of one only. Raises `ResultError` if none is common."""
+    """Markdown: B / A of every common cell, and the cells that only one has. Raises `ResultError` if none is common."""
     old, new = ({cell.key: cell for cell in result.cells} for result in (a, b))
     common = sorted(old.keys() & new.keys(), key=_order)
     if not common:
         raise ResultError(
             "The two results have no cell in common.",
-            found=f"A has {_told(old)}; B has {_told(new)}",
+            found=f"A has {_summary(old)}; B has {_summary(new)}",
             expected="equal method, rows, set, temperature and concurrency in at least one cell",
         )
     pairs = [_pair(old[key], new[key]) for key in common]
@@ -37,7 +37,7 @@ def compare(a: Result, b: Result) -> str:
 
 
 class _Pair(NamedTuple):
-    """One cell in A and B; both τ are of the same prompts where any are shared."""
+    """One cell in A and B; both τ are of the shared prompts if there are any."""
 
     key: Key
     before: float
@@ -105,10 +105,10 @@ def _geometric(values: Sequence[float]) -> float:
 
 
 def _unequal(a: Result, b: Result) -> str:
-    """The settings that differ, since a ratio then has more than one cause."""
+    """The settings that differ, since they confound a ratio."""
     x, y = map(_circumstances, (a, b))
-    told = [f"{key} ({x.get(key, NONE)} | {y.get(key, NONE)})" for key in {**x, **y} if x.get(key) != y.get(key)]
-    return f"Not alike in A | B: {', '.join(told)}." if told else ""
+    differing = [f"{key} ({x.get(key, NONE)} | {y.get(key, NONE)})" for key in {**x, **y} if x.get(key) != y.get(key)]
+    return f"Differs between A | B: {', '.join(differing)}." if differing else ""
 
 
 def _circumstances(result: Result) -> dict[str, str | int]:
@@ -126,6 +126,6 @@ def _order(key: Key) -> tuple[float, int, tuple[int, str, int], str]:
     return key.temperature, key.concurrency, views.place(Line(key.method, key.rows)), key.set
 
 
-def _told(cells: dict[Key, Cell]) -> str:
+def _summary(cells: dict[Key, Cell]) -> str:
     first = min(cells, key=_order)
     return f"{first}" + (f" and {len(cells) - 1} more" if len(cells) > 1 else "")

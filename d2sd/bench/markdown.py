@@ -24,12 +24,12 @@ def percent(value: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """A speed: beyond a hundred nobody reads tenths."""
+    """A speed; without decimals from 100."""
     return NONE if value is None else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def largest_bold(values: Sequence[float | None], form: Callable[[float | None], str] = number) -> list[str]:
-    """A column; bold is what reads like its largest value, so that no bold figure stands beside its plain equal."""
+    """A formatted column; every value that prints like the largest is bold, so equal figures look the same."""
     known = [value for value in values if value is not None]
     best = form(max(known)) if len(known) > 1 else None
     return [f"**{text}**" if text == best else text for text in map(form, values)]

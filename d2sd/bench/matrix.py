@@ -18,9 +18,9 @@ GROWING = tuple(name for name, facts in FACTS.items() if facts.grows)
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The axes. Plain decoding is always among the methods, as the baseline.
+    """The axes. Plain decoding is always included, as the baseline.
 
-    A method written `name:rows` has this one budget.
+    A method written `name:rows` runs with this node budget only.
     """
 
     methods: Sequence[str]
@@ -54,9 +54,9 @@ class Matrix:
 
 
 def read_sets(prompts: tuple[Path, ...], per_set: int) -> dict[str, list[tuple[str, str]]]:
-    """(id, text) of the first `per_set` prompts of every set, by name: of JSONL files, folders of them, or our own.
+    """(id, text) of the first `per_set` prompts of every set, by name: from JSONL files, folders of them, or our own.
 
-    Raises D2SDError for two sets of one name, an empty set, and two prompts of one id.
+    Raises D2SDError for two sets with the same name, an empty set, or two prompts with the same id.
     """
     files: list[Path] = []
     for path in prompts or (OWN_PROMPTS,):
@@ -64,7 +64,7 @@ def read_sets(prompts: tuple[Path, ...], per_set: int) -> dict[str, list[tuple[s
     sets = {path.stem: read_prompts(path)[:per_set] for path in files}
     if not sets or len(sets) < len(files) or not all(sets.values()):
         raise D2SDError(
-            "Every prompt set needs a name of its own and at least one prompt.", where=", ".join(map(str, prompts)),
+            "Every prompt set needs a unique name and at least one prompt.", where=", ".join(map(str, prompts)),
             found=", ".join(f"{path.name}: {len(sets[path.stem])} prompts" for path in files) or "no *.jsonl",
         )  # fmt: skip
     for path in files:

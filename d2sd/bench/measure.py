@@ -1,4 +1,4 @@
-"""Run one cell: generate from its prompts, count every step, compare the responses with plain decoding's."""
+"""Run one cell: generate from its prompts, count every step, compare the responses with plain decoding."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def measure_cell(
 ) -> tuple[Cell, list[list[int]]]:
     """Run `requests` (id and request) with `engine`, after a warm-up; also returns their responses.
 
-    `plain` are plain decoding's responses; None where this cell is the reference itself. The time is that of the
-    engine's steps, without counting them.
+    `plain` are plain decoding's responses; None if this cell is the reference itself. The measured time is that of
+    the engine's steps, without the time for counting.
     """
     _, sample = requests[0]
     engine.generate([replace(sample, max_new_tokens=min(_WARM_UP, sample.max_new_tokens))] * min(2, key.concurrency))
@@ -103,9 +103,9 @@ def _differences(
     requests: Sequence[Request], answers: Sequence[list[int]], plain: Sequence[list[int]], gap: Gap
 ) -> list[Difference]:
     found = []
-    for number, (request, answer, expected) in enumerate(zip(requests, answers, plain, strict=True)):
-        place = first_mismatch(answer, expected)
-        if place is not None:
-            distance = gap(replace(request, prompt=(*request.prompt, *expected[:place])))
-            found.append(Difference(request=number, token=place, gap=distance, excused=distance <= TIE_TOLERANCE))
+    for i, (request, answer, expected) in enumerate(zip(requests, answers, plain, strict=True)):
+        token = first_mismatch(answer, expected)
+        if token is not None:
+            distance = gap(replace(request, prompt=(*request.prompt, *expected[:token])))
+            found.append(Difference(request=i, token=token, gap=distance, excused=distance <= TIE_TOLERANCE))
     return found

@@ -1,4 +1,4 @@
-"""Every figure of the report as a pure function of cells. The docstrings are printed under the tables."""
+"""Every metric of the report as a pure function of cells. The docstrings are printed under the tables."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def response_tau(response: Response) -> float:
 
 
 def mean_tau(cells: Sequence[Cell]) -> float:
-    """Mean over sets of each set's τ: every set weighs the same."""
+    """Mean over sets of each set's τ: every set has equal weight."""
     return sum(map(tau, cells)) / len(cells)
 
 
 def tau_by_token(cell: Cell) -> float:
-    """All committed tokens over all request-steps: long responses weigh more than in τ."""
+    """All committed tokens over all request-steps: long responses have more weight than in τ."""
     return _total(cell).tau
 
 
@@ -38,54 +38,54 @@ def request_steps(cell: Cell) -> int:
 
 
 def committed(cell: Cell) -> int:
-    """Tokens that the steps committed, those past a stop token or the length limit included."""
+    """Tokens committed by all steps, including those past a stop token or the length limit."""
     return _total(cell).tokens
 
 
 def joint_acceptance(cell: Cell) -> list[float]:
-    """Share of request-steps that accepted at least k drafts, for k = 1, 2, … up to the most that any accepted."""
+    """Share of request-steps that accepted at least k drafted tokens, for k = 1, 2, … up to the maximum."""
     return _total(cell).joint_acceptance()
 
 
 def conditional_acceptance(cell: Cell) -> list[float]:
-    """Of the request-steps that accepted at least k - 1 drafts, the share that accepted at least k."""
+    """Of the request-steps that accepted at least k - 1 drafted tokens, the share that accepted at least k."""
     return _total(cell).conditional_acceptance()
 
 
 def rows_per_step(cell: Cell) -> float:
-    """Rows the target verified, padding included, a request-step."""
+    """Rows verified by the target per request-step, padding included."""
     return cell.verified_rows / request_steps(cell)
 
 
 def rows_per_token(cell: Cell) -> float:
-    """Rows the target verified for each committed token: the work that a token costs."""
+    """Rows verified by the target per committed token: the work for a token."""
     return cell.verified_rows / committed(cell)
 
 
 def mean_nodes(cell: Cell) -> float:
-    """Valid tree nodes a request-step, the anchor included."""
+    """Valid tree nodes per request-step, the anchor included."""
     return cell.nodes / request_steps(cell)
 
 
 def merged_per_step(cell: Cell) -> float:
-    """Drafted tokens a request-step that were a node already, so they cost no row of their own."""
+    """Drafted tokens per request-step merged into an existing node, which cost no row of their own."""
     return cell.merged / request_steps(cell)
 
 
 def rescued_share(cell: Cell) -> float:
-    """Share of request-steps in which nodes of the second pass carried acceptance beyond the first draft's chain."""
+    """Share of request-steps in which nodes of the second pass extended acceptance beyond the first draft's chain."""
     return cell.rescued / request_steps(cell)
 
 
 def served(cell: Cell) -> dict[str, float]:
-    """Share of request-steps by the policy that `auto` chose for them."""
+    """Share of request-steps by the policy that `auto` selected."""
     counted = sum(cell.policies.values())
     return {policy: count / counted for policy, count in sorted(cell.policies.items()) if counted}
 
 
 def boundary_ranks(cell: Cell) -> dict[str, float]:
-    """Share of request-steps by the rank, among the K branches, of the place where the target did reject the first
-    draft; "none" where no branch restarts there. Rank 0 was thought likeliest.
+    """Share of request-steps by the rank, among the K branches, of the position where the target rejected the first
+    draft; "none" if no branch restarts there. Rank 0 has the highest predicted probability.
     """
     counted = sum(cell.boundary_rank.values())
     ranks = sorted(cell.boundary_rank, key=lambda rank: (rank == "none", len(rank), rank))
@@ -93,13 +93,13 @@ def boundary_ranks(cell: Cell) -> dict[str, float]:
 
 
 def step_seconds(cell: Cell) -> float:
-    """Mean time of an engine step, prefill left out."""
+    """Mean time of an engine step in seconds, without prefill."""
     return sum(spent for stage, spent in cell.stage_seconds.items() if stage != "prefill") / cell.steps
 
 
 def cycle_cost(cell: Cell, plain: Cell) -> float | None:
-    """Mean time of an engine step, prefill left out, over that of plain decoding on the same sets, at the same
-    temperature and with as many requests in flight.
+    """Mean time of an engine step, without prefill, over that of plain decoding on the same sets, at the same
+    temperature and concurrency.
     """
     _same_work(cell, plain)
     unit = step_seconds(plain)
@@ -107,14 +107,12 @@ def cycle_cost(cell: Cell, plain: Cell) -> float | None:
 
 
 def tokens_per_second(cell: Cell) -> float:
-    """Answer tokens of all requests over the wall time of the whole cell, prefill included."""
+    """Response tokens of all requests over the wall time of the whole cell, prefill included."""
     return sum(response.tokens for response in cell.requests) / cell.wall_seconds
 
 
 def speedup(cell: Cell, plain: Cell) -> float | None:
-    """Tokens per second over those of plain decoding on the same sets, at the same temperature and with as many
-    requests in flight.
-    """
+    """Tokens per second over those of plain decoding on the same sets, at the same temperature and concurrency."""
     _same_work(cell, plain)
     unit = tokens_per_second(plain)
     return tokens_per_second(cell) / unit if unit else None

@@ -20,7 +20,7 @@ _TOOLS = ("d2sd", "torch", "transformers")
 
 
 def provenance(bundle: Mapping[str, str], device: str, backend: str = "torch") -> Provenance:
-    """`bundle` identifies the bundle, `backend` ran it on `device`; everything else is detected."""
+    """`bundle` identifies the bundle, run by `backend` on `device`; everything else is detected."""
     machine: dict[str, str | int] = {
         "processor": _processor(), "cores": os.cpu_count() or 1, "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -48,8 +48,8 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout of this file, marked if there are uncommitted changes; None without a checkout."""
-    told = []
+    """Commit of the checkout of this file, marked if there are uncommitted changes; None if there is no checkout."""
+    outputs = []
     for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
         try:
             done = subprocess.run(
@@ -57,5 +57,5 @@ def _commit() -> str | None:
             )
         except (OSError, subprocess.SubprocessError):
             return None
-        told.append(done.stdout.strip())
-    return told[0] + (" and changes" if told[1] else "")
+        outputs.append(done.stdout.strip())
+    return outputs[0] + (" and changes" if outputs[1] else "")

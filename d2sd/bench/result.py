@@ -1,4 +1,4 @@
-"""`result.json`: the measurements of `d2sd bench`, prompt by prompt; every table and plot is made from it."""
+"""`result.json`: the measurements of `d2sd bench`, prompt by prompt; the source of every table and plot."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SCHEMA: Literal[1] = 1
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
-#: Drafted tokens of one bin of predicted acceptance: how many, the sum of what was predicted, how many were accepted.
+#: One bin of predicted acceptance: number of drafted tokens, sum of predicted acceptance, number accepted.
 Bin = tuple[Count, Annotated[float, Field(ge=0)], Count]
-#: Predicted acceptance 0 - 0.1, …, 0.9 - 1, given that all before in the path was accepted.
+#: Bins of predicted acceptance 0 - 0.1, …, 0.9 - 1, given that all earlier tokens of the path were accepted.
 Bins = Annotated[list[Bin], Field(min_length=10, max_length=10)]
 
 
 class ResultError(D2SDError):
-    """A result file is missing, damaged, of another schema, or has nothing to compare."""
+    """A result file is missing, damaged, of another schema, or shares no cell with another."""
 
 
 class _Part(BaseModel):
@@ -35,7 +35,7 @@ class _Part(BaseModel):
 class Provenance(_Part):
     date: str
     command: str
-    commit: str | None  # absent where d2sd does not run from a checkout
+    commit: str | None  # None if d2sd does not run from a checkout
     versions: dict[str, str]
     machine: dict[str, str | int]
     bundle: dict[str, str]
@@ -43,7 +43,7 @@ class Provenance(_Part):
 
 
 class Settings(_Part):
-    """What all cells share."""
+    """Settings common to all cells."""
 
     per_set: Positive
     max_new_tokens: Positive
@@ -53,24 +53,24 @@ class Settings(_Part):
 
 
 class Response(_Part):
-    """One prompt's answer."""
+    """The response to one prompt."""
 
     id: str
     accepted: Annotated[list[Positive], Field(min_length=1)]  # tokens committed by each step, bonus included
-    tokens: Count  # of the answer: without what was committed past a stop token
+    tokens: Count  # of the response: without tokens committed past a stop token
 
 
 class Difference(_Part):
-    """The first token in which an answer is not plain decoding's."""
+    """The first token in which a response differs from plain decoding."""
 
-    request: Count  # place in the cell's requests
-    token: Count
-    gap: float  # of the two best scores there
-    excused: bool  # the gap is a tie
+    request: Count  # index in the cell's requests
+    token: Count  # index in the response
+    gap: float  # margin of the two best scores there
+    excused: bool  # the gap is a near-tie
 
 
 class Key(NamedTuple):
-    """What was varied: no two cells of a result are alike in all of it."""
+    """The varied settings; unique among the cells of a result."""
 
     method: str
     rows: int
@@ -91,22 +91,22 @@ class Cell(_Part):
     temperature: Annotated[float, Field(ge=0)]
     concurrency: Positive
     requests: Annotated[list[Response], Field(min_length=1)]
-    policies: dict[str, Count]  # served -> request-steps: a method is one policy, but `auto` changes between them
+    policies: dict[str, Count]  # policy -> request-steps: `auto` switches between policies, other methods have one
     verified_rows: Count  # over request-steps, as all counts below
     nodes: Count  # valid ones
     merged: Count
     boundary_rank: dict[str, Count]  # rank of the true rejection among the branches, or "none" -> request-steps
-    rescued: Count  # the second pass carried acceptance beyond the first draft's chain
+    rescued: Count  # the second pass extended acceptance beyond the first draft's chain
     calibration: dict[DrafterName, Bins]
     stage_seconds: dict[str, Seconds]
-    steps: Positive  # of the engine: one may serve several requests
+    steps: Positive  # engine steps: one may serve several requests
     wall_seconds: Annotated[float, Field(gt=0)]
     differences: list[Difference]
 
     @model_validator(mode="after")
     def _consistent(self) -> Cell:
         if len({one.id for one in self.requests}) < len(self.requests):
-            raise ValueError(f"{self.key} has two requests of one id")
+            raise ValueError(f"{self.key} has two requests with the same id")
         if any(one.request >= len(self.requests) for one in self.differences):
             raise ValueError(f"{self.key} has a difference in a request that is not there")
         return self
@@ -131,10 +131,10 @@ class Result(_Part):
 
 
 def save(result: Result, path: Path) -> None:
-    """Write the file whole or not at all; raises `ResultError`."""
+    """Write the file atomically; raises `ResultError`."""
     try:
         write_text(path, result.model_dump_json() + "\n")
-    except (OSError, ValueError) as error:  # ValueError: a prompt's id with half a surrogate pair
+    except (OSError, ValueError) as error:  # ValueError: a lone surrogate in a prompt's id
         raise ResultError("The result cannot be written.", where=path, found=error) from None
 
 

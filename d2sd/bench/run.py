@@ -1,4 +1,4 @@
-"""Run the cells of a benchmark, saving each when it is done; then write the result, its tables and plots."""
+"""Run the cells of a benchmark and save each one; then write the result, its tables and plots."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class _Saved(BaseModel):
-    """A measured cell, and the token ids of its answers."""
+    """A measured cell, and the token ids of its responses."""
 
     cell: Cell
     answers: list[list[int]]
@@ -55,14 +55,14 @@ class Run:
     _selectors: dict[tuple[int, int], PolicySelector] = field(default_factory=dict)  # by rows and concurrency
 
     def all(self) -> Iterator[Path]:
-        """Measure the missing cells, then write result.json, tables.md and the plots; yields the last two kinds' paths.
+        """Measure the missing cells, then write result.json, tables.md and the plots; yields the last two's paths.
 
         Raises D2SDError at the end if a response differs from plain decoding's by more than a near-tie.
         """
         keys = self.matrix.keys()
         self._parts.mkdir(parents=True, exist_ok=True)
         with bar("cells", len(keys) * self.repeat) as advance:
-            for repeat in range(self.repeat):  # outermost: a slow spell of the machine then hits every method
+            for repeat in range(self.repeat):  # outermost, so that a slow period of the machine affects every method
                 for key in keys:
                     self._cell(key, repeat)
                     advance(1)
@@ -79,24 +79,24 @@ class Run:
         yield from write_plots(result, self.out)
         wrong = sum(not one.excused for cell in result.cells for one in cell.differences)
         if wrong:
-            raise D2SDError("speculation changed an answer", where=self.out, found=f"{wrong} differences beyond a tie")
+            raise D2SDError("speculation changed a response", where=self.out, found=f"{wrong} differences beyond a tie")
 
     @property
     def _fingerprint(self) -> str:
-        """Identifies the bundle: its manifest holds the hash of every file."""
+        """Hash of the bundle's manifest, which has the hash of every file."""
         text = self.bundle.manifest.model_dump_json()
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def _parts(self) -> Path:
-        """The folder of finished cells: one a bundle and settings. Other prompts have another file name."""
+        """The folder of finished cells, by bundle and settings; the file name has the hash of the prompts."""
         inputs = f"{self._fingerprint} {self.settings.model_dump_json()} {self.device} {self.backend}"
         return self.out / "parts" / hashlib.sha256(inputs.encode()).hexdigest()[:12]
 
     def _path(self, key: Key, repeat: int) -> Path:
         prompts = hashlib.sha256(json.dumps(self.sets[key.set]).encode()).hexdigest()[:8]
-        place = f"{key.set}@{prompts}-{key.temperature:g}-{key.concurrency}"
-        return self._parts / f"{key.method}-{key.rows}-{place}-{repeat}.json"
+        workload = f"{key.set}@{prompts}-{key.temperature:g}-{key.concurrency}"
+        return self._parts / f"{key.method}-{key.rows}-{workload}-{repeat}.json"
 
     def _saved(self, key: Key, repeat: int = 0) -> tuple[Cell, list[list[int]]]:
         """A finished cell and its responses. Raises ResultError for a damaged file."""
@@ -105,7 +105,7 @@ class Run:
         return saved.cell, saved.answers
 
     def _median(self, key: Key) -> Cell:
-        """The repeat of median time; the counts are the same in all."""
+        """The repeat with the median time; the counts are the same in all."""
         cells = [self._saved(key, repeat)[0] for repeat in range(self.repeat)]
         cells.sort(key=lambda cell: cell.wall_seconds)
         return cells[(len(cells) - 1) // 2]
@@ -124,26 +124,26 @@ class Run:
 
     def _engine(self, key: Key) -> Engine:
         """A new engine for every cell, so that all start with empty pools; step costs are measured once."""
-        place = key.rows, key.concurrency
+        shape = key.rows, key.concurrency
         engine = make_engine(
             self.bundle, policy=cast("Policy", key.method), row_budget=key.rows if key.rows > 1 else None,
             device=self.device, backend=self.backend, max_batch=key.concurrency,
-            selector=self._selectors.get(place) if key.method == "auto" else None,
+            selector=self._selectors.get(shape) if key.method == "auto" else None,
         )  # fmt: skip
         if engine.selector is not None:
-            self._selectors[place] = engine.selector
+            self._selectors[shape] = engine.selector
         return engine
 
     def _requests(self, key: Key) -> list[tuple[str, Request]]:
         """Requests by id. The seed is the prompt's index, so every method draws the same noise."""
         return [
             (name, chat_request(
-                self.bundle, text, SamplingParams(key.temperature, seed=self.settings.seed + place),
+                self.bundle, text, SamplingParams(key.temperature, seed=self.settings.seed + i),
                 self.settings.max_new_tokens,
             ))
-            for place, (name, text) in enumerate(self.sets[key.set])
+            for i, (name, text) in enumerate(self.sets[key.set])
         ]  # fmt: skip
 
     def _gap(self, request: Request) -> float:
-        target = self.bundle.target.to(self.device)  # engines have moved its tables alone
+        target = self.bundle.target.to(self.device)  # engines move only its embedding tables
         return top2_margin(target, list(request.prompt), request.sampling)

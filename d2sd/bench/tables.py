@@ -1,4 +1,4 @@
-"""A result as markdown: tokens a step, step details, drafter calibration, speed; then the definition of each figure."""
+"""A result as markdown: tokens per step, step details, drafter calibration, speed; then the metric definitions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def tables(result: Result) -> str:
 
 
 def tau_table(result: Result, temperature: float, concurrency: int) -> str:
-    """τ by line and set; no mean where a set is missing, since it would not be comparable."""
+    """τ by line and set; no mean if a set is missing, since it would not be comparable."""
     lines = views.lines(result, temperature, concurrency)
     cells = [views.cells_of(result, line, temperature, concurrency) for line in lines]
     names = [name for name in views.sets(result) if any(name in found for found in cells)]
@@ -94,24 +94,24 @@ def detail_table(result: Result, temperature: float, concurrency: int) -> str:
 
 
 def knowledge_table(result: Result, temperature: float, concurrency: int) -> str | None:
-    """Calibration and boundary ranks of the lines that have either; None where none has."""
+    """Calibration and boundary ranks of the lines that have either; None if none has."""
     pooled = {
         line: views.pooled(result, line, temperature, concurrency)[0]
         for line in views.lines(result, temperature, concurrency)
     }
-    telling = {line: cell for line, cell in pooled.items() if cell.calibration or cell.boundary_rank}
-    if not telling:
+    chosen = {line: cell for line, cell in pooled.items() if cell.calibration or cell.boundary_rank}
+    if not chosen:
         return None
     errors = [
-        [metrics.calibration_error(cell.calibration.get(drafter, [])) for cell in telling.values()]
+        [metrics.calibration_error(cell.calibration.get(drafter, [])) for cell in chosen.values()]
         for drafter in ("first", "second")
     ]
     return table(
         [
-            *_names(list(telling)),
+            *_names(list(chosen)),
             ("ECE first", [number(error, 3) for error in errors[0]]),
             ("ECE second", [number(error, 3) for error in errors[1]]),
-            ("boundary rank", [_shares(metrics.boundary_ranks(cell)) for cell in telling.values()]),
+            ("boundary rank", [_shares(metrics.boundary_ranks(cell)) for cell in chosen.values()]),
         ]
     )
 
@@ -119,7 +119,7 @@ def knowledge_table(result: Result, temperature: float, concurrency: int) -> str
 def speed_table(result: Result, temperature: float) -> str:
     concurrencies = views.concurrencies(result, temperature)
     measured = {c: set(views.lines(result, temperature, c)) for c in concurrencies}
-    # A line may be there at some concurrencies only; the order is that of `views.lines`.
+    # A line may be measured at some concurrencies only; the order is that of `views.lines`.
     lines = sorted(set().union(*measured.values()), key=views.place)
     columns = _names(lines)
     for concurrency in concurrencies:
@@ -129,37 +129,39 @@ def speed_table(result: Result, temperature: float) -> str:
         ]
         rates = largest_bold([metrics.tokens_per_second(pair[0]) if pair else None for pair in pairs], rate)
         speedups = [metrics.speedup(pair[0], pair[1]) if pair and pair[1] else None for pair in pairs]
-        told = [f"{r} ({s:.2f})" if s is not None else r for r, s in zip(rates, speedups, strict=True)]
-        columns.append((f"{concurrency} in flight", told))
+        texts = [f"{r} ({s:.2f})" if s is not None else r for r, s in zip(rates, speedups, strict=True)]
+        columns.append((f"{concurrency} in flight", texts))
     return table(columns)
 
 
 def chosen_table(result: Result, temperature: float) -> str | None:
-    """The trees of the selector method, by concurrency; None where it was not measured."""
+    """The policies selected by `auto`, by concurrency; None if `auto` was not measured."""
     found = [
         (concurrency, views.pooled(result, line, temperature, concurrency)[0])
         for concurrency in views.concurrencies(result, temperature)
         for line in views.lines(result, temperature, concurrency)
         if line.method == ADAPTIVE
     ]
-    told = [(f"{concurrency} in flight", [_shares(metrics.served(cell))]) for concurrency, cell in found]
-    return table(told) if told else None
+    columns = [(f"{concurrency} in flight", [_shares(metrics.served(cell))]) for concurrency, cell in found]
+    return table(columns) if columns else None
 
 
 def definitions() -> str:
-    told = [f"- **{name}**: {' '.join(cleandoc(of.__doc__ or '').split())}" for name, of in DEFINITIONS.items()]
-    told.append("- **all sets**: the requests of all sets as if they were one set; bold is the largest of its column.")
-    return "\n".join(told)
+    lines = [f"- **{name}**: {' '.join(cleandoc(of.__doc__ or '').split())}" for name, of in DEFINITIONS.items()]
+    lines.append("- **all sets**: the requests of all sets as if they were one set; bold is the largest of its column.")
+    return "\n".join(lines)
 
 
 def lossless(result: Result) -> str:
     """Comparison with plain decoding at the lowest concurrency; differences beyond a near-tie are listed."""
     lowest = {t: views.concurrencies(result, t)[0] for t in views.temperatures(result)}
     compared = [c for c in result.cells if (c.method, c.concurrency) != (PLAIN, lowest[c.temperature])]
-    answers = sum(len(cell.requests) for cell in compared)
+    responses = sum(len(cell.requests) for cell in compared)
     different = [(cell, one) for cell in result.cells for one in cell.differences]
     beyond = [(cell, one) for cell, one in different if not one.excused]
-    lines = [f"{answers} answers compared with plain decoding's: {len(different)} differ, {len(beyond)} beyond a tie."]
+    lines = [
+        f"{responses} responses compared with plain decoding: {len(different)} differ, {len(beyond)} beyond a tie."
+    ]
     for cell, one in beyond:
         lines.append(f"- {cell.key}: {cell.requests[one.request].id}, token {one.token}, gap {one.gap:.1e}")
     return "\n".join(lines)

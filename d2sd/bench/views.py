@@ -25,7 +25,7 @@ def concurrencies(result: Result, temperature: float) -> list[int]:
 
 
 def sets(result: Result) -> list[str]:
-    """In the order in which they were measured."""
+    """Names of the prompt sets, in the order measured."""
     return list(dict.fromkeys(cell.set for cell in result.cells))
 
 
@@ -46,14 +46,14 @@ def widest(result: Result, temperature: float, concurrency: int) -> list[Line]:
 
 
 def cells_of(result: Result, line: Line, temperature: float, concurrency: int) -> dict[str, Cell]:
-    """By set, in the order of `sets`."""
+    """The cells of a line by set, in the order of `sets`."""
     found = {cell.key: cell for cell in result.cells}
     keys = {name: (*line, name, temperature, concurrency) for name in sets(result)}
     return {name: found[key] for name, key in keys.items() if key in found}
 
 
 def pooled(result: Result, line: Line, temperature: float, concurrency: int) -> tuple[Cell, Cell | None]:
-    """All sets of a line as one cell, and plain decoding's of the same sets; None where it was not measured."""
+    """All sets of a line as one cell, and plain decoding on the same sets, None if it was not measured."""
     ours = cells_of(result, line, temperature, concurrency)
     plain = cells_of(result, Line(PLAIN, 1), temperature, concurrency)
     both = ours.keys() <= plain.keys()
@@ -61,7 +61,7 @@ def pooled(result: Result, line: Line, temperature: float, concurrency: int) -> 
 
 
 def pool(cells: Sequence[Cell]) -> Cell:
-    """One cell with the requests and the sums of all; the cells differ in their sets only."""
+    """Merge cells that differ only in their sets: all requests, and sums of all counts."""
     head, requests, differences = cells[0], list[Response](), list[Difference]()
     policies, ranks, seconds = Counter[str](), Counter[str](), dict[str, float]()
     bins: dict[DrafterName, list[Bin]] = {}

@@ -1,1 +1,1 @@
-"""Pictures of speculation: the tree of a step as SVG, a whole answer as one page. Nothing here needs torch."""
+"""Pictures of speculation: the tree of a step as SVG, a complete answer as an HTML page. Does not import torch."""

@@ -1,7 +1,7 @@
 """Layout of a tree: a column for each position, a line for each leaf.
 
-A parent is on the line of its first child, so a path bends only where it leaves the likelier one. The subtree of a node
-has lines of its own and edges run in the gaps between columns: no boxes overlap, no edges cross.
+A parent is on the line of its first child, so a path bends only where it branches off a likelier one. Every subtree has
+lines of its own and edges run in the gaps between columns, so no boxes overlap and no edges cross.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from d2sd.viz.nodes import Step
 from d2sd.viz.text import cells, cut, visible
 
-#: All in CSS pixels; a cell is 0.6 em at 12 px, as in every common fixed-width font, and a little air.
+#: All in CSS pixels; a cell is 0.6 em at 12 px, as in every common fixed-width font, plus some padding.
 CELL, BOX, PITCH, GAP, PAD = 7.3, 24, 31, 34, 9
 NUMBER = 29  # room for "100%" at 9 px
-MOST_CELLS = 16  # of a token; the tooltip has the whole text
-MARGIN, HEAD = 16, 26  # around the tree; above it, for the numbers of the columns
+MOST_CELLS = 16  # of a token; the tooltip has the full text
+MARGIN, HEAD = 16, 26  # around the tree; above it, for the column headings
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    boxes: tuple[Box, ...]  # of the step's nodes, in their order
+    boxes: tuple[Box, ...]  # of the step's nodes, in the same order
     columns: tuple[Box, ...]  # the band of each depth: left, top, width
     width: float
     height: float
 
 
 def arrange(step: Step) -> Layout:
-    """Place all nodes of a step."""
+    """Compute the layout of all nodes of a step."""
     lines = _lines(step)
     columns: list[Box] = []
     left = float(MARGIN)
@@ -63,12 +63,12 @@ def arrange(step: Step) -> Layout:
 def _lines(step: Step) -> list[int]:
     """Line of each node.
 
-    The bonus token continues the accepted path's line. Then comes the first draft, so that its best chain is the top
-    line as far as the target did not stop it, then the other children by probability.
+    The bonus token continues the accepted path's line. Next comes the first draft, so that its top-1 chain is the top
+    line up to its first rejection, then the other children by probability.
     """
     children: list[list[int]] = [[] for _ in step.nodes]
-    for number, node in enumerate(step.nodes[1:], 1):
-        children[node.parent].append(number)
+    for i, node in enumerate(step.nodes[1:], 1):
+        children[node.parent].append(i)
     lines = [0] * len(step.nodes)
     free = 0
 

@@ -36,8 +36,8 @@ def legend(steps: Sequence[Step], width: float) -> tuple[str, float, float]:
         sample = f'<rect class="box" x="{x:g}" y="{y + 1}" width="{_SAMPLE}" height="18" rx="{radius}"/>'
         if kind == "%":
             sample = f'<text class="p" x="{x + _SAMPLE - 2:g}" y="{y + 14}">62%</text>'
-        told = f'<text class="key" x="{x + _SAMPLE + 7:g}" y="{y + 14}">{text}</text>'
-        parts.append(f'<g class="{kind}">{sample}</g>{told}')
+        label = f'<text class="key" x="{x + _SAMPLE + 7:g}" y="{y + 14}">{text}</text>'
+        parts.append(f'<g class="{kind}">{sample}</g>{label}')
         x += room
         widest = max(widest, x)
     return "\n".join(parts), y + _LINE + 8.0, widest

@@ -1,4 +1,4 @@
-"""One request in one step as plain data, read once from the tensors; pictures need nothing else."""
+"""One request in one step as plain data, read from the tensors of a trace; the only input of the pictures."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ class Node:
     """A token of the tree, and whether it was accepted."""
 
     text: str
-    parent: int  # index of its parent, always less than its own; -1: the anchor has none
+    parent: int  # index of the parent, less than the node's own; -1 for the anchor
     depth: int  # tokens after the anchor
-    source: Source  # what proposed it
-    branch: int  # 0 the first draft, k >= 1 the k-th branch or sample
-    probability: float  # of being the target's choice after its parent, by the drafters; 1 for anchor and bonus
+    source: Source  # what drafted it
+    branch: int  # 0: the first draft; k >= 1: the k-th branch or sample
+    probability: float  # drafted probability of acceptance given its parent; 1 for anchor and bonus
     accepted: bool  # part of the answer
-    chain: bool  # on the path of the first draft's best tokens
+    chain: bool  # on the path of the first draft's top-1 tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """A tree after verification."""
 
-    nodes: tuple[Node, ...]  # the anchor, the drafts, and last the bonus token
-    draft: tuple[str, ...]  # the first draft: its best token of every slot
-    right: int  # how many of them, from the front, the target chose too
-    rows: int  # tree rows the target computed, padding included
+    nodes: tuple[Node, ...]  # the anchor, the drafted tokens, the bonus token
+    draft: tuple[str, ...]  # the first draft: top-1 token of every slot
+    right: int  # length of the prefix of `draft` that matches the target
+    rows: int  # tree rows computed by the target, padding included
 
     @property
     def gained(self) -> tuple[Node, ...]:
@@ -44,18 +44,18 @@ class Step:
 
     @property
     def saved(self) -> int:
-        """Tokens more than the first draft's best chain alone would have given: the step was rescued if any."""
+        """Tokens beyond those of the first draft's top-1 chain; the step was rescued if this is positive."""
         return max(0, len(self.gained) - 1 - self.right)
 
     @property
     def miss(self) -> int | None:
-        """Place of the first draft's first wrong token, where the tree holds it and something else was found there."""
+        """Index of the first rejected node on the first draft's top-1 chain; None if there is none."""
         depth = self.right + 1
         return next((i for i, n in enumerate(self.nodes) if n.chain and n.depth == depth and not n.accepted), None)
 
     @property
     def by_second(self) -> bool:
-        """The second pass wrote the end of the accepted path."""
+        """Whether a node of the second pass was accepted."""
         return any(node.source == "second" for node in self.gained)
 
 
@@ -65,34 +65,34 @@ def read_step(trace: StepTrace, row: int, show: Callable[[int], str]) -> Step:
     chosen: list[int] = trace.accepted.tokens[row, :count].tolist()
     path: list[int] = trace.accepted.path[row, :count].tolist()
     draft = [] if trace.first is None else trace.first.chain(row)
-    right = min(trace.accepted.matches(row, draft), count - 1)  # a bonus token is the target's, drafted or not
+    right = min(trace.accepted.matches(row, draft), count - 1)  # the bonus token does not count, even if it was drafted
 
     tokens, parents, depths = tree.tokens[row].tolist(), tree.parent[row].tolist(), tree.depth[row].tolist()
     origins, scores, valid = tree.branch_id[row].tolist(), tree.score[row].tolist(), tree.valid[row].tolist()
-    place: dict[int, int] = {}  # row of the tree -> place among the nodes: padding is left out
+    index: dict[int, int] = {}  # row of the tree -> index of the node, without padding rows
     nodes: list[Node] = []
     for number in (i for i, there in enumerate(valid) if there):
-        place[number] = len(nodes)
+        index[number] = len(nodes)
         if not nodes:
             nodes.append(Node(show(tokens[number]), -1, 0, "anchor", 0, 1.0, True, True))
             continue
-        above, depth = place[parents[number]], depths[number]
-        # Branches that redraft the same token share its node, and its score is the first one's: a child of another may
-        # then have the higher score.
+        above, depth = index[parents[number]], depths[number]
+        # Branches that draft the same token share a node, with the score of the first of them: a child from another
+        # branch may have a higher score.
         probability = math.exp(min(0.0, scores[number] - scores[parents[number]]))
         source: Source = "second" if origins[number] and trace.branches is not None else "first"
         chain = nodes[above].chain and depth <= len(draft) and tokens[number] == draft[depth - 1]
         nodes.append(
             Node(show(tokens[number]), above, depth, source, origins[number], probability, number in path, chain)
         )
-    nodes.append(Node(show(chosen[-1]), place[path[-1]], count, "bonus", 0, 1.0, True, False))
+    nodes.append(Node(show(chosen[-1]), index[path[-1]], count, "bonus", 0, 1.0, True, False))
     return Step(tuple(nodes), tuple(map(show, draft)), right, len(tokens))
 
 
 def token_text(decode: Callable[[list[int]], str]) -> Callable[[int], str]:
-    """What one token writes in the middle of a text.
+    """The text of one token in the middle of a text.
 
-    Tokenizers like Llama 2's drop the blank in front of the first token, so the token is read behind itself.
+    Tokenizers like Llama 2's drop the space before the first token, so the token is decoded after itself.
     """
 
     @cache

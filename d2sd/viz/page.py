@@ -1,4 +1,4 @@
-"""A page about whole answers: self-contained, no network, and no script but its own can run in it."""
+"""An HTML page of complete answers: self-contained, without network access; only its own script can run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from d2sd.runtime.speculation.policy import Policy
 
-#: Steps shown open at first, besides all that were rescued.
+#: Steps that are open initially, in addition to all rescued ones.
 _FIRST_OPEN = 3
 
 
@@ -56,7 +56,7 @@ def _environment() -> Environment:
     return environment
 
 
-# What these four return is escaped already: d2sd.viz.text and d2sd.viz.svg escape every character that was generated.
+# The next four return escaped markup: d2sd.viz.text and d2sd.viz.svg escape all generated text.
 
 
 def _text(text: str) -> Markup:
@@ -80,7 +80,7 @@ def _caption(step: Step, loop: LoopContext) -> str:
 
 
 def _sources(turns: Iterable[Turn]) -> set[str]:
-    """Who proposed the tokens of the answer."""
+    """The sources of the answer's tokens."""
     return {node.source for turn in turns for node in turn.step.gained}
 
 
@@ -93,7 +93,7 @@ def _second_pass(policies: Iterable[Policy]) -> bool:
 
 
 def _figures(recording: Recording) -> list[tuple[str, str, str]]:
-    """(value, name, explanation) of each figure of an answer."""
+    """(value, name, explanation) of each metric of an answer."""
     turns, steps = recording.turns, len(recording.turns)
     gained = sum(len(turn.step.gained) for turn in turns)
     saved = sum(turn.step.saved > 0 for turn in turns)
@@ -101,7 +101,7 @@ def _figures(recording: Recording) -> list[tuple[str, str, str]]:
         (", ".join(recording.policies), "policy", "how trees are drafted and built"),
         (str(sum(len(turn.pieces) for turn in turns)), "tokens", "of the answer"),
         (str(steps), "steps", "passes of the target; plain decoding needs one for each token"),
-        (f"{gained / steps:.2f}", "tokens a step, τ", "bonus included; those past the end of the answer count"),
-        (f"{saved / steps:.0%}", "steps rescued", "that gave more than the first draft's best chain alone would have"),
+        (f"{gained / steps:.2f}", "tokens a step, τ", "bonus included, also tokens past the end of the answer"),
+        (f"{saved / steps:.0%}", "steps rescued", "that accepted more than the first draft's top-1 chain"),
         (f"{sum(turn.step.rows for turn in turns) / steps:.0f}", "rows a step", "tree rows the target computes"),
     ]

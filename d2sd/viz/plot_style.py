@@ -1,6 +1,6 @@
-"""The common look of all plots: one colour and one marker a method, wherever it appears.
+"""The common style of all plots: one colour and one marker per method.
 
-The colours are Okabe and Ito's, which colour-blind readers can tell apart; markers separate what colours do not.
+The colours are Okabe and Ito's, which colour-blind readers can distinguish; markers separate similar colours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ METHODS = {
     "off": ("#7F7F7F", "_"),
     "lookup": ("#000000", "x"),
     "chain": ("#56B4E9", "o"),
-    "samples": ("#CDB400", "v"),  # Okabe and Ito's yellow, darker: on white it is hardly seen
+    "samples": ("#CDB400", "v"),  # Okabe and Ito's yellow, darkened: it has little contrast on white
     "reanchor": ("#CC79A7", "^"),
     "d2sd": ("#D55E00", "s"),
     "ddtree": ("#009E73", "D"),
@@ -28,13 +28,13 @@ METHODS = {
     "auto": ("#E69F00", "*"),
 }
 _OTHER = ("#8C510A", ".")
-#: What is no policy, such as an objective, is told apart by its place.
+#: Colours of lines that are not policies, such as objectives, by their index.
 _OTHERS = [_OTHER[0], *(colour for colour, _ in METHODS.values())]
 _DPI = 120
 _INCHES = 10.0  # 1200 pixels wide
-_WIDTH = 130  # characters of a legend's line, seven an entry for its handle
+_WIDTH = 130  # characters of a legend line, seven of them per entry for its handle
 
-#: A reliability bin (`d2sd.runtime.stats.Bin`): drafted tokens, sum of their predicted acceptance, how many accepted.
+#: A reliability bin (`d2sd.runtime.stats.Bin`): drafted tokens, sum of their predicted acceptance, number accepted.
 Bin = tuple[int, float, int]
 
 
@@ -45,9 +45,9 @@ class Line(NamedTuple):
     rows: int
 
 
-def colour(method: str, place: int = 0) -> str:
-    """`place` counts the methods of a panel."""
-    return METHODS[method][0] if method in METHODS else _OTHERS[place % len(_OTHERS)]
+def colour(method: str, index: int = 0) -> str:
+    """The method's colour; one that is not a policy gets a colour by its `index` in a panel."""
+    return METHODS[method][0] if method in METHODS else _OTHERS[index % len(_OTHERS)]
 
 
 def curve(line: Line) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def curve(line: Line) -> dict[str, Any]:
 
 
 def reliability(diagram: Axes, counts: Axes, lines: Sequence[tuple[Line, Sequence[Bin], float | None]]) -> None:
-    """Draw accepted over predicted acceptance into `diagram`, tokens a bin into `counts`.
+    """Draw observed over predicted acceptance into `diagram`, tokens per bin into `counts`.
 
     `lines`: method, its ten bins, their expected calibration error; a line without an error has no tokens.
     """
@@ -70,7 +70,7 @@ def reliability(diagram: Axes, counts: Axes, lines: Sequence[tuple[Line, Sequenc
         if error is not None:
             filled = [(count, predicted / count, hits / count) for count, predicted, hits in bins if count]
             number, predicted, accepted = zip(*filled, strict=True)
-            look = curve(line) | {"label": None}  # the panel has a legend of its own
+            look = curve(line) | {"label": None}  # the panel has its own legend
             handles += diagram.plot(predicted, accepted, **look)
             labels.append(f"{name(line)}: ECE {error:.3f}")
             counts.plot(predicted, number, **look)
@@ -90,7 +90,7 @@ def name(line: Line) -> str:
 
 
 def panels(rows: int, columns: int, height: float, **sharing: Any) -> tuple[Figure, list[list[Axes]]]:
-    """A grid of axes, `height` inches a row. No pyplot: nothing global changes and no display is asked for."""
+    """A grid of axes, `height` inches per row. Without pyplot, so no global state changes and no display is needed."""
     require_plots()
     from matplotlib.figure import Figure
 
@@ -104,7 +104,7 @@ def panels(rows: int, columns: int, height: float, **sharing: Any) -> tuple[Figu
 
 
 def finish(figure: Figure, title: str, path: Path) -> None:
-    """The title above, one legend of all panels below, and the file."""
+    """Add the title and one legend for all panels, and write the PNG file."""
     figure.suptitle(title, fontsize=13)
     entries = {label: handle for axes in figure.axes for handle, label in zip(*_legend(axes), strict=True)}
     if entries:

@@ -20,7 +20,7 @@ class Turn:
     """One step, and the text it added to the answer."""
 
     step: Step
-    pieces: tuple[str, ...]  # what each token wrote; fewer than the step gained where the answer ends
+    pieces: tuple[str, ...]  # text of each token; fewer than the step's tokens where the answer ends
 
     @property
     def tokens(self) -> list[tuple[Node, str]]:
@@ -35,10 +35,10 @@ class Recording:
         """`token` decodes token ids, special tokens included; `stream` decodes the answer as the engine does."""
         self.prompt = prompt
         self.turns: list[Turn] = []
-        self.policies: dict[str, Policy] = {}  # those that served it, by name, in the order of their first steps
+        self.policies: dict[str, Policy] = {}  # the policies of its steps, by name, in order of first use
         self._show = token_text(token)
         self._stream = stream
-        self._room = 0  # characters the engine has output that belong to no piece yet
+        self._room = 0  # characters output by the engine that are not assigned to a piece yet
 
     def add(self, trace: StepTrace, output: Output) -> None:
         """Record one step of the request."""
@@ -54,14 +54,14 @@ class Recording:
 
     @property
     def best(self) -> int:
-        """Index of the turn that gave most tokens, the first of equals."""
-        return max(range(len(self.turns)), key=lambda place: len(self.turns[place].pieces))
+        """Index of the turn with the most tokens; ties go to the first."""
+        return max(range(len(self.turns)), key=lambda i: len(self.turns[i].pieces))
 
     def _cut(self) -> None:
         """Remove a stop string and the text after it, which are not part of the answer."""
-        for place, turn in enumerate(self.turns):
+        for i, turn in enumerate(self.turns):
             kept = []
             for piece in turn.pieces:
                 kept.append(piece[: self._room])
                 self._room -= len(kept[-1])
-            self.turns[place] = Turn(turn.step, tuple(kept))
+            self.turns[i] = Turn(turn.step, tuple(kept))

@@ -10,13 +10,13 @@ from d2sd.viz.legend import legend
 from d2sd.viz.nodes import Node, Step
 from d2sd.viz.text import asset, cells, cut, token_markup, visible
 
-_CAPTION = 34  # height of the line that only a picture on its own has
-_KEY_WIDTH = 860  # of a legend on a page, before it breaks
+_CAPTION = 34  # height of the caption line of a standalone picture
+_KEY_WIDTH = 860  # of a legend on a page, before it wraps
 _BEND = 9  # radius of an edge's corners
 
 
 def standalone(step: Step, caption: str) -> str:
-    """A whole SVG document: caption, tree and legend on a white card."""
+    """A complete SVG document: caption, tree and legend on a white card."""
     layout = arrange(step)
     least = cells(caption) * 8.5 + 2 * MARGIN
     width = max(layout.width, least, 760)
@@ -33,13 +33,13 @@ def standalone(step: Step, caption: str) -> str:
 
 
 def inline(step: Step, caption: str) -> str:
-    """An <svg> element for a page that has tree.css and a legend already."""
+    """An <svg> element for a page that already has tree.css and a legend."""
     layout = arrange(step)
     return _svg(step, caption, layout.width, layout.height, _tree(step, layout))
 
 
 def key(steps: Sequence[Step]) -> str:
-    """An <svg> element with what the marks of several trees mean."""
+    """An <svg> element with the legend of several trees."""
     keys, height, width = legend(steps, _KEY_WIDTH)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="tree" role="img" width="{width + 2 * MARGIN:g}" '
@@ -61,7 +61,7 @@ def _alt(step: Step) -> str:
     *drafts, bonus = (repr(node.text) for node in step.gained)
     accepted = ", ".join(drafts) or "none"
     return (
-        f"A tree of {len(step.nodes) - 2} drafted tokens behind the anchor {step.nodes[0].text!r}. "
+        f"A tree of {len(step.nodes) - 2} drafted tokens after the anchor {step.nodes[0].text!r}. "
         f"Accepted: {accepted}. Bonus token: {bonus}."
     )
 
@@ -77,7 +77,7 @@ def _tree(step: Step, layout: Layout) -> str:
             )
         name = f"+{depth}" if depth else "anchor"
         parts.append(f'<text class="head" x="{column.x + column.width / 2:g}" y="{HEAD - 7}">{name}</text>')
-    drawn = sorted(enumerate(step.nodes), key=lambda item: item[1].accepted)  # the accepted path lies on top
+    drawn = sorted(enumerate(step.nodes), key=lambda item: item[1].accepted)  # the accepted path is drawn last, on top
     parts += [_halo(layout.boxes[step.nodes.index(node)]) for node in step.gained[step.right :][: step.saved > 0]]
     parts += [_edge(layout.boxes[n.parent], layout.boxes[i], n) for i, n in drawn if n.parent >= 0]
     parts += [_node(layout.boxes[i], n, i == step.miss) for i, n in enumerate(step.nodes)]
@@ -85,16 +85,16 @@ def _tree(step: Step, layout: Layout) -> str:
 
 
 def _halo(box: Box) -> str:
-    """Behind the node that saved the step."""
+    """The highlight around the node that rescued the step."""
     place = f'x="{box.x - 5:g}" y="{box.y - 5:g}" width="{box.width + 10:g}" height="{BOX + 10}"'
     return f'<rect class="halo" {place} rx="17"/>'
 
 
 def _node(box: Box, node: Node, miss: bool) -> str:
-    """Corners tell who drafted it where colours do not: square the first pass, round the second."""
+    """Corners show the source without colour: square for the first pass, round for the second."""
     radius = BOX / 2 if node.source == "second" else 5
     shown = cut(visible(node.text), MOST_CELLS)
-    # A font without the character borrows a glyph of another width.
+    # Fallback fonts may have glyphs of another width.
     fitted = "" if shown.replace("·", "").isascii() else f' textLength="{cells(shown) * 7.2:.4g}" lengthAdjust="spacing'
     fitted += 'AndGlyphs"' if fitted else ""
     number = ""
@@ -112,7 +112,7 @@ def _edge(parent: Box, child: Box, node: Node) -> str:
     start, end = parent.x + parent.width, child.x
     if parent.y == child.y:
         line = f"M{start:g} {parent.middle:g}H{end:g}"
-    else:  # siblings share the trunk
+    else:  # edges to siblings share a trunk
         trunk = start + (end - start) * 0.42
         line = (
             f"M{start:g} {parent.middle:g}H{trunk - _BEND:g}q{_BEND} 0 {_BEND} {_BEND}"
@@ -130,12 +130,12 @@ def _percent(node: Node) -> str:
 
 
 def _tip(node: Node) -> str:
-    """What the pointer reads."""
+    """The tooltip of a node."""
     if node.source == "anchor":
         return f"{node.text!r}\nanchor: the last token of the answer so far"
     if node.source == "bonus":
-        return f"{node.text!r}\nbonus: the target's own choice behind the accepted path"
+        return f"{node.text!r}\nbonus: the target's own choice after the accepted path"
     who = f"branch {node.branch} of the second pass" if node.source == "second" else "first pass"
     who += f", sample {node.branch}" if node.source == "first" and node.branch else ""
     fate = "accepted" if node.accepted else "rejected"
-    return f"{node.text!r}\n{who}, {fate}\nprobability behind its parent: {node.probability:.1%}"
+    return f"{node.text!r}\n{who}, {fate}\nprobability given its parent: {node.probability:.1%}"

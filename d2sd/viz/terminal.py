@@ -1,4 +1,4 @@
-"""A draft tree in the terminal: one line a node, the accepted path marked."""
+"""A draft tree in the terminal: one line per node, the accepted path marked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def draw_tree(step: Step) -> Drawing:
     """The tree of one request of a step.
 
     Green: accepted. Dim: drafted and rejected. The bonus token, the target's own choice at the end of the accepted
-    path, is appended behind it.
+    path, is its last node.
     """
     from rich.tree import Tree as Drawing
 

@@ -1,4 +1,4 @@
-"""Generated text and prompts, made safe to show: XML stays well-formed, and invisible characters become visible."""
+"""Escaping of generated text and prompts: XML stays well-formed, and invisible characters become visible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SIGNS = {" ": "·", "\n": "⏎", "\t": "⇥", "\x7f": "␡"} | {
 }
 #: Controls, formats (bidirectional overrides among them), lone surrogates, private use, separators.
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp", "Zs"}
-#: Formats that letters and emoji are joined by: a token shows them, running text needs them.
+#: Format characters that join letters and emoji: shown as signs in tokens, kept in running text.
 _JOINERS = "\u200c\u200d"
 
 
@@ -23,7 +23,7 @@ def asset(name: str) -> str:
 
 
 def token_markup(text: str, most: int | None = None) -> str:
-    """A token on one line, escaped: blanks and invisible characters as signs, cut to `most` cells."""
+    """A token on one line, escaped: spaces and invisible characters as signs, cut to `most` cells."""
     return escape(cut(visible(text), most) if most else visible(text))
 
 
@@ -33,13 +33,13 @@ def text_markup(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Every character as something that is seen."""
+    """Every character in a visible form."""
     shown = "".join(_SIGNS.get(c) or _sign(c) for c in text)
     return "◌" + shown if shown and unicodedata.category(shown[0]).startswith("M") else shown or "∅"
 
 
 def cut(text: str, most: int) -> str:
-    """At most `most` cells of a text, with an ellipsis for the rest."""
+    """At most `most` cells of a text; a longer one ends in an ellipsis."""
     if cells(text) <= most:
         return text
     while text and cells(text) > most - 1:
@@ -48,7 +48,7 @@ def cut(text: str, most: int) -> str:
 
 
 def cells(text: str) -> int:
-    """Columns in a fixed-width font."""
+    """Width in columns of a fixed-width font."""
     marks = sum(unicodedata.category(c) in ("Mn", "Me") for c in text)
     return len(text) - marks + sum(unicodedata.east_asian_width(c) in "WF" for c in text)
 

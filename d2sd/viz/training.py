@@ -1,4 +1,4 @@
-"""Training curves: loss, tokens a step, acceptance by position and calibration, a column a drafter."""
+"""Training curves: loss, tokens per step, acceptance by position and calibration, one column per drafter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from d2sd.viz.plot_style import Bin, Line
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: Points of a loss curve at the most: more are averaged, since single steps are noise.
+#: Maximum number of points of a loss curve: more are averaged, since single steps are noisy.
 _POINTS = 200
 
 
@@ -24,23 +24,23 @@ class MethodScore:
 
     line: Line
     tau: float  # tokens a step, bonus included
-    joint_acceptance: list[float]  # by position: share of steps that accepted at least k drafts
+    joint_acceptance: list[float]  # by position: share of steps that accepted at least k drafted tokens
     conditional_acceptance: list[float]  # the k-th, given those before
-    bins: Sequence[Bin]  # of the curve's drafter, uncalibrated; empty where it proposed nothing
+    bins: Sequence[Bin]  # of the curve's drafter, uncalibrated; empty if it drafted nothing
     calibration_error: float | None  # of these bins
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The log of one drafter."""
+    """The training log of one drafter."""
 
     drafter: DrafterName
     steps: list[tuple[int, dict[str, float]]]  # step, and its loss and terms by name
-    evaluations: list[tuple[int, list[MethodScore]]]  # step, and a score a method
+    evaluations: list[tuple[int, list[MethodScore]]]  # step, and one score per method
 
 
 def plot_training(curves: Sequence[Curve], path: Path) -> None:
-    """Draw those that have begun; nothing is written where none has."""
+    """Draw the curves that have steps; writes nothing if none has."""
     begun = [curve for curve in curves if curve.steps]
     if not begun:
         return
@@ -61,7 +61,7 @@ def plot_training(curves: Sequence[Curve], path: Path) -> None:
 
 
 def averaged(steps: Sequence[tuple[int, float]], points: int = _POINTS) -> list[tuple[float, float]]:
-    """Means over neighbouring steps, as few as give at most `points` of them."""
+    """Means over groups of consecutive steps, of the smallest size that gives at most `points` means."""
     size = -(-len(steps) // points)
     parts = [steps[start : start + size] for start in range(0, len(steps), size)]
     return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
@@ -91,7 +91,7 @@ def _tau(panel: Axes, curve: Curve) -> None:
 
 def _acceptance(panel: Axes, scores: Sequence[MethodScore]) -> None:
     for one in scores:
-        look = style.curve(one.line) | {"label": None}  # as above
+        look = style.curve(one.line) | {"label": None}  # in the legend of the panel above
         for shares, dashes in ((one.joint_acceptance, "-"), (one.conditional_acceptance, ":")):
             panel.plot(range(1, len(shares) + 1), shares, linestyle=dashes, **look)
     panel.set_xticks(range(1, max((len(one.joint_acceptance) for one in scores), default=1) + 1))

@@ -1,4 +1,4 @@
-"""The sentences of the pictures."""
+"""The captions and explanations of the pictures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHECKED = (
 
 
 def introduction(policies: Collection[Policy]) -> str:
-    """What the page shows, for the policies that generated the answers."""
+    """Explanation of speculation for the policies that generated the answers."""
     first = {policy.first_pass for policy in policies}
     if first == {FirstPass.NONE}:
         return (
@@ -27,10 +27,10 @@ def introduction(policies: Collection[Policy]) -> str:
             "This is what speculation is measured against."
         )
     if FirstPass.DRAFTER not in first:
-        return f"At each step, what followed the last time the text ended like this is taken as a draft. {_CHECKED}"
+        return f"At each step the text that followed the last occurrence of the latest tokens is the draft. {_CHECKED}"
     drafted = (
-        "At each step a small diffusion drafter fills in the next tokens all at once (grey boxes), none of "
-        "them knowing what the others will be"
+        "At each step a small diffusion drafter predicts the next tokens in parallel (grey boxes), each "
+        "without conditioning on the others"
     )
     if any(policy.second_pass is not None for policy in policies):
         return f"{drafted}; where it is likely to go wrong, a second pass drafts again from there (violet). {_CHECKED}"
@@ -43,7 +43,7 @@ def counted(count: int, what: str) -> str:
 
 
 def rescue(step: Step) -> str:
-    """What saved how many tokens; empty where the first draft's best chain would have given as many."""
+    """What saved how many tokens; empty if the first draft's top-1 chain gave as many."""
     if not step.saved:
         return ""
     return f"{'second pass' if step.by_second else 'another guess of the first pass'} saved {step.saved}"
@@ -51,12 +51,12 @@ def rescue(step: Step) -> str:
 
 def caption(step: Step, number: int, steps: int) -> str:
     """One line above a tree."""
-    told = f"Step {number} of {steps}: {counted(len(step.gained), 'token')}"
-    return f"{told}, {rescue(step)}" if step.saved else told
+    text = f"Step {number} of {steps}: {counted(len(step.gained), 'token')}"
+    return f"{text}, {rescue(step)}" if step.saved else text
 
 
 def story(step: Step) -> str:
-    """What happened in a step."""
+    """A description of a step."""
     if not step.draft:
         return "Nothing was drafted: the target wrote one token."
     if step.right == len(step.draft):

@@ -1,4 +1,4 @@
-"""Where a pass finds the committed K/V of its requests."""
+"""The committed, paged K/V of the requests of a pass."""
 
 from __future__ import annotations
 

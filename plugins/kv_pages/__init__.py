@@ -32,7 +32,7 @@ def write_pages(
         k_pages, v_pages: [L, P, Z, Hkv, D], contiguous, in any type; FP8 (E4M3) pages need the scales.
         page_table: [B, M].
         positions: [B, N], the token that each written row is. No two kept ones of a call are the same token.
-        keep: [B, N] bool. Nothing is written where it is false, nor past the page table; page 0, the scratch page,
+        keep: [B, N] bool. No row is written where it is false or past the page table; page 0, the scratch page,
             may hold anything afterwards.
         path: [B, N] in [0, T), the row of k and v to write at each position; None: row n at position n, and N = T.
         k_scale, v_scale: [L] fp32.

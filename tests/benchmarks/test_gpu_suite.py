@@ -74,7 +74,7 @@ def test_figures_of_two_machines_do_not_mix(tmp_path: Path) -> None:
     with pytest.raises(D2SDError, match="device"):
         Record(tmp_path).resume(HERE | {"device": "H100"})
     record.path.write_text("{}")
-    with pytest.raises(D2SDError, match="not a result of the suite"):
+    with pytest.raises(D2SDError, match="Not a result of the GPU suite"):
         Record(tmp_path)
 
 

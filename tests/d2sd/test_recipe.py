@@ -173,7 +173,7 @@ def test_a_file_in_a_wheel_stays_in_the_wheel(tmp_path: Path, file: str) -> None
         ("sha256", ...),
     ],
 )
-def test_what_pip_is_told_is_checked(tmp_path: Path, field: str, value: object) -> None:
+def test_pip_requirements_are_checked(tmp_path: Path, field: str, value: object) -> None:
     pypi = {key: PYPI[key] for key in PYPI if key != field} | ({} if value is ... else {field: value})
     with pytest.raises(RecipeError, match=f"target.pypi.{field}"):
         load(tmp_path, MINIMAL | {"target": {"pypi": pypi}})
@@ -271,6 +271,6 @@ def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
         load_recipe(tmp_path / "none.yaml")
 
 
-def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+def test_all_faults_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"tree\.a(.|\n)*limits\.b|limits\.b(.|\n)*tree\.a"):
         load(tmp_path, MINIMAL, "tree.a=1", "limits.b=1")

@@ -138,7 +138,7 @@ def test_without_a_decoder_there_is_no_text() -> None:
     assert all(o.text == "" for o in make_engine(cheater([request])).stream([request]))
 
 
-def test_generate_answers_in_the_order_asked() -> None:
+def test_generate_returns_responses_in_request_order() -> None:
     requests = some_requests()[::-1]
     sequences = make_engine(cheater(requests), max_batch=3).generate(requests)
     assert [s.answer for s in sequences] == [expected(r) for r in requests]

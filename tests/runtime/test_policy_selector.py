@@ -279,7 +279,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, engine: Engine, seconds: dict[tupl
         engine.enable_auto(policies, forecast)
 
 
-def test_the_policy_follows_the_batch_and_the_answers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_follows_the_batch_size_and_responses_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone a tree of both drafters, two in flight a chain, three or four plain decoding, in one run."""
     requests = some_requests()
     engine = make_engine(cheater(requests), "d2sd", max_batch=4)

@@ -70,14 +70,14 @@ def first(data: TrainingData, tmp_path_factory: pytest.TempPathFactory) -> Draft
     return made.drafter
 
 
-def test_first_drafter_learns_answers_by_heart(first: Drafter, data: TrainingData) -> None:
+def test_first_drafter_overfits_responses(first: Drafter, data: TrainingData) -> None:
     known, unknown = data.split(2)
     assert greedy_tau(new_drafter(), known) < 0.5 * BLOCK
     assert greedy_tau(first, known) > 0.9 * BLOCK
     assert greedy_tau(first, unknown) < 0.9 * BLOCK, "by heart, not because the task is easy"
 
 
-def test_second_drafter_learns_answers_by_heart(first: Drafter, data: TrainingData, tmp_path: Path) -> None:
+def test_second_drafter_overfits_responses(first: Drafter, data: TrainingData, tmp_path: Path) -> None:
     """Two that the first one errs on, behind any number of right tokens."""
     before = [p.clone() for p in first.parameters()]
     unknown = data.split(2)[1]
@@ -290,7 +290,7 @@ def test_a_loss_that_is_no_number_is_named_and_not_saved(tmp_path: Path) -> None
     with pytest.raises(D2SDError, match="not finite") as caught:
         made.run(tmp_path, lambda step, said: steps.append(step))
     assert caught.value.where == f"step {hit + 1}"
-    assert str(caught.value.found).endswith("answers a2")
+    assert str(caught.value.found).endswith("responses a2")
     assert steps == list(range(1, hit + 1))
     with safe_open(tmp_path / "state.safetensors", "pt") as state:
         assert json.loads(state.metadata()["d2sd"])["step"] == hit

@@ -55,7 +55,7 @@ def test_what_is_remembered_survives(kind: str) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(drafter.parameters(), third.parameters(), strict=True))
 
 
-def test_muon_learns_answers_by_heart(tmp_path: Path) -> None:
+def test_muon_overfits_responses(tmp_path: Path) -> None:
     known = exact_features(greedy_responses()).split(2)[0]
     made = trainer(known, optimizer="muon", steps=40, learning_rate=4e-2, blocks=16, negatives=16)
     made.run(tmp_path, quiet)

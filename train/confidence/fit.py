@@ -1,4 +1,4 @@
-"""Fit a confidence calibration to every step of both drafters' trees on given prompts, at T = 0 and T = 1."""
+"""Fit a confidence calibration to the steps of both drafters' trees on given prompts, at T = 0 and T = 1."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _REGIMES: tuple[tuple[Literal["0", "1"], float], ...] = (("0", 0.0), ("1", 1.0))
 def fit_calibration(
     bundle: Bundle, fingerprints: tuple[str, str | None], requests: Sequence[Request], device: str = "cpu"
 ) -> CalibrationFile:
-    """Run all requests with the bundle's drafters, fit predicted to observed acceptance, and measure what trees gain.
+    """Run all requests with the bundle's drafters, fit predicted to observed acceptance, and measure tokens per step by
+    number of rows.
 
-    The requests' sampling is replaced: at T = 1 the seed is the request's index. `fingerprints` are taken
-    before an engine packed their weights.
+    The requests' sampling is replaced: at T = 1 the seed is the request's index. Compute `fingerprints` before an
+    engine packs the weights.
     """
     assert bundle.first is not None
     outcomes: list[list[NodeOutcome]] = []
@@ -77,7 +78,7 @@ def _all(observations: Iterable[StepObservation]) -> list[NodeOutcome]:
 
 
 def _gain(accepted: list[list[int]]) -> list[float]:
-    """Mean tokens a step with 1, 2, … rows, from the rows of every step's accepted nodes, the root aside."""
+    """Mean tokens per step with 1, 2, … rows, from the row indices of every step's accepted nodes, without the root."""
     return [
         round(1 + sum(sum(index < rows for index in step) for step in accepted) / len(accepted), 4)
         for rows in range(1, _NODE_BUDGET + 1)

@@ -12,9 +12,9 @@ from d2sd.runtime.observe import NodeOutcome
 from d2sd.runtime.speculation.calibration import Calibration, logit
 from d2sd.runtime.stats import calibration_error, reliability_bins
 
-#: Pulls a and b towards 1 and 0, as strongly as this many observations: distances hardly ever reached stay sane.
+#: Weight, in observations, of the prior a = 1, b = 0: it regularises distances that are rarely reached.
 PRIOR = 4.0
-_FLAT = 0.05  # least slope: an uninformative confidence still keeps its order
+_MIN_SLOPE = 0.05  # positive, so that calibration keeps the order of confidences
 _STEPS = 200
 
 
@@ -28,22 +28,22 @@ def fit(greedy: Iterable[NodeOutcome], sampled: Iterable[NodeOutcome], slots: in
             groups.setdefault(key, []).append((one.logprob, one.accepted))
         for key, pairs in groups.items():
             x = logit(torch.tensor([logprob for logprob, _ in pairs], dtype=torch.float64))
-            y = torch.tensor([right for _, right in pairs], dtype=torch.float64)
+            y = torch.tensor([accepted for _, accepted in pairs], dtype=torch.float64)
             drafter, distance, kind = key
-            place = warm, drafter, distance, kind
-            slope[place], offset[place] = logistic(x, y)
+            index = warm, drafter, distance, kind
+            slope[index], offset[index] = logistic(x, y)
     return Calibration(slope, offset)
 
 
 def logistic(x: Tensor, y: Tensor) -> tuple[float, float]:
-    """a and b that maximise the likelihood of y under sigmoid(a·x + b), with the prior and a >= _FLAT."""
+    """a and b that maximise the likelihood of y under sigmoid(a·x + b), with the prior and a >= _MIN_SLOPE."""
     free = _fitted(x, y, torch.tensor([1.0, 0.0], dtype=torch.float64), None)
-    slope, offset = free if free[0] >= _FLAT else _fitted(x, y, torch.zeros(1, dtype=torch.float64), _FLAT)
+    slope, offset = free if free[0] >= _MIN_SLOPE else _fitted(x, y, torch.zeros(1, dtype=torch.float64), _MIN_SLOPE)
     return slope, offset
 
 
 def _fitted(x: Tensor, y: Tensor, prior: Tensor, slope: float | None) -> tuple[float, float]:
-    """The convex problem itself, in (a, b), or in b alone at a given slope."""
+    """Solve the convex problem in (a, b), or in b alone at a given slope."""
     weights = prior.clone().requires_grad_()
     search = torch.optim.LBFGS(
         [weights], max_iter=_STEPS, tolerance_grad=1e-9, tolerance_change=0, line_search_fn="strong_wolfe"
@@ -63,7 +63,7 @@ def _fitted(x: Tensor, y: Tensor, prior: Tensor, slope: float | None) -> tuple[f
 
 
 def calibrated(judged: Iterable[NodeOutcome], calibration: Calibration, warm: int) -> list[NodeOutcome]:
-    """The same nodes as if the calibration had been applied, at T = 0 or 1."""
+    """The nodes with calibrated probabilities; `warm` is 0 for T = 0, 1 for T = 1."""
     found = []
     for one in judged:
         key = warm, one.drafter, one.distance, int(one.sibling)

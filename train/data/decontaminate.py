@@ -1,7 +1,7 @@
-"""Which prompts are left out: evaluation's own, near-duplicates, and what is no prompt at all.
+"""Prompt filtering: drops prompts that overlap evaluation prompts, near-duplicates, and unusable prompts.
 
-The verdict is a function of the texts and their order alone. Nothing is remembered between runs, so an exclusion added
-later also holds for prompts that were answered before.
+The result depends on the texts and their order alone. No state is kept between runs, so an exclusion added later also
+applies to prompts that were answered before.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ Reason = Literal[
     "holds chat markers",
 ]
 
-#: Words that no prompt shares in a row with an excluded one. Measured with the evaluation sets on GSM8K's 7,473
-#: training prompts, MBPP's 846 and 1,221 turns of SmolLM2-135M: 8 words drop 17, 695 and 1, most for the frame that all
-#: of MBPP has ("... your code should pass these tests assert"), and 10 drop 3, 288 and 1. 13 drop 0, 32 and 0: 19 of
-#: them are an evaluation prompt with a few words changed, most of the others share its test data.
+#: Length in words of the n-grams that a prompt may not share with an excluded one. Measured with the evaluation sets
+#: on GSM8K's 7,473 training prompts, MBPP's 846 and 1,221 turns of SmolLM2-135M: 8 words drop 17, 695 and 1, most for
+#: the frame common to all of MBPP ("... your code should pass these tests assert"), and 10 drop 3, 288 and 1. 13 drop
+#: 0, 32 and 0: 19 of them are an evaluation prompt with a few words changed, most of the others share its test data.
 RUN = 13
-#: Words that hold a letter, at the least; the shortest of 9,715 real prompts has 4.
+#: Minimum number of words with a letter; the shortest of 9,715 real prompts has 4.
 _LEAST = 3
-#: Words of a run, where a prompt is compared with others or with itself.
+#: Words per run (n-gram) when a prompt is compared with others or with itself.
 _SHINGLE = 3
-#: Percent of the runs of two prompts together that near-duplicates have in common. At 70, 6 of those 9,715 are dropped:
-#: a problem with another name or number, "cheap items" for "expensive items". At 60 it would be 18, at 50 already 50.
+#: Jaccard similarity of runs, in percent, from which two prompts are near-duplicates. At 70, 6 of those 9,715 are
+#: dropped: a problem with another name or number, "cheap items" for "expensive items". At 60: 18, at 50: 50.
 _ALIKE = 70
-#: Percent of a prompt's runs that differ from each other, at the least; lists of numbers in MBPP's tests go down to 48.
+#: Minimum percentage of distinct runs in a prompt; lists of numbers in MBPP's tests go down to 48.
 _DIFFERENT = 40
 
-#: Chinese and Japanese put no spaces between words: there every character counts as one.
+#: Chinese and Japanese put no spaces between words, so every character counts as a word.
 _CJK = "\u3040-\u30ff\u3400-\u9fff"
 _WORD = re.compile(f"[{_CJK}]|[^\\W_{_CJK}]+")
 
@@ -45,21 +45,21 @@ Run = tuple[str, ...]
 
 
 def words(text: str) -> list[str]:
-    """Lower-case runs of letters and digits: spacing, punctuation, letter case and the kind of quotes do not count."""
+    """Lower-case runs of letters and digits; ignores spacing, punctuation, letter case and the kind of quotes."""
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 def runs(found: Sequence[str], length: int) -> Iterator[Run]:
-    """Every run of `length` consecutive words; of fewer words than that, all of them as one run."""
+    """Every run of `length` consecutive words; a shorter text is one run of all its words."""
     size = min(length, len(found))
     return zip(*(found[start : len(found) - size + 1 + start] for start in range(size)), strict=True)
 
 
 class PromptFilter:
-    """Judges prompts against those kept for measuring, against each other, and by themselves."""
+    """Filters prompts by overlap with evaluation prompts, by similarity to each other, and by their own text."""
 
     def __init__(self, excluded: Iterable[str], markers: Collection[str] = ()) -> None:
-        """`excluded` are all texts that evaluations ask; `markers` the strings of the tokenizer's special tokens."""
+        """`excluded` are all prompts of evaluations; `markers` the strings of the tokenizer's special tokens."""
         texts = [found for found in map(words, excluded) if len(found) >= _LEAST]  # "Why?" alone is in every other
         self._markers = [marker for marker in markers if marker]
         self._runs: dict[int, set[Run]] = defaultdict(set)
@@ -70,8 +70,8 @@ class PromptFilter:
     def judge(self, jobs: Sequence[Job]) -> tuple[list[Job], dict[str, Reason]]:
         """(the jobs to answer, id -> why not, for the others), both in the order of `jobs`.
 
-        All jobs at once and all `written`: of near-duplicates the first stays, and which one that is must not depend
-        on what was written when. No two that stay share `_ALIKE` percent of their runs of words.
+        Takes all jobs at once, after every turn is written: the first of several near-duplicates is kept, and which one
+        is first must not depend on when turns were written. No two kept jobs have a similarity of `_ALIKE` percent.
         """
         assert all(job.kind is None for job in jobs), "a turn is judged when it is written"
         reasons = {job.id: reason for job in jobs if (reason := self.fault(job.text))}
@@ -81,8 +81,8 @@ class PromptFilter:
         return [job for job in jobs if job.id not in reasons], {j.id: reasons[j.id] for j in jobs if j.id in reasons}
 
     def fault(self, text: str) -> Reason | None:
-        """Why this text is left out whatever the others are; None: it is not."""
-        if any(marker in text for marker in self._markers):  # tokenizers would take it for the token itself
+        """Why this text is dropped regardless of the others; None if it is kept."""
+        if any(marker in text for marker in self._markers):  # tokenizers would encode it as the special token
             return "holds chat markers"
         found = words(text)
         if sum(any(map(str.isalpha, word)) for word in found) < _LEAST:
@@ -95,7 +95,7 @@ class PromptFilter:
         return None
 
     def _excluded(self, found: Sequence[str]) -> bool:
-        """Whether it shares a run of RUN words with one, or one of both is shorter and lies whole in the other."""
+        """Whether it shares RUN consecutive words with an excluded prompt; for shorter texts, all words."""
         if len(found) < RUN and any(f" {' '.join(found)} " in text for text in self._whole):
             return True
         return any(
@@ -104,10 +104,10 @@ class PromptFilter:
 
 
 def near_duplicates(texts: Sequence[str]) -> list[bool]:
-    """Whether an earlier text, itself no near-duplicate, shares at least `_ALIKE` percent of the runs of both.
+    """Whether the text has a Jaccard similarity of at least `_ALIKE` percent to an earlier one that was kept.
 
-    Exact, and far from all pairs: two sets that share that much also share one of the rarest elements of each, as
-    many as they could miss and one more ("prefix filtering"), so only texts with one of those in common are compared.
+    Exact, without comparing all pairs ("prefix filtering"): two sets that similar share one of the k rarest elements
+    of each, where k is one more than the elements they may miss. Only texts with one of those in common are compared.
     """
     sets = [frozenset(runs(words(text), _SHINGLE)) for text in texts]
     times = Counter(run for parts in sets for run in parts)

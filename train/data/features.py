@@ -1,7 +1,7 @@
 """The frozen target's hidden states on every training sequence: cached in one memory-mapped file, or computed online.
 
 A token takes (n + 1)·E bf16 numbers: the n auxiliary layers' outputs and the final normed hidden state, from which the
-target's next-token distribution is recomputed where it is needed. Kept, later epochs cost no target forward pass.
+target's next-token distribution is recomputed where it is needed. With the cache, later epochs run no target forward.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Features = Callable[[int], Tensor]
 
 
 class TrainingData:
-    """Random access to `TrainingSequence`s, or to a part of them, wherever their features come from."""
+    """Random access to `TrainingSequence`s or a part of them, with cached or online features."""
 
     def __init__(
         self, responses: Sequence[Response], aux_layer_ids: int, features: Features, chosen: range | None = None
@@ -72,7 +72,7 @@ class TrainingData:
         return _digest(self._responses[i] for i in self._chosen)
 
     def frequent(self, count: int, vocab_size: int) -> Tensor:
-        """[V] bool: the `count` most frequent token ids of the responses; of equally frequent ones the lowest."""
+        """[V] bool: the `count` most frequent token ids of the responses; ties go to the lowest id."""
         ids = (i for number in self._chosen for i in self._responses[number].response_ids)
         times = torch.bincount(torch.tensor(list(ids)), minlength=vocab_size)
         chosen = torch.zeros(vocab_size, dtype=torch.bool)
@@ -80,12 +80,12 @@ class TrainingData:
         return chosen
 
     def split(self, count: int) -> tuple[TrainingData, TrainingData]:
-        """The first `count` sequences, and the others. Raises D2SDError if that leaves none."""
+        """The first `count` sequences, and the others. Raises D2SDError if there are no others."""
         if count >= len(self):
             raise D2SDError(
-                "too few answers to train on",
+                "too few responses to train on",
                 where="data.held_out",
-                found=f"{len(self)} answers",
+                found=f"{len(self)} responses",
                 expected=f"more than {count}",
             )
         parts = (self._chosen[:count], self._chosen[count:])
@@ -95,7 +95,7 @@ class TrainingData:
 
 @torch.no_grad()
 def online_features(target: Decoder, aux_layer_ids: tuple[int, ...], responses: Sequence[Response]) -> TrainingData:
-    """The target runs whenever a sequence is asked for: nothing to store, for large targets and much data."""
+    """Run the target each time a sequence is read: stores nothing, for large targets and large data sets."""
     compute = _forward(target, aux_layer_ids)
     return TrainingData(responses, len(aux_layer_ids), lambda index: compute(responses[index]))
 
@@ -122,7 +122,7 @@ def cache_features(
     progress_file = path.with_suffix(".json")
     done = _done(progress_file, identity) if path.is_file() else 0
     if not done:
-        progress_file.unlink(missing_ok=True)  # it describes data that is overwritten from here on
+        progress_file.unlink(missing_ok=True)  # it describes data that is overwritten below
     size = sum(lengths) * width
     with path.open("ab") as file:
         os.posix_fallocate(file.fileno(), 0, 2 * size)  # a full disk is an error here, and would be SIGBUS later
@@ -156,7 +156,7 @@ def _digest(responses: Iterable[Response]) -> str:
 
 
 class CacheProgress(BaseModel):
-    """`features.json`: how many sequences are in the cache, and of which data (all other keys)."""
+    """`features.json`: the number of cached sequences, and the identity of their data (all other keys)."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -164,20 +164,20 @@ class CacheProgress(BaseModel):
 
 
 def read_progress(path: Path) -> CacheProgress | None:
-    """None where nothing was cached yet. Raises D2SDError for a damaged file."""
+    """None if nothing is cached yet. Raises D2SDError for a damaged file."""
     if not path.is_file():
         return None
     return read_model(
         CacheProgress,
         path,
         error=D2SDError,
-        what="progress of the features",
-        fix="delete it: the features are then computed again",
+        what="progress file of the feature cache",
+        fix="delete it; the features are then recomputed",
     )
 
 
 def _done(progress_file: Path, identity: dict[str, Any]) -> int:
-    """Sequences finished by an earlier run over the same data; 0 where it was other data."""
+    """Sequences finished by an earlier run over the same data; 0 if the data differ."""
     found = read_progress(progress_file)
     if found is None or found.done > identity["sequences"] or not (found.model_extra or {}).items() <= identity.items():
         return 0

@@ -1,7 +1,7 @@
-"""JSON lines that several processes append to at once: each to a file of its own, so none tears another's line.
+"""JSON lines appended by several processes at once: each writes its own file, so lines are never interleaved.
 
-An interruption leaves at most one cut line, the last of a file. Readers leave it out, and the file's next writer cuts
-it off, so its prompt is run again.
+An interruption leaves at most one incomplete line, at the end of a file. Readers skip it, and the file's next writer
+truncates it, so its prompt is run again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from d2sd.schema import Schema, validated
 
 
 class Named(BaseModel):
-    """Anything with an id: one line."""
+    """A line with an id."""
 
     id: str
 
@@ -30,26 +30,26 @@ Row = TypeVar("Row", bound=Named)
 
 
 def own_file(folder: Path, kind: str, rank: int) -> Path:
-    """The file that the process of this rank appends to: `kind.jsonl` for the first, `kind-1.jsonl` for the next."""
+    """The file that this rank appends to: `kind.jsonl` for rank 0, `kind-1.jsonl` for rank 1, ..."""
     return folder / (f"{kind}-{rank}.jsonl" if rank else f"{kind}.jsonl")
 
 
 def files(path: Path, kind: str) -> list[Path]:
-    """`path` if it is a file; of a folder the files of every rank, those of an earlier run with more of them too."""
+    """`path` if it is a file; for a folder, the files of every rank, also of an earlier run with more ranks."""
     if path.is_file():
         return [path]
     return sorted(file for file in path.glob(f"{kind}*.jsonl") if re.fullmatch(rf"{kind}(-\d+)?\.jsonl", file.name))
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """The lines of a file without one cut short, the last; none where there is no file."""
+    """The complete lines of a file, without an incomplete last one; empty if the file does not exist."""
     return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
 
 
 def read_rows(path: Path, kind: str, row_type: type[Row]) -> Iterator[tuple[str, Row]]:
-    """("file:line", row) of every whole line of `files(path, kind)`; nothing where there is no file.
+    """("file:line", row) of every complete line of `files(path, kind)`; nothing if there are no files.
 
-    Raises D2SDError naming file and line for a line that is no `row_type`, and for an id that an earlier line has.
+    Raises D2SDError naming file and line for a line that is not a valid `row_type`, and for a repeated id.
     """
     seen: dict[str, str] = {}
     for file in files(path, kind):
@@ -66,7 +66,7 @@ def read_rows(path: Path, kind: str, row_type: type[Row]) -> Iterator[tuple[str,
 
 
 def parse_row(row_type: type[Schema], line: bytes, where: str, what: str) -> Schema:
-    """One line as a `row_type`. Raises D2SDError `what`, naming `where`, the line, and its first bad key."""
+    """Parse one line as a `row_type`. Raises D2SDError `what` with `where`, the line, and its first invalid key."""
     fix = "delete the line, or restore the file"
     try:
         values = parse_json(line.decode("utf-8"))
@@ -76,7 +76,7 @@ def parse_row(row_type: type[Schema], line: bytes, where: str, what: str) -> Sch
 
 
 def append_to(path: Path) -> TextIO:
-    """Open `path` to append lines to it, after its last whole one."""
+    """Open `path` for appending; an incomplete last line is truncated first."""
     if path.is_file():
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     return path.open("a", encoding="utf-8")

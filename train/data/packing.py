@@ -1,13 +1,13 @@
-"""Blocks to train on: anchors drawn in B sequences, what of each block is visible, and the attention among them.
+"""Training blocks: anchors drawn in B sequences, the visible tokens of each block, and the attention mask.
 
     keys      tokens of the sequence 0 .. S-1 (context K/V)      slots of this block
     queries   ┌─────────────────────────────────────────────┬──────────────────────┐
     block a,  │ 1 1 1 … 1 (strictly before anchor a) 0 0 0 … │ 1 1 1 … 1 (no order) │   other blocks: never
     γ slots   └─────────────────────────────────────────────┴──────────────────────┘
 
-Slot k of the block anchored at token a stands at position a + k and predicts the token there; slot 0 is the anchor
-itself. Sequences of a batch are padded to the longest, with blocks that hold no slot inside; padding lies past every
-anchor, so the same mask hides it.
+Slot k of the block anchored at token a has position a + k and predicts the token there; slot 0 is the anchor itself.
+Sequences of a batch are padded to the longest, with blocks without any slot inside; padding comes after every anchor,
+so the same mask hides it.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ class Packed:
 
     positions: Tensor  # [B, A, G] int64, anchor + slot
     tokens: Tensor  # [B, A, G] int64, the real tokens (clamped at the sequence's end: see `inside`)
-    inside: Tensor  # [B, A, G] bool, slots that lie in the sequence
+    inside: Tensor  # [B, A, G] bool, slots inside the sequence
     features: Tensor  # [B, S, n·E]
-    target_hidden: Tensor  # [B, A, G, E]: what the target knew before each slot, row p - 1 for position p
+    target_hidden: Tensor  # [B, A, G, E]: the target's hidden state that predicts each slot, row p - 1 for position p
 
     def to(self, device: str) -> Packed:
-        """The same on a device."""
+        """Copy to a device."""
         parts = (self.positions, self.tokens, self.inside, self.features, self.target_hidden)
         return Packed(*(part.to(device) for part in parts))
 
 
 def draw_anchors(sequence: TrainingSequence, count: int, generator: torch.Generator) -> Tensor:
-    """Up to `count` random anchors without replacement, from the prompt's last token to the last token but one."""
+    """Up to `count` random anchors without replacement, from the prompt's last token to the second-to-last token."""
     first, last = sequence.prompt_length - 1, len(sequence.tokens) - 2
     return first + torch.randperm(last - first + 1, generator=generator)[:count].sort().values
 
 
 def pack_blocks(sequences: Sequence[TrainingSequence], anchors: Sequence[Tensor], block_size: int) -> Packed:
-    """The blocks anchored at the given tokens of each sequence."""
+    """Build the blocks anchored at the given tokens of each sequence."""
     columns: list[tuple[Tensor, ...]] = []
     for sequence, starts in zip(sequences, anchors, strict=True):
         positions = starts[:, None] + torch.arange(block_size)
@@ -64,17 +64,17 @@ def pack_blocks(sequences: Sequence[TrainingSequence], anchors: Sequence[Tensor]
 def attend_packed(drafter: Drafter, features: Tensor, positions: Tensor) -> Attend:
     """Attention of the blocks as drawn above, for rows in the order [B, A·G].
 
-    `features [B, S, n·E]` pass through the fusion, so gradients reach it. The mask is built once, for all layers.
+    `features [B, S, n·E]` pass through `fc`, so gradients reach it. The mask is built once, for all layers.
     """
     batch, blocks, slots = positions.shape
     length = features.shape[1]
     tokens = torch.arange(length, device=features.device)
     keys, values = drafter.context_keys_values(features, tokens.expand(batch, -1))  # [L, B, S, Hkv, D]
-    hidden = (tokens >= positions[:, :, :1])[:, None, :, None]  # [B, 1, A, 1, S]: from the anchor on
+    hidden = (tokens >= positions[:, :, :1])[:, None, :, None]  # [B, 1, A, 1, S]: the anchor and later tokens
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads, size, kv_heads = q.shape[2], q.shape[3], k.shape[2]
-        # queries of a group lie beside each other: [B, Hkv, A, g·G, D]
+        # the queries of a GQA group are contiguous: [B, Hkv, A, g·G, D]
         own_q = q.view(batch, blocks, slots, kv_heads, -1, size).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
         own_k, own_v = (x.view(batch, blocks, slots, kv_heads, size).permute(0, 3, 1, 2, 4) for x in (k, v))
         context_k, context_v = keys[index].permute(0, 2, 3, 1), values[index].transpose(1, 2)

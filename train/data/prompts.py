@@ -1,8 +1,8 @@
-"""Which prompts are answered for training: those of files, and user turns that the target writes itself.
+"""Prompts for training: prompts read from files, and user turns written by the target itself.
 
-In two stages, because turns written at once by several processes finish in any order: first every turn is written to
+There are two stages, because turns written by several processes finish in any order: first every turn is written to
 disk, then all prompts are filtered together (`decontaminate.py`) in the order of the plan, and the rest are answered.
-So the set that is answered depends on the recipe alone, however often the run was interrupted.
+So the set of answered prompts depends on the recipe alone, however often the run was interrupted.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ KIND = "turns"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A prompt: a whole user turn to answer, or the opening of one that the target is to write first."""
+    """A prompt: a complete user turn to answer, or the opening of one that the target completes first."""
 
     id: str
     text: str
-    kind: SelfWritten | None = None  # how to go on, where `text` is an opening
+    kind: SelfWritten | None = None  # how to complete `text`; None if it is a complete turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,34 +42,34 @@ class Turn:
 
 
 def plan_prompts(files: Iterable[tuple[Sequence[tuple[str, str]], int | None]], data: Data, seed: int = 0) -> list[Job]:
-    """All jobs in a seeded random order, so that any first part of them is a fair sample.
+    """All jobs in a seeded random order, so that any prefix of them is a fair sample.
 
-    `files` holds for each prompt file its (id, user turn) pairs and how many are wanted. A job's place is drawn from
-    the seed and its id alone: a count that is raised, or another file, adds jobs and never swaps those already there.
-    `self_written.count` is how many turns are tried, not how many survive: the plan is then known before
-    the target has run. Raises D2SDError where an id is not unique.
+    `files` holds for each prompt file its (id, user turn) pairs and how many of them to use. The order depends on the
+    seed and the ids alone: raising a count or adding a file adds jobs and never replaces existing ones.
+    `self_written.count` is the number of turns tried, before filtering, so the plan is known before the target has
+    run. Raises D2SDError if an id is not unique.
     """
 
-    def place(name: str) -> int:
+    def order(name: str) -> int:
         return int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big")
 
     jobs = []
     for prompts, count in files:
-        chosen = sorted(prompts, key=lambda prompt: place(prompt[0]))[:count]
+        chosen = sorted(prompts, key=lambda prompt: order(prompt[0]))[:count]
         jobs += [Job(name, text) for name, text in chosen]
     for kind in data.self_written:
         names = [f"self/{kind.name}/{i}" for i in range(kind.count)]
-        jobs += [Job(name, kind.openings[place(name) % len(kind.openings)], kind) for name in names]
+        jobs += [Job(name, kind.openings[order(name) % len(kind.openings)], kind) for name in names]
     if repeated := [name for name, times in Counter(job.id for job in jobs).items() if times > 1]:
         raise D2SDError("two prompts have the same id", where="data.prompts", found=repeated[0])
-    return sorted(jobs, key=lambda job: place(job.id))
+    return sorted(jobs, key=lambda job: order(job.id))
 
 
 def take_turns(jobs: Sequence[Job], path: Path) -> tuple[list[Job], dict[str, str]]:
-    """(jobs with every opening replaced by its turn in `path`, id -> why there is none).
+    """(jobs with every opening replaced by its turn in `path`, id -> why the turn was dropped).
 
-    `path` is a file or the folder of every process's. What is not there yet stays an opening.
-    Raises D2SDError for a damaged line, and for a turn that does not begin with its opening (another recipe's).
+    `path` is a file or the folder with the files of all processes. An opening without a turn yet stays an opening.
+    Raises D2SDError for a damaged line, and for a turn that does not begin with its opening (from another recipe).
     """
     found = {turn.id: (where, turn) for where, turn in jsonl.read_rows(path, KIND, TurnLine)}
     taken, dropped = [], {}
@@ -84,7 +84,7 @@ def take_turns(jobs: Sequence[Job], path: Path) -> tuple[list[Job], dict[str, st
             taken.append(Job(job.id, turn.text))
         else:
             raise D2SDError(
-                "a turn continues another opening", where=where, found=turn.text[:40], expected=job.text,
+                "a self-written turn begins with another opening", where=where, found=turn.text[:40], expected=job.text,
                 fix="restore data.self_written.openings, or train into another --work folder",
             )  # fmt: skip
     return taken, dropped
@@ -97,7 +97,7 @@ def append_turn(out: TextIO, turn: Turn) -> None:
 
 
 class TurnLine(jsonl.Named):
-    """A line on disk: a turn, or why there is none."""
+    """A line on disk: a turn, or why it was dropped."""
 
     model_config = ConfigDict(strict=True)
 

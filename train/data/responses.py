@@ -1,8 +1,8 @@
-"""Training sequences: a prompt and the response the target itself gave, one JSON object a line.
+"""Training sequences: a prompt and the target's own response to it, one JSON object a line.
 
 The drafter learns to imitate the target, so responses always come from the target. They are appended as they finish,
-by each process to its own `answers.jsonl`, `answers-1.jsonl`, ..., so an interrupted run resumes from what is there. A
-prompt without a usable response leaves {id, dropped: reason}, so that it is not run again.
+by each process to its own `answers.jsonl`, `answers-1.jsonl`, ..., so an interrupted run resumes from them. A prompt
+without a usable response is recorded as {id, dropped: reason}, so that it is not run again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from d2sd.errors import D2SDError
 from d2sd.train.data import jsonl
 
 KIND = "answers"
-#: Why a response of fewer than two tokens is dropped: nothing follows its anchor. Older files mark every drop so.
-EMPTY = "empty answer"
+#: Reason for dropping a response of fewer than two tokens: no token follows its anchor. Older files have no other.
+EMPTY = "empty response"
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """Token ids of a rendered prompt and of the target's response (its stop token included, if it came)."""
+    """Token ids of a rendered prompt and of the target's response (with its stop token, if one was generated)."""
 
     id: str
     prompt_ids: list[int]
@@ -32,7 +32,7 @@ class Response:
 
 
 class ResponseLine(jsonl.Named):
-    """A line on disk: a response, or why there is none to train on."""
+    """A line on disk: a response, or why it was dropped."""
 
     model_config = ConfigDict(strict=True)
 
@@ -51,16 +51,16 @@ class ResponseLine(jsonl.Named):
 
     @property
     def reason(self) -> str | None:
-        """Why it is not trained on; None where it is."""
+        """Why it is not trained on; None if it is."""
         return self.dropped or (EMPTY if len(self.answer_ids) < 2 else None)
 
 
 def read_responses(path: Path, *, vocab_size: int, max_tokens: int | None = None) -> list[Response]:
-    """Every response in `path`, a file or the folder of every process's; cut lines and dropped ones are left out.
+    """Every response in `path`, a file or the folder with the files of all processes; skips cut and dropped lines.
 
     Raises:
-        D2SDError: no response at all, or naming file and line: a malformed one, the second of an id, an id outside the
-            vocabulary (another tokenizer's data), more than `max_tokens` with the prompt's (another recipe's).
+        D2SDError: no response at all; or, with file and line: a malformed line, a repeated id, a token id outside the
+            vocabulary (another tokenizer), more than `max_tokens` tokens with the prompt (another recipe).
     """
     responses = []
     for where, line in _lines(path):
@@ -69,33 +69,33 @@ def read_responses(path: Path, *, vocab_size: int, max_tokens: int | None = None
         tokens = line.prompt_ids + line.answer_ids
         if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
             raise D2SDError(
-                "answers were made with another tokenizer",
+                "the responses were tokenized with another tokenizer",
                 where=where, found=f"token id {wrong[0]}", expected=f"ids below {vocab_size}",
             )  # fmt: skip
         if max_tokens is not None and len(tokens) > max_tokens:
             raise D2SDError(
-                "a sequence is longer than the recipe allows",
+                "a training sequence is longer than the recipe allows",
                 where=where, found=f"{line.id}: {len(tokens)} tokens", expected=f"at most {max_tokens}",
                 fix="raise data.max_prompt_tokens or data.max_new_tokens again, or delete the line",
             )  # fmt: skip
         responses.append(Response(line.id, line.prompt_ids, line.answer_ids))
     if not responses:
         raise D2SDError(
-            "no usable answer", where=path, expected="answers of at least two tokens",
-            fix="let d2sd train generate them",
+            "no usable response", where=path, expected="responses of at least two tokens",
+            fix="generate them with d2sd train",
         )  # fmt: skip
     return responses
 
 
 def finished_ids(path: Path) -> dict[str, str | None]:
-    """Prompts that need not be run again: id -> why its response was dropped, None where there is one."""
+    """Prompts that need not be run again: id -> why the response was dropped, None if it was not."""
     return {line.id: line.reason for _, line in _lines(path)}
 
 
 def match_responses(prompts: Mapping[str, Sequence[int]], responses: Iterable[Response]) -> list[Response]:
     """The responses to `prompts` (id -> token ids) in their order; responses to other prompts are left out.
 
-    Raises D2SDError where a prompt is no longer the one that was answered.
+    Raises D2SDError if a prompt differs from the one that was answered.
     """
     found = {response.id: response for response in responses}
     chosen = [found[name] for name in prompts if name in found]
@@ -117,7 +117,7 @@ def append_response(out: TextIO, name: str, prompt_ids: Sequence[int], response_
 
 
 def append_drop(out: TextIO, name: str, reason: str) -> None:
-    """Record that this prompt is done with, and why there is nothing to train on."""
+    """Record that this prompt is finished, and why its response is not used."""
     jsonl.append_row(out, {"id": name, "dropped": reason})
 
 

@@ -1,11 +1,11 @@
-"""What the objectives need to know of every row's logits, without keeping the logits.
+"""Per-row statistics of the logits that the objectives need, without storing the logits.
 
-The head is the largest product of a drafter's training: rows × vocabulary numbers, once for the drafter and once for
-the target. Every objective reads five numbers a row of it, so these are computed first, and objectives are small
-functions of them. Two twins give them:
+The head is the largest matrix product of a drafter's training: rows × vocabulary, once for the drafter and once for the
+target. Every objective uses five numbers per row of it, so these are computed first, and objectives are small functions
+of them. Two implementations compute them:
 
-    head_stats        plain autograd; keeps several [N, C] tensors until the backward pass: the specification
-    head_stats_fused  chunks of rows, keeps nothing, computes logits again in the backward pass: what training runs
+    head_stats        plain autograd; keeps several [N, C] tensors until the backward pass: the reference
+    head_stats_fused  in chunks of rows, recomputes the logits in the backward pass: used in training
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 # Shape letters: N rows, C candidate ids (a vocabulary or a part of it), E hidden. p is the target, q the drafter.
 
-#: Stands for -inf: exp gives 0, and 0 times it is 0, not NaN.
+#: Replaces -inf: exp gives 0, and 0 times it is 0, not NaN.
 _NEVER = -1e30
-#: Logits computed at a time by the fused twin, 64 MB of fp32.
+#: Logits per chunk of `head_stats_fused`, 64 MB of fp32.
 _CHUNK = 1 << 24
 
 
@@ -38,10 +38,10 @@ class Head(NamedTuple):
     """The frozen head over the candidate ids of one step."""
 
     weight: Tensor  # [C, E], in the dtype of the products
-    correction: Tensor  # [C] fp32, added to all logits: sampled ids stand for those not drawn
+    correction: Tensor  # [C] fp32, added to all logits: sampled ids also represent those not drawn
 
     def logits(self, hidden: Tensor, forbidden: Tensor | None) -> Tensor:
-        """hidden [N, E] -> [N, C] fp32; `forbidden [N]` is a candidate that the row may not take, -1: none."""
+        """hidden [N, E] -> [N, C] fp32; `forbidden [N]` is a candidate index to mask out of each row, -1: none."""
         with torch.autocast(hidden.device.type, enabled=False):
             logits = F.linear(hidden.to(self.weight.dtype), self.weight).float() + self.correction
         if forbidden is None:
@@ -50,7 +50,7 @@ class Head(NamedTuple):
         return logits.masked_fill(hit, _NEVER)
 
     def best(self, hidden: Tensor) -> Tensor:
-        """[N, E] -> [N] int64, the likeliest candidate by the head's own logits, none of them raised."""
+        """[N, E] -> [N] int64, the argmax over candidates of the logits without `correction`."""
         rows = _chunks(len(hidden), len(self.weight))
         return torch.cat([F.linear(hidden[part].to(self.weight.dtype), self.weight).argmax(-1) for part in rows])
 
@@ -58,7 +58,7 @@ class Head(NamedTuple):
 def head_stats(
     hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: Head, forbidden: Tensor | None = None
 ) -> HeadStats:
-    """hidden, target_hidden [N, E], normed; labels [N], indices into the candidates. `forbidden` counts for both."""
+    """hidden, target_hidden [N, E], normed; labels [N], indices into the candidates. `forbidden` applies to both."""
     log_q = head.logits(hidden, forbidden).log_softmax(-1)
     with torch.no_grad():
         log_p = head.logits(target_hidden, forbidden).log_softmax(-1)
@@ -75,12 +75,12 @@ def head_stats(
 def head_stats_fused(
     hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: Head, forbidden: Tensor | None = None
 ) -> HeadStats:
-    """The same numbers and gradients as `head_stats` with memory for a chunk of rows only."""
+    """The same values and gradients as `head_stats`, with memory for one chunk of rows."""
     return HeadStats(*_Fused.apply(hidden, target_hidden, labels, head, forbidden))  # type: ignore[no-untyped-call]
 
 
 class _Fused(torch.autograd.Function):
-    """dz is the gradient with respect to the drafter's logits; softmax's own derivative is q (1[v] - q)."""
+    """dz is the gradient with respect to the drafter's logits; the derivative of softmax is q (1[v] - q)."""
 
     @staticmethod
     def forward(
@@ -107,7 +107,7 @@ class _Fused(torch.autograd.Function):
             banned = None if forbidden is None else forbidden[rows]
             q = head.logits(hidden[rows], banned).softmax(-1)
             p = head.logits(target_hidden[rows], banned).softmax(-1)
-            # overlap grows with q where q is the smaller; at equality the derivative is shared, as autograd's
+            # overlap grows with q where q < p; at equality the derivative is 0.5, as in autograd
             below = torch.where(q == p, 0.5, (q < p).float())
             dz = of_overlap * below
             dz -= (q * dz).sum(-1, keepdim=True)

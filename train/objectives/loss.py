@@ -1,4 +1,4 @@
-"""The loss of a batch of blocks: what the drafter is shown, what it says, what the objective makes of it."""
+"""The loss of a batch of blocks: drafter input, drafter forward pass, objective."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from d2sd.train_recipe import Objective
 # Shape letters: B sequences, A blocks of each, G block size γ, C candidate ids, V vocabulary, E hidden.
 
 
-#: Attention scores of a layer above which a GPU gets the operator that keeps none: 2 GB of fp32. Below, the plain one
-#: is as good, and its gradients are proven.
+#: Attention scores of a layer above which a GPU uses FlexAttention, which stores none: 2 GB of fp32. Below,
+#: `attend_packed` is as fast, and its gradients are tested.
 _SCORES = 1 << 29
 
 
@@ -29,12 +29,12 @@ _SCORES = 1 << 29
 class Candidates:
     """The ids over which logits are taken in one step, so that a large vocabulary costs little (sampled softmax).
 
-    Frequent ids and the labels of the step are always among them; the others are represented by a fresh draw, whose
-    logits are raised by log(others / drawn): the softmax's denominator stays unbiased.
+    Frequent ids and the labels of the step are always among them; the others are represented by a new sample each step,
+    whose logits are raised by log(others / drawn), so the softmax's denominator stays unbiased.
     """
 
     ids: Tensor  # [C] int64
-    index: Tensor  # [V] int64, id -> place in `ids`; -1 where it is none
+    index: Tensor  # [V] int64, id -> index in `ids`; -1 if not a candidate
     head: Head
 
     @staticmethod
@@ -56,7 +56,7 @@ class Candidates:
 
 
 class BlockLoss(nn.Module):
-    """The drafter's loss as one module, so that it can be wrapped for several processes."""
+    """The drafter's loss as one module, so that DDP can wrap it."""
 
     def __init__(self, drafter: Drafter, embedding: Tensor, wanted: Objective) -> None:
         """embedding [V, E]: the target's, frozen."""
@@ -65,9 +65,9 @@ class BlockLoss(nn.Module):
         self._embedding = embedding
 
     def forward(self, packed: Packed, visible: Tensor, rejected: Tensor, candidates: Candidates) -> dict[str, Tensor]:
-        """Unweighted terms. visible [B, A]: real tokens at the head of each block, anchor included.
+        """Unweighted terms. visible [B, A]: length of each block's prefix of real tokens, anchor included.
 
-        rejected [B, A]: an id that slot `visible` may not take, -1 for none.
+        rejected [B, A]: the id masked out of slot `visible`, -1 for none.
         """
         size = packed.tokens.shape[-1]
         slots = torch.arange(size, device=visible.device)
@@ -85,10 +85,10 @@ class BlockLoss(nn.Module):
 
 
 def block_hidden(drafter: Drafter, embedding: Tensor, packed: Packed, visible: Tensor) -> Tensor:
-    """[B, A, G, E]: the drafter over the blocks, `visible [B, A]` real tokens at the head of each, masks behind."""
+    """[B, A, G, E]: hidden states of the drafter; each block has `visible [B, A]` real tokens, then mask tokens."""
     slots = torch.arange(packed.tokens.shape[-1], device=visible.device)
     tokens = torch.where(slots < visible[..., None], packed.tokens, drafter.config.mask_token_id)
-    # What comes of the target may be bf16; the drafter is fp32, and autocast alone decides on its products.
+    # The target's tensors may be bf16; the drafter is fp32, and only autocast changes the dtype of its products.
     features, embedded = packed.features.float(), F.embedding(tokens, embedding).float()
     scores = tokens.numel() * drafter.config.body.num_heads * (features.shape[1] + tokens.shape[-1])
     fused = features.is_cuda and scores > _SCORES
@@ -101,11 +101,11 @@ def block_hidden(drafter: Drafter, embedding: Tensor, packed: Packed, visible: T
 def first_rejections(
     first: Drafter, embedding: Tensor, packed: Packed, candidates: Candidates
 ) -> tuple[Tensor, Tensor]:
-    """Where the first drafter's greedy draft goes wrong [B, A] (γ: nowhere), and the id it says there."""
+    """First slot where the first drafter's greedy draft is wrong [B, A] (γ: none), and its token there [B, A]."""
     visible = torch.ones(packed.tokens.shape[:2], dtype=torch.long, device=packed.tokens.device)
     hidden = block_hidden(first, embedding, packed, visible)
     guess = candidates.ids[candidates.head.best(hidden.flatten(0, 2))].view_as(packed.tokens)
-    guess = torch.where(packed.inside, guess, packed.tokens)  # behind the end nothing is right or wrong
+    guess = torch.where(packed.inside, guess, packed.tokens)  # slots after the end count as correct
     errors = first_errors(guess.flatten(0, 1), packed.tokens.flatten(0, 1)).view_as(visible)
-    said = guess.gather(-1, errors.clamp(max=guess.shape[-1] - 1)[..., None])[..., 0]
-    return errors, said
+    drafted = guess.gather(-1, errors.clamp(max=guess.shape[-1] - 1)[..., None])[..., 0]
+    return errors, drafted

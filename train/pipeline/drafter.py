@@ -1,4 +1,4 @@
-"""The training of one drafter: its initial weights, its evaluations on the way, its log."""
+"""The training of one drafter: initial weights, periodic evaluations, log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from d2sd.train_recipe import SecondSettings, TrainRecipe, TrainSettings
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What the trainings of both drafters share."""
+    """Context shared by the trainings of both drafters."""
 
     recipe: TrainRecipe
     target: Decoder  # on `dist.device`
@@ -38,9 +38,9 @@ class Training:
     draw_curves: Callable[[], None]
 
     def first(self) -> Drafter:
-        """Train the first drafter, initialised from the target's last layers; evaluated by its chains."""
+        """Train the first drafter, initialised from the target's last layers; evaluated with the policy `chain`."""
         settings = self.recipe.first
-        assert settings is not None, "a ready first drafter is not trained"
+        assert settings is not None, "a pretrained first drafter is not trained"
         start = first_drafter(self.recipe.drafter, self.target, self.data, settings.seed)
         drafter = start.to(self.dist.device)
 
@@ -50,7 +50,7 @@ class Training:
         return self._train("first", settings, drafter, None, evaluate)
 
     def second(self, first: Drafter, settings: SecondSettings) -> Drafter:
-        """Train the second drafter, initialised from the first; the baseline is a second pass of the first drafter."""
+        """Train the second drafter, initialised from the first; the baseline is a second pass by the first drafter."""
         config = replace(
             first.config, role="variable_prefix", prefix_weight_base=settings.prefix_base, draft_vocabulary=None
         )
@@ -71,7 +71,7 @@ class Training:
         return as_written(drafter, self.vocabulary, self.evaluator.dtype)
 
     def _report(self, name: DrafterName, step: int, steps: int, found: list[Evaluation]) -> None:
-        """A line an evaluation, also off a terminal, where there are no bars."""
+        """Print one line per evaluation, also without a terminal, where progress bars are hidden."""
         tau = ", ".join(f"{one.method} {one.tau:.3f}" for one in found)
         _, each, _ = seconds_each(self.work, name)
         left = f", about {(steps - step) * each / 60:.0f} min left" if each and step < steps else ""
@@ -90,7 +90,7 @@ class Training:
 
             def report(step: int, metrics: dict[str, float]) -> None:
                 nonlocal shown
-                advance(step - shown)  # the first step after a resumption counts for those before it
+                advance(step - shown)  # the first report after a resume includes the earlier steps
                 shown = step
                 log.add_step(step, metrics)
 
@@ -104,5 +104,5 @@ class Training:
                 self.dist.barrier()
 
             trainer.run(self.work / name, report, evaluate)
-            advance(settings.steps - shown)  # all of them, where an earlier run had finished
+            advance(settings.steps - shown)  # all steps if an earlier run had finished
         return drafter

@@ -1,4 +1,4 @@
-"""Evaluation of drafters: the real runtime generates from held-out prompts with them, greedily, and counts."""
+"""Evaluation of drafters: greedy generation from held-out prompts with the real runtime, counting accepted tokens."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from d2sd.train.data.responses import Response
 from d2sd.train.pipeline.evaluation import AcceptedLengths, Evaluation
 from d2sd.train_recipe import TrainRecipe
 
-#: Of every tree; a chain, or a tree of all branches, has fewer nodes if it needs fewer.
+#: Node budget of every tree; a chain or a tree of all branches may have fewer nodes.
 _NODE_BUDGET = 64
 _DRAFTERS: tuple[DrafterName, DrafterName] = ("first", "second")
 
 
 class Evaluator:
-    """Runs the prompts of held-out responses."""
+    """Generates from the prompts of held-out responses."""
 
     def __init__(
         self, recipe: TrainRecipe, bundle: Bundle, held_out: Sequence[Response], device: str, progress: Progress
     ) -> None:
-        """`bundle` holds the target that trains drafters; it is not modified."""
+        """`bundle` holds the target used in training; it is not modified."""
         tree = Tree(policy="off", block_size=recipe.drafter.block_size, branches=recipe.drafter.block_size - 1)
         described = bundle.manifest.model_copy(update={"recipe": bundle.recipe.model_copy(update={"tree": tree})})
         self._bundle = replace(bundle, manifest=described)
@@ -46,16 +46,16 @@ class Evaluator:
 
     @property
     def prompts(self) -> list[str]:
-        """Ids of the prompts that `evaluate` runs; `requests` holds all."""
+        """Ids of the prompts that `evaluate` runs; `requests` has all held-out prompts."""
         return [name for name, _ in self._evaluated]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype drafters are served in: the target's."""
+        """The dtype in which drafters are served, equal to the target's."""
         return self._bundle.target.embed_tokens.weight.dtype
 
     def serving(self, first: Drafter, second: Drafter | None = None) -> Bundle:
-        """The target with these drafters, which an engine may repack: pass copies of those that train."""
+        """The target with these drafters, which an engine may repack: pass copies of drafters in training."""
         return replace(self._bundle, target=self._target, first=first, second=second)
 
     def evaluate(self, method: PolicyName, first: Drafter, second: Drafter | None = None) -> Evaluation:
@@ -81,13 +81,13 @@ class Evaluator:
 
     @cached_property
     def _target(self) -> Decoder:
-        """On a CPU engines repack the weights they run, so there the target that trains is copied."""
+        """The target to serve: a copy on CPU, where engines repack weights."""
         target = self._bundle.target
         return target if self.device.startswith("cuda") else copy.deepcopy(target)
 
 
 def as_written(drafter: Drafter, vocabulary: tuple[int, ...] | None, dtype: torch.dtype = torch.bfloat16) -> Drafter:
-    """A copy on the CPU, rounded to bf16 as drafters are written to disk, that drafts from `vocabulary`."""
+    """A copy on the CPU with the draft vocabulary `vocabulary`, rounded to bf16 as drafters are on disk."""
     with torch.device("meta"):
         out = Drafter(replace(drafter.config, draft_vocabulary=vocabulary))
     fill(out, {k: v.detach().to("cpu", torch.bfloat16).to(dtype) for k, v in drafter.state_dict().items()})

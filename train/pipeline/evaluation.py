@@ -1,6 +1,6 @@
-"""What one method scored on held-out prompts: a cell of a drafter's log, and its figures.
+"""The result of one method on held-out prompts: a cell of a drafter's log, and its metrics.
 
-The keys are those of a cell in `d2sd bench`'s result.json, so the same readers and figures apply to both.
+The keys are those of a cell in `d2sd bench`'s result.json, so the same readers and metrics apply to both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from d2sd.runtime.stats import SequenceStats, calibration_error, mean_tau
 
 
 class AcceptedLengths(BaseModel):
-    """Decode steps of one prompt."""
+    """Accepted tokens of every decode step of one prompt."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -29,7 +29,7 @@ class Evaluation(BaseModel):
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     method: str
-    rows: PositiveInt  # tree nodes the target verifies a step
+    rows: PositiveInt  # tree nodes verified by the target in a step
     requests: Annotated[list[AcceptedLengths], Field(min_length=1)]
     #: Reliability bins of each drafter's confidence (`d2sd.runtime.stats.Bin`), uncalibrated.
     calibration: dict[
@@ -44,17 +44,17 @@ class Evaluation(BaseModel):
 
     @property
     def joint_acceptance(self) -> list[float]:
-        """Share of steps that accepted at least k drafts, for k = 1, 2, …"""
+        """Share of steps that accepted at least k drafted tokens, for k = 1, 2, …"""
         return SequenceStats.merged(self._stats()).joint_acceptance()
 
     @property
     def conditional_acceptance(self) -> list[float]:
-        """Of the steps that accepted at least k - 1 drafts, the share that accepted at least k."""
+        """Of the steps that accepted at least k - 1 drafted tokens, the share that accepted at least k."""
         return SequenceStats.merged(self._stats()).conditional_acceptance()
 
     @property
     def calibration_errors(self) -> dict[DrafterName, float]:
-        """Expected calibration error of each drafter that proposed anything."""
+        """Expected calibration error of each drafter that drafted tokens."""
         errors = {drafter: calibration_error(bins) for drafter, bins in self.calibration.items()}
         return {drafter: error for drafter, error in errors.items() if error is not None}
 

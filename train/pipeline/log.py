@@ -1,4 +1,4 @@
-"""The logs of a training: a line a step, a line an evaluation, and the measured pace of each stage.
+"""The logs of a training: one line per step, one per evaluation, and the measured speed of each stage.
 
     <work>/first.jsonl    {"step": 1, "loss": ..., terms, "gradient norm": ..., "learning rate": ..., "seconds": ...}
                           {"step": 500, "tau": {"chain": ...}, "cells": [...], "seconds": ...}
@@ -28,12 +28,12 @@ from d2sd.viz.plot_style import Line
 from d2sd.viz.training import Curve, MethodScore
 
 _PACE = "pace.jsonl"
-#: Of a line of the log, what is no term of the loss.
+#: Keys of a log line that are not terms of the loss.
 _OTHER = ("gradient norm", "learning rate")
 
 
 class Say(Protocol):
-    """Prints a line for the user: a result, or with `err` a notice on the way. `click.echo` is one."""
+    """Prints a line for the user: a result, or with `err` a notice. `click.echo` is one implementation."""
 
     def __call__(self, message: str, /, *, err: bool = False) -> None: ...
 
@@ -51,7 +51,7 @@ class _LogLine(BaseModel):
 
     @property
     def order(self) -> tuple[int, bool]:
-        """A step's evaluation comes after the step."""
+        """Sort key: the evaluation of a step comes after the step."""
         return self.step, self.cells is not None
 
 
@@ -62,7 +62,7 @@ class _PaceLine(BaseModel):
 
 
 class TrainLog:
-    """Appends to one drafter's log, and to TensorBoard's where that is installed."""
+    """Appends to one drafter's log, and to TensorBoard's if that is installed."""
 
     def __init__(self, work: Path, name: DrafterName) -> None:
         self._path, self._events = work / f"{name}.jsonl", work / "tensorboard" / name
@@ -71,11 +71,11 @@ class TrainLog:
         self._clock = time.monotonic()
 
     def add_step(self, step: int, metrics: dict[str, float]) -> None:
-        """A step: loss, its terms, gradient norm, learning rate."""
+        """Log a step: loss, its terms, gradient norm, learning rate."""
         self._add({"step": step, **metrics}, metrics)
 
     def add_evaluation(self, step: int, evaluations: Sequence[Evaluation]) -> None:
-        """What each method scored after this step."""
+        """Log the evaluation of each method after this step."""
         scalars = {f"tau/{one.method}": one.tau for one in evaluations}
         for one in evaluations:
             shares = enumerate(one.joint_acceptance, 1)
@@ -86,7 +86,7 @@ class TrainLog:
         self._add({"step": step, "tau": tau, "cells": [one.model_dump(mode="json") for one in evaluations]}, scalars)
 
     def restart_clock(self) -> None:
-        """Leave the time since the last line out of the next line's seconds."""
+        """Exclude the time since the last line from the next line's seconds."""
         self._clock = time.monotonic()
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class TrainLog:
                 self._board.flush()
 
     def _begin(self, row: dict[str, Any]) -> None:
-        """Remove what an interrupted run logged from this row on."""
+        """Remove this row and later ones, logged by an interrupted run."""
         order = row["step"], "cells" in row
         lines, rows = whole_lines(self._path), _rows(self._path, _LogLine)
         kept = [line for line, one in zip(lines, rows, strict=True) if one.order < order]
@@ -121,7 +121,7 @@ class TrainLog:
 
 
 def read_log(work: Path, name: DrafterName) -> Curve:
-    """The curve of a drafter so far; empty for one that has not begun. Raises D2SDError for a damaged line."""
+    """The training curve of a drafter so far; empty before its first step. Raises D2SDError for a damaged line."""
     steps, evaluations = [], []
     for row in _rows(work / f"{name}.jsonl", _LogLine):
         if row.cells is not None:
@@ -133,7 +133,7 @@ def read_log(work: Path, name: DrafterName) -> Curve:
 
 
 def seconds_each(work: Path, name: DrafterName) -> tuple[int, float | None, float | None]:
-    """Steps done, and the measured seconds of a step and of an evaluation; None where none was made."""
+    """Steps done, and the measured seconds per step and per evaluation; None if there is no measurement."""
     rows = _rows(work / f"{name}.jsonl", _LogLine)
     steps = [row.seconds for row in rows if row.cells is None]
     evaluations = [row.seconds for row in rows if row.cells is not None]
@@ -147,7 +147,7 @@ def tensorboard_is_installed() -> bool:
 
 @contextmanager
 def paced(work: Path, stage: str, processes: int) -> Iterator[Callable[[int], None]]:
-    """Measure how fast a stage is; call what it yields with the number of items this process has done."""
+    """Measure the speed of a stage; call the yielded function with the number of items this process finished."""
     start, done = time.monotonic(), 0
 
     def count(more: int) -> None:
@@ -164,13 +164,13 @@ def paced(work: Path, stage: str, processes: int) -> Iterator[Callable[[int], No
 
 
 def pace(work: Path, stage: str) -> float | None:
-    """Seconds for one item of a stage, over all runs so far; None where nothing was measured."""
+    """Seconds per item of a stage, over all runs so far; None if there is no measurement."""
     rows = [row for row in _rows(work / _PACE, _PaceLine) if row.stage == stage]
     return sum(row.seconds for row in rows) / sum(row.count for row in rows) if rows else None
 
 
 def _rows(path: Path, row_type: type[Schema]) -> list[Schema]:
-    """The whole lines of a log. Raises D2SDError naming the file and line of a damaged one."""
+    """The complete lines of a log. Raises D2SDError naming the file and line of a damaged one."""
     return [
         parse_row(row_type, line, f"{path}:{i}", "a damaged line of a training log")
         for i, line in enumerate(whole_lines(path), 1)

@@ -1,4 +1,4 @@
-"""The last stage of a training: evaluation and confidence calibration of the written pair."""
+"""The last stage of a training: evaluation and confidence calibration of the drafters on disk."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from d2sd.train_recipe import TrainRecipe
 
 #: The first drafter alone, a second pass of the first drafter, and the second drafter in that pass.
 _METHODS: tuple[PolicyName, ...] = ("chain", "reanchor", "d2sd")
-#: Prompts that a calibration is fitted on, at two temperatures each: thousands of tree nodes, minutes on a CPU.
+#: Prompts for fitting the calibration, each at two temperatures: thousands of tree nodes, minutes on a CPU.
 _CALIBRATION_PROMPTS = 32
 
 
 def finish_pair(recipe: TrainRecipe, evaluator: Evaluator, work: Path, out: Path, say: Say) -> None:
     """Write evaluation.json and calibration.json into `out`, next to the drafters.
 
-    Results are cached in `work` by the drafters' fingerprints; a run that was killed in between measures again.
+    Results are cached in `work` by the drafters' fingerprints; a run that was killed before caching measures again.
     """
     folders = [out / "first"] + ([out / "second"] if recipe.second else [])
     fingerprints = [fingerprint(load_drafter(folder, torch.float32)) for folder in folders]
     inputs = {"drafters": fingerprints, "evaluation": recipe.evaluation.model_dump(), "precision": recipe.precision}
 
     def pair() -> tuple[Drafter, Drafter | None]:
-        """Load both drafters again for every use, since engines repack weights."""
+        """Load both drafters anew for each use, since engines repack weights."""
         first, *second = (load_drafter(folder, evaluator.dtype) for folder in folders)
         return first, second[0] if second else None
 
@@ -61,7 +61,7 @@ def finish_pair(recipe: TrainRecipe, evaluator: Evaluator, work: Path, out: Path
 
 
 def cached(path: Path, inputs: object, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of `make`, or of an earlier run for the same inputs; a damaged file is measured again."""
+    """The result of `make`, cached in `path` by `inputs`; a damaged file is replaced."""
     fingerprint_of_inputs = digest(inputs)
     try:
         match read_json(path, error=D2SDError):

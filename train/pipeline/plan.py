@@ -22,7 +22,7 @@ from d2sd.train_recipe import TrainRecipe, TrainSettings
 
 
 def plan(recipe: TrainRecipe, work: Path, out: Path) -> Iterator[tuple[str, str]]:
-    """(stage, its state) in order. Raises D2SDError for what a run would refuse, damaged work files included."""
+    """(stage, its state) in order. Raises the D2SDErrors of a run, also for damaged work files."""
     target = make_plan(plain_recipe(recipe)).target
     ready = located(recipe, recipe.ready_first) if recipe.ready_first is not None else None
     if target is not None and (recipe.ready_first is None or ready is not None):
@@ -65,16 +65,16 @@ def _prompts(recipe: TrainRecipe, work: Path) -> Iterator[tuple[str, str]]:
 
 def _features(recipe: TrainRecipe, work: Path, target: Part | None) -> str:
     if recipe.data.features == "online":
-        return "computed whenever they are needed, nothing is stored"
+        return "computed online, nothing is stored"
     if target is None:
-        return "the target is not fetched yet, so their size is unknown"
+        return "size unknown: the target is not fetched yet"
     data, vocab_size = recipe.data, getattr(target.config, "vocab_size", 0)
     known = any(reason is None for reason in finished_ids(work).values())
     responses = read_responses(work, vocab_size=vocab_size) if known else []
-    most = len(planned_jobs(recipe)) * (data.max_prompt_tokens + data.max_new_tokens)
-    tokens = sum(len(r.prompt_ids) + len(r.response_ids) for r in responses) or most
+    limit = len(planned_jobs(recipe)) * (data.max_prompt_tokens + data.max_new_tokens)
+    tokens = sum(len(r.prompt_ids) + len(r.response_ids) for r in responses) or limit
     width = target.body.hidden_size * (len(recipe.drafter.target_layer_ids) + 1)
-    size = f"{2 * width * tokens / 1e6:,.1f} MB {'for the answers so far' if responses else 'at most'}"
+    size = f"{2 * width * tokens / 1e6:,.1f} MB {'for the responses so far' if responses else 'at most'}"
     progress = read_progress(work / "features.json")
     done = progress.done if progress is not None else 0
     return f"{done:,} sequences stored, {size}{_left(pace(work, 'features'), len(responses) - done)}"
@@ -89,7 +89,7 @@ def _training(name: DrafterName, settings: TrainSettings, work: Path) -> str:
 
 
 def _left(seconds_each: float | None, count: int) -> str:
-    """The time left, as far as the pace was measured."""
+    """The time left, at the measured speed."""
     if count <= 0:
         return ""
     if seconds_each is None:

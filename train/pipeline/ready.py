@@ -1,4 +1,4 @@
-"""A first drafter that is ready: read where the recipe names it, held against recipe and target, never trained."""
+"""A pretrained first drafter, named by the recipe: checked against recipe and target, and not trained."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from d2sd.train_recipe import TrainRecipe
 
 
 def first_config(recipe: TrainRecipe, target: DecoderConfig) -> DrafterConfig:
-    """The first drafter's: what the recipe's geometry makes of the target, or, of a ready one, its own.
+    """Config of the first drafter: from the recipe's geometry and the target, or from the pretrained drafter.
 
-    Raises D2SDError, hours before it is used, where it does not fit the target or the recipe.
+    Raises D2SDError if it does not match the target or the recipe; called early, hours before the drafter is used.
     """
     config = drafter_config(recipe.drafter, target, None)
     if recipe.ready_first is None:
@@ -34,20 +34,20 @@ def first_config(recipe: TrainRecipe, target: DecoderConfig) -> DrafterConfig:
     ):
         if found != expected:
             raise CheckpointError(
-                "The ready first drafter has another shape than the recipe says.",
+                "The pretrained first drafter does not match the recipe's geometry.",
                 where=f"{folder / 'config.json'}: {key}", found=found, expected=expected,
-                fix="write the drafter's own into the recipe, under `drafter`",
+                fix="copy the drafter's value to `drafter` in the recipe",
             )  # fmt: skip
     if check_drafter_tensors(folder, ready) is not None:
         raise CheckpointError(
-            "The ready first drafter is quantized, and the second could not start from it.", where=folder,
-            fix="name the drafter from before it was quantized",
+            "The pretrained first drafter is quantized, so the second cannot be initialised from it.", where=folder,
+            fix="name the drafter before quantization",
         )  # fmt: skip
     return ready
 
 
 def load_ready(recipe: TrainRecipe) -> Drafter:
-    """The ready first drafter in fp32 on the CPU, without gradients. `first_config` has found that it fits."""
+    """The pretrained first drafter in fp32 on the CPU, without gradients. Call `first_config` first to check it."""
     return load_drafter(_folder(recipe), torch.float32)
 
 

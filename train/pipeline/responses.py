@@ -1,7 +1,7 @@
-"""The first stages of `d2sd train`: user turns that the target writes itself, decontamination, and its responses.
+"""The first stages of `d2sd train`: user turns written by the target, decontamination, and the target's responses.
 
-Every process of a training runs its share of the prompts in one engine and appends to files of its own. What is left to
-run depends on what is on disk, so all processes read before any of them writes.
+Every process of a training runs its share of the prompts in one engine and appends to files of its own. The remaining
+prompts are determined from the files on disk, so all processes read before any of them writes.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from d2sd.train_recipe import TrainRecipe
 
 #: Appends the outcome of a finished request to the process's file.
 Append = Callable[[TextIO, str, Sequence], None]
-#: Placeholder for the user's turn, to find what the chat template puts before it.
+#: Placeholder for the user's turn, to find the text that the chat template puts before it.
 _SPLIT = "\x00"
-#: The settings that decide a turn or a response apart from its prompt.
+#: File with the settings that, together with its prompt, determine a turn or a response.
 ASKED = "asked.json"
 SCREENED = "screened.json"
 
 
 class Screened(BaseModel):
-    """`screened.json`: how many prompts were planned, how many run, and why the others were left out."""
+    """`screened.json`: numbers of prompts planned, run, and dropped by reason."""
 
     planned: NonNegativeInt
     asked: NonNegativeInt
@@ -52,7 +52,7 @@ class Screened(BaseModel):
 
 
 def read_screened(work: Path) -> Screened | None:
-    """None where the prompts were not filtered yet. Raises D2SDError for a damaged file."""
+    """None if the prompts are not filtered yet. Raises D2SDError for a damaged file."""
     path = work / SCREENED
     return (
         read_model(Screened, path, error=D2SDError, what="record of filtered prompts", fix="delete it")
@@ -131,7 +131,7 @@ class ResponseGenerator:
         then = settings.root
         if changed := [key for key in now if key in then and then[key] != now[key]]:
             raise D2SDError(
-                "how the target is asked changed since this training began",
+                "the sampling settings of the target changed since this training began",
                 where=path, found={key: now[key] for key in changed}, expected={key: then[key] for key in changed},
                 fix=_FIX,
             )  # fmt: skip
@@ -146,7 +146,7 @@ class ResponseGenerator:
             if sequence.finish == "stop":  # at a stop token, or at the recipe's `end`
                 append_turn(out, Turn(name, by_name[name].text + self._continuation(sequence, by_name[name])))
             else:
-                append_turn(out, Turn(name, dropped="a turn without an end"))
+                append_turn(out, Turn(name, dropped="turn not finished within max_tokens"))
 
         self._run(prompts.KIND, {job.id: self._opening(job) for job in jobs}, append)
 
@@ -154,7 +154,7 @@ class ResponseGenerator:
         """Run this process's share of `requests`, appending each to its file as it ends."""
         self.dist.barrier()
         mine = list(requests)[self.dist.rank :: self.dist.size]
-        mine.sort(key=lambda name: len(requests[name].prompt))  # a batch is as wide as its longest
+        mine.sort(key=lambda name: len(requests[name].prompt))  # batches are padded to the longest prompt
         if mine:
             engine = make_engine(self.bundle, policy="off", device=self.dist.device)
             with (
@@ -172,7 +172,7 @@ class ResponseGenerator:
         self.dist.barrier()
 
     def _requests(self, jobs: list[Job]) -> dict[str, Request]:
-        """The engine's requests by job id; those with too long a prompt are left out."""
+        """Requests by job id, without those whose prompt is too long."""
         data, found = self.recipe.data, {}
         with self.progress("prompts", len(jobs)) as advance:
             for job in jobs:
@@ -183,11 +183,11 @@ class ResponseGenerator:
         return found
 
     def _opening(self, job: Job) -> Request:
-        """A request that continues the opening of a user's turn."""
+        """A request that completes the opening of a user turn."""
         wanted, tokenizer = job.kind, self.bundle.tokenizer
         assert wanted is not None
         if not tokenizer.chat_template:
-            raise D2SDError("the target has no chat template to write user turns in", where="data.self_written")
+            raise D2SDError("self-written turns need a chat template; the target has none", where="data.self_written")
         turns = [{"role": "user", "content": _SPLIT}]
         template = self.bundle.recipe.target.template
         before = tokenizer.apply_chat_template(turns, tokenize=False, **template).split(_SPLIT)[0]
@@ -209,4 +209,4 @@ class ResponseGenerator:
 
 
 def _ignored(count: int) -> None:
-    """Only the main process measures the pace."""
+    """Does nothing: only the main process measures the speed."""

@@ -1,4 +1,4 @@
-"""The stages of a training, in order. Each resumes from what an earlier run finished, and ends in the same bytes."""
+"""The stages of a training, in order. Each resumes from an earlier run's work and writes the same bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from d2sd.viz.training import plot_training
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training of a pair, by one process or several; the main process alone writes shared files and prints."""
+    """One training of a pair, in one process or several; only the main process writes shared files and prints."""
 
     recipe: TrainRecipe
     work: Path
@@ -41,7 +41,7 @@ class Run:
     def all(self) -> None:
         """Run all stages: from the prompts to a folder of drafters that a bundle's recipe can name."""
         bundle = self._target()
-        first_config(self.recipe, bundle.target.config)  # raises before hours of work
+        first_config(self.recipe, bundle.target.config)  # raises D2SDError before hours of work
         if self.recipe.first is not None:
             self.dist.check(self.recipe.first.batch, "first.batch")
         if self.recipe.second is not None:
@@ -49,7 +49,7 @@ class Run:
         if self.dist.is_main:
             self._begin()
         responses = ResponseGenerator(self.recipe, bundle, self.work, self.dist, self.progress, self.say).all()
-        bundle = load_bundle(self.work / "target", verify=False)  # the engine repacked the other one's weights
+        bundle = load_bundle(self.work / "target", verify=False)  # reloaded, since the engine repacked the weights
         bundle.target.to(self.dist.device)
         held_out, data = self._features(bundle, responses).split(self.recipe.data.held_out)
         evaluator = Evaluator(self.recipe, bundle, responses[: len(held_out)], self.dist.device, self.progress)
@@ -77,10 +77,10 @@ class Run:
 
     def _begin(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        check_writable(self.out / "evaluation.json")  # hours before it is written
+        check_writable(self.out / "evaluation.json")  # checked hours before it is written
         require_plots()
         if not tensorboard_is_installed():
-            self.say("no events for TensorBoard, which is not installed: pip install 'd2sd[train]'", err=True)
+            self.say("TensorBoard is not installed, so no events are written: pip install 'd2sd[train]'", err=True)
 
     def _features(self, bundle: Bundle, responses: list[Response]) -> TrainingData:
         aux_layer_ids = tuple(self.recipe.drafter.target_layer_ids)
@@ -97,7 +97,7 @@ class Run:
                 def report(sequences: int) -> None:
                     nonlocal calls
                     advance(sequences)
-                    count(sequences if calls else 0)  # the first call reports those of an earlier run
+                    count(sequences if calls else 0)  # the first call reports sequences of an earlier run
                     calls += 1
 
                 with disk_space(self.work, 0, "the features"):

@@ -14,9 +14,9 @@ from d2sd.train_recipe import TrainRecipe
 
 
 def pinned_target(recipe: TrainRecipe, folder: Path, progress: Progress) -> Bundle:
-    """Open the target in `folder`; where it is not there yet, the build fetches, converts, verifies and resumes it.
+    """Load the target from `folder`, after building it if necessary (fetch, convert, verify; resumable).
 
-    Raises D2SDError where it is another than the recipe's: answers and features are of the one that is there.
+    Raises D2SDError if it is not the recipe's target: existing responses and features belong to the one in `folder`.
     """
     plain = plain_recipe(recipe)
     if (folder / NAME).is_file():
@@ -34,7 +34,7 @@ def pinned_target(recipe: TrainRecipe, folder: Path, progress: Progress) -> Bund
 
 
 def plain_recipe(recipe: TrainRecipe) -> Recipe:
-    """The target's bundle: room for `max_batch` of the longest requests that answering and evaluating ask."""
+    """Recipe of a bundle with the target alone, with limits for `max_batch` of the longest requests of a training."""
     data, batch = recipe.data, recipe.max_batch
     new_tokens = max(data.max_new_tokens, recipe.evaluation.max_new_tokens)
     new_tokens = max([new_tokens, *(kind.max_tokens for kind in data.self_written)])

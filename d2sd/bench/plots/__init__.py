@@ -21,7 +21,7 @@ PLOTS: dict[str, Callable[[Result, Path], None]] = {
 
 
 def write_plots(result: Result, folder: Path) -> list[Path]:
-    """Write all plots that have data into an existing folder, and remove those of an earlier result that have not."""
+    """Write all plots that have data into an existing folder, and remove those of an earlier result."""
     paths = [folder / name for name in PLOTS]
     for path, plot in zip(paths, PLOTS.values(), strict=True):
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Drafter quality: acceptance by position, and calibration of their confidence."""
+"""Drafter quality: acceptance by position, and confidence calibration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DRAFTERS: tuple[DrafterName, ...] = ("first", "second")
 
 
 def plot_acceptance(result: Result, path: Path) -> None:
-    """Joint and conditional acceptance, a line a method at its largest row budget, a row of panels a temperature."""
+    """Joint and conditional acceptance, one line per method at its largest budget, a row of panels per temperature."""
     shown = {t: [(line, cell) for line, cell in cells if metrics.joint_acceptance(cell)] for t, cells in _all(result)}
     shown = {t: cells for t, cells in shown.items() if cells}
     if not shown:
@@ -35,11 +35,11 @@ def plot_acceptance(result: Result, path: Path) -> None:
             panel.set_title(f"T = {temperature:g}, {title}", loc="left", fontsize=11)
         row[0].set_ylim(0, 1.03)
         row[0].set_ylabel("share")
-    style.finish(figure, "How deep drafts are accepted: the flatter a line, the longer a block is worth drafting", path)
+    style.finish(figure, "Acceptance by draft position: the flatter a line, the longer a block is worth drafting", path)
 
 
 def plot_calibration(result: Result, path: Path) -> None:
-    """Reliability diagrams of both drafters above the tokens in every bin, two rows of panels a temperature."""
+    """Reliability diagrams of both drafters above the token counts of the bins, two rows of panels per temperature."""
     shown = {t: [(line, cell) for line, cell in cells if cell.calibration] for t, cells in _all(result)}
     shown = {t: cells for t, cells in shown.items() if cells}
     if not shown:
@@ -54,9 +54,7 @@ def plot_calibration(result: Result, path: Path) -> None:
         below[0].set_ylabel("drafted tokens")
     for panel in axes[-1]:
         panel.set_xlabel("predicted acceptance, given the path before")
-    style.finish(
-        figure, "Do drafters know how often they are right? On the diagonal they do; below it they boast", path
-    )
+    style.finish(figure, "Calibration of drafter confidence: on the diagonal calibrated, below it overconfident", path)
 
 
 def _all(result: Result) -> list[tuple[float, list[tuple[Line, Cell]]]]:

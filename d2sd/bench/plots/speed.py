@@ -30,10 +30,10 @@ OTHER = "other"
 
 
 def plot_cost(result: Result, path: Path) -> None:
-    """Milliseconds a step by stage, prefill left out: a bar a line, at the lowest temperature, a panel each for the
-    lowest and the highest concurrency.
+    """Milliseconds per step by stage, without prefill: one bar per line, at the lowest temperature, one panel each for
+    the lowest and the highest concurrency.
 
-    The upper axis counts the same in plain steps, where plain decoding was measured.
+    The upper axis is in units of plain decoding steps, if plain decoding was measured.
     """
     temperature = views.temperatures(result)[0]
     concurrencies = views.concurrencies(result, temperature)
@@ -47,16 +47,16 @@ def plot_cost(result: Result, path: Path) -> None:
     )
     for (panel,), concurrency, found in zip(axes, concurrencies, lines, strict=True):
         cells = [views.pooled(result, line, temperature, concurrency) for line in found]
-        places = list(range(len(found)))
+        bars = list(range(len(found)))
         left = [0.0] * len(found)
         stages = [_milliseconds(cell) for cell, _ in cells]
         for stage, colour in STAGES.items():
             spent = [times[stage] for times in stages]
             if not any(spent):
                 continue
-            panel.barh(places, spent, left=left, color=colour, label=stage, edgecolor="white", linewidth=0.5)
+            panel.barh(bars, spent, left=left, color=colour, label=stage, edgecolor="white", linewidth=0.5)
             left = [a + b for a, b in zip(left, spent, strict=True)]
-        panel.set_yticks(places, [style.name(line) for line in found])
+        panel.set_yticks(bars, [style.name(line) for line in found])
         panel.invert_yaxis()
         panel.grid(axis="y", visible=False)
         panel.grid(axis="x", color="#DDDDDD", linewidth=0.8)
@@ -70,7 +70,7 @@ def plot_cost(result: Result, path: Path) -> None:
 
 
 def _milliseconds(cell: Cell) -> dict[str, float]:
-    """By stage and a step; together they are `metrics.step_seconds`."""
+    """Milliseconds per step by stage; their sum is `metrics.step_seconds`."""
     found = dict.fromkeys(STAGES, 0.0)
     for stage, spent in cell.stage_seconds.items():
         if stage != "prefill":
@@ -79,13 +79,13 @@ def _milliseconds(cell: Cell) -> dict[str, float]:
 
 
 def _units(unit: float) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """From milliseconds to plain steps and back, of numbers and arrays."""
+    """Conversion from milliseconds to plain steps and back, for numbers and arrays."""
     return lambda milliseconds: milliseconds / unit, lambda steps: steps * unit
 
 
 def plot_speedup(result: Result, path: Path) -> None:
-    """Tokens per second over plain decoding's by requests in flight, a panel a temperature; every method at the row
-    budget that is fastest there. Of a single concurrency there are bars, for points would hide each other.
+    """Speedup over plain decoding by requests in flight, one panel per temperature; every method at its fastest
+    row budget. A single concurrency is drawn as bars, since points would overlap.
     """
     gains = {t: found for t in views.temperatures(result) if (found := _speedups(result, t))}
     if not gains:
@@ -120,7 +120,7 @@ def _draw_bars(panel: Axes, found: dict[str, dict[int, float]], counts: list[int
 
 
 def _speedups(result: Result, temperature: float) -> dict[str, dict[int, float]]:
-    """Method -> concurrency -> the best speedup of its row budgets."""
+    """Method -> concurrency -> best speedup over row budgets."""
     found: dict[str, dict[int, float]] = {}
     for concurrency in views.concurrencies(result, temperature):
         for line in views.lines(result, temperature, concurrency):

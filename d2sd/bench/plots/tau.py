@@ -1,4 +1,4 @@
-"""Tokens a step: by method and set, and against the row budget. At the lowest concurrency, which does not change it."""
+"""Tokens per step by method and set, and by row budget, at the lowest concurrency (which does not affect it)."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from d2sd.viz.plot_style import Line
 
 
 def plot_tau(result: Result, path: Path) -> None:
-    """Bars by set and for their mean, a panel a temperature; every method at its largest row budget."""
+    """Bars by set and for their mean, one panel per temperature; every method at its largest row budget."""
     temperatures, names = views.temperatures(result), views.sets(result)
     figure, axes = style.panels(len(temperatures), 1, 3.4)
     for (panel,), temperature in zip(axes, temperatures, strict=True):
         concurrency = views.concurrencies(result, temperature)[0]
         lines = views.widest(result, temperature, concurrency)
         width = 0.84 / len(lines)
-        for place, line in enumerate(lines):
+        for i, line in enumerate(lines):
             cells = views.cells_of(result, line, temperature, concurrency)
             groups = [[cells[name]] if name in cells else [] for name in names]
             groups.append(list(cells.values()) if len(cells) == len(names) else [])
-            xs = [g + (place - (len(lines) - 1) / 2) * width for g, group in enumerate(groups) if group]
-            told = [(metrics.mean_tau(group), tau_interval(group)) for group in groups if group]
+            xs = [g + (i - (len(lines) - 1) / 2) * width for g, group in enumerate(groups) if group]
+            means = [(metrics.mean_tau(group), tau_interval(group)) for group in groups if group]
             panel.bar(
-                xs, [value for value, _ in told], width * 0.92,
-                color=style.colour(line.method, place), label=style.name(line),
-                yerr=_errors(told), error_kw={"elinewidth": 1.1, "ecolor": "#333333", "capsize": 2},
+                xs, [value for value, _ in means], width * 0.92,
+                color=style.colour(line.method, i), label=style.name(line),
+                yerr=_errors(means), error_kw={"elinewidth": 1.1, "ecolor": "#333333", "capsize": 2},
             )  # fmt: skip
         panel.set_xticks(range(len(names) + 1), [*names, "mean of sets"])
         panel.axvline(len(names) - 0.5, color="#AAAAAA", linewidth=0.8)
         panel.set_ylabel("tokens a step (τ)")
         panel.set_title(f"T = {temperature:g}", loc="left", fontsize=11)
-    style.finish(figure, "How many tokens a target pass yields: higher is better (95 % intervals over prompts)", path)
+    style.finish(figure, "Tokens per target pass: higher is better (95 % intervals over prompts)", path)
 
 
 def plot_tau_by_rows(result: Result, path: Path) -> None:
-    """Mean of sets by row budget, a panel a temperature. Not written where no method has two budgets."""
+    """Mean of sets by row budget, one panel per temperature. Not written if no method has two budgets."""
     budgets: dict[tuple[float, str], dict[int, list[Cell]]] = {}
     for temperature in views.temperatures(result):
         concurrency = views.concurrencies(result, temperature)[0]
@@ -54,21 +54,23 @@ def plot_tau_by_rows(result: Result, path: Path) -> None:
     for panel, temperature in zip(axes[0], temperatures, strict=True):
         for (of, method), found in budgets.items():
             if of == temperature:
-                told = [(metrics.mean_tau(cells), tau_interval(cells)) for cells in found.values()]
+                means = [(metrics.mean_tau(cells), tau_interval(cells)) for cells in found.values()]
                 look = style.curve(Line(method, 1))
-                panel.errorbar(list(found), [value for value, _ in told], yerr=_errors(told), capsize=3, **look)
+                panel.errorbar(list(found), [value for value, _ in means], yerr=_errors(means), capsize=3, **look)
         panel.set_xscale("log", base=2)
         panel.set_xticks(ticks, [str(rows) for rows in ticks])
         panel.minorticks_off()
         panel.set_xlabel("row budget (tree nodes the target verifies a step)")
         panel.set_title(f"T = {temperature:g}", loc="left", fontsize=11)
     axes[0][0].set_ylabel("tokens a step (τ), mean of sets")
-    style.finish(figure, "What more rows buy: the steeper, the better a method uses them (95 % intervals)", path)
+    style.finish(
+        figure, "Tokens per step by row budget: the steeper, the better a method uses rows (95 % intervals)", path
+    )
 
 
-def _errors(told: list[tuple[float, Interval | None]]) -> list[list[float]]:
-    """Lengths of the error bars below and above; none where there is no interval."""
-    below = [value - interval.low if interval else 0.0 for value, interval in told]
-    above = [interval.high - value if interval else 0.0 for value, interval in told]
-    # A resampled mean may miss the value by a rounding; matplotlib takes no negative length.
+def _errors(means: list[tuple[float, Interval | None]]) -> list[list[float]]:
+    """Lengths of the error bars below and above; 0 without an interval."""
+    below = [value - interval.low if interval else 0.0 for value, interval in means]
+    above = [interval.high - value if interval else 0.0 for value, interval in means]
+    # Rounding may put an interval's end past the value; matplotlib rejects negative lengths.
     return [[max(0.0, length) for length in side] for side in (below, above)]

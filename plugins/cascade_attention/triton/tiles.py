@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from d2sd.plugins.dispatch import HEAD_STEP
 
-#: More splits make the merge read more than they save the kernel.
+#: Above this, the merge reads more than the splits save.
 MOST_SPLITS = 16
 #: Least tokens of context in a split: reading fewer costs less than writing and merging a partial result.
 LEAST_SHARE = 128
@@ -48,7 +48,7 @@ def select_tile(packed_rows: int, size: int, itemsize: int, *, fp8: bool) -> Til
     | fp32, more     | 16       | 16      | 16  | 4     | 1      | 32 columns spill at 128                             |
 
     Rows: the least of 16, 32, 64 that holds all, so that K and V are read once; more than 64 share them through L2.
-    64 rows are what one warpgroup of Hopper's and Blackwell's tensor cores takes. Shared memory stays within 48 KB.
+    64 rows are one warpgroup's tile on Hopper's and Blackwell's tensor cores. Shared memory stays within 48 KB.
     """
     wide = padded(size)
     if itemsize == 4:

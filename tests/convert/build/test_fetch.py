@@ -47,7 +47,7 @@ def test_another_wheel_than_the_recipes_is_refused_and_not_kept(index: Path) -> 
     assert cached(index) == []
 
 
-def test_a_package_that_is_not_there_is_told_in_pips_words(index: Path) -> None:
+def test_a_missing_package_is_reported_with_pips_message(index: Path) -> None:
     index.mkdir()
     with pytest.raises(BuildError, match=r"tiny-gguf==1\.0(.|\n)*No matching distribution"):
         fetch(source("0" * 64))

@@ -64,9 +64,7 @@ def test_a_bundle_has_its_layout_and_nothing_beside_it(recipe: Path, out: Path) 
     assert leftovers(out) == ["tiny"]
 
 
-def test_a_build_validates_its_bundle_unless_told_otherwise(
-    recipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_validates_its_bundle_by_default(recipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def check(bundle: Bundle, progress: object) -> dict[str, Any]:
         return {"vocabulary": bundle.target.config.vocab_size}
 

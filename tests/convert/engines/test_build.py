@@ -123,7 +123,7 @@ def test_a_file_that_is_no_graph(graphs: Path, tmp_path: Path) -> None:
         build_engine(job(tmp_path, "target", LAYERS["target"], plugins=False))
 
 
-def test_a_builder_that_dies_is_told(graphs: Path, tmp_path: Path) -> None:
+def test_a_crashed_builder_is_reported(graphs: Path, tmp_path: Path) -> None:
     (tmp_path / "r").write_text("{}")  # an earlier run's report is not this one's
     doomed = job(graphs, "target", LAYERS["target"], engine=str(tmp_path / "nowhere" / "x"), report=str(tmp_path / "r"))
     with pytest.raises(BuildError, match=r"builder crashed[\s\S]*No such file"):

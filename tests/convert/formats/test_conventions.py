@@ -131,14 +131,14 @@ def test_a_drafter_of_the_last_layer_is_not_written_as_a_speculator(tmp_path: Pa
     ],
     ids=["another width", "stretched alone"],
 )
-def test_a_drafter_of_another_target_is_told_by_what_differs(tmp_path: Path, drafter: Any, key: str) -> None:
+def test_a_drafter_of_another_target_is_refused_by_the_differing_key(tmp_path: Path, drafter: Any, key: str) -> None:
     write_drafter(tmp_path / "a", drafter.config, drafter.state_dict())
     read_drafter(tmp_path / "a")
     with pytest.raises(CheckpointError, match=rf"another target(.|\n)*{key}\n  found(.|\n)*expected"):
         read_drafter(tmp_path / "a", read_target_parts(write_tiny_target(tmp_path / "target", DECODER)))
 
 
-def test_copies_of_another_targets_tensors_are_told_row_by_row(tmp_path: Path) -> None:
+def test_tensors_of_another_target_are_detected_row_by_row(tmp_path: Path) -> None:
     """The head of a reduced vocabulary holds its tokens' rows: one row off is another token's."""
     drafter = reduced(DRAFTER)
     copies = extra(DECODER, drafter)

@@ -265,7 +265,7 @@ def test_specforges_markers(zlab: Path, key: str, value: str, role: str) -> None
     assert (drafter.source.format, drafter.config.role) == ("specforge", role)
 
 
-def test_a_recipe_is_told_to_sort_and_to_convert(zlab: Path, speculators: Path) -> None:
+def test_a_recipe_error_says_to_sort_and_to_convert(zlab: Path, speculators: Path) -> None:
     edit(zlab, {"dflash_config.target_layer_ids": [4, 0, 2]})
     with pytest.raises(CheckpointError, match=r"\[4, 0, 2\]\n  expected: \[0, 2, 4\]\n  fix: d2sd convert"):
         check_compatible(read_drafter_config(zlab), DECODER.config, role="first", block_size=4, where=zlab)

@@ -169,7 +169,7 @@ def test_a_chain_below_min_tau_fails_the_build(project: Path) -> None:
     assert not out.exists()
 
 
-def test_a_drafter_that_is_accepted_next_to_never_is_told_and_built(tmp_path: Path) -> None:
+def test_a_rarely_accepted_drafter_is_reported_and_built(tmp_path: Path) -> None:
     built, out = run(write_project(tmp_path / "project").parent)
     assert built.exit_code == 0, built.output
     told = built.stderr.splitlines()
@@ -333,7 +333,7 @@ def one_other(monkeypatch: pytest.MonkeyPatch, declared: Predictions, other: Pre
     return SimpleNamespace(first=SimpleNamespace(config=asked[0]), second=None, tokenizer=asked[1], recipe=recipe)
 
 
-def test_a_little_better_is_told_and_no_failure(
+def test_a_slightly_better_config_is_reported_without_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other, declared = guesses(40, length=104)
@@ -345,7 +345,7 @@ def test_a_little_better_is_told_and_no_failure(
 
 
 @pytest.mark.parametrize(("won", "lost", "length"), [(13, 0, 200), (40, 0, 99), (40, 30, 200)])
-def test_what_is_not_clear_is_not_told(
+def test_an_unclear_difference_is_not_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], won: int, lost: int, length: int
 ) -> None:
     other, declared = guesses(won, lost, length=length)

@@ -36,7 +36,7 @@ def test_ratios_of_the_common_cells_with_marks() -> None:
     tau, speed = (3 * 1 * 0.5) ** (1 / 3), (1.5 * 1 * 0.5) ** (1 / 3)
     assert f"**Geometric mean over 3 cells: τ {tau:.3f}, tokens/s {speed:.3f}**" in text  # plain decoding left out
     assert "Only in" not in text
-    assert "Not alike" not in text
+    assert "Differs between" not in text
 
 
 def test_an_interval_around_one_is_not_marked() -> None:
@@ -56,7 +56,7 @@ def test_without_shared_prompts_there_is_a_ratio_and_no_interval() -> None:
     assert lines(text)[0][5:10] == ["0 of 2", "2.00", "4.00", "2.000", "–"]
 
 
-def test_what_only_one_has_is_told() -> None:
+def test_cells_of_one_result_only_are_listed() -> None:
     common = cell("chain", [2], [2])
     a = result(common, cell("d2sd", [2], rows=64), cell("d2sd", [2], rows=16))
     b = result(common, cell("chain", [2], temperature=0.7), cell("chain", [2], concurrency=8))
@@ -68,7 +68,7 @@ def test_what_only_one_has_is_told() -> None:
     assert len(lines(text)) == 1
 
 
-def test_other_circumstances_are_told() -> None:
+def test_differing_settings_are_listed() -> None:
     b = result(
         cell(),
         settings=SETTINGS.model_copy(update={"max_new_tokens": 128}),
@@ -78,14 +78,14 @@ def test_other_circumstances_are_told() -> None:
     )
     text = compare(result(cell()), b)
     told = "max_new_tokens (64 | 128), device (cpu | cuda), machine cores (2 | –), machine gpu (– | H200)"
-    assert f"Not alike in A | B: {told}.\n" in text
+    assert f"Differs between A | B: {told}.\n" in text
 
 
 def test_plain_decoding_alone_has_no_mean() -> None:
     assert "Geometric" not in compare(result(cell("off", [1])), result(cell("off", [1])))
 
 
-def test_answers_without_tokens_have_no_speed_ratio() -> None:
+def test_responses_without_tokens_have_no_speed_ratio() -> None:
     empty = cell(requests=[{"id": "0", "accepted": [2], "tokens": 0}])
     text = compare(result(empty), result(empty))
     assert lines(text)[0][-1] == "–"

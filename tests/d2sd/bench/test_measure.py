@@ -123,7 +123,7 @@ def test_the_first_cell_is_compared_with_nothing() -> None:
 
 
 @pytest.mark.parametrize(("gap", "excused"), [(TIE_TOLERANCE / 2, True), (TIE_TOLERANCE * 2, False)])
-def test_differences_are_found_and_told_with_their_gap(gap: float, excused: bool) -> None:
+def test_differences_are_reported_with_their_gap(gap: float, excused: bool) -> None:
     """Plain answers changed on purpose: in one a token, another cut short; the gap is asked for behind what agrees."""
     changed = [list(answer) for answer in PLAIN]
     changed[1][3] = (changed[1][3] + 1) % 64

@@ -191,7 +191,7 @@ def test_a_method_looks_the_same_in_all_plots_and_like_no_other() -> None:
 NAMES = ["uniform", "decay", "decay + focal", "decay + chain", "decay + focal + chain", "D-PACE", "D-PACE + focal"]
 
 
-def test_what_is_no_policy_is_told_apart_in_a_panel(tmp_path: Path, figures: list[Figure]) -> None:
+def test_unknown_methods_get_different_colours_in_a_panel(tmp_path: Path, figures: list[Figure]) -> None:
     plot_tau(result(*(cell(name, [2]) for name in NAMES)), tmp_path / "tau.png")
     (axes,) = figures[0].axes
     faces = {patch.get_facecolor() for container in bars(axes).values() for patch in container.patches}

@@ -322,7 +322,7 @@ def test_a_changed_answer_ends_with_an_error_and_a_whole_result(
         return cell.model_copy(update={"differences": wrong if key.method == "chain" else []}), answers
 
     monkeypatch.setattr("d2sd.bench.run.measure_cell", lossy)
-    refused(bench(project, tmp_path, *SMALL), "speculation changed an answer", "2 differences")
+    refused(bench(project, tmp_path, *SMALL), "speculation changed a response", "2 differences")
     assert len(load_result(tmp_path / "result.json").cells) == 6
 
 

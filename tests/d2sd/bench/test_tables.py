@@ -79,7 +79,7 @@ def test_nothing_is_held_against_plain_decoding_that_was_not_measured(made: Resu
     assert [line[-2:] for line in body(table)] == [["–", "–"], ["–", "–"]]
 
 
-def test_what_auto_served_is_told_by_concurrency() -> None:
+def test_policies_of_auto_are_listed_by_concurrency() -> None:
     chain = cell("chain", [2], policies={"chain": 4})
     one = cell("auto", [1], policies={"off": 1, "hybrid of 16 rows": 3})
     four = cell("auto", [1], policies={"off": 4}, concurrency=4)
@@ -107,12 +107,12 @@ def test_speed_by_concurrency(made: Result) -> None:
 
 
 def test_losslessness_counts_all_but_the_reference_and_lists_what_no_tie_excuses(made: Result) -> None:
-    assert lossless(made) == "10 answers compared with plain decoding's: 0 differ, 0 beyond a tie."
+    assert lossless(made) == "10 responses compared with plain decoding: 0 differ, 0 beyond a tie."
     tie = Difference(request=0, token=3, gap=1e-6, excused=True)
     wrong = Difference(request=1, token=7, gap=0.25, excused=False)
     cells = [made.cells[3].model_copy(update={"differences": [tie, wrong]})]
     assert lossless(result(*cells)).splitlines() == [
-        "2 answers compared with plain decoding's: 2 differ, 1 beyond a tie.",
+        "2 responses compared with plain decoding: 2 differ, 1 beyond a tie.",
         "- d2sd, 8 rows, gsm8k, T = 0, 1 in flight: 1, token 7, gap 2.5e-01",
     ]
 

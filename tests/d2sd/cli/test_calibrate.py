@@ -203,7 +203,7 @@ def test_counts_are_positive(bundle: Path, tmp_path: Path, option: str, value: i
     assert not (tmp_path / "c.json").exists()
 
 
-def test_a_place_that_cannot_be_written_is_told_before_the_work(
+def test_an_unwritable_path_is_refused_before_the_run(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> None:

@@ -245,7 +245,7 @@ def test_marks_say_who_drafted_and_what_became_of_it() -> None:
         "t9": "bonus",
     }  # fmt: skip
     told = groups["t4"].findtext(f"{SVG}title")
-    assert told == "'t4'\nbranch 1 of the second pass, accepted\nprobability behind its parent: 50.0%"
+    assert told == "'t4'\nbranch 1 of the second pass, accepted\nprobability given its parent: 50.0%"
     assert [text.text for text in groups["t4"].iter(f"{SVG}text")] == ["t4", "50%"]
     edges = [p.get("class", "") for p in root.iter(f"{SVG}path")]
     assert edges == [f"edge {kind}" for kind in ("first", "first", "first yes", "second yes", "second yes", "bonus")]
@@ -257,7 +257,7 @@ def test_marks_say_who_drafted_and_what_became_of_it() -> None:
     )
     assert root.findtext(f"{SVG}title") == "Step 1 of 2"
     assert root.findtext(f"{SVG}desc") == (
-        "A tree of 5 drafted tokens behind the anchor 't0'. Accepted: 't1', 't4', 't5'. Bonus token: 't9'."
+        "A tree of 5 drafted tokens after the anchor 't0'. Accepted: 't1', 't4', 't5'. Bonus token: 't9'."
     )
 
 
@@ -441,7 +441,7 @@ def test_several_prompts_have_a_section_each(bundle: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("option", ["--tree-svg", "--html"])
-def test_an_unwritable_path_is_told_before_anything_is_computed(bundle: Path, tmp_path: Path, option: str) -> None:
+def test_an_unwritable_path_is_refused_before_the_run(bundle: Path, tmp_path: Path, option: str) -> None:
     for path, told in ((tmp_path / "none" / "a", "No such file or directory"), (tmp_path, "Is a directory")):
         result = run(bundle, "-p", "w1", option, path)
         assert result.exit_code == 2

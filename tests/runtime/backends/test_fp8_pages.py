@@ -37,7 +37,7 @@ def answers(policy: PolicyName, dtype: torch.dtype) -> tuple[torch.dtype, list[l
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("policy", ["off", "hybrid"])
-def test_e4m3_pages_give_the_answers_of_wide_pages(
+def test_e4m3_pages_give_the_responses_of_unquantized_pages(
     policy: PolicyName, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored, *found = answers(policy, dtype)

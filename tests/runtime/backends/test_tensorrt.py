@@ -244,7 +244,7 @@ def test_shapes_that_no_profile_admits(target: EngineFile) -> None:
 
 
 @pytest.mark.parametrize("refused", ["set_input_shape", "set_tensor_address", "execute_async_v3"])
-def test_what_tensorrt_refuses_is_told(target: EngineFile, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+def test_refusals_of_tensorrt_are_reported(target: EngineFile, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
     def refuse(context: Any, *_: object) -> bool:
         context._logger.log(1, "out of memory")
         return False

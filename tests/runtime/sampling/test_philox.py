@@ -42,7 +42,7 @@ def uniform(noise: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
-def test_known_answers(counter: str, key: str, answer: str) -> None:
+def test_philox_known_values(counter: str, key: str, answer: str) -> None:
     assert run_philox(words(key), words(counter)) == words(answer)
     k, c = words(key), words(counter)
     assert list(oracle.philox((k[0], k[1]), (c[0], c[1], c[2], c[3]))) == words(answer)

@@ -167,7 +167,7 @@ def test_parts_of_a_cache() -> None:
 
 @pytest.mark.parametrize("count", [4, 5])
 def test_holding_out_everything_is_refused(count: int) -> None:
-    with pytest.raises(D2SDError, match=r"held_out(.|\n)*4 answers(.|\n)*more than"):
+    with pytest.raises(D2SDError, match=r"held_out(.|\n)*4 responses(.|\n)*more than"):
         exact_features(greedy_responses()).split(count)
 
 
@@ -194,7 +194,7 @@ def test_online_features_are_the_targets_own_pass() -> None:
 # --- About the data --------------------------------------------------------------------------------------------------
 
 
-def test_names_follow_their_answers() -> None:
+def test_names_follow_their_responses() -> None:
     first, rest = exact_features(greedy_responses()).split(1)
     assert [first.name(0), rest.name(0), rest.name(2)] == ["a0", "a1", "a3"]
 

@@ -86,7 +86,7 @@ def test_nothing_is_finished_before_the_first_answer(path: Path) -> None:
 # --- Several processes -----------------------------------------------------------------------------------------------
 
 
-def test_a_folder_holds_the_answers_of_every_process(tmp_path: Path) -> None:
+def test_a_folder_has_the_responses_of_every_process(tmp_path: Path) -> None:
     """Whatever is cut, and of however many processes an earlier run was."""
     for rank, name in enumerate(["a", "b", "c"]):
         write(own_file(tmp_path, KIND, rank), name, f"cut {name}")
@@ -170,12 +170,12 @@ def test_a_sequence_longer_than_the_recipe_allows_is_named(path: Path) -> None:
         read_responses(path, vocab_size=6, max_tokens=5)
 
 
-def test_no_file_no_answers(path: Path) -> None:
+def test_a_missing_file_has_no_responses(path: Path) -> None:
     for text in (None, "", json.dumps({"id": "a", "prompt_ids": [1], "answer_ids": [2]}) + "\n"):
         if text is not None:
             path.write_text(text)
         for where in (path, path.parent):
-            with pytest.raises(D2SDError, match=rf"no usable answer\n  where: {where}\n"):
+            with pytest.raises(D2SDError, match=rf"no usable response\n  where: {where}\n"):
                 read_responses(where, vocab_size=6)
 
 
@@ -200,7 +200,7 @@ def test_what_older_files_dropped_stays_dropped(path: Path, prompt: list[int], a
     assert names(path) == ["a"]
 
 
-def test_answers_come_in_the_order_of_the_prompts_and_to_no_others(path: Path) -> None:
+def test_responses_follow_the_order_of_the_prompts(path: Path) -> None:
     write(path, "a", "left out since", "b")
     answers = read_responses(path, vocab_size=6)
     chosen = match_responses({"b": (1, 2), "not answered": (1,), "a": (1, 2)}, answers)

@@ -55,7 +55,7 @@ def test_the_plan_writes_nothing_and_tells_what_is_done(project: Path, finished:
     assert done["turns"] == "8 of 8 written by the target"
     count = len(rows(finished, "answers.jsonl"))
     assert done["answers"] == f"{count} of {count} prompts answered"
-    assert done["features"].startswith(f"{len(read(finished))} sequences stored, 0.0 MB for the answers so far")
+    assert done["features"].startswith(f"{len(read(finished))} sequences stored, 0.0 MB for the responses so far")
     assert done["first drafter"] == done["second drafter"] == "4 of 4 steps"
 
 

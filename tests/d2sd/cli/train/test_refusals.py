@@ -40,13 +40,13 @@ def test_writing_turns_needs_a_chat_template(project: Path) -> None:
     assert "data.self_written" in refused(project)
 
 
-def test_too_few_answers_to_hold_some_out(finished: Path) -> None:
+def test_too_few_responses_for_held_out(finished: Path) -> None:
     edit(finished, "data.held_out", 99)
     shutil.rmtree(finished / "out")
     assert "data.held_out" in refused(finished)
 
 
-def test_a_damaged_answers_file_is_named_by_its_line(finished: Path) -> None:
+def test_a_damaged_response_is_named_by_file_and_line(finished: Path) -> None:
     (finished / "work" / "answers.jsonl").write_text('{"id": "p1"}\n')
     shutil.rmtree(finished / "out")
     assert "answers.jsonl:1" in refused(finished)
@@ -60,7 +60,7 @@ def test_a_damaged_answers_file_is_named_by_its_line(finished: Path) -> None:
         ("first.steps", 5, "the settings changed"),
         ("drafter.block_size", 3, "the drafter changed"),
         ("data.held_out", 4, "the data changed"),
-        ("data.max_new_tokens", 12, "how the target is asked changed"),
+        ("data.max_new_tokens", 12, "the sampling settings of the target changed"),
         ("data.self_written", [{"name": "kind", "count": 8, "end": "w1"}], "self_written.kind.end"),
         ("data.self_written", [{"name": "kind", "count": 8, "temperature": 0.5}], "self_written.kind.temperature"),
     ],
@@ -72,9 +72,7 @@ def test_a_recipe_that_changed_on_the_way_is_refused(finished: Path, key: str, v
         assert told in refused(finished)
 
 
-def test_a_place_that_cannot_be_written_is_told_before_any_answer(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_folder_is_refused_before_any_response(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "d2sd.train.pipeline.responses.make_engine", lambda *args, **kwargs: pytest.fail("it began to answer")
     )

@@ -65,14 +65,14 @@ def test_the_log_has_every_step_once(whole: Path) -> None:
                 assert 0 < row["learning rate"] <= 5e-3
 
 
-def test_answers_are_the_targets_and_every_prompt_leaves_one_line(whole: Path) -> None:
+def test_responses_are_the_targets_with_one_line_per_prompt(whole: Path) -> None:
     stdout = whole.with_name("stdout").read_text()
     found = {line["id"]: line for line in rows(whole, "answers.jsonl")}
     turns = {line["id"]: line for line in rows(whole, "turns.jsonl")}
     assert turns.keys() == {f"self/kind/{i}" for i in range(8)}
     ended = {name: line["text"] for name, line in turns.items() if "text" in line}
     assert 0 < len(ended) < 8, "turns that did not end are dropped"
-    assert f"prompts left out: {8 - len(ended)} (a turn without an end)" in stdout
+    assert f"prompts left out: {8 - len(ended)} (turn not finished within max_tokens)" in stdout
     for text in ended.values():
         assert text.startswith(("w7 ", "w8 w9 "))
         assert f"w{STOP}" not in text.split(), "what ended the turn is not part of its text"
@@ -156,7 +156,7 @@ def test_online_features_are_stored_nowhere(finished: Path) -> None:
     assert not list((finished / "work").glob("features*"))
 
 
-def test_drafts_are_chosen_among_the_answers_most_frequent_ids(finished: Path) -> None:
+def test_draft_vocabulary_has_the_most_frequent_response_ids(finished: Path) -> None:
     edit(finished, "drafter.draft_vocab_size", 12)
     files = trained(finished)
     assert files["first/draft_vocab.json"] == files["second/draft_vocab.json"]

@@ -106,7 +106,7 @@ def test_a_cut_answer_is_asked_again(finished: Path, expected: dict[str, bytes])
     assert path.read_bytes() == whole
 
 
-def test_the_order_of_the_answers_is_the_recipes_not_the_files(finished: Path, expected: dict[str, bytes]) -> None:
+def test_response_order_is_the_recipes_not_the_files(finished: Path, expected: dict[str, bytes]) -> None:
     """Short answers finish early, and the first ones are held out; an interruption changes what finishes when."""
     path = finished / "work" / "answers.jsonl"
     path.write_text("".join(line + "\n" for line in reversed(path.read_text().splitlines())))

@@ -73,7 +73,7 @@ def test_an_unknown_version_is_left_alone(
     assert untouched(modules)
 
 
-def test_it_refuses_if_told_so(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_raises_if_required(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = fake.install(monkeypatch, "1.5.0")
     monkeypatch.setenv("D2SD_TRTLLM", "require")
     with pytest.raises(D2SDError, match=r"1\.5\.0"):
