@@ -24,10 +24,10 @@ BANNED = {
     r"in vain|by heart|at hand": "without effect, exactly, available",
 }
 #: Rooms whose prose is still to be gone through; an empty set holds all of the product to the rule.
-PENDING = frozenset(("plugins", "modeling", "runtime", "convert", "train", "bench", "viz", "integrations"))
+PENDING = frozenset(("convert", "train", "bench", "viz", "integrations"))
 #: File and phrase that is meant literally; one that is no longer there fails.
 ALLOWED: frozenset[tuple[str, str]] = frozenset()
-ROOMS = sorted({"foundation", "serve", *PENDING})
+ROOMS = sorted({"foundation", "serve", "plugins", "modeling", "runtime", *PENDING})
 
 
 class Hit(NamedTuple):
