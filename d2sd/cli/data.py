@@ -1,4 +1,4 @@
-"""`d2sd data`: fill `data/` with the public prompt sets, or say where they come from."""
+"""`d2sd data`: fill `data/` with the public prompt sets, or print their sources."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from d2sd.cli.report import Reporting
 @click.option("--from", "source", type=click.Path(path_type=Path), help="Folder with the sets, in eval/ and train/.")
 @click.option("--to", type=click.Path(path_type=Path), default=Path("data"), show_default=True, help="Folder to fill.")
 def data(source: Path | None, to: Path) -> None:
-    """Fill a folder with the prompt sets that recipes and benchmarks name, and say where the missing ones come from.
+    """Fill a folder with the prompt sets that recipes and benchmarks name, and print the sources of missing ones.
 
-    Nothing is downloaded. Every file is checked by its hash. Demo, build and tests do without the sets.
+    Nothing is downloaded. Every file is checked by its hash. Demo, build and tests do not need the sets.
 
     For example:
 
