@@ -1,4 +1,4 @@
-"""`d2sd data`: fill `data/` with the public prompt sets, or print their sources."""
+"""`d2sd data`: fill `data/` with the public prompt sets, or say where they come from."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from pathlib import Path
 
 import click
 
+from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
+from d2sd.prompt_sets import fill, present, prompt_sets
 
 
 @click.command(cls=Reporting)
-@click.option("--from", "source", type=click.Path(path_type=Path), help="Folder with the sets, in eval/ and train/.")
-@click.option("--to", type=click.Path(path_type=Path), default=Path("data"), show_default=True, help="Folder to fill.")
+@click.option("--from", "source", type=FilePath, help="Folder with the sets, in eval/ and train/.")
+@click.option("--to", type=FilePath, default=Path("data"), show_default=True, help="Folder to fill.")
 def data(source: Path | None, to: Path) -> None:
-    """Fill a folder with the prompt sets that recipes and benchmarks name, and print the sources of missing ones.
+    """Fill data/ with the prompt sets that recipes and benchmarks name.
 
-    Nothing is downloaded. Every file is checked by its hash. Demo, build and tests do not need the sets.
+    For sets that are missing, prints their public source. Nothing is downloaded; every file is checked by its hash.
+    Demo, build and tests do without the sets.
 
     For example:
 
         d2sd data --from ../prompts
     """
-    from d2sd.prompt_sets import fill, present, prompt_sets
-
     if source is not None:
         fill(to, source)
     found = present(to)
