@@ -1,4 +1,4 @@
-"""`calibration.json`: how far a pair of drafters may be believed, and how many tokens a step their trees gained."""
+"""`calibration.json`: Platt parameters of a pair of drafters, and the tokens a step that their trees gained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Table = list[list[list[list[float]]]]
 
 
 class CalibrationFile(BaseModel):
-    """Written by `d2sd calibrate`; read by the build, which holds the fingerprints against its drafters."""
+    """Written by `d2sd calibrate`; read by the build, which compares the fingerprints with its drafters'."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -29,7 +29,7 @@ class CalibrationFile(BaseModel):
     block_size: Annotated[int, Field(ge=2)]
     slope: Table
     offset: Table
-    #: tokens a step by temperature ("0", "1") and policy; entry n is with n + 1 rows
+    #: tokens a step by temperature ("0", "1") and policy; entry n is for n + 1 nodes
     tau: dict[Literal["0", "1"], dict[str, list[float]]]
     #: what it was fitted on, and the expected calibration error before and after
     report: dict[str, float]
@@ -37,18 +37,18 @@ class CalibrationFile(BaseModel):
     @model_validator(mode="after")
     def _usable(self) -> Self:
         if self.tau.keys() != {"0", "1"}:
-            raise ValueError(f"tau is at the temperatures 0 and 1, not {', '.join(sorted(self.tau))}")
+            raise ValueError(f"tau must be at the temperatures 0 and 1, not {', '.join(sorted(self.tau))}")
         for policy in sorted(self.tau["0"].keys() | self.tau["1"].keys()):
             if not all(curves.get(policy) for curves in self.tau.values()):
                 raise ValueError(f"tau of {policy} is missing or empty at a temperature")
         if not all(a > 0 for warm in self.slope for drafter in warm for pair in drafter for a in pair):
-            raise ValueError("a slope is not above 0: it would turn the order of the candidates around")
+            raise ValueError("a slope is not above 0: it would reverse the order of the candidates")
         shape = [2, 2, self.block_size - 1, 2]
         for table in (self.slope, self.offset):
             pairs = [pair for drafters in table for distances in drafters for pair in distances]
             sizes = [len(table), *{len(part) for part in table}, *{len(d) for part in table for d in part}]
             if [*sizes, *{len(pair) for pair in pairs}] != shape:
-                raise ValueError(f"slope and offset have the shape {shape}")
+                raise ValueError(f"slope and offset must have the shape {shape}")
         return self
 
 
@@ -58,6 +58,6 @@ def load_calibration(path: Path) -> CalibrationFile:
 
 
 def write_calibration(path: Path, calibration: CalibrationFile) -> None:
-    """One line a key, for the tables are for programs; whole or not at all."""
+    """Write the file atomically, with one line per key."""
     lines = (f'"{key}": {json.dumps(value)}' for key, value in calibration.model_dump(mode="json").items())
     write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")

@@ -1,6 +1,6 @@
-"""The one error family. What a user can cause raises `D2SDError`; the CLI turns it into a message and exit code 2.
+"""The `D2SDError` family: errors that a user can cause. The CLI prints their message and exits with code 2.
 
-A message says what is wrong, where (file and key), what was found, what was expected, and how to fix it.
+A message states what is wrong, where (file and key), what was found, what was expected, and how to fix it.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import reprlib
 from pathlib import Path
 
-#: Longest `found` in characters: enough to recognise a value, too little to flood a terminal with a damaged file.
+#: Longest `found` in characters, so that a damaged file does not flood the terminal.
 _FOUND = 200
 #: Longest of the other lines in characters; a path may be long.
 _LINE = 4000
 
 
 class D2SDError(Exception):
-    """A fault in the user's input or surroundings, never in our own logic (that is what asserts are for)."""
+    """A fault in the user's input or environment; faults in d2sd's own logic are asserts."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ _BOUNDED.maxstring = _BOUNDED.maxother = _BOUNDED.maxlong = 80
 
 
 class RecipeError(D2SDError):
-    """The recipe, or a `--set` override, does not say something we can build."""
+    """The recipe, or a `--set` override, is invalid."""
 
 
 class CheckpointError(D2SDError):

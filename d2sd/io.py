@@ -19,7 +19,7 @@ from d2sd.errors import BuildError, BundleError, D2SDError
 from d2sd.progress import Progress, silent
 
 _CHUNK = 1 << 20
-#: Most bytes of a text or JSON file that we read whole; real ones are far below.
+#: Most bytes of a text or JSON file that is read into memory; real ones are far below.
 MAX_BYTES = 64 << 20
 #: Deepest nesting of JSON and YAML; real files stay below 10, and Python's own limit is 1,000 frames.
 MAX_DEPTH = 64
@@ -37,7 +37,7 @@ def open_regular(path: Path) -> BinaryIO:
     device such as /dev/zero might never end.
     """
     with _naming(path):
-        # O_NONBLOCK: opening a pipe without a writer would wait for one
+        # O_NONBLOCK: opening a pipe without a writer would block
         stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             stream.close()
@@ -48,7 +48,7 @@ def open_regular(path: Path) -> BinaryIO:
 def read_text(path: Path, *, error: type[D2SDError] = D2SDError, what: str = "file", max_bytes: int = MAX_BYTES) -> str:
     """Read a UTF-8 text file of at most `max_bytes`.
 
-    Raises `error` naming the file, and the line where that is what is wrong; `what` is what messages call the file.
+    Raises `error` naming the file, and the line if its encoding is wrong; messages call the file `what`.
     """
     try:
         with open_regular(path) as stream:
@@ -66,7 +66,7 @@ def read_text(path: Path, *, error: type[D2SDError] = D2SDError, what: str = "fi
 
 
 def parse_json(text: str, *, max_depth: int = MAX_DEPTH, finite: bool = True) -> Any:
-    """Parse JSON whose values can be used without surprises.
+    """Parse JSON, refusing values that later code cannot handle.
 
     Raises ValueError (JSONDecodeError, with a line, where the syntax is wrong) for integers of more than `MAX_DIGITS`
     digits, nesting deeper than `max_depth`, strings with half a surrogate pair and, if `finite`, NaN and infinities.
@@ -141,9 +141,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
     Example: `with atomic_write(path) as partial: partial.write_text(text, "utf-8")`
 
-    Gives the path of a temporary neighbour, which is flushed to disk and renamed to `path` when the block ends, and
-    deleted if the block raises. A symbolic link stays a link to the new contents. A pipe or a terminal is given as it
-    is. Raises OSError naming `path`, never the neighbour; a folder is refused.
+    Yields the path of a temporary file in the same folder, which is flushed to disk and renamed to `path` when the
+    block ends, and deleted if the block raises. A symbolic link is kept and points to the new contents. A pipe or a
+    terminal is yielded unchanged. Raises OSError naming `path`, never the temporary file; a folder is refused.
     """
     with _naming(path):
         partial = path if _special(path) else _partial(path)
@@ -152,7 +152,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
             yield partial
         except OSError as error:
             if error.filename not in (None, str(partial)):
-                raise  # of another file
+                raise  # an error of another file
             raise OSError(error.errno, error.strerror or str(error), str(path)) from None
         if partial != path:
             with _naming(path):
@@ -161,7 +161,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
                 partial.replace(path.resolve())
     finally:
         if partial != path:
-            with suppress(OSError):  # mostly renamed by now
+            with suppress(OSError):  # usually renamed already
                 partial.unlink()
 
 
@@ -177,7 +177,7 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise now the OSError, naming `path`, that writing it later would raise."""
+    """Raise the OSError, naming `path`, that writing it later would raise."""
     with _naming(path):
         if not _special(path):
             partial = _partial(path)
@@ -243,7 +243,7 @@ def digest(value: object) -> str:
 
 @contextmanager
 def exclusive(lock: Path, *, wait: bool) -> Iterator[None]:
-    """Hold `lock` for this process alone; the kernel frees it if we are killed."""
+    """Hold an exclusive lock on the file `lock`; the kernel releases it if the process is killed."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as stream:
         try:
@@ -255,7 +255,7 @@ def exclusive(lock: Path, *, wait: bool) -> Iterator[None]:
 
 @contextmanager
 def disk_space(folder: Path, need: int, what: str) -> Iterator[None]:
-    """Refuse to start `what` (a step that writes `need` bytes below `folder`) without room; say so if it runs out."""
+    """Raise BuildError if `folder` has fewer than `need` bytes free for `what`, or if the disk fills up meanwhile."""
     free = shutil.disk_usage(folder).free
     if free < need:
         raise BuildError(
@@ -272,11 +272,11 @@ def disk_space(folder: Path, need: int, what: str) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder that may not be there."""
+    """Delete a folder if it exists."""
     if path.exists():
         shutil.rmtree(path)
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: $D2SD_CACHE, or ~/.cache/d2sd."""
+    """Folder of downloads: $D2SD_CACHE, or ~/.cache/d2sd."""
     return Path(os.environ.get("D2SD_CACHE") or Path.home() / ".cache" / "d2sd")

@@ -1,5 +1,5 @@
-"""`manifest.json`: what a bundle is, and the hash of everything in it. No dates and no places: equal
-inputs give equal bytes, engines apart.
+"""`manifest.json`: the contents of a bundle, with the hash of every file. It has no dates and no paths, so equal inputs
+give equal bytes, except for engines.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class DrafterGeometry(_Part):
     parameters: int
 
 
-#: Least, usual and greatest size of each dimension.
+#: Min, opt and max shape.
 Shapes = tuple[list[int], list[int], list[int]]
 
 
 class Engines(_Part):
-    """What is in engines/<compute>/<model>.engine: without a GPU an engine cannot be asked."""
+    """Metadata of engines/<compute>/<model>.engine, which cannot be read from an engine without a GPU."""
 
     builder: Builder
     version: str  # of the builder
@@ -68,7 +68,7 @@ class Engines(_Part):
 
 
 class Manifest(_Part):
-    """Precision, row budget and limits are the recipe's; they are not said twice."""
+    """The manifest; precision, node budget and limits are in its recipe."""
 
     d2sd_bundle: Literal[1] = SCHEMA
     recipe: Recipe
@@ -78,7 +78,7 @@ class Manifest(_Part):
     engines: Engines | None = None
     files: dict[FileName, Sha256]  # every file of the bundle but this one
     versions: dict[str, str]  # of the tools that decide the bytes
-    checks: dict[str, JsonValue]  # what was proven at build time, with numbers
+    checks: dict[str, JsonValue]  # figures of the build's checks
 
 
 def load_manifest(bundle: Path) -> Manifest:

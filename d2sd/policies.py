@@ -1,4 +1,4 @@
-"""The tree policies and what each one needs, stated once for recipes, runtime and benchmarks. No torch."""
+"""The tree policies and the drafters each one needs, for recipes, runtime and benchmarks. No torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 #: A drafter in files, logs and messages; `DrafterRole` is its index.
 DrafterName = Literal["first", "second"]
 
-#: Nodes of the largest tree: its mask has N² entries a request, and a larger one is never worth its verification.
+#: Nodes of the largest tree: its mask has N² entries a request, and larger trees never repay their verification.
 MAX_NODES = 1024
 #: Tokens of the longest block; published drafters have 8 to 16.
 MAX_BLOCK_SIZE = 128
 
 
 class FirstPass(Enum):
-    """What fills the first draft."""
+    """The source of the first draft."""
 
     NONE = "none"
     PROMPT_LOOKUP = "prompt lookup"
@@ -36,11 +36,11 @@ class DrafterRole(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PolicyFacts:
-    """What is known of a policy without building a tree."""
+    """Static properties of a policy."""
 
     first_pass: FirstPass = FirstPass.DRAFTER
     second_pass: DrafterRole | None = None  # the drafter of the branches; None: no second pass
-    grows: bool = False  # its tree takes a node budget beyond one block
+    grows: bool = False  # its tree can use more nodes than one block
 
     @property
     def required_drafters(self) -> tuple[DrafterRole, ...]:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """`with progress("hashing", total_bytes) as advance: advance(n)`; without a total where it cannot be known."""
+    """`with progress("hashing", total_bytes) as advance: advance(n)`; total None if it is unknown."""
 
     def __call__(self, what: str, total: int | None = None) -> AbstractContextManager[Callable[[int], None]]: ...
 
@@ -22,7 +22,7 @@ def silent(what: str, total: int | None = None) -> Iterator[Callable[[int], None
 
 @contextmanager
 def bar(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Draw a bar while work runs (`d2sd.progress.Progress`); nothing remains of it, and none off a terminal."""
+    """Draw a transient bar on stderr (`d2sd.progress.Progress`), if it is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 

@@ -15,15 +15,16 @@ LIST = Path(__file__).with_name("prompt_sets.yaml")
 
 
 class PromptSet(Part):
-    """One file of prompts, and where it comes from."""
+    """One file of prompts and its origin."""
 
-    #: below `data/`
+    #: path below `data/`
     file: str
+    #: number of prompts
     prompts: Positive
     license: str
-    #: public home of the original, and the file in it
+    #: public repository of the original, and the file in it
     source: str
-    #: how the file follows from the original
+    #: how the file was made from the original
     made: str
     sha256: SHA256
 
@@ -33,17 +34,17 @@ class _List(Part):
 
 
 def prompt_sets() -> list[PromptSet]:
-    """Every set that d2sd knows."""
+    """Every set in `prompt_sets.yaml`."""
     return validated(_List, read_yaml(LIST), LIST, error=D2SDError).sets
 
 
 def present(data: Path) -> set[str]:
-    """Names of the sets that `data` holds, unchanged."""
+    """Names of the sets in `data` whose hash matches."""
     return {wanted.file for wanted in prompt_sets() if _is(data / wanted.file, wanted)}
 
 
 def fill(data: Path, source: Path) -> list[PromptSet]:
-    """Copy the sets that the folder `source` holds to `data`; return those that it does not hold.
+    """Copy the sets in the folder `source` to `data`; return the missing ones.
 
     Raises D2SDError for a file of a set's name with another hash; it is not copied.
     """

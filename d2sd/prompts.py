@@ -9,9 +9,9 @@ from typing import Any
 from d2sd.errors import D2SDError
 from d2sd.io import parse_json, read_text
 
-#: Prompts of our own writing, for smoke tests and calibration.
+#: Prompts written for d2sd, for smoke tests and calibration.
 OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
-#: A prompt set that needs more is split.
+#: Largest prompt file; a larger set must be split.
 _MAX_BYTES = 1 << 30
 
 

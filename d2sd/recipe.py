@@ -1,4 +1,4 @@
-"""The recipe: one YAML that says what a bundle is made of. Unknown keys are errors everywhere."""
+"""The recipe: one YAML file that describes a bundle. Unknown keys are errors everywhere."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Policy = Literal["auto", PolicyName]
 Builder = Literal["tensorrt-rtx", "tensorrt"]
 Compute = Literal["sm75", "sm80", "sm86", "sm89", "sm120", "sm121", "portable", "native"]
-#: A plain name: it becomes a file or folder name, so it holds no separator and does not start with a dot.
+#: A plain name: it becomes a file or folder name, so it has no separator and does not start with a dot.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
-#: 32-bit, as sizes and counts are on a device
+#: Below 2^31: sizes and counts are 32-bit integers on a device.
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 SHA256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-#: Older than FP8.
+#: Compute capabilities without FP8.
 _NO_FP8 = {"sm75", "sm80", "sm86"}
-#: Arguments of a chat template that are not the recipe's to give.
+#: Arguments of a chat template that d2sd sets itself.
 _OURS = {"conversation", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "chat_template"}
 
 
 class Part(BaseModel):
     """A mapping of a recipe."""
 
-    # strict: `block_size: "8"` or `seed: true` is a slip of the pen, not a number
+    # strict: `block_size: "8"` and `seed: true` are mistakes, not numbers
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
@@ -58,7 +58,7 @@ class RecipeFile(Part):
     _home: Path = PrivateAttr(default=Path())
 
     def at(self, folder: Path, home: Path | None = None) -> Self:
-        """Return this recipe as if it had been read from a file in `folder`; `home` is where the file really is."""
+        """Return a copy whose relative paths start at `folder`; `home` is the folder of the recipe's file."""
         copy = self.model_copy()
         copy._folder, copy._home = folder, folder if home is None else home
         return copy
@@ -74,22 +74,24 @@ class RecipeFile(Part):
         return self._home
 
     def path(self, written: str) -> Path:
-        """Return a path of this recipe as one that can be opened."""
+        """Resolve a relative path of this recipe against its folder."""
         joined = self._folder / written
-        # the system cannot go up from a folder that does not exist
+        # the system cannot resolve `..` in a folder that does not exist
         return joined if self._folder.is_dir() else Path(os.path.normpath(joined))
 
 
 class PyPI(Part):
-    """A GGUF, or the folder of a drafter, inside a wheel on PyPI. The hash names exact bytes, so it is required."""
+    """A GGUF, or the folder of a drafter, inside a wheel on PyPI. The hash is required: it identifies the bytes."""
 
+    #: Name of the package on PyPI.
     package: Name
+    #: Exact version of the package.
     version: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.!+_-]*$")]
-    #: the file or folder in the wheel: its path there, or the last part of it
+    #: The file or folder in the wheel: its path, or the last part of it.
     file: str
-    #: of the wheel
+    #: SHA-256 of the wheel.
     sha256: SHA256
-    #: where the same file or folder may already be, relative to the recipe's file: used if it exists
+    #: A local copy of the file or folder, relative to the recipe's file; it is used if it exists.
     local: str | None = None
 
     @model_validator(mode="after")
@@ -99,17 +101,18 @@ class PyPI(Part):
         return self
 
 
-#: What is downloaded from a hub: no pickles, no code.
+#: File types that are downloaded from a hub: no pickles, no code.
 _HUB_SUFFIXES = {".safetensors", ".json", ".txt", ".jinja", ".model"}
 
 
 class HF(Part):
     """Files of one commit of a Hugging Face repository; downloaded only with D2SD_ALLOW_HUB=1 in the environment."""
 
+    #: Repository on the hub, as owner/name.
     repo: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    #: a full commit hash: branches and tags move
+    #: Full commit hash; branches and tags are refused because they can change.
     revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
-    #: the files of the checkpoint, each with its hash; only these are downloaded
+    #: Files of the checkpoint with their SHA-256; only these are downloaded.
     files: Annotated[dict[Name, SHA256], Field(min_length=1)]
 
     @model_validator(mode="after")
@@ -121,13 +124,13 @@ class HF(Part):
 
 
 class Source(Part):
-    """Where a model or a file of the recipe comes from: exactly one of three."""
+    """Origin of a model or file: exactly one of `path`, `pypi` and `hf`."""
 
-    #: a local file or folder
+    #: A local file or folder.
     path: str | None = None
-    #: a wheel on PyPI
+    #: A wheel on PyPI.
     pypi: PyPI | None = None
-    #: a commit on the Hugging Face hub
+    #: A commit on the Hugging Face hub.
     hf: HF | None = None
 
     @model_validator(mode="after")
@@ -140,13 +143,13 @@ class Source(Part):
 class Target(Source):
     """The model whose distribution is served: a Llama, Qwen2 or Qwen3 folder, or, by `pypi`, a GGUF."""
 
-    #: what its chat template asks, such as enable_thinking: false; the template's own defaults where absent
+    #: Arguments of the chat template, such as enable_thinking: false; others keep the template's defaults.
     template: dict[str, bool | int | str] = {}
 
     @model_validator(mode="after")
     def _template_is_free(self) -> Target:
         if taken := sorted(self.template.keys() & _OURS):
-            raise ValueError(f"template.{taken[0]} is decided by d2sd; remove it")
+            raise ValueError(f"template.{taken[0]} is set by d2sd; remove it")
         return self
 
 
@@ -155,7 +158,9 @@ class DrafterSource(Source):
 
 
 class SecondSource(DrafterSource):
-    #: of a drafter that was trained on variable prefixes and does not say so itself
+    """A folder of a variable-prefix drafter."""
+
+    #: Role of a drafter that was trained on variable prefixes, if its config does not record it.
     role: Literal["variable_prefix"] | None = None
 
 
@@ -165,37 +170,42 @@ def _path_alone(value: object) -> object:
 
 
 class Drafters(Part):
-    #: absent where the policy is off: a bundle may be a plain target
+    """The drafters of the bundle and their calibration."""
+
+    #: The first drafter; without it the bundle is a plain target, and tree.policy must be off, lookup or auto.
     first: DrafterSource | None = None
-    #: absent where no variable-prefix drafter was trained: chain and off need none
+    #: The variable-prefix drafter of the second pass, needed by d2sd and hybrid only.
     second: SecondSource | None = None
-    #: a file by `d2sd calibrate`; absent, drafters are taken at their word and `auto` serves the largest tree
+    #: File written by `d2sd calibrate`; without it drafter probabilities are used uncalibrated and `auto` serves the
+    #: largest tree.
     calibration: Annotated[Source, BeforeValidator(_path_alone)] | None = None
 
 
 class Tree(Part):
-    #: auto serves the tree whose measured cost pays at each batch size, or none; the others are pinned
+    """How drafts are made and merged into a tree."""
+
+    #: Tree policy; auto chooses the fastest one at each batch size from measured step times, or plain decoding.
     policy: Policy = "auto"
-    #: γ, anchor included; what our drafters were trained with
+    #: Block size γ in tokens, anchor included; it must be the drafters' own.
     block_size: Annotated[int, Field(ge=2, le=MAX_BLOCK_SIZE)] = 8
-    #: K boundaries re-drafted a step: all of a block of 8, and the row budget decides what is kept
+    #: Boundaries K that are re-drafted in each step; the default covers all boundaries of a block of 8.
     branches: Positive = 7
-    #: most rows verified a request and step; 64 is what a GPU verifies at little more than the cost of one
+    #: Most tree nodes verified per request and step; a GPU verifies 64 at little more than the cost of one.
     row_budget: Annotated[int, Field(ge=2, le=MAX_NODES)] = 64
 
 
 class Sampling(Part):
-    """Defaults of a request; each may be overridden when generating."""
+    """Default sampling parameters; a request can override each."""
 
-    #: greedy: reproducible, and where speculation accepts most
+    #: Sampling temperature; 0 decodes greedily, at which most drafts are accepted.
     temperature: Annotated[float, Field(ge=0, lt=100)] = 0.0
-    #: the whole distribution
+    #: Probability mass of nucleus sampling; 1 keeps the full distribution.
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    #: 0 means no cut
+    #: Number of likeliest tokens kept; 0 keeps all.
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    #: fixed: the same request gives the same text
+    #: Random seed; the same request with the same seed gives the same text.
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
-    #: a paragraph or two
+    #: Most tokens generated per request.
     max_new_tokens: Positive = 256
 
 
@@ -213,99 +223,102 @@ def _kv_memory(value: object) -> float | int:
 
 
 class Limits(Part):
-    """What memory is laid out for."""
+    """Sizes that memory is allocated for."""
 
-    #: requests in flight: beyond a few, plain decoding already fills a CPU
+    #: Most requests that decode together.
     max_batch: Annotated[int, Field(ge=1, le=4096)] = 8
-    #: prompt and answer together, a multiple of page_size: a chat turn of a small model
+    #: Most tokens of a request, prompt and answer together; a multiple of page_size.
     max_context: Annotated[int, Field(ge=1, le=2**20)] = 2048
-    #: tokens a page: small enough to waste little, large enough for one load
+    #: Tokens per K/V page; small pages waste less memory, large ones load faster.
     page_size: Annotated[int, Field(ge=1, le=1024)] = 16
-    #: prompt tokens a step, of all requests: few enough that running requests do not stall
+    #: Most prompt tokens prefilled between two decode steps, over all requests; small chunks avoid stalls.
     prefill_chunk: Annotated[int, Field(ge=1, le=16384)] = 128
-    #: memory of the K/V pools: a share of what is free when serving starts (0.9), or bytes (4GiB). With less than all
-    #: requests need, the newest is preempted and recomputed later; absent: enough for max_batch times max_context
+    #: Memory of the K/V pools: a share of the memory that is free when serving starts (0.9), or bytes (4GiB). If it
+    #: runs out, the newest request is preempted and recomputed later. By default it fits max_batch times max_context.
     kv_memory: Annotated[float | int, BeforeValidator(_kv_memory)] | None = None
 
 
 class Checks(Part):
-    """What a build tries on real prompts before it publishes a bundle; the figures go into its manifest."""
+    """Checks on real prompts before the bundle is published; their figures are recorded in the manifest."""
 
-    #: JSONL of {"id", "turns"}; a few dozen of our own writing where absent
+    #: JSONL file of {"id", "turns"}; by default the two dozen prompts in the package.
     prompts: str | None = None
-    #: enough to notice a drafter that is read wrongly, and seconds on a CPU
+    #: Number of prompts; a few reveal a misread drafter within seconds on a CPU.
     count: Positive = 4
-    #: new tokens a prompt
+    #: New tokens per prompt.
     tokens: Positive = 24
-    #: fail the build below this many tokens a step of the first drafter's chain; absent: only tell
+    #: The build fails if the first drafter's chain has fewer tokens per step (τ); by default τ is only reported.
     min_tau: Annotated[float, Field(ge=1)] | None = None
 
 
 class FP8(Part):
     """8-bit floating point (E4M3) for weights and inputs of linear layers, calibrated by ModelOpt."""
 
-    #: every linear layer but the head
+    #: Quantize every linear layer of the target except the head.
     target: bool = True
-    #: MLP and output projections alone: engines slice or read the other projections as they are
+    #: Quantize the drafters' MLP and output projections; engines need the other projections unquantized.
     drafters: bool = True
-    #: the target's K/V too, with a scale each a layer
+    #: Quantize the target's K/V pages, with one scale for K and one for V per layer.
     kv: bool = False
-    #: JSONL of {"id", "turns"} to calibrate on and to compare with unquantized models; our own where absent
+    #: JSONL file of {"id", "turns"} for calibration and for the comparison with unquantized models; by default the
+    #: prompts in the package.
     prompts: str | None = None
-    #: how many of them: scales are maxima, which settle early
+    #: Number of prompts; scales are maxima, which converge early.
     count: Positive = 32
-    #: new tokens a prompt, for the comparison
+    #: New tokens per prompt in the comparison.
     tokens: Positive = 48
-    #: fail the build where tokens a step fall by more than this share
+    #: The build fails if tokens per step (τ) fall by more than this share.
     max_tau_drop: Annotated[float, Field(ge=0, le=1)] | None = None
-    #: fail the build where the target's perplexity on the prompts' words rises by more than this share
+    #: The build fails if the target's perplexity on the prompts rises by more than this share.
     max_perplexity_rise: Annotated[float, Field(ge=0)] | None = None
 
 
 class Engines(Part):
     """TensorRT engines of all models, with d2sd's plugins, next to the checkpoints; built on a CPU by TensorRT-RTX."""
 
-    #: compute capabilities, an engine each; portable is one for all that TensorRT-RTX knows, and native, of classic
-    #: TensorRT, is the GPU that builds
+    #: Compute capabilities, each with its own engine; portable is one engine for all that TensorRT-RTX supports, and
+    #: native, for classic TensorRT, is the GPU of the build.
     compute: Annotated[list[Compute], Field(min_length=1)]
-    #: from PyPI; tensorrt is NVIDIA's classic one, which needs a GPU
+    #: TensorRT-RTX, which installs from PyPI, or classic TensorRT, which needs a GPU to build.
     builder: Builder = "tensorrt-rtx"
 
     @model_validator(mode="after")
     def _can_be_built(self) -> Engines:
-        for place, compute in enumerate(self.compute):
-            if compute in self.compute[:place]:
+        for index, compute in enumerate(self.compute):
+            if compute in self.compute[:index]:
                 raise ValueError(f"compute names {compute} twice; remove one")
             if (compute == "native") != (self.builder == "tensorrt"):
-                goes = "native alone" if self.builder == "tensorrt" else "all but native"
-                raise ValueError(f"compute {compute} is not {self.builder}'s, which builds {goes}; change one of them")
+                allowed = "native alone" if self.builder == "tensorrt" else "all but native"
+                raise ValueError(f"compute {compute} is not for {self.builder}, which builds {allowed}; change either")
         return self
 
 
 class Recipe(RecipeFile):
     """The recipe of a bundle."""
 
-    #: version of this schema; a reader of another version must refuse, not guess
+    #: Version of this schema; a reader of another version refuses the recipe.
     d2sd: Literal[1]
+    #: Name of the bundle, a plain file name.
     name: Name
+    #: The model whose distribution is served.
     target: Target
-    #: none: a plain target, with tree.policy off
+    #: The drafters; without them the bundle serves plain decoding and prompt lookup.
     drafters: Drafters = Drafters()
-    #: the precision in which losslessness is proven
+    #: Type of weights and activations; losslessness is proven in fp32.
     precision: Precision = "fp32"
-    #: none: weights in `precision`
+    #: FP8 quantization; without it weights are in `precision`.
     fp8: FP8 | None = None
-    #: none: checkpoints alone, which PyTorch and TensorRT-LLM serve
+    #: TensorRT engines; without them the bundle has only checkpoints, for PyTorch and TensorRT-LLM.
     engines: Engines | None = None
-    #: a short run of each method
+    #: Checks of the built bundle on prompts.
     checks: Checks = Checks()
-    #: the paper's tree with our drafters' geometry
+    #: Tree policy and its sizes.
     tree: Tree = Tree()
-    #: greedy
+    #: Default sampling parameters of a request.
     sampling: Sampling = Sampling()
-    #: a small model on a small machine
+    #: Sizes that serving allocates memory for.
     limits: Limits = Limits()
-    #: folder of the bundle; bundles/<name> below the current folder where absent
+    #: Folder of the bundle; by default bundles/<name> below the current folder.
     output: str | None = None
 
     @model_validator(mode="after")
@@ -322,7 +335,7 @@ class Recipe(RecipeFile):
         if DrafterRole.SECOND in required and self.drafters.second is None:
             raise ValueError(f"tree.policy {tree.policy} needs drafters.second; add it or set tree.policy to ddtree")
         if self.drafters.calibration is not None and self.drafters.first is None:
-            raise ValueError("drafters.calibration is of drafters, and there are none; remove it")
+            raise ValueError("drafters.calibration needs drafters.first, which is absent; remove it")
         if self.fp8 is not None and self.precision == "fp32":
             raise ValueError("fp8 computes in 16 bits around its products; set precision to bf16 or fp16")
         if self.fp8 is not None and self.engines is not None and (old := _NO_FP8 & set(self.engines.compute)):
@@ -342,7 +355,7 @@ class Recipe(RecipeFile):
         return self
 
     def canonical(self) -> dict[str, Any]:
-        """Return the recipe as JSON values with every default filled in, the same for the same meaning."""
+        """Return the recipe as JSON values with every default filled in; equivalent recipes give equal values."""
         return self.model_dump(mode="json")
 
 
@@ -361,11 +374,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 def _override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
-        raise RecipeError("An override is written a.b=c.", where="--set", found=override)
+        raise RecipeError("An override has the form a.b=c.", where="--set", found=override)
     where = f"--set {shortened(override)}"
     *parents, last = key.split(".")
     for name in parents:
         values = values.setdefault(name, {})
         if not isinstance(values, dict):
-            raise RecipeError("An override goes below a value.", where=where, found=f"{name} is not a mapping")
+            raise RecipeError("An override sets a key below a value.", where=where, found=f"{name} is not a mapping")
     values[last] = parse_yaml(text, where)

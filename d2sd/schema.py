@@ -1,4 +1,4 @@
-"""Pydantic models filled from files; every mismatch is a `D2SDError` that names file and key."""
+"""Pydantic models read from files; every mismatch is a `D2SDError` that names file and key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from d2sd.errors import D2SDError, shortened
 from d2sd.io import MAX_BYTES, read_json
 
 Schema = TypeVar("Schema", bound=BaseModel)
-#: Faults of one file that are listed; the others are counted.
+#: Most faults of one file that are listed; the others are counted.
 _MOST = 10
 
 
@@ -26,9 +26,9 @@ def read_model(
     fix: str | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Schema:
-    """Read a JSON file into `schema`; `what` is what messages call the file.
+    """Read a JSON file into `schema`; messages call the file `what`.
 
-    `version` is the key of the file's schema version and the one we read. Raises `error` naming file and key.
+    `version` is the key of the file's schema version and the supported version. Raises `error` naming file and key.
     """
     # NaN is refused by the schema, which names its key
     values = read_json(path, error=error, what=what, max_bytes=max_bytes, finite=False)
@@ -53,9 +53,9 @@ def validated(
     what: str | None = None,
     fix: str | None = None,
 ) -> Schema:
-    """Fill `schema`. Raises `error` with the key of the first fault behind `where`, and a line for each other fault.
+    """Validate `values`. Raises `error` with the key of the first fault after `where`, and a line per further fault.
 
-    The first fault is the message's first sentence, or what was found if `what` is given as the first sentence.
+    The first fault is the message's first sentence, or its `found` if `what` is given.
     """
     try:
         return schema.model_validate(values)
@@ -82,5 +82,5 @@ def _described(error: ErrorDetails) -> tuple[str, str]:
 
 
 def _quoted(value: object) -> str:
-    """Show a value as it would be written: text in quotes."""
+    """Show a value as in a recipe, with text in quotes."""
     return repr(shortened(value, 80)) if isinstance(value, str) else shortened(value, 80)

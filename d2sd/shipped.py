@@ -15,10 +15,10 @@ def shipped_names(kind: str = "") -> list[str]:
 
 
 def find_recipe(written: Path, kind: str = "") -> tuple[Path, Path]:
-    """Return the file of a recipe given by path or by name, and the folder at which its relative paths start.
+    """Return the file of a recipe given by path or by name, and the base folder of its relative paths.
 
-    Paths of a recipe addressed by name start at `recipes/<kind>` of the current folder, whether or not it exists: they
-    mean the same as in a checkout whose root is the current folder. Raises `RecipeError` for a name that is unknown.
+    For a recipe addressed by name that base is `recipes/<kind>` below the current folder, whether or not it exists, as
+    in a checkout whose root is the current folder. Raises `RecipeError` for an unknown name.
     """
     if written.is_file():
         return written, written.parent
@@ -28,4 +28,4 @@ def find_recipe(written: Path, kind: str = "") -> tuple[Path, Path]:
         return RECIPES / kind / f"{written.name}.yaml", Path("recipes") / kind
     if not written.exists():
         raise RecipeError("There is no such recipe.", where=written, fix=by_name)
-    return written, written.parent  # a folder, a pipe: reading it says what is wrong
+    return written, written.parent  # a folder, a pipe: reading it raises the error

@@ -53,7 +53,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def parse_yaml(text: str, where: str, *, lines: bool = False) -> Any:
     """Return the value of one YAML document. Raises `RecipeError` naming `where`, with the line if `lines`."""
     try:
-        # not yaml.load: the loader's constructors are not used
+        # not yaml.load, which would use the loader's YAML 1.1 constructors
         node = yaml.compose(text, _Loader)
         return None if node is None else _Values().value(node)
     except yaml.MarkedYAMLError as error:
@@ -70,7 +70,7 @@ def parse_yaml(text: str, where: str, *, lines: bool = False) -> Any:
 
 
 class _Values:
-    """Makes values of nodes, counting them: an alias is counted as often as it is used."""
+    """Converts nodes to values and counts them; an alias counts at every use."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,4 +1,4 @@
-"""Batch and length buckets: the few sizes that shapes are padded to. No torch: engine profiles are made of them too."""
+"""Batch and length buckets: the few sizes that shapes are padded to. No torch: engine profiles use them too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def bucket(count: int) -> int:
 
 
 def buckets(max_count: int) -> list[int]:
-    """Every bucket up to the first that holds `max_count`: 1, 2, 4, …"""
+    """Every bucket up to the first of at least `max_count`: 1, 2, 4, …"""
     return [1 << power for power in range((max_count - 1).bit_length() + 1)]
 
 
@@ -19,5 +19,5 @@ def floor_bucket(count: int) -> int:
 
 
 def prefill_rows(count: int, max_rows: int) -> int:
-    """Rows that a prompt chunk of `count` tokens is padded to: its bucket, at most the longest chunk."""
+    """Rows that a prompt chunk of `count` tokens is padded to: its bucket, at most `max_rows`."""
     return min(bucket(count), max_rows)

@@ -1,9 +1,9 @@
-"""One decode step: from the batch's anchors to committed tokens, on the device.
+"""One decode step on the device: from the anchors of a batch to committed tokens.
 
     draft_first -> pick_boundaries -> draft_second -> build_tree -> verify -> accept -> commit
 
-The engine serves this function, the policy selector times it, and a CUDA graph can capture it: tensors go in and come
-out, shapes depend on the batch bucket and the policy only, and no value is read back to the host.
+The engine calls this function, the policy selector times it, and a CUDA graph can capture it: inputs and outputs are
+tensors, shapes depend on the batch bucket and the policy only, and no value is read back to the host.
 """
 
 from __future__ import annotations

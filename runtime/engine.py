@@ -1,4 +1,4 @@
-"""The engine: requests join and leave a running batch at any step; every committed token is the target's own choice."""
+"""The engine: requests join and leave a running batch at any step; every committed token is chosen by the target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from d2sd.runtime.trace import StepTrace
 
 
 class Engine:
-    """In-flight batching over one executor and one tree policy. Not thread-safe: one thread steps and submits."""
+    """In-flight batching over one model runner and one policy. Not thread-safe: step and submit from one thread."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Engine:
         self.selector: PolicySelector | None = None
         self.calibration = None if calibration is None else calibration.to(runner.device)
         self.clock = Clock()
-        self.record_trace = False  # set it to find each step's tensors in `trace`, until the next step
+        self.record_trace = False  # True: `trace` holds each step's tensors until the next step
         self.trace: StepTrace | None = None
         self._decode = decode
         free = free_memory(runner.device) if isinstance(limits.kv_memory, float) else None
@@ -56,7 +56,7 @@ class Engine:
     def enable_auto(
         self, policies: SequenceOf[Policy], forecast: Forecast, advance: Callable[[int], None] = lambda buckets: None
     ) -> None:
-        """Measure what a step of each policy costs at each batch size and serve what pays from now on.
+        """Time a step of each policy at each batch size, and choose the policy of every later step by it.
 
         `policies` include plain decoding and are sorted by their nodes.
         """
@@ -66,7 +66,7 @@ class Engine:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> Sequence:
-        """Queue a request; it joins at the next step there is room. Raises RequestError if it can never run."""
+        """Queue a request; it joins at the next step with room for it. Raises RequestError if it can never run."""
         self.check(request)
         text = TextStream(self._decode, request.stop) if self._decode else None
         sequence = Sequence(self._next_id, request, list(request.prompt), text)
@@ -75,7 +75,7 @@ class Engine:
         return sequence
 
     def check(self, request: Request) -> None:
-        """Raise RequestError where this engine can never serve the request."""
+        """Raise RequestError if this engine can never serve the request."""
         self.limits.check(request, self.runner.vocab_size)
         self.scheduler.check(request)
         if request.stop and self._decode is None:
@@ -87,7 +87,7 @@ class Engine:
             raise RequestError("a stop string is empty", where="stop", expected="at least one character")
 
     def cancel(self, sequence: Sequence) -> None:
-        """Drop a request, waiting or running; one that has finished stays as it is."""
+        """Drop a waiting or running request; a finished one is left unchanged."""
         if sequence.finish is None:
             sequence.finish = "cancelled"
             self._leave(sequence)
@@ -97,28 +97,28 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Output]:
-        """Submit all or, if one is refused, none; then step until all that was submitted (by anyone) has finished."""
+        """Submit all requests, or none if one is refused; then step until the engine is idle and yield all outputs."""
         self._submit_all(requests)
         while self.busy:
             yield from self.step()
 
     def generate(self, requests: Iterable[Request]) -> list[Sequence]:
-        """Run requests to their end; results in the order asked. One that is refused refuses all."""
+        """Run requests to their end; results in the order of `requests`. If one is refused, none is submitted."""
         sequences = self._submit_all(requests)
         while any(s.finish is None for s in sequences):
             self.step()
         return sequences
 
     def _submit_all(self, requests: Iterable[Request]) -> list[Sequence]:
-        asked = list(requests)
-        for request in asked:
+        submitted = list(requests)
+        for request in submitted:
             self.check(request)
-        return [self.submit(request) for request in asked]
+        return [self.submit(request) for request in submitted]
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Output]:
-        """One turn of the loop: prompt chunks, then one decode step over all sequences that are ready."""
+        """Prefill prompt chunks, then run one decode step over all sequences that are ready."""
         sequences = self.admit()
         if not sequences:
             return []
@@ -127,7 +127,7 @@ class Engine:
         return self.retire(sequences, result)
 
     def admit(self) -> list[Sequence]:
-        """Let requests join, compute their prompts chunk by chunk; returns those ready to decode."""
+        """Admit waiting requests and prefill one chunk budget; returns the sequences ready to decode."""
         with self.clock.stage("prefill"):
             schedule = self.scheduler.schedule()
             budget = self.limits.prefill_chunk
@@ -138,10 +138,9 @@ class Engine:
         return schedule.decode
 
     def prepare(self, sequences: list[Sequence]) -> tuple[Batch, Draft | None]:
-        """Choose the policy of this step, flush its drafters' pending context and upload the step's inputs.
+        """Select this step's policy, flush its drafters' pending context and upload the step's inputs.
 
-        Also returns the first draft of a policy that takes it from the text. This part of a step is not captured in a
-        CUDA graph: its shapes and its work vary from step to step.
+        Also returns the first draft of prompt lookup. Runs outside the captured graph: its shapes vary per step.
         """
         if self.selector is not None:
             self.policy = self.selector.choose(bucket(len(sequences)), _temperature(sequences))
@@ -155,7 +154,7 @@ class Engine:
             return batch, lookup_draft(texts, slots, len(batch.anchor), self.runner.device)
 
     def retire(self, sequences: list[Sequence], result: StepResult) -> list[Output]:
-        """Read the step's tokens (the only wait for the device), hand them out and release finished requests."""
+        """Read the step's tokens (the only device sync), append them to their sequences and release finished ones."""
         with self.clock.stage("retire"):
             self.clock.steps += 1
             self.trace = None
@@ -180,5 +179,5 @@ class Engine:
 
 
 def _temperature(sequences: SequenceOf[Sequence]) -> float:
-    """Mean over a batch."""
+    """Mean temperature of a batch."""
     return sum(s.request.sampling.temperature for s in sequences) / len(sequences)

@@ -1,4 +1,4 @@
-"""How many pages the K/V pools get, from the limits and from `limits.kv_memory`. No torch: plans ask here too."""
+"""Number of pages in the K/V pools, from the limits and `limits.kv_memory`. No torch: `build --plan` uses it too."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class KVMemory:
     """The size of the K/V pools of all models together, and the arithmetic behind it."""
 
     page_bytes: int  # K and V of one page, in the pools of all models
-    full_pages: int  # pages of max_batch requests, each of max_context tokens and what one step adds
-    pages: int  # pages that requests can own: full_pages, or fewer where limits.kv_memory holds fewer
+    full_pages: int  # pages of max_batch requests, each of max_context tokens and the tokens one step adds
+    pages: int  # pages that requests can own: full_pages, or fewer if limits.kv_memory holds fewer
 
     @property
     def pool_pages(self) -> int:
-        """Pages in each pool: page 0, the scratch page, comes on top."""
+        """Pages in each pool, including the scratch page 0."""
         return 1 + self.pages
 
     @property
@@ -30,9 +30,9 @@ class KVMemory:
 def plan_kv_memory(limits: Limits, block_size: int, page_bytes: int, free_bytes: int | None = None) -> KVMemory:
     """Turn limits into a number of pages; `block_size` is the most tokens that a step adds to a request.
 
-    `free_bytes` is what a share in `limits.kv_memory` is of; without it a share is ignored, so the result is an upper
-    bound. With fewer pages than requests need, the scheduler preempts the newest request and recomputes it later.
-    Raises RecipeError where `limits.kv_memory` does not hold one step of one request.
+    A share in `limits.kv_memory` is multiplied by `free_bytes`; without it a share is ignored, so the result is an
+    upper bound. With fewer pages than requests need, the scheduler preempts the newest request and recomputes it later.
+    Raises RecipeError if `limits.kv_memory` does not hold one step of one request.
     """
     full = limits.max_batch * limits.pages_for(limits.max_context + block_size)
     budget = limits.kv_memory
@@ -53,7 +53,7 @@ def plan_kv_memory(limits: Limits, block_size: int, page_bytes: int, free_bytes:
 def free_memory(device: str) -> int:
     """Bytes that can be allocated on `device` now: of the GPU, or of the host (Linux's MemAvailable).
 
-    Raises RecipeError where the system does not tell.
+    Raises RecipeError if the system does not report it.
     """
     if device.startswith("cuda"):
         import torch

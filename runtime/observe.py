@@ -1,4 +1,4 @@
-"""What one step says about drafters and tree, request by request, as plain facts: for calibration and benchmarks."""
+"""Outcome of drafts and tree nodes in one step, per request, as plain numbers for calibration and benchmarks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from d2sd.runtime.trace import StepTrace
 
 
 class NodeOutcome(NamedTuple):
-    """A node whose parent was accepted: the target has said whether it is right."""
+    """A node whose parent was accepted, so that the target has decided whether the node is accepted."""
 
     drafter: int  # 0 the first, 1 the second
-    distance: int  # slots behind the last token the drafter was shown; 0 the next one
+    distance: int  # slots after the last token of the drafter's context; 0 the next one
     sibling: bool  # not the slot's best candidate
-    logprob: float  # what the drafter said of it, given its parent
+    logprob: float  # the drafter's log-probability given the parent
     accepted: bool
-    node: int  # its place in the tree: one of fewer rows would not have it
+    node: int  # its index in the tree: a tree with a smaller node budget may lack it
 
     @property
     def prob(self) -> float:
@@ -34,21 +34,21 @@ class StepObservation:
 
     sequence: Sequence
     accepted: int  # tokens committed, bonus included
-    chain: int  # leading tokens of the first draft's best candidates that were right
+    chain: int  # leading tokens of the first draft's best candidates that equal the target's
     nodes: int
     num_merged: int
-    rank: int | None  # of the branch that restarts exactly where that chain ends; None: no branch does
-    rescued: bool  # the second pass's nodes carried acceptance beyond that chain
+    rank: int | None  # index of the branch that restarts exactly where that chain ends; None: no branch does
+    rescued: bool  # nodes of the second pass were accepted beyond that chain
     judged: list[NodeOutcome]
 
 
 def observe(trace: StepTrace) -> list[StepObservation]:
-    """The facts of every request of a step."""
+    """The observation of every request of a step."""
     return [_request(trace, row) for row in range(len(trace.sequences))]
 
 
 def run_observed(engine: Engine, advance: Callable[[int], None] = lambda count: None) -> Iterator[StepObservation]:
-    """Step `engine` until it is idle and yield the facts of every request-step; `advance` counts finished requests."""
+    """Step `engine` until it is idle and yield an observation per request-step; `advance` gets finished requests."""
     while engine.busy:
         outputs = engine.step()
         if outputs and engine.trace is not None:
@@ -68,8 +68,8 @@ def _request(trace: StepTrace, row: int) -> StepObservation:
     if trace.branches is not None:
         lengths = trace.branches.prefix_len[row].tolist()
         kept = trace.branches.tokens[row].tolist()
-        starts = [tokens[:length] for tokens, length in zip(kept, lengths, strict=True)]
-        rank = next((i for i, start in enumerate(starts) if start == best[:chain]), None)
+        prefixes = [tokens[:length] for tokens, length in zip(kept, lengths, strict=True)]
+        rank = next((i for i, prefix in enumerate(prefixes) if prefix == best[:chain]), None)
     return StepObservation(
         trace.sequences[row],
         count,
@@ -87,14 +87,14 @@ def _judged(trace: StepTrace, row: int, nodes: int, path: list[int], lengths: li
     parent, depth = tree.parent[row, :nodes].tolist(), tree.depth[row, :nodes].tolist()
     branch_id = tree.branch_id[row, :nodes].tolist()
     logprob = (tree.score[row] - tree.score[row].gather(0, tree.parent[row])).tolist()
-    right, elder = set(path), set()
+    on_path, has_child = set(path), set()
     found = []
     for node in range(1, nodes):
         above = parent[node]
-        if above in right:
-            branch = branch_id[node] if second is not None else 0  # a sample is of the first pass
+        if above in on_path:
+            branch = branch_id[node] if second is not None else 0  # samples come from the first pass
             distance = depth[node] - 1 - (lengths[branch - 1] if branch else 0)
             drafter = second if branch and second is not None else 0
-            found.append(NodeOutcome(drafter, distance, above in elder, logprob[node], node in right, node))
-        elder.add(above)
+            found.append(NodeOutcome(drafter, distance, above in has_child, logprob[node], node in on_path, node))
+        has_child.add(above)
     return found

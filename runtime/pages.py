@@ -1,10 +1,10 @@
-"""Which K/V pages are free. One table serves the target's pool and both drafters': they hold the same tokens."""
+"""Allocator of K/V pages, shared by the target and both drafters, whose pools hold the same tokens."""
 
 from __future__ import annotations
 
 
 class PageAllocator:
-    """Hands out page numbers 1 .. count - 1; page 0 takes the writes of padding and belongs to nobody."""
+    """Allocates page numbers 1 .. count - 1; page 0 is the scratch page that padding is written to."""
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count - 1, 0, -1))  # low numbers first: easier to read in a debugger

@@ -1,8 +1,9 @@
-"""Which tree pays at this batch size: a forecast of tokens a step, over measured costs of a step.
+"""Chooses the policy with the most tokens a second at this batch size: forecast tokens a step over measured step time.
 
-A tree's rows are nearly free while the device waits for weights and cost their full price once it computes, so what
-pays for one request does not pay for sixteen. Costs are measured when the engine is made; the forecast comes from the
-bundle's calibration and is corrected by what is accepted while serving. Where nothing pays, plain decoding is served.
+Tree nodes are nearly free while a step is bound by memory bandwidth, and cost their full price once it is bound by
+compute, so a tree that pays for one request may not pay for sixteen. Step times are measured when the engine is made;
+the forecast comes from the bundle's calibration and is corrected by the acceptance observed while serving. If no tree
+pays, plain decoding is served.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from d2sd.runtime.request import Limits
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import Off, Policy
 
-#: Tokens a step at T = 0 and at T = 1 by policy name; entry n is with n + 1 rows.
+#: Tokens a step at T = 0 and at T = 1 by policy name; entry n is for n + 1 nodes.
 Forecast = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
-#: Speculation must promise this much more than plain decoding: forecasts and clocks err.
+#: Forecast speedup over plain decoding that speculation must exceed: forecasts and clocks err.
 MARGIN = 1.05
-#: Request-steps after which what was observed outweighs what was believed: a few answers.
-_LEARNS = 32
-#: Plain steps after which it is forgotten: long, for to try again costs as much as it could gain.
-_FORGETS = 2048
+#: EMA window in request-steps for the acceptance correction: a few answers.
+_EMA_WINDOW = 32
+#: Steps of plain decoding until the correction decays back to 1 and speculation is retried; a retry has a cost too.
+_DECAY_STEPS = 2048
 _REPEATS = 5
-#: Tokens of the requests that costs are measured with: a chat turn. Longer contexts make all steps dearer alike.
+#: Context tokens of the requests that are timed: a chat turn. Longer contexts slow all policies alike.
 _CONTEXT = 256
 
 
@@ -41,41 +42,41 @@ class PolicySelector:
     """Chooses a policy for every step; plain decoding is among them."""
 
     policies: Sequence[Policy]
-    seconds: Mapping[tuple[Policy, int], float]  # of a step, by batch bucket; where one is missing it does not pay
+    seconds: Mapping[tuple[Policy, int], float]  # of a step, by policy and batch bucket; pruned policies are missing
     forecast: Forecast
-    acceptance_scale: float = 1.0  # observed drafts accepted over those forecast
+    acceptance_scale: float = 1.0  # accepted drafts, observed over forecast
     off: Policy = field(init=False)
 
     def __post_init__(self) -> None:
         (self.off,) = (policy for policy in self.policies if isinstance(policy, Off))
 
     def choose(self, bucket: int, temperature: float) -> Policy:
-        """The policy with the most tokens a second for a batch of `bucket` requests at a mean temperature."""
+        """The policy with the most tokens a second for a batch of `bucket` requests of mean `temperature`."""
         rates = {p: self.expected(p, temperature) / s for p in self.policies if (s := self.seconds.get((p, bucket)))}
         best = max(rates, key=lambda policy: rates[policy])
         return best if rates[best] > MARGIN * rates[self.off] else self.off
 
     def expected(self, policy: Policy, temperature: float) -> float:
-        """Tokens a step, with what serving has taught."""
+        """Forecast tokens a step, corrected by the observed acceptance."""
         return 1 + self.acceptance_scale * (forecast_tau(self.forecast, policy, temperature) - 1)
 
     def update(self, policy: Policy, temperature: float, accepted: Sequence[int]) -> None:
-        """Hear what every request of a step accepted, bonus included."""
-        promised = forecast_tau(self.forecast, policy, temperature) - 1
-        if promised > 0:
-            observed = (sum(accepted) / len(accepted) - 1) / promised
-            self.acceptance_scale += (observed - self.acceptance_scale) * len(accepted) / (_LEARNS + len(accepted))
-        else:  # nothing was drafted: the texts may have changed, so speculation gets another chance in time
-            self.acceptance_scale += (1 - self.acceptance_scale) / _FORGETS
+        """Update the correction with the tokens that each request of a step accepted, bonus included."""
+        drafts = forecast_tau(self.forecast, policy, temperature) - 1
+        if drafts > 0:
+            observed = (sum(accepted) / len(accepted) - 1) / drafts
+            self.acceptance_scale += (observed - self.acceptance_scale) * len(accepted) / (_EMA_WINDOW + len(accepted))
+        else:  # nothing was drafted: the texts may have changed, so decay until speculation is retried
+            self.acceptance_scale += (1 - self.acceptance_scale) / _DECAY_STEPS
 
 
 def forecast_tau(forecast: Forecast, policy: Policy, temperature: float) -> float:
-    """Tokens a step of a policy; between T = 0 and T = 1 a straight line."""
+    """Tokens a step of a policy, interpolated linearly between T = 0 and T = 1."""
     if policy.name not in forecast:
         return 1.0
-    cold, hot = (curve[min(policy.num_nodes, len(curve)) - 1] for curve in forecast[policy.name])
-    warm = min(max(temperature, 0.0), 1.0)
-    return cold + warm * (hot - cold)
+    greedy, sampled = (curve[min(policy.num_nodes, len(curve)) - 1] for curve in forecast[policy.name])
+    weight = min(max(temperature, 0.0), 1.0)
+    return greedy + weight * (sampled - greedy)
 
 
 def profile_step_cost(
@@ -88,8 +89,8 @@ def profile_step_cost(
 ) -> dict[tuple[Policy, int], float]:
     """Median seconds of a step of every policy that may pay, by batch bucket 1, 2, 4, … up to the limits' batch.
 
-    A policy whose smaller trees cost too much already is not tried: `policies` stand in order of their rows. The
-    executor's pools must be allocated; page 0 alone is written.
+    `policies` are sorted by their nodes: once a tree costs more than its best forecast gains, larger trees of the same
+    policy are skipped. The runner's pools must be allocated; only page 0 is written.
     """
     (off,) = (policy for policy in policies if isinstance(policy, Off))
     found: dict[tuple[Policy, int], float] = {}
@@ -122,7 +123,7 @@ def _time(runner: ModelRunner, policy: Policy, batch: Batch, calibration: Calibr
 
 
 def _dummy_batch(runner: ModelRunner, limits: Limits, size: int) -> Batch:
-    """Greedy requests of a usual length."""
+    """Greedy requests with `_CONTEXT` tokens of context, or fewer if the limits are lower."""
     pages = limits.pages_for(min(_CONTEXT, limits.max_context)) + 1
     return Batch.dummy(size, pages, (pages - 1) * limits.page_size, runner.vocab_size, runner.device)
 

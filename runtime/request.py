@@ -1,4 +1,4 @@
-"""What a caller asks for and what the engine may be asked: plain data, no torch."""
+"""Requests, sampling parameters and the limits of an engine: plain data, no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the target's tokens are chosen. Temperature applies first, then top-k, then top-p (Hugging Face's order)."""
+    """Sampling of the target's tokens. Temperature applies first, then top-k, then top-p (Hugging Face's order)."""
 
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0  # 1: off
@@ -27,13 +27,13 @@ class SamplingParams:
             ("top_k", 0 <= self.top_k < 2**31, "0 (off) .. 2^31 - 1"),
             ("seed", 0 <= self.seed < 2**64, "0 .. 2^64 - 1"),
         ):
-            if not fine:  # NaN fails every comparison, so it ends here too
+            if not fine:  # NaN fails every comparison, so it is refused too
                 raise RequestError(f"{name} out of range", where=name, found=getattr(self, name), expected=expected)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt, as token ids. `stop` strings need the engine to have a decoder; they are left out of the text."""
+    """One prompt, as token ids. `stop` strings need an engine with a decoder; they are left out of the text."""
 
     prompt: tuple[int, ...]
     max_new_tokens: int = 256
@@ -44,7 +44,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engine holds memory for."""
+    """The limits that an engine allocates memory for."""
 
     max_batch: int  # requests that decode together
     max_context: int  # prompt and answer of one request, in tokens
@@ -61,7 +61,7 @@ class Limits:
 
     @staticmethod
     def of(limits: RecipeLimits, max_batch: int | None = None) -> Limits:
-        """Those of a recipe, perhaps with another `max_batch`."""
+        """The limits of a recipe, with another `max_batch` if given."""
         return Limits(
             max_batch or limits.max_batch, limits.max_context, limits.page_size, limits.prefill_chunk, limits.kv_memory
         )
@@ -71,7 +71,7 @@ class Limits:
         return -(-tokens // self.page_size)
 
     def check(self, request: Request, vocab_size: int) -> None:
-        """Raises RequestError where this engine can never serve the request."""
+        """Raise RequestError if these limits or the vocabulary can never fit the request."""
         if not request.prompt:
             raise RequestError("the prompt is empty", where="prompt", expected="at least one token")
         if bad := [t for t in request.prompt if not 0 <= t < vocab_size]:

@@ -1,5 +1,5 @@
-"""Which requests run in this step: first come, first served. Without free pages the newest running request is
-preempted; it is recomputed later.
+"""Selects the requests of each step, first come, first served. Without free pages the newest running request is
+preempted and recomputed later.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Schedule:
 def prefill_calls(
     chunks: list[tuple[Sequence, int]], budget: int, max_requests: Callable[[int], int]
 ) -> list[list[tuple[Sequence, int]]]:
-    """Group chunks into forward passes: those of one length bucket together, within `budget` rows, padding included.
+    """Group chunks of one length bucket into forward passes of at most `budget` rows, padding included.
 
-    `max_requests` tells how many requests the model runner takes in one call of so many rows a request.
+    `max_requests(rows)` is the most requests that the model runner accepts in one call of `rows` rows a request.
     """
     calls: list[list[tuple[Sequence, int]]] = []
     by_rows: dict[int, list[tuple[Sequence, int]]] = {}
@@ -41,7 +41,7 @@ def prefill_calls(
 
 
 class Scheduler:
-    """Owns the queues and the pages; knows nothing of tensors."""
+    """Owns the queues and the pages; uses no tensors."""
 
     def __init__(self, limits: Limits, block_size: int, page_count: int) -> None:
         """A decode step commits at most `block_size` tokens; a pool has `page_count` pages, page 0 included."""
@@ -51,7 +51,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
 
     def check(self, request: Request) -> None:
-        """Raise RequestError if the request's whole length can never be held."""
+        """Raise RequestError if the pool has too few pages for the request's full length."""
         needed = self._limits.pages_for(len(request.prompt) + request.max_new_tokens + self._growth)
         if needed > self.page_count - 1:
             raise RequestError(
@@ -61,12 +61,12 @@ class Scheduler:
             )  # fmt: skip
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; raises RequestError if it can never be held."""
+        """Queue a sequence; raises RequestError if the pool has too few pages for it."""
         self.check(sequence.request)
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a finished or cancelled sequence out, wherever it is."""
+        """Remove a finished or cancelled sequence, running or waiting, and free its pages."""
         if sequence in self.running:
             self.running.remove(sequence)
             self._release(sequence)
@@ -74,7 +74,7 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def schedule(self) -> Schedule:
-        """Make room for the running, admit the waiting, and share the chunk of prompt tokens."""
+        """Grow the pages of running requests, admit waiting ones, and share out the prefill chunk."""
         for sequence in list(self.running):
             if sequence in self.running:  # not preempted on behalf of an older one
                 self._grow(sequence)
@@ -97,20 +97,20 @@ class Scheduler:
         return Schedule(prefill, decode)
 
     def _grow(self, sequence: Sequence) -> None:
-        """Pages for the tokens a step can commit; the youngest leave until there is room, at worst this one."""
+        """Allocate pages for the tokens a step can commit; preempts the newest requests, at worst this one."""
         wanted = self._limits.pages_for(len(sequence.tokens) - 1 + self._growth) - len(sequence.pages)
         while wanted > 0:
             pages = self.pages.take(wanted)
             if pages is not None:
                 sequence.pages += pages
                 return
-            youngest = self.running[-1]
-            self._preempt(youngest)
-            if youngest is sequence:
+            newest = self.running[-1]
+            self._preempt(newest)
+            if newest is sequence:
                 return
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue; its context is computed again when it returns, with the same tokens."""
+        """Free the pages and put the sequence at the head of the queue; its context is recomputed from its tokens."""
         self.running.remove(sequence)
         self._release(sequence)
         sequence.cached = 0

@@ -1,4 +1,4 @@
-"""State of one request in the engine; the comment of a field names who changes it."""
+"""State of one request in the engine; the comment of a field names what changes it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one step gave one request."""
+    """The tokens and text that one request gained in one step."""
 
     sequence: Sequence
     tokens: tuple[int, ...]
-    text: str  # what became certain; "" without a decoder
+    text: str  # released in this step; "" without a decoder
     finish: FinishReason | None
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The last token is the *anchor*: chosen, but not computed yet. Everything before it is context.
+    """One request. The last token is the *anchor*: chosen, but not computed yet. Everything before it is context.
 
     The last prompt token is the first anchor, so the prefill needs no logits and every generated token comes out of the
     same decode step.
@@ -36,7 +36,7 @@ class Sequence:
     tokens: list[int]  # prompt and answer; grows in append
     text: TextStream | None = None  # fed in append
     cached: int = 0  # leading tokens whose K/V is in the pools; set by prefill and append, reset by preemption
-    pages: list[int] = field(default_factory=list)  # the scheduler's
+    pages: list[int] = field(default_factory=list)  # set by the scheduler
     finish: FinishReason | None = None  # set by append and cancel
     stats: SequenceStats = field(default_factory=SequenceStats)
 
@@ -54,7 +54,7 @@ class Sequence:
         return len(self.tokens) - 1 - self.cached
 
     def append(self, tokens: SequenceOf[int]) -> Output:
-        """Take the tokens that a step committed, up to the one that ends the answer; the rest are dropped."""
+        """Append the tokens that a step committed, up to the one that ends the answer; the rest are dropped."""
         self.cached += len(tokens)
         taken, text = [], ""
         for token in tokens:

@@ -1,4 +1,4 @@
-"""What speculation did: counted by request and by engine, in plain Python. All lengths include the bonus token."""
+"""Counts and times of speculation, per request and per engine, in plain Python. All lengths include the bonus token."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-#: `origin` of the deepest accepted node: 0 the first draft, i >= 1 the i-th branch (ranked by boundary score).
+#: `branch_id` of the first draft's nodes; i >= 1 is the i-th branch (ranked by boundary score).
 FIRST_DRAFT = 0
 
-#: Drafted tokens whose predicted acceptance lies in one tenth: their number, the sum of predictions, how many were
-#: accepted.
+#: Drafted tokens of one tenth of predicted acceptance: their number, the sum of predictions, the number accepted.
 Bin = tuple[int, float, int]
 
 
@@ -21,11 +20,10 @@ class SequenceStats:
     """Counts over the decode steps of one request."""
 
     accepted: Counter[int] = field(default_factory=Counter)  # tokens committed by a step, bonus included -> steps
-    accepted_branches: Counter[int] = field(
-        default_factory=Counter
-    )  # origin of the accepted path's end -> steps with a draft accepted
-    verified_nodes: int = 0  # target rows verified
-    policies: Counter[str] = field(default_factory=Counter)  # trees that served it -> steps
+    #: branch_id of the last accepted node -> steps with a draft accepted
+    accepted_branches: Counter[int] = field(default_factory=Counter)
+    verified_nodes: int = 0
+    policies: Counter[str] = field(default_factory=Counter)  # policy -> steps
     preemptions: int = 0
 
     def record(self, accepted: int, accepted_branch: int, rows: int, policy: str) -> None:
@@ -81,11 +79,11 @@ def mean_tau(parts: Iterable[SequenceStats]) -> float:
 def reliability_bins(outcomes: Iterable[tuple[float, bool]]) -> list[Bin]:
     """Ten equal bins of (predicted acceptance, accepted)."""
     counts, predicted, accepted = [0] * 10, [0.0] * 10, [0] * 10
-    for prob, right in outcomes:
+    for prob, is_accepted in outcomes:
         index = min(int(prob * 10), 9)
         counts[index] += 1
         predicted[index] += prob
-        accepted[index] += right
+        accepted[index] += is_accepted
     return list(zip(counts, predicted, accepted, strict=True))
 
 
@@ -100,9 +98,7 @@ def calibration_error(bins: Sequence[Bin]) -> float | None:
 
 @dataclass(slots=True)
 class Clock:
-    """Host seconds by stage. On CUDA launches are asynchronous, so there the sums mean something for whole steps
-    only.
-    """
+    """Host seconds by stage. On CUDA launches are asynchronous, so only the sums over whole steps are meaningful."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     steps: int = 0
@@ -116,7 +112,7 @@ class Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def clear(self) -> None:
-        """Forget everything: what was a warm-up is no measurement."""
+        """Reset the clock, for example after a warm-up."""
         self.seconds.clear()
         self.steps = 0
 

@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece, with stop strings held back until it is clear that they do not come."""
+"""Incremental detokenization; text that may be the start of a stop string is held back until it is decided."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Callable
 
 Decode = Callable[[list[int]], str]
 
-#: What a byte-level tokenizer prints for bytes that do not make a character yet.
+#: Decoded by a byte-level tokenizer for bytes that do not form a character yet.
 _UNFINISHED = "\ufffd"
 
 
 class TextStream:
-    """Feed tokens one at a time; take the text that is certain."""
+    """Feed tokens one at a time; each call returns the text that no later token can change."""
 
     def __init__(self, decode: Decode, stop: tuple[str, ...] = ()) -> None:
         self._decode, self._stop = decode, stop
         self._ids: list[int] = []
         self._start, self._read = 0, 0  # window of ids decoded together: a token's text can depend on the one before it
-        self._held = ""  # decoded, but perhaps the beginning of a stop string
+        self._held = ""  # decoded, but possibly the start of a stop string
         self.stopped = False
 
     def feed(self, token: int) -> str:
-        """Text that became certain with this token. After a stop string `stopped` is set and nothing more comes."""
+        """Text that this token completes. After a stop string `stopped` is set and no more text is returned."""
         self._ids.append(token)
         before = self._decode(self._ids[self._start : self._read])
         now = self._decode(self._ids[self._start :])
@@ -31,7 +31,7 @@ class TextStream:
         return self._release(now[len(before) :])
 
     def flush(self) -> str:
-        """What is still held back, at the end of the answer; nothing where a stop string has ended it."""
+        """The text still held back, at the end of the answer; "" if a stop string ended it."""
         if self.stopped:
             return ""
         rest = self._decode(self._ids[self._start :])[len(self._decode(self._ids[self._start : self._read])) :]
@@ -45,7 +45,7 @@ class TextStream:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        # The longest tail that could grow into a stop string stays.
+        # Hold back the longest suffix that is a prefix of a stop string.
         hold = max((n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]

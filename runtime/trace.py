@@ -1,4 +1,4 @@
-"""The record of one decode step, for pictures, benchmarks and calibration."""
+"""The record of one decode step, for visualisation, benchmarks and calibration."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Method(click.ParamType):  # type: ignore[type-arg]
     name = "policy[:rows]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Refuse what is neither."""
+        """Raise a usage error unless the value is a policy or policy:rows."""
         policy, colon, rows = str(value).partition(":")
         click.Choice(get_args(Policy)).convert(policy, param, ctx)
         if colon and not (re.fullmatch("[0-9]{1,4}", rows) and 2 <= int(rows) <= 4096):
@@ -101,7 +101,7 @@ def bench(
     if plan:
         _show_plan(matrix, sets, repeat)
         return
-    require_plots()  # hours before they are drawn
+    require_plots()  # now, not after hours of measuring
     settings = Settings(
         per_set=per_set, max_new_tokens=max_new_tokens, block_size=tree.block_size, branches=tree.branches, seed=seed,
     )  # fmt: skip
@@ -112,7 +112,7 @@ def bench(
 
 
 def _runs(bundle: Bundle, name: Policy) -> bool:
-    """`auto` chooses among trees only where there is a drafter."""
+    """Whether the bundle has the drafters of policy `name`; `auto` needs one drafter."""
     needed = 1 if name == "auto" else len(FACTS[name].required_drafters)
     return sum(drafter is not None for drafter in (bundle.first, bundle.second)) >= needed
 

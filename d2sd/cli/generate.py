@@ -1,4 +1,4 @@
-"""`d2sd generate`: text from a bundle, and what speculation did for it."""
+"""`d2sd generate`: text from a bundle, with statistics and pictures of the speculation."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def generate(
 
 
 def _write(engine: Engine, prompts: dict[Sequence, str], recordings: dict[Sequence, Recording]) -> None:
-    """Run to the end, writing answers: a single one streams, several are written whole, each when it is finished."""
+    """Run to the end and print the answers: a single one streams, several are each printed when finished."""
     texts = dict.fromkeys(prompts, "")
     while engine.busy:
         for output in engine.step():
@@ -115,7 +115,7 @@ def _write(engine: Engine, prompts: dict[Sequence, str], recordings: dict[Sequen
 
 
 def _picture(recordings: list[Recording], show_tree: bool, tree_svg: Path | None, html: Path | None) -> None:
-    """The tree of the step that accepted most, and the page of all steps."""
+    """Draw the tree of the step that accepted most, and write the page of all steps."""
     best = max(recordings, key=lambda recording: len(recording.turns[recording.best].pieces))
     step = best.turns[best.best].step
     if show_tree:

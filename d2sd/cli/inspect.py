@@ -1,4 +1,4 @@
-"""`d2sd inspect`: what a bundle holds."""
+"""`d2sd inspect`: the verified contents of a bundle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a command ends: results on stdout, messages on stderr, and an exit code that says whose fault it was."""
+"""How a command ends: results on stdout, messages on stderr, and exit codes for user errors and internal errors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import click
 
 from d2sd.errors import D2SDError
 
-#: Exit codes: the user's input or machine, a bug of ours (EX_SOFTWARE), Ctrl-C.
+#: Exit codes: the user's input or machine, a bug in d2sd (EX_SOFTWARE), Ctrl-C.
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 70, 130
-#: Control characters: in a file's text they would reach the terminal as commands.
+#: Control characters, which a terminal would execute.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -27,7 +27,7 @@ def printable(text: object) -> str:
 class Reporting(click.Command):
     """A command that never ends in a traceback.
 
-    Exit codes: 2 for errors of the user, 70 for bugs of ours (D2SD_DEBUG=1 shows the traceback), 130 for Ctrl-C.
+    Exit codes: 2 for user errors, 70 for bugs in d2sd (D2SD_DEBUG=1 shows the traceback), 130 for Ctrl-C.
     """
 
     def __init__(self, *args: Any, **attrs: Any) -> None:

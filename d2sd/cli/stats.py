@@ -12,14 +12,11 @@ from d2sd.runtime.stats import Clock, SequenceStats, mean_tau
 
 
 def show_stats(requests: Sequence[SequenceStats], clock: Clock, plain: Clock) -> None:
-    """What speculation did, to stderr. `plain` timed plain decoding: its step is the unit of cost."""
+    """Print the statistics of speculation to stderr. `plain` timed plain decoding: its step is the unit of cost."""
     total = SequenceStats.merged(requests)
     cost = clock.step_seconds / plain.step_seconds
     table = Table("statistic", "value", "meaning", title="speculation")
-
-    def row(name: str, value: str, meaning: str) -> None:
-        table.add_row(name, value, meaning)
-
+    row = table.add_row
     row("tau", f"{mean_tau(requests):.2f}", "tokens a step, bonus included: mean over requests")
     row("tau by step", f"{total.tau:.2f}", f"the same over all {total.steps} steps")
     row("trees", ", ".join(f"{name}: {steps}" for name, steps in total.policies.most_common()), "steps by policy")

@@ -15,7 +15,7 @@ from d2sd.manifest import Manifest
 from d2sd.modeling.config import DecoderConfig, DrafterConfig
 from d2sd.recipe import Recipe
 
-#: Paths are never cut, not in a narrow terminal and not in a pipe.
+#: soft_wrap: paths are never cut, neither in a narrow terminal nor in a pipe.
 _CONSOLE = Console(soft_wrap=True)
 
 
@@ -52,7 +52,7 @@ def show_plan(plan: Plan, output: Path) -> None:
             f"{_size(plan.weight_bytes)} of weights in the graphs and as much again for each of {len(wanted.compute)}"
         )
         _line("engines", f"by {wanted.builder} for {', '.join(wanted.compute)}: {each}")
-    if plan.target is not None and plan.recipe.precision != "fp32":  # in which GPUs are not meant to serve
+    if plan.target is not None and plan.recipe.precision != "fp32":  # fp32 is not meant for GPUs
         _gpus(plan)
 
 
@@ -71,12 +71,12 @@ def show_manifest(bundle: Path, manifest: Manifest) -> None:
             table.add_row(name, f"{model.parameters:,}", _size(size))
     show_table(table)
     if built := manifest.engines:
-        told = ", ".join(f"{count} in {model}" for model, count in built.plugins.items())
+        plugins = ", ".join(f"{count} in {model}" for model, count in built.plugins.items())
         _line("engines", f"{', '.join(built.compute)} by {built.builder} {built.version}")
-        _line("", f"attention by plugins of ABI {built.plugin_abi}: {told}")
+        _line("", f"attention by plugins of ABI {built.plugin_abi}: {plugins}")
     for name, result in manifest.checks.items():
-        for told in _told(name, result):
-            _line("check", told)
+        for figures in _figures(name, result):
+            _line("check", figures)
     if not manifest.checks:
         _line("check", "none recorded")
     _line("built by", ", ".join(f"{tool} {version}" for tool, version in manifest.versions.items()))
@@ -92,8 +92,8 @@ def show_table(table: Table, console: Console = _CONSOLE) -> None:
     Console(file=console.file, width=max(width, console.width)).print(table)
 
 
-def _told(name: str, result: JsonValue) -> Iterator[str]:
-    """The figures of a check, a line for each mapping of it."""
+def _figures(name: str, result: JsonValue) -> Iterator[str]:
+    """The figures of a check, one line per mapping."""
     if not isinstance(result, dict):
         yield f"{name}: {result}"
         return
@@ -102,7 +102,7 @@ def _told(name: str, result: JsonValue) -> Iterator[str]:
         yield f"{name}: {', '.join(own)}"
     for key, below in result.items():
         if isinstance(below, dict):
-            yield from _told(f"{name}, {key}", below)
+            yield from _figures(f"{name}, {key}", below)
 
 
 def _settings(recipe: Recipe) -> None:
@@ -119,14 +119,14 @@ def _memory(plan: Plan) -> Table:
         token = f"{part.kv_token_bytes:,} B"
         table.add_row(part.name, f"{part.parameters:,}", _size(part.weight_bytes), token, _size(plan.kv_bytes(part)))
     token = f"{sum(part.kv_token_bytes for part in plan.parts):,} B"
-    together = "together", "", _size(plan.weight_bytes), token, _size(_pool(plan))
+    together = "together", "", _size(plan.weight_bytes), token, _size(plan.kv_memory().total_bytes)
     for column, text in zip(table.columns, together, strict=True):
         column.footer = text
     return table
 
 
 def _kv_pages(plan: Plan) -> None:
-    """The arithmetic behind the pools."""
+    """The arithmetic of the pools."""
     limits, memory = plan.recipe.limits, plan.kv_memory()
     size = f"pages of {limits.page_size} tokens, {memory.page_bytes:,} B each in all models"
     _line("K/V pages", f"{memory.pages:,} {size}; page 0 takes padding: {_size(memory.total_bytes)}")
@@ -140,16 +140,12 @@ def _kv_pages(plan: Plan) -> None:
         _line("", needed)
 
 
-def _pool(plan: Plan) -> int:
-    return plan.kv_memory().total_bytes
-
-
 def _gpus(plan: Plan) -> None:
-    """Arithmetic of weights and K/V alone: activations, logits and CUDA's own come on top."""
+    """Memory of weights and K/V only: activations, logits and the CUDA context need more."""
     limits = plan.recipe.limits
     _line("a request", f"{_size(plan.request_bytes)} of K/V for {limits.max_context:,} tokens")
     for name, memory in GPUS.items():
-        pool = _pool(plan)
+        pool = plan.kv_memory().total_bytes
         if isinstance(limits.kv_memory, float):
             pool = min(pool, int(limits.kv_memory * max(0, memory - plan.weight_bytes)))
         needed = plan.weight_bytes + pool
@@ -161,9 +157,9 @@ def _gpus(plan: Plan) -> None:
 def _geometry(config: DecoderConfig | DrafterConfig) -> str:
     body = config.body
     heads = f"{body.num_heads}/{body.num_kv_heads} heads of {body.head_dim}"
-    told = f"{body.num_layers} layers, hidden {body.hidden_size}, {heads}, vocabulary {config.vocab_size}"
+    shape = f"{body.num_layers} layers, hidden {body.hidden_size}, {heads}, vocabulary {config.vocab_size}"
     ids = getattr(config, "target_layer_ids", None)
-    return told if ids is None else f"{told}, reads target layers {', '.join(map(str, ids))}"
+    return shape if ids is None else f"{shape}, reads target layers {', '.join(map(str, ids))}"
 
 
 def _size(count: int) -> str:

@@ -17,11 +17,7 @@ from d2sd.train_recipe import load_train_recipe
 
 @click.command(cls=Reporting)
 @click.argument("recipe", type=FilePath)
-@click.option(
-    "--work",
-    type=FilePath,
-    help="Folder of responses, features, logs and checkpoints.  [default: training/<name>]",
-)
+@click.option("--work", type=FilePath, help="Folder of intermediate files and logs.  [default: training/<name>]")
 @click.option("--out", type=FilePath, required=True, help="Folder to write the trained pair to.")
 @click.option("--plan", is_flag=True, help="Print the stages, their progress, sizes and times; do nothing.")
 def train(recipe: Path, work: Path | None, out: Path, plan: bool) -> None:

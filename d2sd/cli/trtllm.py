@@ -1,4 +1,4 @@
-"""`d2sd trtllm`: what TensorRT-LLM can do with a bundle."""
+"""`d2sd trtllm`: compatibility of the installed TensorRT-LLM with d2sd and with a bundle."""
 
 from __future__ import annotations
 

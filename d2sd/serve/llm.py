@@ -96,7 +96,7 @@ class LLM:
         return self._run(conversations, sampling_params)
 
     def stream(self, prompt: str | Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """Yield the completion of a prompt, or the answer to a conversation, piece by piece as it is generated.
+        """Yield the completion of a prompt, or the answer to a conversation, in pieces as it is generated.
 
         The request is submitted by the first `next`. Closing the iterator early cancels the request. Several streams
         may be open at once; they share the batch. Raises `RequestError` if the prompt cannot be served.
@@ -183,7 +183,7 @@ def _completion(sequence: Running, text: str) -> Completion:
 
 
 def _request(bundle: Bundle, prompt: str | Sequence[Message], params: SamplingParams | None) -> Request:
-    """A string is taken as it is; messages go through the chat template."""
+    """A string is used without a template; messages go through the chat template."""
     defaults = bundle.recipe.sampling
     if params is None:
         params = SamplingParams(defaults.temperature, defaults.top_p, defaults.top_k, defaults.seed)

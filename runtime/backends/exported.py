@@ -1,7 +1,7 @@
-"""Models whose bodies are graphs: the engine's executors run them like modules, over the same pools.
+"""Models whose bodies are exported graphs; `ModelRunner` runs them like PyTorch modules, over the same K/V pools.
 
-A session takes and gives tensors by name: ONNX Runtime on a CPU (`OnnxSession`), or an engine (`tensorrt.py`).
-Embedding and head stay PyTorch's, because three models share them.
+A session runs a graph with named input and output tensors: `OnnxSession` on a CPU, `EngineSession` with TensorRT.
+Embedding and head stay in PyTorch, because three models share them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from d2sd.plugins.cascade_attention.mask import pack_mask_bits
 
 # Shape letters: B requests, T rows, C new context rows, E hidden, n auxiliary layers, L layers, Hkv heads, D head size.
 
-#: Greatest C that graphs are exported for.
+#: Largest C that graphs are exported for.
 CONTEXT_ROWS = 4096
 #: Fewest pages that graphs are exported for.
 _FEWEST_PAGES = 2
@@ -32,19 +32,19 @@ _FEWEST_PAGES = 2
 
 @dataclass(frozen=True, slots=True)
 class IOSpec:
-    """What a graph takes and gives: name -> type."""
+    """Inputs and outputs of a graph: name -> type."""
 
     inputs: Mapping[str, torch.dtype]
     outputs: Mapping[str, torch.dtype]
 
 
 def target_surface(body: BodyConfig, dtype: torch.dtype) -> IOSpec:
-    """A target's, of weights and pages in `dtype`."""
+    """Inputs and outputs of a target with weights and pages in `dtype`."""
     return IOSpec(_of_rows(body, dtype), dict.fromkeys(("hidden", "features", "k", "v"), dtype))
 
 
 def drafter_surface(body: BodyConfig, dtype: torch.dtype) -> IOSpec:
-    """A drafter's, of weights and pages in `dtype`."""
+    """Inputs and outputs of a drafter with weights and pages in `dtype`."""
     of_features = {"features": dtype, "feature_positions": torch.int32, "feature_len": torch.int32}
     return IOSpec(_of_rows(body, dtype) | of_features, dict.fromkeys(("hidden", "k", "v"), dtype))
 
@@ -63,20 +63,20 @@ class Session(Protocol):
 
 
 class OnnxSession:
-    """ONNX Runtime on the CPU: attention runs as the functions that the graph carries."""
+    """ONNX Runtime on the CPU: attention runs as the ONNX functions stored in the graph."""
 
     def __init__(self, file: Path) -> None:
-        """Raises `BundleError` where ONNX Runtime is not installed or does not take the file."""
+        """Raises `BundleError` if ONNX Runtime is not installed or cannot load the file."""
         try:
             import onnxruntime
         except ModuleNotFoundError:
             raise BundleError("ONNX Runtime is not installed.", where=file, fix="pip install 'd2sd[engines]'") from None
         options = onnxruntime.SessionOptions()
-        options.add_session_config_entry("session.disable_quant_qdq", "1")  # it would look for FP8 products it has not
+        options.add_session_config_entry("session.disable_quant_qdq", "1")  # ORT has no FP8 kernels on CPU
         try:
             self._session: Any = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # its own classes, none public
-            raise BundleError("ONNX Runtime does not take the graph.", where=file, found=error) from None
+        except Exception as error:  # ONNX Runtime's exception classes are not public
+            raise BundleError("ONNX Runtime cannot load the graph.", where=file, found=error) from None
         self._outputs = [output.name for output in self._session.get_outputs()]
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ class OnnxSession:
 
 
 class GraphDecoder(Decoder):
-    """A target: embedding and head of `tables`, and a graph between them that reads the features of `aux_layer_ids`."""
+    """A target: embedding and head of `tables`, and a graph between them that outputs features of `aux_layer_ids`."""
 
     def __init__(self, tables: Decoder, aux_layer_ids: tuple[int, ...], session: Session) -> None:
         nn.Module.__init__(self)
@@ -104,18 +104,18 @@ class GraphDecoder(Decoder):
 class GraphDrafter(Drafter):
     """A drafter of the geometry of `config`, run by a graph.
 
-    A plugin writes the K/V of real features to the pages, behind the context, before the block reads them. Where no
-    feature is real (length 0) it writes to page 0 at most, which nobody reads.
+    A plugin appends the K/V of real features to the context's pages before the block attends to them. Without real
+    features (length 0) it writes to the scratch page 0 at most.
     """
 
     def __init__(self, drafter: Drafter, session: Session, page_size: int, context_rows: int = CONTEXT_ROWS) -> None:
-        """`context_rows` is the greatest C that the session takes for one request."""
+        """`context_rows` is the largest C that the session accepts for one request."""
         nn.Module.__init__(self)
         self.config, self._session = drafter.config, session
         self.register_buffer("draft_ids", drafter.draft_ids, persistent=False)
         self._width = len(drafter.config.target_layer_ids) * drafter.config.body.hidden_size
         self._page_size, self._context_rows = page_size, context_rows
-        self._nowhere: KVPool | None = None
+        self._scratch_pool: KVPool | None = None
 
     def draft(self, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         batch, device = len(embedded), embedded.device
@@ -125,19 +125,19 @@ class GraphDrafter(Drafter):
     def draft_behind(
         self, embedded: Tensor, rows: Rows, pool: KVPool, features: Tensor, positions: Tensor, length: Tensor
     ) -> Tensor:
-        """As `draft`, with context behind `rows.context_len` that the pages do not hold yet.
+        """As `draft`, with more context after `rows.context_len` whose K/V is not in the pages yet.
 
         Of its features [B, C, n·E] at `positions` [B, C] the first `length` [B] of each request are real. The page
-        table reaches them: a plugin leaves their K/V there, as committing them would.
+        table covers their positions, and a plugin writes their K/V there, as a commit would.
         """
         return self._session.run(_inputs(embedded, rows, pool) | _features(features, positions, length))["hidden"]
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Drafter`'s; one masked row is drafted beside it, for nothing."""
+        """As `Drafter.context_keys_values`. The graph also drafts one masked row, whose output is discarded."""
         count, most = features.shape[1], self._context_rows
         if count <= most:
             return self._keys_values(features, positions)
-        # copied: a part of a longer tensor may lie where an engine takes no address
+        # copied: a slice may start at an address that is not aligned as TensorRT requires
         parts = [
             self._keys_values(features[:, at : at + most].clone(), positions[:, at : at + most])
             for at in range(0, count, most)
@@ -146,14 +146,14 @@ class GraphDrafter(Drafter):
 
     def _keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         batch, device, body = len(features), features.device, self.config.body
-        if self._nowhere is None:
-            self._nowhere = KVPool.for_body(body, _FEWEST_PAGES, self._page_size, features.dtype, str(device))
-        # Nothing of this can reach a page that somebody reads: no feature is real, the page table names page 0 alone,
-        # and the pool is nobody's.
+        if self._scratch_pool is None:
+            self._scratch_pool = KVPool.for_body(body, _FEWEST_PAGES, self._page_size, features.dtype, str(device))
+        # This cannot write to a page in use: no feature is real, the page table contains page 0 only, and the pool is
+        # a scratch pool.
         rows = Rows.chain(1, _zeros(device, batch, 1), _zeros(device, batch))
         embedded = features.new_zeros(batch, 1, body.hidden_size)
         new = _features(features, positions, _zeros(device, batch))
-        out = self._session.run(_inputs(embedded, rows, self._nowhere) | new)
+        out = self._session.run(_inputs(embedded, rows, self._scratch_pool) | new)
         return out["k"], out["v"]
 
 

@@ -1,5 +1,4 @@
-"""Running the models of one bundle: what the engine needs of an executor, and the PyTorch one (one code for CPU and
-CUDA).
+"""Runs the target and the drafters of one bundle over paged K/V pools, with the same code on CPU and CUDA.
 
 Every method takes and returns tensors of shapes that depend only on the batch bucket and the policy, and none reads a
 value back to the host, so a decode step from `draft_first` to `commit` can be captured in a CUDA graph.
@@ -33,7 +32,7 @@ from d2sd.runtime.speculation.tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What the target says about every node; nothing of it is committed yet."""
+    """The target's outputs at every node; nothing is committed yet."""
 
     logits: Tensor  # [B, N, V] fp32
     rows: DecoderOutput
@@ -51,12 +50,12 @@ class ModelRunner:
         block_size: int = 1,
         max_prefill_requests: Callable[[int], int] = lambda rows: sys.maxsize,
     ) -> None:
-        """Without drafters there is plain decoding and prompt lookup, in blocks of `block_size`; drafters have theirs.
+        """`block_size` applies without drafters, to plain decoding and prompt lookup; drafters define their own.
 
-        `max_prefill_requests` tells how many requests one prefill of so many rows a request takes; engines have a
-        limit.
+        `max_prefill_requests(rows)` is the most requests that one prefill call of `rows` rows a request accepts;
+        engines have a limit.
         On a CPU fp32 models are packed in place (`d2sd.modeling.packed`): they can serve, but not be saved or trained.
-        Raises CheckpointError if the drafters do not read the same features or draft the same blocks.
+        Raises CheckpointError if the drafters differ in their target layers or block size.
         """
         assert first is not None or second is None
         if first is not None and second is not None:
@@ -81,15 +80,15 @@ class ModelRunner:
             for drafter in self._drafters:
                 pack(drafter)
         self._heads = self._draft_heads()
-        # Most candidates a slot can have in both drafts: these become one tree.
+        # Most candidates that a slot can have in both drafts, because both become one tree.
         self._widest = min([self.vocab_size, *(len(d.draft_ids) for d in self._drafters if d.draft_ids is not None)])
         self._aux_layer_ids = first.config.target_layer_ids if first else ()
 
     def allocate(self, pages: int, page_size: int) -> None:
-        """Make the K/V pools. Raises RecipeError where the device has no memory for them."""
+        """Allocate the K/V pools. Raises RecipeError if they do not fit in the device's memory."""
         try:
             self._target_pool, *self._pools = self._make_pools(pages, page_size, self.device)
-        except RuntimeError:  # PyTorch's allocators raise it, on CUDA a subclass
+        except RuntimeError:  # raised by PyTorch's allocators; on CUDA a subclass of it
             raise RecipeError(
                 "The K/V pools do not fit in memory.", where="limits",
                 found=f"{pages:,} pages of {self.page_bytes(page_size):,} bytes",
@@ -151,33 +150,34 @@ class ModelRunner:
         keep = (steps < accepted.count[:, None]) & batch.active[:, None]
         of_rows = torch.arange(len(path), device=path.device)[:, None]
         out = verified.rows
-        places = batch.context_len[:, None] + steps
-        self._target_pool.write(out.k, out.v, batch.page_table, places, keep, path)
-        self._queue_features(out.features[of_rows, path], batch.page_table, places, keep)
+        positions = batch.context_len[:, None] + steps
+        self._target_pool.write(out.k, out.v, batch.page_table, positions, keep, path)
+        self._queue_features(out.features[of_rows, path], batch.page_table, positions, keep)
 
     def _queue_features(self, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
-        """Owe the K/V of committed rows' features to the drafters' pages."""
+        """Queue the features of committed rows; their K/V is computed before the drafters run next."""
         for pending in self._pending:
             pending.push(features, page_table, positions, keep)
 
     @torch.inference_mode()
     def sync_drafters(self, drafters: Collection[int]) -> None:
-        """Bring these drafters' pages up to date with what was committed; they are about to run.
+        """Flush the pending context of these drafters, which are about to run.
 
-        The others may be left behind for a while: read once, a drafter's weights serve many steps. No part of a graph.
+        Other drafters stay behind until `MAX_PENDING_ROWS`: one flush for many steps reads their weights once. Not
+        captured in a CUDA graph.
         """
         for which, (drafter, pool, pending) in enumerate(zip(self._drafters, self._pools, self._pending, strict=True)):
             if which in drafters or pending.rows >= MAX_PENDING_ROWS:
                 pending.flush(drafter, pool)
 
     def forget(self, first_page: int) -> None:
-        """The request whose first page this is has left its pages: nothing is owed for it any more."""
+        """Drop queued features of the request that owns `first_page`; its pages have been freed."""
         for pending in self._pending:
             pending.drop(first_page)
 
     def _draft(self, which: int, batch: Batch, blocks: Tensor) -> Tensor:
-        """blocks [B, K, G], invisible to each other -> logits [B, K, G-1, V or Vd] of slots 1 .. γ-1, in fp32."""
-        assert not self._pending[which].rows, "settle comes first"
+        """blocks [B, K, G], masked from each other -> logits [B, K, G-1, V or Vd] of slots 1 .. γ-1, in fp32."""
+        assert not self._pending[which].rows, "call sync_drafters first"
         drafter, pool = self._drafters[which], self._pools[which]
         _, count, size = blocks.shape
         of_block = torch.arange(count, device=blocks.device).repeat_interleave(size)
@@ -186,7 +186,7 @@ class ModelRunner:
         positions = batch.context_len[:, None] + slots
         rows = Rows(positions, attn_mask, batch.page_table, batch.context_len)
         hidden = drafter.draft(self.target.embed_tokens(blocks.flatten(1)), rows, pool)
-        # contiguous: over a view PyTorch multiplies batch by batch, in bf16 on a CPU sixty times slower
+        # contiguous: on a view PyTorch multiplies batch by batch, 60 times slower in bf16 on a CPU
         return self._heads[which](hidden.view(len(blocks), count, size, -1)[:, :, 1:].contiguous()).float()
 
     def _candidates(self, which: int, batch: Batch, logits: Tensor, width: int) -> Draft:
@@ -194,7 +194,7 @@ class ModelRunner:
         return candidates(logits, batch.context_len, batch.sampling, min(width, self._widest), ids)
 
     def _draft_heads(self) -> list[Callable[[Tensor], Tensor]]:
-        """What turns each drafter's rows into logits; drafters of one vocabulary share the copy."""
+        """The head of each drafter, hidden states -> logits; drafters with the same draft vocabulary share one."""
         heads: dict[tuple[int, ...] | None, Callable[[Tensor], Tensor]] = {None: self.target.logits}
         for drafter in self._drafters:
             ids = drafter.draft_ids

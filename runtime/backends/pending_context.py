@@ -1,8 +1,8 @@
-"""Committed rows whose K/V a drafter's pages lack yet, because it has not run since.
+"""Deferred drafter-KV injection.
 
-Features wait until the drafter is about to draft: one product then serves many steps, and what a request that left
-would have cost is never paid. On a CPU rows that were padding or have been forgiven are left out of the product; on
-CUDA, where to know them is to wait for the device, they are computed and written to page 0.
+Target features of committed tokens are queued and projected to K/V in one batched GEMM right before the drafter runs.
+One GEMM then covers many steps, and finished requests cost nothing. On CPU, padding and finished requests are dropped
+from the queue; on CUDA that would need a device sync, so their K/V go to the scratch page 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from d2sd.modeling.kv_pool import KVPool
 
 # Shape letters: B requests, T rows, M pages a request, E hidden, n auxiliary layers, R rows of all requests.
 
-#: Rows that are paid in any case, padding counted: what waits takes n·E numbers a row, 12 kB for SmolLM2.
+#: Queued rows, padding included, at which the queue is flushed: a row holds n·E numbers, 12 kB for SmolLM2.
 MAX_PENDING_ROWS = 4096
 
 
@@ -27,12 +27,12 @@ class _Entry:
     page_table: Tensor  # [B, M]
     positions: Tensor  # [B, T]
     keep: Tensor  # [B, T]
-    dropped: set[int] = field(default_factory=set)  # owners that left
+    dropped: set[int] = field(default_factory=set)  # first pages of finished requests
     _request_keys: list[int] | None = None
 
     @property
     def request_keys(self) -> list[int]:
-        """First page of each request; nobody on CUDA. Read when first asked for, not inside a step."""
+        """First page of each request; empty on CUDA. Read lazily, never inside a step."""
         if self._request_keys is None:
             first = self.page_table[:, 0]
             self._request_keys = first.tolist() if first.device.type == "cpu" else []
@@ -44,30 +44,30 @@ class _Entry:
         of = torch.arange(batch, device=self.keep.device).repeat_interleave(count)
         features, positions, keep = self.features.flatten(0, 1), self.positions.flatten(), self.keep.flatten()
         if self.request_keys:
-            here = torch.tensor([owner not in self.dropped for owner in self.request_keys])
-            (chosen,) = (keep & here[of]).nonzero(as_tuple=True)
+            live = torch.tensor([key not in self.dropped for key in self.request_keys])
+            (chosen,) = (keep & live[of]).nonzero(as_tuple=True)
             of, features, positions, keep = of[chosen], features[chosen], positions[chosen], keep[chosen]
         return features, self.page_table[of], positions[:, None], keep[:, None]
 
 
 class PendingContext:
-    """Those of one drafter, oldest first: they are written in this order, so a page's last owner wins."""
+    """The queue of one drafter, oldest first: K/V is written in this order, so a page keeps its last owner's."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
-        self.rows = 0  # at most so many
+        self.rows = 0  # upper bound: padding is counted
 
     def push(self, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
         """Queue the rows of `positions [B, T]` where `keep [B, T]`.
 
-        The tensors are kept, not copied. A captured step that runs again would overwrite them while they wait: capture
-        must then copy them here, or flush inside the graph.
+        The tensors are kept, not copied. A captured step that runs again would overwrite them before the flush, so
+        capture must copy them here or flush inside the graph.
         """
         self._entries.append(_Entry(features, page_table, positions, keep))
         self.rows += keep.numel()
 
     def drop(self, first_page: int) -> None:
-        """Owe nothing more for the request whose first page this was."""
+        """Drop queued rows of the request that owned `first_page`."""
         for entry in self._entries:
             if first_page in entry.request_keys:
                 entry.dropped.add(first_page)
@@ -77,7 +77,7 @@ class PendingContext:
         self.rows = sum(entry.keep.numel() for entry in self._entries)
 
     def flush(self, drafter: Drafter, pool: KVPool) -> None:
-        """Compute all rows in one product and write them."""
+        """Compute the K/V of all rows in one GEMM and write it to the pages."""
         parts = [entry.rows() for entry in self._entries]
         self._entries, self.rows = [], 0
         sizes = [len(features) for features, *_ in parts]
@@ -86,7 +86,7 @@ class PendingContext:
         features = torch.cat([part[0] for part in parts])[None]
         positions = torch.cat([part[2] for part in parts]).view(1, -1)
         k, v = drafter.context_keys_values(features, positions)
-        for (_, tables, places, keep), keys, values in zip(
+        for (_, tables, at, keep), keys, values in zip(
             parts, torch.split(k[:, 0], sizes, 1), torch.split(v[:, 0], sizes, 1), strict=True
         ):
-            pool.write(keys[:, :, None], values[:, :, None], tables, places, keep)
+            pool.write(keys[:, :, None], values[:, :, None], tables, at, keep)

@@ -1,7 +1,7 @@
-"""Running engines: a `Session` over TensorRT, and the executor of a bundle's engines. **Not yet run** on a GPU.
+"""TensorRT: a `Session` over an engine, and the `ModelRunner` over a bundle's engines. **Not yet run** on a GPU.
 
-The K/V pools are ours and bound where they lie. Embedding, head and everything between the engines stay PyTorch's, on
-one stream.
+d2sd allocates the K/V pools, and engines bind them without a copy. Embedding, head and everything between the engines
+run in PyTorch on the same stream.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def current_stream() -> int:
 
 
 def leave_default_stream() -> None:
-    """Give this thread a stream of ours if it has the default one, where TensorRT waits for the device every run."""
+    """Move this thread off the default stream, on which TensorRT synchronizes the device at every run."""
     if current_stream() == 0:
         ours = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         ours.wait_stream(torch.cuda.current_stream())
@@ -44,23 +44,23 @@ def leave_default_stream() -> None:
 
 
 class EngineSession:
-    """An engine with one execution context a profile, made when first asked for.
+    """An engine with one execution context a profile, created on first use.
 
-    A run reads nothing back and keeps no tensor. PyTorch hands memory that is let go of out again for later work on the
-    same stream only, which comes after ours; streams of TensorRT's own join ours before a run ends.
+    A run reads nothing back and keeps no tensor. The caching allocator reuses freed blocks in stream order, so outputs
+    may be freed before the run finishes; TensorRT's auxiliary streams join the current stream before a run ends.
 
-    A CUDA graph can record a run: inputs and outputs then lie in the graph's pool, where nothing else comes, and the
-    scratch memory is one buffer that lives as long as the session, for all contexts, which never run at once. Run
-    each shape before it is recorded: contexts are made, and TensorRT-RTX compiles its kernels, at first use.
+    A CUDA graph can capture a run: inputs and outputs are then in the graph's private pool, and the scratch memory is
+    one buffer that exists as long as the session, shared by all contexts, which never run concurrently. Run each shape
+    before it is captured: contexts are created, and TensorRT-RTX compiles its kernels, at first use.
     """
 
     def __init__(self, trt: TensorRT, engine: EngineFile, surface: IOSpec) -> None:
-        """Raises `BundleError` where the engine does not run here, or not for this graph."""
+        """Raises `BundleError` if the engine cannot run on this machine or its inputs and outputs differ."""
         device = this_device(engine.path)
         check_compatible(trt, engine, device.capability)
         self._module, self._file, self._surface, self._device = trt.module, engine, surface, device.name
-        self._heard = ErrorLog(trt.module)
-        self._runtime, self._engine = open_engine(trt, engine, self._heard, device.capability)
+        self._errors = ErrorLog(trt.module)
+        self._runtime, self._engine = open_engine(trt, engine, self._errors, device.capability)
         check_io(trt, engine, self._engine, surface)
         self._scratch_size = int(self._engine.device_memory_size_v2)
         self._scratch = torch.empty(max(self._scratch_size, 1), dtype=torch.uint8, device=device.name)
@@ -69,7 +69,7 @@ class EngineSession:
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All outputs by name. Inputs are contiguous, on the engine's device, and of its types.
 
-        Raises `BundleError` where no profile admits their shapes.
+        Raises `BundleError` if no profile admits their shapes.
         """
         assert {name: tensor.dtype for name, tensor in inputs.items()} == self._surface.inputs
         context = self._context(self._profile(inputs))
@@ -83,7 +83,7 @@ class EngineSession:
             shape = tuple(context.get_tensor_shape(name))
             assert min(shape) >= 0, f"{name} has no shape before it runs"
             size = math.prod(shape)
-            memory = torch.empty(max(size, 1), dtype=dtype, device=self._device)  # a tensor of nothing has no address
+            memory = torch.empty(max(size, 1), dtype=dtype, device=self._device)  # an empty tensor has no address
             self._bind(context, name, memory)
             outputs[name] = memory[:size].view(shape)
         self._demand(context.execute_async_v3(current_stream()), "the run")
@@ -91,11 +91,9 @@ class EngineSession:
 
     def _bind(self, context: Any, name: str, tensor: Tensor) -> None:
         address = tensor.data_ptr()
-        if (
-            address % ALIGNMENT
-        ):  # of pools alone, for PyTorch gives multiples of 512: a layer of theirs begins where the one before it ends
+        if address % ALIGNMENT:  # only layers of a pool: they are contiguous, and PyTorch allocates multiples of 512
             raise BundleError(
-                "TensorRT takes no tensor that lies there.", where=self._file.path, found=f"{name} at {address:#x}",
+                "Tensor address is not aligned.", where=self._file.path, found=f"{name} at {address:#x}",
                 expected=f"a multiple of {ALIGNMENT} bytes", fix="build the bundle with a larger limits.page_size",
             )  # fmt: skip
         self._demand(context.set_tensor_address(name, address), f"the address of {name}")
@@ -105,20 +103,20 @@ class EngineSession:
             context = self._engine.create_execution_context(self._configured())
             self._demand(context is not None, "an execution context")
             context.set_device_memory(self._scratch.data_ptr(), self._scratch_size)
-            # on the stream of the runs, so none of them overtakes it
+            # on the stream of the runs, so it completes before them
             self._demand(context.set_optimization_profile_async(profile, current_stream()), f"profile {profile}")
             self._contexts[profile] = context
         return self._contexts[profile]
 
     def _configured(self) -> Any:
-        """How a context is to run: in our scratch memory, and by kernels that were made for its shapes.
+        """Configuration of a context: scratch memory from us, and kernels specialized to its shapes.
 
-        Left to itself TensorRT-RTX makes them beside the runs, which meanwhile take slower ones: what is timed, or
-        recorded in a CUDA graph, would be those.
+        By default TensorRT-RTX compiles shape-specialized kernels in the background and runs generic fallbacks
+        meanwhile; EAGER avoids timing or capturing the fallbacks.
         """
         managed = self._module.ExecutionContextAllocationStrategy.USER_MANAGED
         kernels = getattr(self._module, "DynamicShapesKernelSpecializationStrategy", None)
-        if kernels is None:  # classic TensorRT made its kernels when it built
+        if kernels is None:  # classic TensorRT compiles its kernels at build time
             return managed
         config = self._engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(managed)
@@ -126,12 +124,12 @@ class EngineSession:
         return config
 
     def _profile(self, inputs: Mapping[str, Tensor]) -> int:
-        """The first that admits all shapes."""
+        """Index of the first profile that admits all shapes."""
         misfits = []
-        for place, profile in enumerate(self._file.profiles):
+        for index, profile in enumerate(self._file.profiles):
             outside = [name for name, tensor in inputs.items() if not _admits(profile, name, tensor)]
             if not outside:
-                return place
+                return index
             misfits.append(outside)
         name = min(misfits, key=len)[0]  # of the profile that comes closest
         sizes = (f"{profile[name][0]} to {profile[name][2]}" for profile in self._file.profiles)
@@ -143,19 +141,19 @@ class EngineSession:
 
     def _demand(self, done: bool, what: str) -> None:
         if not done:
-            raise BundleError(f"TensorRT refused {what}.", where=self._file.path, found=self._heard.drain())
+            raise BundleError(f"TensorRT refused {what}.", where=self._file.path, found=self._errors.drain())
 
 
 def _admits(profile: Profile, name: str, tensor: Tensor) -> bool:
-    least, _, most = profile[name]
-    sizes = zip(least, tensor.shape, most, strict=True)
+    smallest, _, largest = profile[name]
+    sizes = zip(smallest, tensor.shape, largest, strict=True)
     return all(low <= size <= high for low, size, high in sizes)
 
 
 def max_requests(profiles: Sequence[Profile], rows: int) -> int:
-    """The most requests of so many rows each that a run of the target takes, by its profiles."""
+    """The most requests of `rows` rows each that the target's profiles admit in one run."""
     shapes = [profile["embedded"] for profile in profiles]
-    return max((most[0] for least, _, most in shapes if least[1] <= rows <= most[1]), default=1)
+    return max((largest[0] for smallest, _, largest in shapes if smallest[1] <= rows <= largest[1]), default=1)
 
 
 def engine_runner(
@@ -166,12 +164,12 @@ def engine_runner(
     page_size: int,
     block_size: int = 1,
 ) -> ModelRunner:
-    """The executor over engines: of the target and of its drafters, first and second.
+    """The `ModelRunner` over engines of the target and of its first and second drafter.
 
-    Of the models only embedding, head and draft vocabulary are used, and moved to the GPU; they are in the engines'
-    type. `aux_layer_ids` are the layers whose features the target's engine returns. Without drafters blocks are of
-    `block_size`.
-    Raises `BundleError` where an engine does not run here.
+    Of the PyTorch models only embedding, head and draft vocabulary are used, and moved to the GPU, in the engines'
+    type. `aux_layer_ids` are the layers whose features the target's engine returns. `block_size` applies without
+    drafters.
+    Raises `BundleError` if an engine cannot run on this machine.
     """
     decoder, engine = target
     device = this_device(engine.path).name

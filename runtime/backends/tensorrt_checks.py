@@ -1,7 +1,7 @@
-"""What must hold before an engine runs here, each with an error that says what to do; and opening it.
+"""Checks that an engine can run on this machine, with an error and its fix for each, and opens it.
 
-TensorRT's engines are of one version of TensorRT, of one GPU architecture or several, and ours of one set of plugins.
-What the bundle says of itself is compared first, because TensorRT says less. **Not yet run** on a GPU.
+An engine is tied to one TensorRT version, to one or several GPU architectures, and to the ABI of d2sd's plugins. The
+bundle's metadata is compared first, because TensorRT's own errors are less specific. **Not yet run** on a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from d2sd.plugins.cascade_attention.tensorrt.plugin import register
 from d2sd.runtime.backends.exported import IOSpec
 from d2sd.tensorrt_env import COMPUTE, NATIVE, PORTABLE, Builder, ErrorLog, TensorRT
 
-#: Input -> least, usual and greatest shape.
+#: Input -> min, opt and max shape.
 Profile = Mapping[str, tuple[list[int], list[int], list[int]]]
 #: Types of our graphs, by TensorRT's names.
 TYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "INT32": torch.int32}
@@ -29,14 +29,14 @@ _AGAIN = "build the bundle again"
 
 @dataclass(frozen=True, slots=True)
 class EngineFile:
-    """An engine of a bundle, and what the bundle says of it."""
+    """An engine of a bundle, with its metadata from the manifest."""
 
     path: Path
     builder: Builder
     version: str  # of the builder
     plugin_abi: str
     compute: str  # of COMPUTE, "portable" or "native"
-    profiles: Sequence[Profile]  # number i is the engine's i-th optimisation profile
+    profiles: Sequence[Profile]  # entry i is the engine's optimisation profile i
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +48,21 @@ class Device:
 
 
 def this_device(file: Path) -> Device:
-    """PyTorch's current GPU. Raises `BundleError` where there is none; `file` is the engine that wants one."""
+    """PyTorch's current GPU. Raises `BundleError` if there is none; `file` is the engine to run."""
     if not torch.cuda.is_available():
         raise BundleError(
-            "Engines run on an NVIDIA GPU, and PyTorch sees none.", where=file,
+            "Engines need an NVIDIA GPU, and PyTorch finds none.", where=file,
             fix="serve the bundle with PyTorch, or install a CUDA build of torch and the driver",
         )  # fmt: skip
     index = torch.cuda.current_device()
     return Device(torch.device("cuda", index), torch.cuda.get_device_capability(index))
 
 
-def unfit(compute: str, capability: tuple[int, int]) -> str | None:
-    """What an engine built for `compute` runs on, where that is not this `capability`; None: nothing known against it.
+def incompatibility(compute: str, capability: tuple[int, int]) -> str | None:
+    """The compute capability an engine built for `compute` needs, if it differs from `capability`; else None.
 
-    Portable engines are TensorRT-RTX's to judge: it documents 8.0, 8.6, 8.9, 12.0 and later. Whether it takes one on
-    9.0 (H100, H200), which its builder does not name, has **not been run**. Native ones are judged by classic TensorRT.
+    Portable engines are left to TensorRT-RTX, which documents 8.0, 8.6, 8.9, 12.0 and later; on 9.0 (H100, H200),
+    which its builder does not list, they have **not been run**. Native engines are left to classic TensorRT.
     """
     if compute in (PORTABLE, NATIVE) or compute == "sm{}{}".format(*capability):
         return None
@@ -71,20 +71,20 @@ def unfit(compute: str, capability: tuple[int, int]) -> str | None:
 
 
 def check_compatible(trt: TensorRT, engine: EngineFile, capability: tuple[int, int]) -> None:
-    """Raise `BundleError` where the bundle says that this is not the place for this engine."""
+    """Raise `BundleError` if the engine's metadata does not match the installed plugins, TensorRT or GPU."""
     if engine.plugin_abi != VERSION:
         raise BundleError(
-            "The engine was built with other plugins than this d2sd has.", where=engine.path,
+            "Plugin ABI mismatch.", where=engine.path,
             found=f"plugin ABI {engine.plugin_abi}", expected=VERSION, fix=_AGAIN,
         )  # fmt: skip
-    # Both TensorRTs document that an engine is of the version that built it, unless it was built to outlive it.
+    # Both TensorRTs document that an engine runs only with the version that built it, unless built version-compatible.
     if (engine.builder, engine.version) != (trt.name, trt.version):
         raise BundleError(
-            "The engine was built by another TensorRT than is installed.", where=engine.path,
+            "The engine was built by another TensorRT than the installed one.", where=engine.path,
             found=f"{engine.builder} {engine.version}", expected=f"{trt.name} {trt.version}",
             fix=f"{_AGAIN}, or install {engine.builder} {engine.version}",
         )  # fmt: skip
-    for_others = unfit(engine.compute, capability)
+    for_others = incompatibility(engine.compute, capability)
     if for_others is not None:
         raise BundleError(
             "The engine was built for another GPU.", where=engine.path, found=f"compute capability {for_others}",
@@ -92,12 +92,12 @@ def check_compatible(trt: TensorRT, engine: EngineFile, capability: tuple[int, i
         )  # fmt: skip
 
 
-def open_engine(trt: TensorRT, engine: EngineFile, heard: ErrorLog, capability: tuple[int, int]) -> tuple[Any, Any]:
-    """TensorRT's runtime and engine. Raises `BundleError` with what TensorRT said where it does not take the file."""
+def open_engine(trt: TensorRT, engine: EngineFile, errors: ErrorLog, capability: tuple[int, int]) -> tuple[Any, Any]:
+    """TensorRT's runtime and engine. Raises `BundleError` with TensorRT's errors if it cannot load the file."""
     if not engine.path.is_file() or not engine.path.stat().st_size:
         raise BundleError("The engine is missing.", where=engine.path, fix=_AGAIN)
     register(trt.module)
-    runtime = trt.module.Runtime(heard.log)
+    runtime = trt.module.Runtime(errors.log)
     with engine.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as blob:
         if hasattr(runtime, "get_engine_validity"):  # TensorRT-RTX alone
             validity, reasons = runtime.get_engine_validity(blob)
@@ -106,18 +106,18 @@ def open_engine(trt: TensorRT, engine: EngineFile, heard: ErrorLog, capability: 
                 named = ", ".join(name for name, bit in kinds if int(bit) & int(reasons))
                 of_others = "UNSUPPORTED_CC" in named
                 raise BundleError(
-                    f"{trt.name} does not take the engine here.", where=engine.path, found=named or heard.drain(),
+                    f"{trt.name} cannot run the engine on this GPU.", where=engine.path, found=named or errors.drain(),
                     expected=f"an engine for {_spelled(capability)}" if of_others else None,
                     fix=_elsewhere(trt, capability) if of_others else None,
                 )  # fmt: skip
         opened = runtime.deserialize_cuda_engine(blob)
     if opened is None:
-        raise BundleError(f"{trt.name} cannot open the engine.", where=engine.path, found=heard.drain(), fix=_AGAIN)
+        raise BundleError(f"{trt.name} cannot open the engine.", where=engine.path, found=errors.drain(), fix=_AGAIN)
     return runtime, opened
 
 
 def check_io(trt: TensorRT, engine: EngineFile, opened: Any, surface: IOSpec) -> None:
-    """Raise `BundleError` where the engine is not of the graph that this d2sd runs."""
+    """Raise `BundleError` if the engine's I/O tensors are not those of `surface`."""
     wanted = {("input", *item) for item in surface.inputs.items()} | {
         ("output", *item) for item in surface.outputs.items()
     }
@@ -128,12 +128,12 @@ def check_io(trt: TensorRT, engine: EngineFile, opened: Any, surface: IOSpec) ->
         found.add((side, name, TYPES.get(kind, kind)))
     if found != wanted:
         raise BundleError(
-            "The engine is not of a graph that this d2sd runs.", where=engine.path,
+            "Engine I/O tensors do not match this version of d2sd.", where=engine.path,
             found=_listed(found - wanted), expected=_listed(wanted - found), fix=_AGAIN,
         )  # fmt: skip
     if opened.num_optimization_profiles != len(engine.profiles):
         raise BundleError(
-            "The engine's profiles are not those that the bundle tells of.", where=engine.path,
+            "The number of optimisation profiles differs from the manifest.", where=engine.path,
             found=opened.num_optimization_profiles, expected=len(engine.profiles), fix=_AGAIN,
         )  # fmt: skip
 
@@ -152,4 +152,4 @@ def _elsewhere(trt: TensorRT, capability: tuple[int, int]) -> str:
         return f"{_AGAIN} on this machine"
     if name in COMPUTE:
         return f"{_AGAIN} with engines.compute: [{name}]"
-    return f"serve the bundle with PyTorch: {trt.name} builds for no {name}, and portable engines were not tried there"
+    return f"serve the bundle with PyTorch: {trt.name} cannot build for {name}, and portable engines are untested there"

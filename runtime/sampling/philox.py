@@ -1,9 +1,9 @@
-"""Gumbel noise as a function of (seed, position, token): no generator state, so no order of calls can change a text.
+"""Gumbel noise as a function of (seed, position, token): without generator state, the order of calls has no effect.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), the generator of cuRAND,
 PyTorch on CUDA and `triton.language.philox`. Key = the 64-bit seed; counter = (token // 4, position, 0, 0); word
-token % 4 is the token's. All rows that stand at one position share their noise: whatever tree a token is verified in,
-the target chooses the same one.
+token % 4 is the token's. All rows at one position share their noise, so the target chooses the same token in every
+tree.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LOW = 0xFFFFFFFF
 def philox(
     key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten rounds on 32-bit words held in int64; tensors broadcast. Products wrap, but their halves stay right."""
+    """Ten rounds on 32-bit words in int64; tensors broadcast. Products wrap, but both 32-bit halves stay exact."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):
@@ -47,6 +47,6 @@ def gumbel_at(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
 
 
 def _gumbel(bits: Tensor) -> Tensor:
-    # 23 bits and a half are exact in fp32, so neither end of (0, 1) is ever reached and the noise stays finite.
+    # 23 bits plus one half are exact in fp32, so 0 and 1 are never reached and the noise stays finite.
     uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
     return -(-uniform.log()).log()

@@ -1,7 +1,7 @@
-"""The target's choice at every row: argmax, or Gumbel-max over the filtered distribution.
+"""The target's token at every row: argmax, or Gumbel-max over the filtered distribution.
 
-argmax(logits / T + gumbel) is an exact sample of softmax(logits / T). Drafts never change what is chosen here, only
-how many of the choices one step can use.
+argmax(logits / T + gumbel) is an exact sample of softmax(logits / T). Drafts never change the tokens chosen here, only
+how many of them one step commits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from d2sd.runtime.sampling.philox import gumbel
 # Shape letters: B requests, T rows, D distinct depths, V vocabulary.
 
 
-#: Colder is greedy: logits divided by less overflow, and their noise has long stopped to matter.
+#: Lower temperatures decode greedily: logits / T would overflow, and the noise no longer changes the argmax.
 GREEDY_BELOW = 1e-5
 
 
@@ -27,7 +27,7 @@ class Sampling:
     """Sampling parameters of a batch; the two flags choose between static variants of the computation."""
 
     temperature: Tensor  # [B] fp32, 0 where greedy
-    top_p: Tensor  # [B] fp32, infinite where off: cumulated probabilities may round to more than 1
+    top_p: Tensor  # [B] fp32, infinite where off: cumulative probabilities may round to more than 1
     top_k: Tensor  # [B] int64, V where off
     seed: Tensor  # [B] int64
     any_sampled: bool
@@ -55,8 +55,8 @@ class Sampling:
 def sample_target(logits: Tensor, depth: Tensor, context_len: Tensor, depths: int, sampling: Sampling) -> Tensor:
     """The token the target chooses after each row.
 
-    logits [B, T, V] fp32; depth [B, T] in 0 .. depths - 1, so row t stands at position context_len + depth and
-    chooses the token at the position behind it. Returns [B, T] int64.
+    logits [B, T, V] fp32; depth [B, T] in 0 .. depths - 1: row t is at position context_len + depth and chooses the
+    token at the next position. Returns [B, T] int64.
     """
     if not sampling.any_sampled:
         return logits.argmax(-1)
@@ -65,7 +65,7 @@ def sample_target(logits: Tensor, depth: Tensor, context_len: Tensor, depths: in
 
 
 def gumbel_scores(logits: Tensor, depth: Tensor, context_len: Tensor, depths: int, sampling: Sampling) -> Tensor:
-    """What `choose` takes the argmax of [B, T, V]: plain logits in greedy rows, perturbed ones elsewhere."""
+    """Scores [B, T, V] that `sample_target` takes the argmax of: logits in greedy rows, else scaled logits + noise."""
     random = sampling.temperature > 0
     scaled_logits = logits / torch.where(random, sampling.temperature, 1.0)[:, None, None]
     if sampling.any_filter:
@@ -77,8 +77,8 @@ def gumbel_scores(logits: Tensor, depth: Tensor, context_len: Tensor, depths: in
 
 
 def apply_top_k_top_p(scaled_logits: Tensor, sampling: Sampling) -> Tensor:
-    """[B, T, V] -> -inf outside the top-k and the smallest set whose probability reaches top-p; the best token
-    always stays.
+    """[B, T, V] -> -inf outside the top-k and outside the smallest set whose probability reaches top-p; the best
+    token is always kept.
     """
     ranked = scaled_logits.sort(-1, descending=True).values
     rank = torch.arange(scaled_logits.shape[-1], device=scaled_logits.device)

@@ -1,4 +1,4 @@
-"""Where the first draft is likely to be rejected, and the branches that restart there (arXiv 2606.04446, Eq. 3-5)."""
+"""Likely rejection boundaries of the first draft, and the branches that restart there (arXiv 2606.04446, Eq. 3-5)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from d2sd.runtime.speculation.tree import Tree
 def boundary_scores(confidence: Tensor) -> Tensor:
     """Probability that exactly i of the S drafts are accepted, i = 0 .. S; log confidences [B, S] -> [B, S + 1].
 
-    r(i) = (c_1 … c_i)(1 - c_{i+1}). The paper has no r(S), "everything accepted"; with it the scores sum to 1.
+    r(i) = (c_1 … c_i)(1 - c_{i+1}). r(S), "everything accepted", is not in the paper; with it the scores sum to 1.
     """
     reached = torch.cat([torch.zeros_like(confidence[:, :1]), confidence.cumsum(-1)], dim=-1).exp()
     rejected = torch.cat([-torch.expm1(confidence), torch.ones_like(confidence[:, :1])], dim=-1)
@@ -23,48 +23,48 @@ def boundary_scores(confidence: Tensor) -> Tensor:
 
 
 def log_rejected(confidence: Tensor) -> Tensor:
-    """log(1 - c) of log confidences; a drafter that is certain is so up to fp32's rounding only."""
+    """log(1 - c) of log confidences; c is clamped below 1, because fp32 rounds confident drafts to exactly 1."""
     return torch.log(-torch.expm1(confidence.clamp(max=-1e-7)))
 
 
 def chain_branches(first: Draft, count: int) -> Branches:
-    """D²SD: restart at the `count` likeliest boundaries, best first, the draft behind each presumed wrong.
+    """D²SD: restart at the `count` likeliest boundaries, best first, with the draft at each presumed rejected.
 
-    Where "everything accepted" is among them its branch keeps the whole draft, so it adds no node.
+    If "everything accepted" is among them, its branch keeps the whole draft and adds no node.
     """
     length = boundary_scores(first.confidence).topk(count, dim=-1).indices
     slots = first.top1.shape[1]
-    behind = first.top1.gather(1, length.clamp(max=slots - 1))
-    rejected = torch.where(length < slots, behind, -1)
+    at_boundary = first.top1.gather(1, length.clamp(max=slots - 1))
+    rejected = torch.where(length < slots, at_boundary, -1)
     return Branches(first.top1[:, None].expand(-1, count, -1), length, rejected)
 
 
 def tree_branches(anchor: Tensor, first: Draft, count: int) -> Branches:
-    """Restart at nodes of the first pass's own tree, not only along its best chain.
+    """Restart at nodes of the first pass's best-first tree, not only along its best chain.
 
-    The first pass knows each slot's marginal only; behind a node the second pass conditions on the whole path to it. A
-    node u of the best chain is worth its boundary score P(u)(1 - c), the probability that the chain ends there; any
-    other node P(u), since nothing behind it was drafted with it in view. The root is left out: from there the second
-    pass would see what the first one saw.
+    The first pass predicts each slot's marginal only; after a node the second pass conditions on the whole path to it.
+    A node u of the best chain scores its boundary score P(u)(1 - c), the probability that the chain ends there; any
+    other node scores P(u), since none of its continuations was conditioned on it. The root is left out: there the
+    second pass would have the same context as the first.
     """
     slots = first.top1.shape[1]
-    # Of K + S nodes the root and at most S - 1 others are on the chain: the K best of the rest are among them.
-    inner = Draft(first.tokens[:, :-1], first.logprob[:, :-1])  # behind slot S there is nothing to draft
+    # Of K + S nodes the root and at most S - 1 others are on the chain, so the K best of the rest are among them.
+    inner = Draft(first.tokens[:, :-1], first.logprob[:, :-1])  # after slot S nothing is left to draft
     tree = best_first_tree(anchor, inner, count + slots)
     path = _paths(tree, slots)
     step = torch.arange(slots, device=anchor.device)
     on_chain = ((path == first.top1[:, None]) | (step >= tree.depth[..., None])).all(-1)
-    behind = first.confidence.gather(1, tree.depth.clamp(max=slots - 1))
-    worth = tree.score + torch.where(on_chain, log_rejected(behind), 0.0)
+    next_confidence = first.confidence.gather(1, tree.depth.clamp(max=slots - 1))
+    score = tree.score + torch.where(on_chain, log_rejected(next_confidence), 0.0)
     usable = tree.valid & (tree.depth > 0)
-    worth, node = worth.masked_fill(~usable, float("-inf")).topk(count, dim=-1)
+    score, node = score.masked_fill(~usable, float("-inf")).topk(count, dim=-1)
     length = tree.depth.gather(1, node)
     length = torch.where(usable.gather(1, node), length, slots)  # fewer nodes than branches
     return Branches(path.gather(1, node[..., None].expand(-1, -1, slots)), length, torch.full_like(length, -1))
 
 
 def _paths(tree: Tree, slots: int) -> Tensor:
-    """Tokens behind the root on the way to every node [B, N, S]; 0 past its depth."""
+    """Tokens of the path to every node, without the root [B, N, S]; 0 past its depth."""
     step = torch.arange(slots, device=tree.tokens.device)
-    here = tree.attn_mask[:, :, None] & (tree.depth[:, None] == step[:, None] + 1)[:, None]  # [B, N, S, N]
-    return (here * tree.tokens[:, None, None]).sum(-1)
+    at_step = tree.attn_mask[:, :, None] & (tree.depth[:, None] == step[:, None] + 1)[:, None]  # [B, N, S, N]
+    return (at_step * tree.tokens[:, None, None]).sum(-1)

@@ -1,9 +1,9 @@
-"""From what a drafter says to what happens: log-odds of acceptance, straightened on held-out prompts.
+"""Platt scaling of drafter probabilities into acceptance probabilities, fitted on held-out prompts.
 
-A drafted token, given that all before it in its path were accepted, is accepted with a probability whose log-odds are
-a·logit(p) + b (Platt scaling). a and b depend on the drafter, on the distance of the token from the last one that
-drafter was shown, and on whether it is the slot's best candidate or a sibling. Fitted at T = 0 and T = 1: the target's
-choice is sharper when greedy; between, parameters are interpolated.
+A drafted token whose ancestors were all accepted is accepted with a probability whose log-odds are a·logit(p) + b.
+a and b depend on the drafter, on the token's distance from the last token of that drafter's context, and on whether it
+is the slot's best candidate or a sibling. They are fitted at T = 0 and T = 1, because the target's distribution is
+sharper when greedy, and interpolated in between.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from d2sd.runtime.speculation.draft import Branches, Draft
 
 # Shape letters: B requests, K branches, S slots, M candidates a slot.
 
-#: Closer to certainty fp32 log-odds say nothing.
-_CERTAIN = -1e-6
+#: Log-probabilities are clamped here: closer to 0, fp32 log-odds are meaningless.
+_MAX_LOGPROB = -1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +38,28 @@ class Calibration:
         return Calibration(torch.tensor(slope), torch.tensor(offset))
 
     def apply(self, draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:
-        """What drafter 0 or 1 said, straightened: a first pass [B, S, M], or one [B, K, S, M] behind `branches`."""
+        """Calibrate a draft of drafter 0 or 1: a first pass [B, S, M], or a second pass [B, K, S, M] of `branches`."""
         slots, width = draft.tokens.shape[-2:]
         kind = (torch.arange(width, device=draft.tokens.device) > 0).long()
         distance = torch.arange(slots, device=draft.tokens.device)
         if branches is not None:
-            distance = (distance - branches.prefix_len[..., None]).clamp(min=0)  # [B, K, S]; kept slots mean nothing
-        warm = batch.sampling.temperature.clamp(0, 1).view(-1, *[1] * (draft.tokens.dim() - 1))
+            distance = (distance - branches.prefix_len[..., None]).clamp(min=0)  # [B, K, S]; kept slots are unused
+        weight = batch.sampling.temperature.clamp(0, 1).view(-1, *[1] * (draft.tokens.dim() - 1))
 
         def chosen(values: Tensor) -> Tensor:
-            cold, hot = values[:, drafter][:, distance[..., None], kind].unbind(0)
-            return torch.lerp(cold, hot, warm)
+            greedy, sampled = values[:, drafter][:, distance[..., None], kind].unbind(0)
+            return torch.lerp(greedy, sampled, weight)
 
-        odds = chosen(self.slope) * logit(draft.logprob) + chosen(self.offset)
-        return Draft(draft.tokens, logsigmoid(odds))
+        log_odds = chosen(self.slope) * logit(draft.logprob) + chosen(self.offset)
+        return Draft(draft.tokens, logsigmoid(log_odds))
 
 
 def uncalibrated(draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:
-    """In place of `Calibration.apply`: probabilities stay the drafter's own."""
+    """In place of `Calibration.apply`: leaves the drafter's probabilities unchanged."""
     return draft
 
 
 def logit(logprob: Tensor) -> Tensor:
     """log(p / (1 - p)) of a log-probability."""
-    sure = logprob.clamp(max=_CERTAIN)
-    return sure - torch.log(-torch.expm1(sure))
+    clamped = logprob.clamp(max=_MAX_LOGPROB)
+    return clamped - torch.log(-torch.expm1(clamped))

@@ -1,4 +1,4 @@
-"""What drafters propose: the best candidates of every slot behind an anchor, and the blocks a second pass restarts."""
+"""Drafts: the best candidates of every slot after an anchor, and the blocks that a second pass restarts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from d2sd.runtime.sampling.philox import gumbel_at
 from d2sd.runtime.sampling.sample import Sampling, apply_top_k_top_p
 
-# Shape letters: B requests, K branches, S = γ - 1 slots behind the anchor, M candidates a slot, V vocabulary, Vd draft
-# vocabulary: the ascending `ids [Vd]` that logits [..., Vd] stand for. Tokens are the target's ids everywhere.
+# Shape letters: B requests, K branches, S = γ - 1 slots after the anchor, M candidates a slot, V vocabulary, Vd draft
+# vocabulary: logits [..., Vd] belong to the ascending `ids [Vd]`. Tokens are the target's ids everywhere.
 
-#: Candidates among which a sampled draft looks for the token that the target's own noise favours.
+#: Likeliest tokens of a slot that a sampled draft re-ranks with the target's Gumbel noise.
 CANDIDATE_POOL = 64
 
 
@@ -23,7 +23,7 @@ class Draft:
     """Slot s proposes tokens for position anchor + 1 + s."""
 
     tokens: Tensor  # [B, (K,) S, M] int64, best first
-    logprob: Tensor  # [B, (K,) S, M] fp32: of being the target's choice, were all tokens before it; -inf: no proposal
+    logprob: Tensor  # [B, (K,) S, M] fp32: of acceptance, given that all tokens before it are; -inf: no proposal
 
     @property
     def top1(self) -> Tensor:
@@ -47,11 +47,11 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """Where the second pass restarts: behind the anchor and `length` tokens taken from the first pass."""
+    """Restart points of the second pass: after the anchor and `prefix_len` tokens taken from the first pass."""
 
-    tokens: Tensor  # [B, K, S] int64; those past `length` mean nothing
+    tokens: Tensor  # [B, K, S] int64; those past `prefix_len` are unused
     prefix_len: Tensor  # [B, K] int64, 0 .. S; at S nothing is left to draft
-    rejected: Tensor  # [B, K] int64, the token presumed wrong in the slot behind; -1: none is
+    rejected: Tensor  # [B, K] int64, the token presumed rejected in slot `prefix_len`; -1: none
 
     def blocks(self, anchor: Tensor, mask_token_id: int) -> Tensor:
         """The drafter's input [B, K, γ]: anchor, kept tokens, masks."""
@@ -60,36 +60,36 @@ class Branches:
         return torch.cat([anchor[:, None, None].expand(-1, kept.shape[1], 1), kept], dim=-1)
 
     def mask_rejected(self, logits: Tensor, ids: Tensor | None = None) -> Tensor:
-        """logits [B, K, S, V or Vd]: the slot behind each boundary may not repeat its rejected token (in place).
+        """Mask each branch's rejected token in slot `prefix_len` of logits [B, K, S, V or Vd], in place.
 
-        A token outside the draft vocabulary cannot be repeated: there nothing is forbidden.
+        A rejected token outside the draft vocabulary needs no mask.
         """
         rejected = self.rejected if ids is None else index_in_vocab(ids, self.rejected)
         b = torch.arange(len(logits), device=logits.device)[:, None]
         k = torch.arange(logits.shape[1], device=logits.device)
-        place = b, k, self.prefix_len.clamp(max=logits.shape[2] - 1), rejected.clamp(min=0)
-        logits[place] = logits[place].masked_fill(rejected >= 0, float("-inf"))
+        index = b, k, self.prefix_len.clamp(max=logits.shape[2] - 1), rejected.clamp(min=0)
+        logits[index] = logits[index].masked_fill(rejected >= 0, float("-inf"))
         return logits
 
     def splice(self, second: Draft) -> Tensor:
-        """Whole candidates [B, K, S]: kept tokens, then the second pass's best."""
+        """Full candidates [B, K, S]: kept tokens, then the second pass's best."""
         slots = torch.arange(self.tokens.shape[-1], device=self.tokens.device)
         return torch.where(slots < self.prefix_len[..., None], self.tokens, second.top1)
 
 
 def index_in_vocab(ids: Tensor, tokens: Tensor) -> Tensor:
-    """Where tokens stand among the ids; -1: nowhere."""
-    place = torch.searchsorted(ids, tokens.contiguous()).clamp(max=len(ids) - 1)
-    return place.where(ids[place] == tokens, -1)
+    """Index of each token in the ascending `ids` [Vd]; -1 if it is missing."""
+    index = torch.searchsorted(ids, tokens.contiguous()).clamp(max=len(ids) - 1)
+    return index.where(ids[index] == tokens, -1)
 
 
 def candidates(logits: Tensor, context_len: Tensor, sampling: Sampling, width: int, ids: Tensor | None = None) -> Draft:
     """The `width` likeliest tokens of every slot: logits [B, K, S, V or Vd] in fp32 -> [B, K, S, M].
 
-    Where the target samples, it takes argmax(logits / T + g) with noise g that depends on seed, position and token
-    alone. The drafter knows g too, so it proposes by the same perturbed scores ("drafter-invariant" coupling, Daliri
-    et al., arXiv 2408.07978): nothing else of the output changes, and more drafts are right. Filters and noise are
-    applied to the CANDIDATE_POOL likeliest tokens only. Probabilities are those among the draft vocabulary.
+    When the target samples, it takes argmax(logits / T + g) with noise g that depends on seed, position and token
+    alone. Drafts are ranked by scores with the same g ("drafter-invariant" coupling, Daliri et al., arXiv 2408.07978):
+    the output does not change, and more drafts are accepted. Filters and noise are applied to the CANDIDATE_POOL
+    likeliest tokens only. Probabilities are normalised over the draft vocabulary.
     """
     size = logits.shape[-1]
     pool, tokens = logits.topk(min(CANDIDATE_POOL if sampling.any_sampled else width, size), dim=-1)
@@ -109,6 +109,6 @@ def candidates(logits: Tensor, context_len: Tensor, sampling: Sampling, width: i
         tokens = tokens.gather(-1, order)
         total = torch.where(random, scores.logsumexp(-1, keepdim=True), total)
     width = min(width, size)
-    # a drafter whose numbers outgrew their type is of no use for a while; nothing else may come of it
+    # overflow in a drafter must only lower its acceptance: NaN becomes "no proposal"
     logprob = (scores - total)[..., :width].nan_to_num(-math.inf, neginf=-math.inf)
     return Draft(tokens[..., :width], logprob)

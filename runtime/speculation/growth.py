@@ -1,10 +1,10 @@
-"""The likeliest tree under a row budget: best-first over per-slot candidates (DDTree), or over two passes at once.
+"""The likeliest tree under a node budget: best-first over per-slot candidates (DDTree), or over two passes at once.
 
-A node's score is the log-probability of its path, so no child beats its parent and the best N nodes are prefix-closed.
-They are found level by level with static shapes instead of a heap: the best N of a level are among the children of the
-best N of the level before.
+A node's score is the log-probability of its path, so no child exceeds its parent and the best N nodes are
+prefix-closed. They are found level by level with static shapes instead of a heap: the best N of a level are among the
+children of the best N of the level before.
 
-    state 0          candidates of the first pass, slot by slot: every path is continued alike
+    state 0          candidates of the first pass, slot by slot: the same for every path
     state k = 1..K   candidates of branch k: for paths that pass through its prefix, conditioned on all of it
 
     root ─ a ─ b ─ …      a path is continued by the deepest branch whose prefix it has passed; so each path has one
@@ -19,15 +19,15 @@ from torch import Tensor
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.tree import Tree, from_scored_nodes
 
-# Shape letters: B requests, K branches, S slots, M candidates a slot, N rows, W ≤ N nodes of one level.
+# Shape letters: B requests, K branches, S slots, M candidates a slot, N nodes, W ≤ N nodes of one level.
 
 
 def best_first_tree(
     anchor: Tensor, first: Draft, rows: int, branches: Branches | None = None, second: Draft | None = None
 ) -> Tree:
-    """anchor [B], first [B, S, M] and, behind the prefixes of K branches, second [B, K, S, M] -> `rows` nodes.
+    """anchor [B], first [B, S, M] and, after the prefixes of K branches, second [B, K, S, M] -> `rows` nodes.
 
-    Nodes stand in the order of their scores: with fewer rows the tree is the beginning of this one.
+    Nodes are sorted by score, so a smaller tree is a prefix of a larger one.
     """
     batch, slots, width = first.tokens.shape
     device = anchor.device
@@ -37,10 +37,10 @@ def best_first_tree(
     zeros = torch.zeros(batch, 1, dtype=torch.long, device=device)
     b = torch.arange(batch, device=device)[:, None]
 
-    # The level at hand, [B, W]; `index` is the place in the list of all nodes found so far.
+    # The current level, [B, W]; `index` is a node's index in the list of all nodes found so far.
     score, state, index = zeros.float(), zeros, zeros
     passed = None if branches is None else torch.ones_like(branches.prefix_len, dtype=torch.bool)[:, None]  # [B, W, K]
-    found = [(anchor[:, None], zeros, zeros, zeros, score)]  # token, parent's place, depth, origin, score
+    found = [(anchor[:, None], zeros, zeros, zeros, score)]  # token, parent's index, depth, branch_id, score
     count = 1
     for depth in range(slots):
         scores = (score[..., None] + logprob[b, state, depth]).flatten(1)  # [B, W·M]
@@ -53,8 +53,8 @@ def best_first_tree(
         count += token.shape[1]
         state = branch_id
         if branches is not None and passed is not None:
-            right = branches.tokens[:, None, :, depth] == token[..., None]  # [B, W, K]
-            passed = passed.gather(1, above[..., None].expand(-1, -1, passed.shape[2])) & right
+            matches = branches.tokens[:, None, :, depth] == token[..., None]  # [B, W, K]
+            passed = passed.gather(1, above[..., None].expand(-1, -1, passed.shape[2])) & matches
             enters = passed & (branches.prefix_len[:, None] == depth + 1)
             state = torch.where(enters.any(-1), enters.int().argmax(-1) + 1, branch_id)
     return from_scored_nodes(

@@ -1,8 +1,8 @@
-"""Tree policies: what is drafted and how it becomes a tree. All are lossless; rows and tokens a step differ.
+"""Tree policies: what is drafted and how it becomes a tree. All are lossless; nodes and tokens a step differ.
 
 policy     first pass      second pass                          tree
 off        -               -                                    the anchor: plain decoding
-lookup     prompt lookup   -                                    a chain: what every drafter must beat
+lookup     prompt lookup   -                                    a chain: the baseline for drafters
 chain      first drafter   -                                    a chain: DFlash (arXiv 2602.06036)
 samples    first drafter   -                                    the chain and K samples of the same pass
 reanchor   first drafter   first drafter at K boundaries        the chain and K branches
@@ -29,20 +29,20 @@ from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.growth import best_first_tree
 from d2sd.runtime.speculation.tree import Tree
 
-#: Candidates kept of every slot where siblings are drafted.
+#: Candidates of every slot in policies that draft siblings.
 WIDTH = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Static facts the step and its buffers are sized by, and the tree itself."""
+    """Builds the tree of a step; its static sizes determine the shapes of the step's tensors."""
 
     num_nodes: int  # nodes of every tree
     num_branches: int = 0  # K, branches or samples
 
     name: ClassVar[PolicyName]
     topk: ClassVar[int] = 1  # M, candidates of every slot
-    uses_probabilities: ClassVar[bool] = True  # by probability, so that a calibration concerns it
+    uses_probabilities: ClassVar[bool] = True  # ranks by probability, so a calibration applies
 
     def __str__(self) -> str:
         return self.name if self.num_nodes == 1 else f"{self.name} of {self.num_nodes} rows"
@@ -62,11 +62,11 @@ class Policy:
         return FACTS[self.name].required_drafters
 
     def branches(self, batch: Batch, first: Draft) -> Branches:
-        """Where the second pass restarts; only policies with a second pass have branches."""
+        """Restart points of the second pass; only for policies that have one."""
         raise NotImplementedError
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
-        """Drafts [B, S, M] and [B, K, S, M] -> a tree of `rows` nodes."""
+        """Drafts [B, S, M] and [B, K, S, M] -> a tree of `num_nodes` nodes."""
         raise NotImplementedError
 
 
@@ -93,7 +93,7 @@ class Lookup(Policy):
 
 
 class Samples(Policy):
-    """Samples are drawn among the WIDTH likeliest tokens of each slot, with noise of their own."""
+    """Samples are drawn from the WIDTH likeliest tokens of each slot, each with its own noise."""
 
     name = "samples"
     topk = WIDTH
@@ -110,14 +110,12 @@ class Samples(Policy):
             tokens.append(first.tokens.gather(-1, drawn)[..., 0])
             logprob.append(first.logprob.gather(-1, drawn)[..., 0])
         return tree.from_candidates(
-            *_behind(batch.anchor, torch.stack(tokens, 1), torch.stack(logprob, 1)), self.num_nodes
+            *_with_anchor(batch.anchor, torch.stack(tokens, 1), torch.stack(logprob, 1)), self.num_nodes
         )
 
 
 class _Branched(Policy):
-    """Candidates go in one after the other, the first draft before the branches and these by boundary score, until
-    the row budget is full.
-    """
+    """Adds the first draft and then the branches, sorted by boundary score, until the node budget is full."""
 
     def branches(self, batch: Batch, first: Draft) -> Branches:
         return chain_branches(first, self.num_branches)
@@ -128,12 +126,13 @@ class _Branched(Policy):
         assert second is not None
         slots = torch.arange(first.top1.shape[1], device=batch.anchor.device)
         length = branches.prefix_len[..., None]
-        said = first.confidence[:, None]
-        # In a branch the draft behind the boundary was rejected, and what the second pass says holds given that.
-        rejected = torch.where(slots == length, log_rejected(said), 0.0)
-        redrafted = torch.where(slots < length, said, second.confidence + rejected)
+        drafted = first.confidence[:, None]
+        # The second pass's probabilities are conditional on rejection of the first draft at the boundary.
+        rejected = torch.where(slots == length, log_rejected(drafted), 0.0)
+        redrafted = torch.where(slots < length, drafted, second.confidence + rejected)
         tokens = torch.cat([first.top1[:, None], branches.splice(second)], dim=1)
-        return tree.from_candidates(*_behind(batch.anchor, tokens, torch.cat([said, redrafted], dim=1)), self.num_nodes)
+        logprob = torch.cat([drafted, redrafted], dim=1)
+        return tree.from_candidates(*_with_anchor(batch.anchor, tokens, logprob), self.num_nodes)
 
 
 class Reanchor(_Branched):
@@ -167,12 +166,12 @@ class Hybrid(Policy):
 
 def _chain(batch: Batch, first: Draft | None, rows: int) -> Tree:
     assert first is not None
-    tokens, score = _behind(batch.anchor, first.top1, first.confidence)
+    tokens, score = _with_anchor(batch.anchor, first.top1, first.confidence)
     return tree.from_chain(tokens[:, :rows], score[:, :rows])
 
 
-def _behind(anchor: Tensor, tokens: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
-    """The anchor in front of candidates [B, (C,) S], and the scores of all their paths: [B, (C,) γ] both."""
+def _with_anchor(anchor: Tensor, tokens: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
+    """Prepend the anchor to candidates [B, (C,) S]; returns tokens and path scores, both [B, (C,) γ]."""
     anchor = anchor.view(-1, *[1] * (tokens.dim() - 1)).expand_as(tokens[..., :1])
     score = torch.cat([torch.zeros_like(logprob[..., :1]), logprob.cumsum(-1)], dim=-1)
     return torch.cat([anchor, tokens], dim=-1), score
@@ -186,7 +185,7 @@ _POLICIES: dict[PolicyName, type[Policy]] = {
 def make_policy(name: PolicyName, *, block_size: int, branches: int, row_budget: int) -> Policy:
     """The policy with at most `row_budget` nodes.
 
-    Raises RecipeError where the budget is out of range or a block has fewer boundaries than `branches`.
+    Raises RecipeError if the budget is out of range or a block has fewer boundaries than `branches`.
     """
     kind = _POLICIES[name]
     if not 2 <= row_budget <= MAX_NODES and kind is not Off:
@@ -196,7 +195,7 @@ def make_policy(name: PolicyName, *, block_size: int, branches: int, row_budget:
         )  # fmt: skip
     if not 1 <= branches < block_size and kind in (D2SD, Reanchor):
         raise RecipeError(
-            "there are as many boundaries as drafts", where="tree.branches",
+            "the number of branches exceeds the boundaries of a block", where="tree.branches",
             found=branches, expected=f"1 .. {block_size - 1} at block size {block_size}",
         )  # fmt: skip
     if kind is Off:
@@ -207,5 +206,5 @@ def make_policy(name: PolicyName, *, block_size: int, branches: int, row_budget:
         return DDTree(row_budget)
     if kind is Hybrid:
         return Hybrid(row_budget, branches)
-    most = 1 + (branches + 1) * (block_size - 1) if kind is Samples else tree.max_nodes(block_size, branches)
-    return kind(min(row_budget, most), branches)
+    limit = 1 + (branches + 1) * (block_size - 1) if kind is Samples else tree.max_nodes(block_size, branches)
+    return kind(min(row_budget, limit), branches)

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last time the text ended like this. Free, so every drafter must beat it."""
+"""Prompt lookup: drafts the tokens after the last earlier occurrence of the text's suffix. The free baseline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from d2sd.runtime.speculation.draft import Draft
 
-#: Longest suffix first: it is the likeliest to go on the same way.
+#: Suffix lengths, longest first: a longer match is likelier to continue the same way.
 SUFFIXES = (3, 2, 1)
 
 
@@ -19,16 +19,16 @@ def lookup(tokens: list[int], count: int) -> list[int]:
         for start in range(len(tokens) - size - 1, -1, -1):
             if tokens[start : start + size] == suffix:
                 copied = list(tokens)
-                for place in range(start + size, start + size + count):
-                    copied.append(copied[place])  # past the end it copies itself: what repeats goes on repeating
+                for index in range(start + size, start + size + count):
+                    copied.append(copied[index])  # past the end it copies its own output, so repetitions continue
                 return copied[len(tokens) :]
     return []
 
 
 def lookup_draft(texts: Sequence[list[int]], slots: int, batch_size: int, device: str) -> Draft:
-    """A first draft [B, S, 1] for a batch of `batch_size`: certain where a text has a match, else no proposal.
+    """A first draft [B, S, 1] for a batch of `batch_size`: probability 1 if a text has a match, else no proposal.
 
-    It searches the texts on the host, so it runs before the step and is not captured.
+    Searches the texts on the host, so it runs before the step and is not captured.
     """
     found = [lookup(tokens, slots) for tokens in texts]
     found += [[]] * (batch_size - len(found))

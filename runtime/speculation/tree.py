@@ -6,8 +6,8 @@
       branch        A b x z                  6 z(4)                                x as well: identical children merge
 
 A node is identified by its path of tokens, so siblings always differ and at most one of them can be accepted. Nodes
-beyond the row budget are dropped from the end: since a node's parent always stands before it, what is left is
-prefix-closed.
+beyond the node budget are dropped from the end: a parent's index is always smaller than its child's, so the remaining
+tree is prefix-closed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# Shape letters: B requests, C candidates, G block size γ, N nodes (the row budget), F nodes before the budget.
+# Shape letters: B requests, C candidates, G block size γ, N nodes (the node budget), F nodes before the budget.
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """N rows a request; rows past the last node are padding: not valid, seeing themselves only."""
+    """N nodes a request; entries past the last node are padding: not valid, and they attend to themselves only."""
 
     tokens: Tensor  # [B, N] int64
     parent: Tensor  # [B, N] int64, always smaller than the node's own index; the root's is 0
@@ -32,7 +32,7 @@ class Tree:
     attn_mask: Tensor  # [B, N, N] bool: ancestors and self
     branch_id: Tensor  # [B, N] int64: 0 the first pass or first candidate, k >= 1 the k-th branch or candidate
     score: Tensor  # [B, N] fp32, log-probability of the node's path by the drafters; -inf in padding
-    num_merged: Tensor  # [B] int64, candidates' tokens that had a node already
+    num_merged: Tensor  # [B] int64, tokens of candidates that share an existing node
 
 
 def max_nodes(block_size: int, branches: int) -> int:
@@ -41,7 +41,7 @@ def max_nodes(block_size: int, branches: int) -> int:
 
 
 def from_chain(tokens: Tensor, score: Tensor) -> Tree:
-    """One candidate [B, N] with the scores of its paths; at the first that is -inf it ends. Every row has a parent."""
+    """A chain of one candidate [B, N] with path scores [B, N]; it ends before the first score of -inf."""
     batch, size = tokens.shape
     steps = torch.arange(size, device=tokens.device)
     depth = steps.expand(batch, size)
@@ -51,23 +51,23 @@ def from_chain(tokens: Tensor, score: Tensor) -> Tree:
 
 
 def from_candidates(candidates: Tensor, score: Tensor, budget: int) -> Tree:
-    """candidates [B, C, G], all with the same slot 0, and their paths' scores [B, C, G] -> at most `budget` nodes."""
+    """candidates [B, C, G], all with the same slot 0, and their path scores [B, C, G] -> at most `budget` nodes."""
     batch, count, size = candidates.shape
     device = candidates.device
-    # same[b, c, e, g]: candidates c and e agree on slots 0 .. g. The first candidate that does owns the node.
+    # same[b, c, e, g]: candidates c and e agree on slots 0 .. g. The first such candidate owns the node.
     same = (candidates[:, :, None] == candidates[:, None]).int().cumprod(-1)
     owner = same.argmax(dim=2)  # [B, C, G]: argmax takes the first of equals
     own = owner == torch.arange(count, device=device)[:, None]
-    index = own.flatten(1).int().cumsum(1).sub(1)  # [B, C·G]: node number, where `own`
-    index = index.view(batch, count, size).gather(1, owner)  # every slot's node, shared ones included
+    index = own.flatten(1).int().cumsum(1).sub(1)  # [B, C·G]: node index, where `own`
+    index = index.view(batch, count, size).gather(1, owner)  # node of every slot, shared nodes included
     parent = torch.cat([torch.zeros_like(index[..., :1]), index[..., :-1]], dim=-1)
 
     # Scatter owned slots to their nodes; the rest, and those beyond the budget, to a spare column that is cut off.
-    place = torch.where(own & (index < budget), index, budget).flatten(1).long()
+    column = torch.where(own & (index < budget), index, budget).flatten(1).long()
 
     def nodes(values: Tensor) -> Tensor:
         out = torch.zeros(batch, budget + 1, dtype=values.dtype, device=device)
-        return out.scatter_(1, place, values.expand(batch, count, size).reshape(batch, -1))[:, :budget]
+        return out.scatter_(1, column, values.expand(batch, count, size).reshape(batch, -1))[:, :budget]
 
     steps, numbers = torch.arange(size, device=device), torch.arange(count, device=device)[:, None]
     total = own.flatten(1).sum(1)
@@ -81,15 +81,15 @@ def from_candidates(candidates: Tensor, score: Tensor, budget: int) -> Tree:
 def from_scored_nodes(
     tokens: Tensor, parent: Tensor, depth: Tensor, branch_id: Tensor, score: Tensor, *, deepest: int, budget: int
 ) -> Tree:
-    """The `budget` best of nodes given as columns [B, F], each behind its parent and scored no higher than it.
+    """The `budget` best of F nodes [B, F], each after its parent and with a score of at most the parent's.
 
-    A score of -inf says that there is no such node; no depth exceeds `deepest`.
+    A score of -inf marks a missing node; no depth exceeds `deepest`.
     """
     padding = budget - tokens.shape[1]
     if padding > 0:
         tokens, parent, depth, branch_id = (pad(column, (0, padding)) for column in (tokens, parent, depth, branch_id))
         score = pad(score, (0, padding), value=float("-inf"))
-    score, order = score.sort(dim=-1, descending=True, stable=True)  # stable: among equals a parent stays in front
+    score, order = score.sort(dim=-1, descending=True, stable=True)  # stable: among equal scores a parent stays first
     rank = order.argsort(-1)
     parent = rank.gather(1, parent).gather(1, order)
     columns = (tokens.gather(1, order), parent, depth.gather(1, order), branch_id.gather(1, order))
@@ -102,7 +102,7 @@ def _tree(
     tokens: Tensor, parent: Tensor, depth: Tensor, valid: Tensor, branch_id: Tensor, score: Tensor, deepest: int,
     merged: Tensor | None = None,
 ) -> Tree:  # fmt: skip
-    """Fill in who sees whom: a node sees what its parent sees, one level deeper each time."""
+    """Build the tree mask: each node attends to itself and its ancestors, added one level per iteration."""
     size = tokens.shape[1]
     self_only = torch.eye(size, dtype=torch.bool, device=tokens.device).expand(len(tokens), size, size)
     attn_mask = self_only

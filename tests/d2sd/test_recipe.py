@@ -114,7 +114,7 @@ def test_a_wrong_value_is_refused_by_its_key(tmp_path: Path, override: str, name
         (["limits.max_context=256"], ["max_new_tokens 256", "256"]),
         (["target.path=null"], ["target", "exactly one"]),
         ([f"target.pypi={PYPI}"], ["target", "exactly one"]),
-        (["target.template={tokenize: false}"], ["target", "template.tokenize is decided by d2sd"]),
+        (["target.template={tokenize: false}"], ["target", "template.tokenize is set by d2sd"]),
         (["target.template={enable_thinking: [1]}"], ["target.template.enable_thinking"]),
         (["fp8={}"], ["set precision to bf16 or fp16"]),
         (["fp8={weights: 8}", "precision=bf16"], ["fp8.weights", "Unknown key"]),

@@ -232,7 +232,7 @@ class IExecutionContext:
 
 
 def _at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The tensor that lies there."""
+    """The tensor at the address."""
     count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)

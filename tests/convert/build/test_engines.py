@@ -127,9 +127,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no capability": ({"engines": {"compute": []}}, "at least 1"),
     "one that is not built": ({"engines": {"compute": ["sm90"]}}, r"engines\.compute\.0"),
     "one twice": ({"engines": {"compute": ["sm89", "sm89"]}}, "sm89 twice"),
-    "native of TensorRT-RTX": ({"engines": {"compute": ["native"]}}, "tensorrt-rtx's, which builds all but native"),
+    "native of TensorRT-RTX": ({"engines": {"compute": ["native"]}}, "for tensorrt-rtx, which builds all but native"),
     "sm89 of classic TensorRT": (
-        {"engines": {"compute": ["sm89"], "builder": "tensorrt"}}, "tensorrt's, which builds native alone",
+        {"engines": {"compute": ["sm89"], "builder": "tensorrt"}}, "for tensorrt, which builds native alone",
     ),
     "FP8 without FP8": ({"engines": {"compute": ["sm89", "sm86"]}, "fp8": {}}, r"engines\.compute sm86 has no FP8"),
 }  # fmt: skip

@@ -160,7 +160,7 @@ def test_the_command(bundle: Bundle) -> None:
 def test_engines_without_a_gpu(bundle: Bundle) -> None:
     code, told = generate(bundle.path, "--executor", "tensorrt")
     assert code == 2
-    assert "PyTorch sees none" in told
+    assert "PyTorch finds none" in told
 
 
 def test_a_benchmark_says_what_it_ran(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from d2sd.runtime.backends import tensorrt_checks as tensorrt_check
 from d2sd.runtime.backends.exported import GraphDrafter, IOSpec, drafter_surface, target_surface
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.backends.tensorrt import EngineSession, engine_runner
-from d2sd.runtime.backends.tensorrt_checks import Device, EngineFile, unfit
+from d2sd.runtime.backends.tensorrt_checks import Device, EngineFile, incompatibility
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
@@ -176,11 +176,11 @@ def test_drafting_and_injecting_write_to_no_page(tmp_path: Path) -> None:
     assert torch.equal(pool.v[:, 1:], before[1][:, 1:])
     injected = GRAPHS["first"].launches[-1]
     assert not {injected.addresses[f"{kind}_pages_0"] for kind in "kv"} & {pool.k.data_ptr(), pool.v.data_ptr()}
-    assert graph._nowhere is not None
-    nowhere = graph._nowhere
-    assert not nowhere.k[:, 1:].any(), "nor anywhere else"
+    assert graph._scratch_pool is not None
+    scratch = graph._scratch_pool
+    assert not scratch.k[:, 1:].any(), "nor anywhere else"
     graph.context_keys_values(features, torch.arange(6)[None])
-    assert graph._nowhere is nowhere, "made once"
+    assert graph._scratch_pool is scratch, "made once"
 
 
 def test_new_context_is_written_behind_the_committed(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_inputs_that_cannot_be_bound(target: EngineFile, fault: str) -> None:
 
 def test_pools_whose_layers_lie_unevenly(target: EngineFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorrt, "ALIGNMENT", 1 << 60)
-    with pytest.raises(BundleError, match=r"lies there[\s\S]*embedded at 0x[\s\S]*limits.page_size"):
+    with pytest.raises(BundleError, match=r"address is not aligned[\s\S]*embedded at 0x[\s\S]*limits.page_size"):
         session(target).run(inputs_of(1, 1))
 
 
@@ -307,7 +307,7 @@ def test_engines_of_elsewhere(target: EngineFile, changes: dict[str, Any], found
     ],
 )  # fmt: skip
 def test_what_runs_where(compute: str, capability: tuple[int, int], other: str | None) -> None:
-    assert unfit(compute, capability) == other
+    assert incompatibility(compute, capability) == other
 
 
 def test_tensorrt_judges_a_portable_engine(target: EngineFile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,9 +319,7 @@ def test_tensorrt_judges_a_portable_engine(target: EngineFile, monkeypatch: pyte
         session(portable)
     reasons = EngineInvalidityDiagnostics.UNSUPPORTED_CC | EngineInvalidityDiagnostics.OLD_CUDA_DRIVER
     monkeypatch.setattr(Runtime, "_validity", (EngineValidity.INVALID, int(reasons)))
-    said = (
-        r"does not take[\s\S]*found: UNSUPPORTED_CC, OLD_CUDA_DRIVER\n[\s\S]*9\.0[\s\S]*serve the bundle with PyTorch"
-    )
+    said = r"cannot run[\s\S]*found: UNSUPPORTED_CC, OLD_CUDA_DRIVER\n[\s\S]*9\.0[\s\S]*serve the bundle with PyTorch"
     with pytest.raises(BundleError, match=said):
         session(portable)
 
@@ -357,7 +355,7 @@ def test_a_graph_of_another_d2sd(target: EngineFile) -> None:
     said = r"found: output hidden torch.float32\n  expected: input slopes torch.float32, output hidden torch.float16"
     with pytest.raises(BundleError, match=said):
         session(target, more)
-    with pytest.raises(BundleError, match=r"profiles are not[\s\S]*found: 4\n  expected: 1"):
+    with pytest.raises(BundleError, match=r"number of optimisation profiles[\s\S]*found: 4\n  expected: 1"):
         session(replace(target, profiles=target.profiles[:1]))
 
 
