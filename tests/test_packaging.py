@@ -131,7 +131,7 @@ def test_the_main_job_runs_from_the_wheel(python: Path, tmp_path: Path) -> None:
     planned = run(command, "smollm2-135m", "--plan", folder=here, **environment)
     assert "first of d2sd-smollm2-135m==0.1.0" in planned
     run(command, "smollm2-135m", "--set", "checks.count=1", folder=here, **environment)
-    told = run(python.parent / "d2sd", "generate", "bundles/smollm2-135m", "--max-new-tokens", "24", "--stats",
+    text = run(python.parent / "d2sd", "generate", "bundles/smollm2-135m", "--max-new-tokens", "24",
                "-p", "Why is the sky blue?", folder=here, **environment)  # fmt: skip
-    assert "tokens" in told
+    assert "sky" in text
     assert str(ROOT) not in (here / "bundles" / "smollm2-135m" / "manifest.json").read_text("utf-8")

@@ -133,7 +133,9 @@ def _wrong_config(
     bundle: Bundle, name: str, declared: Hypothesis, better: Hypothesis, guesses: dict[Hypothesis, Predictions]
 ) -> BuildError:
     """The error for a key of the drafter's config that has the wrong value."""
-    config = bundle.recipe.path(getattr(bundle.recipe.drafters, name).path) / "config.json"
+    source = getattr(bundle.recipe.drafters, name)
+    folder = f"the recipe's drafters.{name}" if source.path is None else bundle.recipe.path(source.path)
+    config = f"{folder}/config.json"
     if better.layer_ids != declared.layer_ids:
         key, found, expected = "target_layer_ids", f"{list(declared.layer_ids)}", f"{list(better.layer_ids)}"
         fix = "set it to these ids, where i is the output of layer i; d2sd convert reads formats that count differently"
