@@ -24,6 +24,7 @@ from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
 from d2sd.errors import D2SDError
+from d2sd.io import write_text
 from d2sd.policies import NAMES, PolicyName
 from d2sd.progress import bar
 from d2sd.prompts import read_prompts
@@ -148,9 +149,7 @@ def main(bundle: Path, prompts: Path, out: Path, per_set: int, tokens: int, only
             plain_path = out / Part(part.prompt_set, part.regime, "off", 1).file
             if path != plain_path:
                 result["differences"] = compare(loaded, requests, result, json.loads(plain_path.read_text()))
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(result))
-            partial.replace(path)
+            write_text(path, json.dumps(result))
             click.echo(
                 f"{part.file}: tau {sum(result['tau']) / len(requests):.3f}, "
                 f"differences {result.get('differences', [])}"

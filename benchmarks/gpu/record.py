@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from d2sd.errors import D2SDError
+from d2sd.io import write_text
 
 SCHEMA = 1
 #: Figures measured under different values of these must not be in one file.
@@ -66,9 +67,7 @@ class Record:
         """Write the file atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"schema": SCHEMA, "environment": self.environment, "rows": self.rows}, indent=1)
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(text + "\n")
-        partial.replace(self.path)
+        write_text(self.path, text + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:
