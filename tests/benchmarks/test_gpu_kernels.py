@@ -16,6 +16,7 @@ FILE = Path(__file__).parent / "interpreted.py"
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="the extra triton is not installed")
+@pytest.mark.slow
 def test_the_suite_under_the_interpreter() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(FILE)], cwd=FILE.parents[2],

@@ -202,6 +202,7 @@ def test_engines_are_the_scripts_own_matter(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what it says without a GPU")
+@pytest.mark.slow
 def test_the_suite_without_a_gpu_says_why(tmp_path: Path) -> None:
     """The whole script, seconds of budget: every row has a reason, the probe an answer or how to carry it."""
     done = script("gpu_suite.sh", "--out", str(tmp_path), "--budget", "60", KEEP=str(tmp_path / "keep"))

@@ -97,7 +97,7 @@ def into_a_folder(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "not JSON": (lambda path: path.write_text("{"), f"{NAME}(.|\n)*no JSON"),
+    "not JSON": (lambda path: path.write_text("{"), f"{NAME}(.|\n)*not JSON"),
     "not text": (lambda path: path.write_bytes(b"\xff"), f"{NAME}(.|\n)*not UTF-8"),
     "a folder": (into_a_folder, f"cannot be read(.|\n)*{NAME}"),
     "a list": (lambda path: path.write_text("[1, 2]"), "object(.|\n)*found: list"),

@@ -109,7 +109,7 @@ def test_any_other_quantization_is_named(source: Path, file: str, key: str, valu
 
 def test_a_damaged_description_is_named(source: Path) -> None:
     (source / FILE).write_text("{")
-    with pytest.raises(CheckpointError, match=rf"{FILE}(.|\n)*no JSON"):
+    with pytest.raises(CheckpointError, match=rf"{FILE}(.|\n)*not JSON"):
         read(source)
 
 

@@ -120,6 +120,7 @@ def test_context_that_is_not_in_the_pages_is_read_too(pair: Pair) -> None:
     close(found, pair.drafter.draft(embedded, Rows(rows.positions, attn_mask, table, after), pool))
 
 
+@pytest.mark.slow
 def test_equal_models_give_equal_files(
     export_once: ExportOnce, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

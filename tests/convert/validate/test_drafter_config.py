@@ -120,7 +120,7 @@ def test_a_drafter_that_fits_passes_with_the_same_figures_every_time(project: Pa
         assert max(others) < best, "and so a build that took another for better would be wrong"
         assert 80 < fit["positions"] <= PROMPTS * TOKENS
     shown = CliRunner().invoke(inspect, [str(out)]).stdout
-    for line in (f"greedy, chain: equal_to_plain_decoding {PROMPTS}, prompts {PROMPTS}, tau", "fit, first: places"):
+    for line in (f"greedy, chain: equal_to_plain_decoding {PROMPTS}, prompts {PROMPTS}, tau", "fit, first: positions"):
         assert f"check          {line} " in shown
     assert f"check          fit, second, tokens a step: as declared {best}, layer ids minus one " in shown
     assert "check          fit, first, left out: mask 64 (the first id after the tokenizer): the vocabulary" in shown

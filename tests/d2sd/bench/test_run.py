@@ -444,7 +444,9 @@ def test_sets_need_names_and_prompts_of_their_own(project: Path, tmp_path: Path)
     (tmp_path / "blank.jsonl").write_text("\n")
     refused(bench(project, tmp_path, *SMALL, prompts=str(tmp_path / "blank.jsonl")), "blank.jsonl: 0 prompts")
     other = shutil.copy(project / "sets" / "one.jsonl", tmp_path / "one.jsonl")
-    refused(bench(project, tmp_path, *SMALL, "--prompts", str(other)), "Every prompt set needs a name", "one.jsonl")
+    refused(
+        bench(project, tmp_path, *SMALL, "--prompts", str(other)), "Every prompt set needs a unique name", "one.jsonl"
+    )
     refused(bench(project, tmp_path, *SMALL, prompts="none.jsonl"), "none.jsonl")
 
 

@@ -208,7 +208,7 @@ def test_drafters_pages_are_paid_before_they_draft(monkeypatch: pytest.MonkeyPat
     """Prefill owes them their K/V; a drafter that is not run stays in debt until the debt is long."""
     runner, batch = prefilled(TEXTS[:2], TABLE[:2], paid=False)
     settled, _ = prefilled(TEXTS[:2], TABLE[:2])
-    with pytest.raises(AssertionError, match="settle"):
+    with pytest.raises(AssertionError, match="sync_drafters"):
         runner.draft_first(batch, WIDTH)
     runner.sync_drafters((0,))
     one, other = (e.draft_first(batch, WIDTH) for e in (runner, settled))
