@@ -18,8 +18,7 @@ from torch import Tensor
 from d2sd.policies import DrafterRole, FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.sampling.sample import sample_target
-from d2sd.runtime.speculation.accept import Accepted, accept
+from d2sd.runtime.speculation.accept import Accepted, sample_target
 from d2sd.runtime.speculation.calibration import Calibration, uncalibrated
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import Policy
@@ -73,8 +72,7 @@ def decode_step(
         verified = runner.verify(batch, tree)
     with timer("accept"):
         depths = min(runner.block_size, policy.num_nodes)
-        chosen = sample_target(verified.logits, tree.depth, batch.context_len, depths, batch.sampling)
-        accepted = accept(tree, chosen, depths)
+        accepted = sample_target(tree, verified.logits, batch.context_len, batch.sampling, depths)
     with timer("commit"):
         runner.commit(batch, verified, accepted)
     return StepResult(first, branches, second, tree, accepted, accepted.packed())
