@@ -136,7 +136,6 @@ def _check_tokens(request: Request, vocab_size: int) -> None:
     named = {
         "logit_bias": [token for token, _ in sampling.logit_bias],
         "bad_words": [token for word in sampling.bad_words for token in word],
-        "stop_token_ids": request.stop_tokens,
     }
     for where, tokens in named.items():
         if bad := [t for t in tokens if not 0 <= t < vocab_size]:

@@ -44,9 +44,11 @@ class TokenBias:
     tail: Tensor  # [B, P] int64: the last tokens of prompt and answer
 
     @staticmethod
-    def of(params: SequenceOf[SamplingParams], texts: SequenceOf[Text], device: str) -> TokenBias | None:
+    def of(
+        params: SequenceOf[SamplingParams], texts: SequenceOf[Text], vocab_size: int, device: str
+    ) -> TokenBias | None:
         """None where no request has an entry."""
-        table = [_entries(p, t) for p, t in zip(params, texts, strict=True)]
+        table = [_entries(p, t, vocab_size) for p, t in zip(params, texts, strict=True)]
         if not any(table):
             return None
         count = bucket(max(map(len, table)))
@@ -76,13 +78,13 @@ class TokenBias:
         return replace(self, tail=torch.cat([self.tail, token[:, None]], dim=1)[:, 1:])
 
 
-def _entries(params: SamplingParams, text: Text) -> list[_Entry]:
+def _entries(params: SamplingParams, text: Text, vocab_size: int) -> list[_Entry]:
     return [
         *(_Entry(token, bias) for token, bias in params.logit_bias),
         *(_Entry(word[-1], float("-inf"), word[:-1]) for word in params.bad_words),
         *(
             _Entry(token, float("-inf"), until=text.prompt_len + params.min_tokens)
             for token in sorted(text.stop_tokens)
-            if params.min_tokens
+            if params.min_tokens and 0 <= token < vocab_size  # others are never chosen
         ),
     ]

@@ -40,6 +40,7 @@ class Sampling:
     any_min_p: bool
     bias: TokenBias | None
     penalties: Penalties | None
+    logprobs: int | None  # most tokens a row whose log-probabilities a request asks for; None: no request asks
 
     @staticmethod
     def of(
@@ -48,6 +49,7 @@ class Sampling:
         """`texts` are the requests' tokens so far, for parameters that depend on them; None: all are empty."""
         signed = [p.seed - 2**64 if p.seed >= 2**63 else p.seed for p in params]  # the same 64 bits
         texts = [NO_TEXT] * len(params) if texts is None else texts
+        logprobs = [p.logprobs for p in params if p.logprobs is not None]
         sampled = [p for p in params if p.temperature >= GREEDY_BELOW]
 
         def fp32(values: list[float]) -> Tensor:
@@ -63,8 +65,9 @@ class Sampling:
             any_top_p=any(p.top_p < 1 for p in sampled),
             any_top_k=any(p.top_k for p in sampled),
             any_min_p=any(p.min_p > 0 for p in sampled),
-            bias=TokenBias.of(params, texts, device),
+            bias=TokenBias.of(params, texts, vocab_size, device),
             penalties=Penalties.of(params, texts, vocab_size, device),
+            logprobs=max(logprobs, default=None),
         )
 
     @property
