@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from d2sd.errors import RequestError
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.stats import SequenceStats
@@ -193,3 +195,18 @@ def test_outputs_carry_the_logprobs_of_their_tokens() -> None:
     for output in outputs:
         wanted = output.tokens if output.sequence.request is request else ()
         assert [entry.token for entry in output.logprobs] == list(wanted)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("min_p", 1.1), ("min_p", math.nan), ("repetition_penalty", 0.0), ("presence_penalty", 2.1),
+        ("frequency_penalty", math.nan), ("logit_bias", ((1, 101.0),)), ("logit_bias", ((64, 1.0),)),
+        ("bad_words", ((),)), ("bad_words", ((1, 64),)), ("min_tokens", -1), ("min_tokens", 10), ("logprobs", -1),
+        ("logprobs", 21), ("prompt_logprobs", 21),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_parameter(field: str, value: object) -> None:
+    with pytest.raises(RequestError) as caught:
+        make_engine(honest(), "off").submit(Request((1,), 9, SamplingParams(**{field: value})))  # type: ignore[arg-type]
+    assert caught.value.where == field
