@@ -20,7 +20,7 @@ from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
-from d2sd.runtime.stats import Clock
+from d2sd.runtime.stats import Clock, EngineStats
 from d2sd.runtime.text import Decode, TextStream
 from d2sd.runtime.trace import StepTrace
 
@@ -90,7 +90,12 @@ class Engine:
         """Drop a waiting or running request; a finished one is left unchanged."""
         if sequence.finish is None:
             sequence.finish = "cancelled"
-            self._leave(sequence)
+            self.scheduler.remove(sequence)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts for monitoring: requests, pages, prefix cache, preemptions."""
+        return self.scheduler.stats(str(self.policy))
 
     @property
     def busy(self) -> bool:
@@ -130,6 +135,7 @@ class Engine:
         """Admit waiting requests and prefill one chunk budget; returns the sequences ready to decode."""
         with self.clock.stage("prefill"):
             schedule = self.scheduler.schedule()
+            self.runner.forget(schedule.discarded)
             budget = self.limits.prefill_chunk
             for chunks in prefill_calls(schedule.prefill, budget, self.runner.max_prefill_requests):
                 self.runner.prefill(*prefill_inputs(chunks, budget, self.runner.device))
@@ -169,13 +175,8 @@ class Engine:
                 sequence.stats.record(count, accepted_branch, self.policy.num_nodes, str(self.policy))
                 outputs.append(sequence.append(tokens[:count]))
                 if sequence.finish is not None:
-                    self._leave(sequence)
+                    self.scheduler.remove(sequence)
             return outputs
-
-    def _leave(self, sequence: Sequence) -> None:
-        if sequence.pages:
-            self.runner.forget(sequence.pages[0])
-        self.scheduler.remove(sequence)
 
 
 def _temperature(sequences: SequenceOf[Sequence]) -> float:

@@ -40,6 +40,8 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_tokens: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
+    priority: int = 0  # lower values are served first
+    cache_salt: str = ""  # cached prefixes are shared among requests of the same salt only
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class Limits:
     prefill_chunk: int  # prompt tokens computed between two decode steps
     kv_memory: float | int | None = None  # of the K/V pools: a share of the free memory (float), or bytes (int);
     # None: enough for max_batch requests of max_context tokens
+    prefix_cache: bool = True  # keep full pages of finished requests for requests with the same prefix
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_context", "page_size", "prefill_chunk"):
@@ -63,8 +66,9 @@ class Limits:
     def of(limits: RecipeLimits, max_batch: int | None = None) -> Limits:
         """The limits of a recipe, with another `max_batch` if given."""
         return Limits(
-            max_batch or limits.max_batch, limits.max_context, limits.page_size, limits.prefill_chunk, limits.kv_memory
-        )
+            max_batch or limits.max_batch, limits.max_context, limits.page_size, limits.prefill_chunk,
+            limits.kv_memory, limits.prefix_cache,
+        )  # fmt: skip
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
