@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafter import DraftModel
 from d2sd.modeling.kv_pool import KVPool
 
 # Shape letters: B requests, T rows, M pages a request, E hidden, n auxiliary layers, R rows of all requests.
@@ -51,7 +51,7 @@ class _Entry:
 class PendingContext:
     """The queue of one drafter, oldest first."""
 
-    def __init__(self, drafter: Drafter, pool: KVPool) -> None:
+    def __init__(self, drafter: DraftModel, pool: KVPool) -> None:
         self._drafter, self._pool = drafter, pool
         self._on_cpu = pool.k.device.type == "cpu"
         self._queue: list[tuple[int, _Entry | _Rows]] = []  # with the number of the push
