@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,10 +26,11 @@ class Eager(ModelRunner):
 
 
 def owed(runner: ModelRunner) -> list[int]:
-    """Rows owed to each drafter, without padding and what was dropped."""
-    for debts in runner._pending:
+    """Rows owed to each drafter, without padding and what was dropped. The queues stay as they are."""
+    copied = [copy(debts) for debts in runner._pending]
+    for debts in copied:
         debts._compact()
-    return [debts.rows for debts in runner._pending]
+    return [debts.rows for debts in copied]
 
 
 @pytest.fixture
