@@ -72,8 +72,9 @@ class NaNPages(CheatingRunner):
             poison(self, slice(page, page + 1))
 
     def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> Tensor:
-        return super().prefill(tokens, length, page_table, context_len)
+        hidden = super().prefill(tokens, length, page_table, context_len)
         poison(self, 0)
+        return hidden
 
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         super().commit(batch, verified, accepted)
