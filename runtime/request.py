@@ -9,6 +9,7 @@ from d2sd.errors import RequestError
 
 if TYPE_CHECKING:
     from d2sd.recipe import Limits as RecipeLimits
+    from d2sd.runtime.grammar.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_tokens: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
+    grammar: Grammar | None = None  # the answer is in its language, unless the length limit cuts it
 
 
 @dataclass(frozen=True, slots=True)

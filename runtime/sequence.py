@@ -6,11 +6,13 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal
 
+from d2sd.errors import D2SDError
+from d2sd.runtime.grammar.grammar import Matcher, advance
 from d2sd.runtime.request import Request
 from d2sd.runtime.stats import SequenceStats
 from d2sd.runtime.text import TextStream
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,12 @@ class Sequence:
     cached: int = 0  # leading tokens whose K/V is in the pools; set by prefill and append, reset by preemption
     pages: list[int] = field(default_factory=list)  # set by the scheduler
     finish: FinishReason | None = None  # set by append and cancel
+    error: D2SDError | None = None  # set by append
+    matcher: Matcher | None = field(init=False)  # advanced by append
     stats: SequenceStats = field(default_factory=SequenceStats)
+
+    def __post_init__(self) -> None:
+        self.matcher = self.request.grammar.matcher() if self.request.grammar is not None else None
 
     @property
     def anchor(self) -> int:
@@ -58,9 +65,12 @@ class Sequence:
         self.cached += len(tokens)
         taken, text = [], ""
         for token in tokens:
+            if self.matcher is not None and (problem := advance(self.matcher, token)):
+                self.finish, self.error = "error", D2SDError("The answer cannot follow its grammar.", found=problem)
+                break
             taken.append(token)
             self.tokens.append(token)
-            if token in self.request.stop_tokens:
+            if token in self.request.stop_tokens or (self.matcher is not None and token in self.matcher.end_tokens):
                 self.finish = "stop"
             elif self.text is not None:
                 text += self.text.feed(token)
