@@ -6,11 +6,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal
 
+from d2sd.errors import D2SDError, GenerationError
 from d2sd.runtime.request import Request
 from d2sd.runtime.stats import SequenceStats
 from d2sd.runtime.text import TextStream
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class Sequence:
     text: TextStream | None = None  # fed in append
     cached: int = 0  # leading tokens whose K/V is in the pools; set by prefill and append, reset by preemption
     pages: list[int] = field(default_factory=list)  # set by the scheduler
-    finish: FinishReason | None = None  # set by append and cancel
+    finish: FinishReason | None = None  # set by append, cancel and fail
+    error: D2SDError | None = None  # set by fail
     stats: SequenceStats = field(default_factory=SequenceStats)
 
     @property
@@ -52,6 +54,11 @@ class Sequence:
     def pending(self) -> int:
         """Context tokens still to be prefilled."""
         return len(self.tokens) - 1 - self.cached
+
+    def fail(self, error: Exception) -> Output:
+        """End the answer with an error."""
+        self.finish, self.error = "error", GenerationError.of(error)
+        return Output(self, (), "", "error")
 
     def append(self, tokens: SequenceOf[int]) -> Output:
         """Append the tokens that a step committed, up to the one that ends the answer; the rest are dropped."""
