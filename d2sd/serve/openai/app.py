@@ -107,7 +107,9 @@ def create_app(bundle: Bundle, engine: Engine, settings: ServerSettings) -> Fast
         yield
         await server.engine.stop()
 
-    app = FastAPI(title="d2sd", version=version("d2sd"), lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="d2sd", version=version("d2sd"), lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.state.server = server
     errors.install(app)
     app.add_middleware(Entrance, settings=settings, spans=Spans())

@@ -34,6 +34,8 @@ _STATUS: tuple[tuple[type[D2SDError], int, str], ...] = (
     (GenerationError, 500, "generation_failed"),
     (RequestError, 400, "invalid_request"),
 )
+#: What the engine calls the length of an answer.
+_LENGTHS = ("max_new_tokens", "prompt + max_new_tokens")
 #: Validation errors of pydantic that have a clearer text for a client.
 _MESSAGES = {
     "extra_forbidden": "Unsupported parameter: '{name}'.",
@@ -59,6 +61,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
             param = str(error.where)[:200] if isinstance(error, RequestError) and error.where else None
+            param = "max_tokens" if param in _LENGTHS else param
             headers = {"retry-after": str(QueueFull.retry_after)} if status in (429, 503) else {}
             return status, body_of(status, str(error), _encodable(param) if param else None, code), headers
     logger.error("a request failed", exc_info=error)

@@ -63,10 +63,12 @@ class Metrics:
             self._policy = policy
         return generate_latest(self.registry)
 
-    def ended(self, sequence: Sequence, reason: str) -> None:
-        """Count a request that has ended, or was cancelled."""
-        stats = sequence.stats
+    def ended(self, sequence: Sequence | None, reason: str) -> None:
+        """Count a request that has ended; `sequence` is None for one that never reached the engine."""
         self._ended.labels(self._model, reason).inc()
+        if sequence is None:
+            return
+        stats = sequence.stats
         self._prompt.inc(len(sequence.request.prompt))
         for length, steps in stats.accepted.items():
             for _ in range(steps):
@@ -117,7 +119,6 @@ class RequestTimer:
         self._metrics._generated.inc(count)
 
     def end(self, sequence: Sequence | None, reason: str) -> None:
-        """Record the end; `sequence` is None for a request that never reached the engine."""
+        """Record the end, as `Metrics.ended` does."""
         self._metrics.latency.observe(time.monotonic() - self._begun)
-        if sequence is not None:
-            self._metrics.ended(sequence, reason)
+        self._metrics.ended(sequence, reason)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
 
@@ -89,6 +90,12 @@ class Message(Body):
     annotations: None = None
     audio: None = None
     function_call: None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("missing_content", "a message needs content")
+        return self
 
 
 class ChatBody(GenerationBody):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from d2sd.convert.bundle.chat import encode_chat, encode_prompt
@@ -73,10 +74,10 @@ def _request(bundle: Bundle, prompt: tuple[int, ...], body: GenerationBody, choi
     defaults = bundle.recipe.sampling
     given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     given.setdefault("seed", secrets.randbits(63))
-    given["seed"] = (given["seed"] + choice) % 2**63
     given.setdefault("max_tokens", max(1, min(defaults.max_new_tokens, context - len(prompt))))
     params = SamplingParams(
         **{"temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k, **given}
     )
     assert params.max_tokens is not None
+    params = replace(params, seed=(params.seed + choice) % 2**64)
     return Request(prompt, params.max_tokens, params, frozenset(bundle.stop_token_ids), tuple(params.stop))

@@ -48,7 +48,12 @@ def test_a_chat_equals_the_python_api(server: Running, llm: LLM) -> None:
     assert details is not None
     steps = expected.stats.steps
     assert details.accepted_prediction_tokens is not None
-    assert 0 <= len(expected.token_ids) - steps <= details.accepted_prediction_tokens <= len(expected.token_ids) - steps + 1
+    assert (
+        0
+        <= len(expected.token_ids) - steps
+        <= details.accepted_prediction_tokens
+        <= len(expected.token_ids) - steps + 1
+    )
     assert details.rejected_prediction_tokens is not None
     assert details.rejected_prediction_tokens > 0
 
@@ -56,9 +61,7 @@ def test_a_chat_equals_the_python_api(server: Running, llm: LLM) -> None:
 def test_a_stream_adds_up(server: Running) -> None:
     options: Any = {"model": "tiny", "messages": [USER], "seed": 3, "temperature": 1.0, "max_tokens": 12}
     whole = server.openai.chat.completions.create(**options)
-    chunks = list(
-        server.openai.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
-    )
+    chunks = list(server.openai.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == whole.choices[0].message.content
     assert [c.choices[0].finish_reason for c in chunks[:-1]][-1] == whole.choices[0].finish_reason
