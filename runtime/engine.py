@@ -14,6 +14,7 @@ from d2sd.runtime.decode import StepResult, decode_step
 from d2sd.runtime.memory import free_memory, plan_kv_memory
 from d2sd.runtime.policy_selector import Forecast, PolicySelector, profile_step_cost
 from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.sampling.logprobs import prompt_logprobs
 from d2sd.runtime.scheduler import Scheduler, prefill_calls
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.calibration import Calibration
@@ -68,7 +69,7 @@ class Engine:
     def submit(self, request: Request) -> Sequence:
         """Queue a request; it joins at the next step with room for it. Raises RequestError if it can never run."""
         self.check(request)
-        text = TextStream(self._decode, request.stop) if self._decode else None
+        text = TextStream(self._decode, request.stop, stop_visible=request.stop_visible) if self._decode else None
         sequence = Sequence(self._next_id, request, list(request.prompt), text)
         self.scheduler.add(sequence)
         self._next_id += 1
@@ -132,8 +133,11 @@ class Engine:
             schedule = self.scheduler.schedule()
             budget = self.limits.prefill_chunk
             for chunks in prefill_calls(schedule.prefill, budget, self.runner.max_prefill_requests):
-                self.runner.prefill(*prefill_inputs(chunks, budget, self.runner.device))
-                for sequence, count in chunks:
+                hidden = self.runner.prefill(*prefill_inputs(chunks, budget, self.runner.device))
+                for row, (sequence, count) in enumerate(chunks):
+                    if sequence.request.reads_prompt:
+                        found = prompt_logprobs(sequence, hidden[row, :count], self.runner.target.logits)
+                        sequence.prompt_logprobs.extend(found)
                     sequence.cached += count
         return schedule.decode
 
@@ -161,14 +165,14 @@ class Engine:
             if self.record_trace:
                 tensors = result.first, result.branches, result.tree, result.accepted
                 self.trace = StepTrace(tuple(sequences), self.policy, *tensors)
-            rows = result.packed.tolist()[: len(sequences)]
+            rows = result.read()[: len(sequences)]
             if self.selector is not None:
                 self.selector.update(self.policy, _temperature(sequences), [count for count, *_ in rows])
             outputs = []
-            for sequence, (count, accepted_branch, *tokens) in zip(sequences, rows, strict=True):
+            for sequence, (count, accepted_branch, tokens, logprobs) in zip(sequences, rows, strict=True):
                 sequence.stats.record(count, accepted_branch, self.policy.num_nodes, str(self.policy))
                 try:
-                    outputs.append(sequence.append(tokens[:count]))
+                    outputs.append(sequence.append(tokens, logprobs))
                 except Exception as error:  # a fault of one request ends that request alone
                     outputs.append(sequence.fail(error))
                 if sequence.finish is not None:
