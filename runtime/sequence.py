@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from d2sd.errors import D2SDError
+from d2sd.errors import D2SDError, GenerationError
 from d2sd.runtime.grammar.grammar import Matcher, advance
 from d2sd.runtime.request import Request
 from d2sd.runtime.stats import SequenceStats
@@ -54,8 +54,8 @@ class Sequence:
     text: TextStream | None = None  # fed in append
     cached: int = 0  # leading tokens whose K/V is in the pools; set by prefill and append, reset by preemption
     pages: list[int] = field(default_factory=list)  # set by the scheduler
-    finish: FinishReason | None = None  # set by append and cancel
-    error: D2SDError | None = None  # set by append
+    finish: FinishReason | None = None  # set by append, cancel and fail
+    error: D2SDError | None = None  # set by append and fail
     matcher: Matcher | None = field(init=False)  # advanced by append
     stats: SequenceStats = field(default_factory=SequenceStats)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer, if asked; grows in append
@@ -81,6 +81,11 @@ class Sequence:
         """Whether the answer ends at a token; at an end token of a grammar always, because nothing may follow."""
         return token in self.request.stop_tokens or (self.matcher is not None and token in self.matcher.end_tokens)
 
+    def fail(self, error: Exception) -> Output:
+        """End the answer with an error."""
+        self.finish, self.error = "error", GenerationError.of(error)
+        return Output(self, (), "", "error")
+
     def append(self, tokens: SequenceOf[int], logprobs: SequenceOf[TokenLogprobs] = ()) -> Output:
         """Append the tokens that a step committed, up to the one that ends the answer; the rest are dropped.
 
@@ -91,7 +96,7 @@ class Sequence:
         taken, text = [], ""
         for token in tokens:
             if self.matcher is not None and (problem := advance(self.matcher, token)):
-                self.finish, self.error = "error", D2SDError("The answer cannot follow its grammar.", found=problem)
+                self.finish, self.error = "error", GenerationError("The answer cannot go on.", where="structured_outputs", found=problem)
                 break
             taken.append(token)
             self.tokens.append(token)
