@@ -96,7 +96,10 @@ class Sequence:
         taken, text = [], ""
         for token in tokens:
             if self.matcher is not None and (problem := advance(self.matcher, token)):
-                self.finish, self.error = "error", GenerationError("The answer cannot go on.", where="structured_outputs", found=problem)
+                self.finish, self.error = (
+                    "error",
+                    GenerationError("The answer cannot go on.", where="structured_outputs", found=problem),
+                )
                 break
             taken.append(token)
             self.tokens.append(token)

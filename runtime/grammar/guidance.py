@@ -23,7 +23,7 @@ _LIMITS: dict[str, Any] = {
 }
 #: How answers to a JSON schema are spaced, unless its "x-guidance" says otherwise: no space or one after a colon or a
 #: comma, none elsewhere. With free whitespace weak models fill their answers with line breaks.
-_SPACING: Any = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
+SPACING: Any = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
 #: Longest text of a grammar, in characters.
 MAX_LENGTH = 1 << 16
 #: Most items that an array of a JSON schema may ask for.
@@ -131,7 +131,7 @@ class GuidanceTokenizer:
         _check_length(schema, where)
         try:
             _check_counts(json.loads(schema), where)
-            return self._compile(LLMatcher.grammar_from_json_schema(schema, defaults=_SPACING), where)
+            return self._compile(LLMatcher.grammar_from_json_schema(schema, defaults=SPACING), where)
         except (ValueError, RecursionError) as error:
             raise _refused(str(error), where) from None
 
@@ -199,7 +199,7 @@ def _check_time(grammar: str, where: str) -> None:
 
     So what is long or intersects expressions is first compiled by another process.
     """
-    if len(grammar) < _SHORT and not any(word in grammar for word in ("allOf", "$ref", "&", "~", '"not"')):
+    if len(grammar) < _SHORT and not any(word in grammar for word in ("allOf", "$ref", "&", "~", '"not"', "%json")):
         return
     code = (
         "import json, sys; from llguidance import LLMatcher, LLParserLimits; g, limits = json.load(sys.stdin);"

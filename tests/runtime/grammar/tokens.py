@@ -12,7 +12,7 @@ from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.grammar.guidance import GuidanceTokenizer
 from tests.tiny import tiny_decoder, tiny_drafter
 
-END, SPECIAL = 0, 1
+END, SPECIAL = 2, 1
 #: Ids that the models have and the tokenizer does not.
 EXTRA = 5
 
@@ -28,7 +28,7 @@ def tokenizer() -> Any:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=310, special_tokens=["<end>", "<special>"], show_progress=False,
+        vocab_size=310, special_tokens=["<pad>", "<special>", "<end>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     made.train_from_iterator(_TEXTS * 3, trainer)
