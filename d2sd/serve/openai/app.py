@@ -25,6 +25,7 @@ from d2sd.serve.openai.middleware import Entrance
 from d2sd.serve.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from d2sd.serve.openai.responses import Disconnected, EventStream, while_connected
 from d2sd.serve.openai.spans import Spans
+from d2sd.viz.nodes import token_text
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
@@ -45,6 +46,7 @@ class Server:
         self.created = int(time.time())
         files = ",".join(f"{name}={digest}" for name, digest in sorted(bundle.manifest.files.items()))
         self.fingerprint = f"d2sd-{version('d2sd')}-{hashlib.sha256(files.encode()).hexdigest()[:12]}"
+        self.show_token = token_text(bundle.tokenizer.decode)
         self._tokenizer_thread = ThreadPoolExecutor(1, "d2sd-tokenizer")
 
     async def tokenizing(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -69,7 +71,7 @@ class Server:
         generation = Generation(
             self.engine, self.metrics, prepared, facts, body.deadline or self.settings.request_timeout
         )
-        shape = made(self.settings.model, self.fingerprint, body.return_token_ids)
+        shape = made(self.settings.model, self.fingerprint, body.return_token_ids, self.show_token)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return EventStream(_events(generation, shape, usage), generation.close)
