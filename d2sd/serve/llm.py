@@ -16,7 +16,7 @@ from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.errors import RequestError
 from d2sd.progress import bar
 from d2sd.runtime.stats import SequenceStats
-from d2sd.serve.params import SamplingParams, encode_bad_words
+from d2sd.serve.params import SamplingParams, with_params
 from d2sd.serve.structured import GrammarCompiler
 
 if TYPE_CHECKING:
@@ -268,14 +268,5 @@ def _requests(
     if params is None:
         params = SamplingParams(defaults.temperature, defaults.top_p, defaults.top_k, defaults.seed)
     length = defaults.max_new_tokens if params.max_tokens is None else params.max_tokens
-    bad_words = encode_bad_words(bundle.tokenizer, params.bad_words)
-    samplings = [params.for_tokens(seed, bad_words) for seed in params.seeds()]
-    request = chat_request(
-        bundle, prompt, samplings[0], length, raw=isinstance(prompt, str), stop=tuple(params.stop), tools=tools
-    )
-    eos = frozenset() if params.ignore_eos else request.stop_tokens
-    request = replace(
-        request, stop_tokens=eos | set(params.stop_token_ids), stop_visible=params.include_stop_str_in_output,
-        grammar=grammar,
-    )  # fmt: skip
-    return [replace(request, sampling=sampling) for sampling in samplings]
+    request = chat_request(bundle, prompt, params.for_tokens(0), length, raw=isinstance(prompt, str), tools=tools)
+    return with_params(bundle, replace(request, grammar=grammar), params)
