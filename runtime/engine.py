@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
-from d2sd.errors import RequestError
+from d2sd.errors import D2SDError, RequestError
 from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch, prefill_inputs
@@ -87,10 +87,10 @@ class Engine:
         if any(not s for s in request.stop):
             raise RequestError("a stop string is empty", where="stop", expected="at least one character")
 
-    def cancel(self, sequence: Sequence) -> None:
-        """Drop a waiting or running request; a finished one is left unchanged."""
+    def cancel(self, sequence: Sequence, error: D2SDError | None = None) -> None:
+        """Drop a waiting or running request, with an error if given; a finished one is left unchanged."""
         if sequence.finish is None:
-            sequence.finish = "cancelled"
+            sequence.finish, sequence.error = "error" if error else "cancelled", error
             self.scheduler.remove(sequence)
 
     @property
@@ -177,7 +177,10 @@ class Engine:
             outputs = []
             for sequence, (count, accepted_branch, tokens, logprobs) in zip(sequences, rows, strict=True):
                 sequence.stats.record(count, accepted_branch, self.policy.num_nodes, str(self.policy))
-                outputs.append(sequence.append(tokens, logprobs))
+                try:
+                    outputs.append(sequence.append(tokens, logprobs))
+                except Exception as error:  # a fault of one request ends that request alone
+                    outputs.append(sequence.fail(error))
                 if sequence.finish is not None:
                     self.scheduler.remove(sequence)
             return outputs

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from d2sd.convert.bundle.backends import BackendName, make_runner
 from d2sd.convert.bundle.chat import Messages, encode_chat, encode_prompt
 from d2sd.errors import BundleError, RequestError
+from d2sd.policies import FACTS
 from d2sd.progress import bar
 from d2sd.recipe import Policy
 
@@ -70,6 +72,12 @@ def make_engine(
     return engine
 
 
+def can_run(bundle: Bundle, name: Policy) -> bool:
+    """Whether the bundle has the drafters of policy `name`; `auto` needs one drafter."""
+    needed = 1 if name == "auto" else len(FACTS[name].required_drafters)
+    return sum(drafter is not None for drafter in (bundle.first, bundle.second)) >= needed
+
+
 def _policies(bundle: Bundle, name: Policy, rows: int) -> list[TreePolicy]:
     """The named policy; for `auto` all that the bundle can run, by number of nodes. The engine starts with the last."""
     from d2sd.runtime.speculation.policy import make_policy
@@ -97,12 +105,13 @@ def chat_request(
     *,
     raw: bool = False,
     stop: tuple[str, ...] = (),
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Request:
     """Make a request that ends at the target's stop tokens.
 
     `prompt` is a conversation, `[{"role": ..., "content": ...}, ...]`, or one user turn; both are put into the target's
-    chat template. With `raw`, or where the target has no template, a string is encoded without one. Raises
-    `RequestError` for malformed messages and for a template that cannot be rendered.
+    chat template, with `tools` in OpenAI's format. With `raw`, or where the target has no template, a string is encoded
+    without one. Raises `RequestError` for malformed messages and for a template that cannot be rendered.
     """
     from d2sd.runtime.request import Request
 
@@ -117,5 +126,5 @@ def chat_request(
     else:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         where = f"{bundle.path / 'target'}: chat_template"
-        ids = encode_chat(tokenizer, messages, bundle.recipe.target.template, where)
+        ids = encode_chat(tokenizer, messages, bundle.recipe.target.template, where, tools)
     return Request(tuple(ids), max_new_tokens, sampling, frozenset(bundle.stop_token_ids), stop)

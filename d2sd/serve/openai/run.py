@@ -1,0 +1,96 @@
+"""Runs the app on uvicorn: SIGTERM and SIGINT stop accepting, drain, and end the rest with an error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from d2sd.convert.bundle.load import load_bundle
+from d2sd.convert.bundle.serving import make_engine
+from d2sd.errors import D2SDError
+from d2sd.progress import bar
+from d2sd.serve.openai.app import create_app
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from d2sd.serve.openai.app import Server
+    from d2sd.serve.openai.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+#: Seconds after the drain in which clients can read the last bytes.
+_FLUSH = 5
+
+
+class DrainingServer(uvicorn.Server):
+    """A uvicorn server that drains the engine while it waits for its connections."""
+
+    def __init__(self, config: uvicorn.Config, served: Server) -> None:
+        super().__init__(config)
+        self._served = served
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting, then wait for the drain and for the responses."""
+        draining = asyncio.ensure_future(self._served.engine.drain(self._served.settings.drain_timeout))
+        await super().shutdown(sockets)
+        await draining
+
+
+def serve_bundle(path: Path, settings: ServerSettings, host: str, port: int, **engine: Any) -> None:
+    """Serve a bundle until a signal; `engine` are options of `make_engine`. An empty model name takes the bundle's."""
+    _log_to_stderr()
+    bundle = load_bundle(path, progress=bar)
+    settings = replace(settings, model=settings.model or bundle.recipe.name)
+    app = create_app(bundle, make_engine(bundle, **engine), settings)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            found = f"{host}:{port}: {error.strerror}"
+            raise D2SDError("The server cannot listen there.", found=found, fix="choose another --port") from None
+        logger.info("serving %s at http://%s:%d", settings.model, *listener.getsockname()[:2])
+        make_server(app, host, port).run([listener])
+
+
+def make_server(app: FastAPI, host: str, port: int) -> DrainingServer:
+    """A server that is not running yet; `run()` serves until a signal, or until `should_exit` is set."""
+    served: Server = app.state.server
+    config = uvicorn.Config(
+        app, host=host, port=port, access_log=False, log_config=None, lifespan="on", ws="none",
+        timeout_graceful_shutdown=int(served.settings.drain_timeout) + _FLUSH, server_header=False,
+    )  # fmt: skip
+    return DrainingServer(config, served)
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object a line. The access log's messages are objects already."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record."""
+        line = {"time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"), "level": record.levelname.lower()}
+        if record.name == "d2sd.serve.access":
+            return json.dumps(line | {"event": "request"} | json.loads(record.getMessage()))
+        line |= {"event": "log", "logger": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def _log_to_stderr() -> None:
+    """Write the logs of d2sd and uvicorn to stderr as JSON lines."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines())
+    for name in ("d2sd", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)
