@@ -7,7 +7,7 @@ BUNDLE := bundles/smollm2-135m
 CONSTRAINTS := constraints/tested.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: demo test test-slow lint verify gpu-suite kernels consumers bench train ablation train-gpu data data-wheel wheel docs clean
+.PHONY: demo test test-slow engines lint verify gpu-suite kernels consumers bench train ablation train-gpu data data-wheel wheel docs clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -23,9 +23,13 @@ PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=workst
 test: lint
 	$(PYTEST) -m "not slow"
 
-## the other tests, also run by CI: real models, engines of all architectures, full products of what `test` samples
+## the other tests, also run by CI: real models, engines of three architectures, full products of what `test` samples
 test-slow: .venv/dev
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not full"
+
+## TensorRT engines of SmolLM2 for the architectures that test-slow leaves out
+engines: .venv/dev
+	$(BIN)/pytest -m full
 
 lint: .venv/dev
 	$(BIN)/ruff check
@@ -92,11 +96,13 @@ clean:
 	rm -rf .venv bundles build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # Stamp files: reinstall when pyproject.toml or the tested set changes.
-.venv/demo: pyproject.toml $(CONSTRAINTS)
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+
+.venv/demo: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(PIP_INSTALL) --editable ".[gguf,plots]"
 	touch $@
 
-.venv/dev: .venv/demo
+.venv/dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(PIP_INSTALL) --editable ".[gguf,plots,dev,fp8,engines]"
-	touch $@
+	touch .venv/demo $@

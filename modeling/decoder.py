@@ -28,20 +28,13 @@ class DecoderOutput:
     v: Tensor  # [L, B, T, Hkv, D]
 
 
-class Decoder(nn.Module):
-    """Parameter names equal Hugging Face's without their leading `model.`."""
+class TargetModel(nn.Module):
+    """What the runtime needs of a target. The layers are a `Decoder`'s, or an exported graph; tables are PyTorch's."""
 
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.config = config
-        body = config.body
-        self.embed_tokens = nn.Embedding(config.vocab_size, body.hidden_size)
-        self.layers = nn.ModuleList(Layer(body) for _ in range(body.num_layers))
-        self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
-        self.rotary = Rotary(body.rope, body.head_dim)
-        self.packed_head: nn.Module | None = None  # see d2sd.modeling.packed
-        if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(body.hidden_size, config.vocab_size, bias=False)
+    config: DecoderConfig
+    embed_tokens: nn.Embedding
+    lm_head: nn.Linear  # missing where `config.tie_word_embeddings`
+    packed_head: nn.Module | None  # see d2sd.modeling.packed
 
     @property
     def head(self) -> Tensor:
@@ -58,6 +51,25 @@ class Decoder(nn.Module):
         """tokens [B, T]; `aux_layer_ids` are layer ids whose outputs the drafters read (see
         `DrafterConfig.target_layer_ids`).
         """
+        raise NotImplementedError
+
+
+class Decoder(TargetModel):
+    """Parameter names equal Hugging Face's without their leading `model.`."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        body = config.body
+        self.embed_tokens = nn.Embedding(config.vocab_size, body.hidden_size)
+        self.layers = nn.ModuleList(Layer(body) for _ in range(body.num_layers))
+        self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
+        self.rotary = Rotary(body.rope, body.head_dim)
+        self.packed_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(body.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
         x = self.embed_tokens(tokens)
         cos_sin = self.rotary(rows.positions, x.dtype)
         attend = pool.attend(rows)

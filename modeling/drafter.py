@@ -27,10 +27,23 @@ from d2sd.modeling.rows import Rows
 # layers, Vd draft vocabulary.
 
 
-class Drafter(nn.Module):
-    """Parameter names equal the z-lab checkpoint layout."""
+class DraftModel(nn.Module):
+    """What the runtime needs of a drafter: PyTorch's `Drafter`, or an exported graph."""
 
+    config: DrafterConfig
     draft_ids: Tensor | None  # [Vd] int64 on the model's device, `config.draft_vocabulary`; no part of the state_dict
+
+    def draft(self, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
+        """Embedded blocks [B, T, E] over the context in `pool` -> [B, T, E] for the target's head."""
+        raise NotImplementedError
+
+    def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """features [B, C, n·E] of committed tokens at `positions [B, C]` -> k, v [L, B, C, Hkv, D] for the pages."""
+        raise NotImplementedError
+
+
+class Drafter(DraftModel):
+    """Parameter names equal the z-lab checkpoint layout."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -46,7 +59,6 @@ class Drafter(nn.Module):
             self.register_buffer("draft_ids", None if ids is None else torch.tensor(ids), persistent=False)
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """features [B, C, n·E] of committed tokens at `positions [B, C]` -> k, v [L, B, C, Hkv, D] for the pages."""
         context = self.hidden_norm(self.fc(features))
         cos_sin = self.rotary(positions, context.dtype)
         layers = cast("Iterable[Layer]", self.layers)
@@ -63,6 +75,5 @@ class Drafter(nn.Module):
         return out
 
     def draft(self, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
-        """Embedded blocks [B, T, E] over the context in `pool` -> [B, T, E] for the target's head."""
         hidden: Tensor = self(embedded, rows.positions, pool.attend(rows))
         return hidden

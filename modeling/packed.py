@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.decoder import TargetModel
+from d2sd.modeling.drafter import DraftModel
 from d2sd.modeling.fp8 import Fp8Linear, carried_product, carrier
 
 
@@ -46,8 +46,8 @@ class PackedFp8Linear(nn.Module):
         return carried_product(x, self._weight, *self._scales, self._bias)
 
 
-def pack(model: Decoder | Drafter) -> None:
-    """Replace every linear layer of a CPU model in place, and give a decoder's head a packed copy.
+def pack(model: TargetModel | DraftModel) -> None:
+    """Replace every linear layer of a CPU model in place, and give a target's head a packed copy.
 
     Packing twice is fine. Afterwards `state_dict` lacks the replaced weights: a packed model can only serve.
     """
@@ -61,11 +61,11 @@ def pack(model: Decoder | Drafter) -> None:
                 setattr(parent, name, PackedFp8Linear(child, weight.dtype))
             elif isinstance(child, nn.Linear) and name != "lm_head" and blocked:
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
-    if blocked and isinstance(model, Decoder) and model.packed_head is None:
+    if blocked and isinstance(model, TargetModel) and model.packed_head is None:
         model.packed_head = PackedLinear(model.head)
 
 
-def reduced_head(target: Decoder, ids: Tensor) -> Callable[[Tensor], Tensor]:
+def reduced_head(target: TargetModel, ids: Tensor) -> Callable[[Tensor], Tensor]:
     """The target's head over `ids [Vd]`: [..., E] -> [..., Vd]. A copy of its rows, packed where the head is."""
     weight = target.head.detach()[ids]
     return partial(F.linear, weight=weight) if target.packed_head is None else PackedLinear(weight)

@@ -3,7 +3,8 @@
     draft_first -> pick_boundaries -> draft_second -> build_tree -> verify -> accept -> commit
 
 The engine calls this function, the policy selector times it, and a CUDA graph can capture it: inputs and outputs are
-tensors, shapes depend on the batch bucket and the policy only, and no value is read back to the host.
+tensors, shapes depend on the batch bucket and the policy only, and no value is read back to the host. A batch with
+grammars is the exception: the host reads the drafts and trees of their requests and uploads masks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from d2sd.policies import DrafterRole, FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.grammar.step import OFFERED
 from d2sd.runtime.sampling.logprobs import pack_logprobs, unpack_logprobs
 from d2sd.runtime.sequence import TokenLogprobs
 from d2sd.runtime.speculation.accept import Accepted, sample_target
@@ -77,23 +79,37 @@ def decode_step(
     takes it from the text, which is host work done before the step.
     """
     calibrated = calibration.apply if calibration is not None and policy.uses_probabilities else uncalibrated
-    first, branches, second = prompt_lookup, None, None
+    grammar, width = batch.grammar, policy.topk
+    offered = width if grammar is None else max(width, OFFERED)
+    first, branches, second, mask = prompt_lookup, None, None, None
     if policy.first_pass is FirstPass.DRAFTER:
         with timer("draft_first"):
-            first = calibrated(runner.draft_first(batch, policy.topk), batch, DrafterRole.FIRST)
+            first = runner.draft_first(batch, offered)
+    if first is not None and grammar is not None:
+        with timer("grammar"):
+            first = grammar.guide(first, width)
+    if first is not None and policy.first_pass is FirstPass.DRAFTER:
+        first = calibrated(first, batch, DrafterRole.FIRST)
     if first is not None and policy.second_pass is not None:
         with timer("pick_boundaries"):
             branches = policy.branches(batch, first)
         with timer("draft_second"):
-            second = runner.draft_second(batch, branches, policy.second_pass, policy.topk)
-            second = calibrated(second, batch, policy.second_pass, branches)
+            second = runner.draft_second(batch, branches, policy.second_pass, offered)
+        if grammar is not None:
+            with timer("grammar"):
+                second = grammar.guide(second, width, branches)
+        second = calibrated(second, batch, policy.second_pass, branches)
     with timer("build_tree"):
         tree = policy.build(batch, first, branches, second)
+        paths = None if grammar is None else grammar.paths(tree)
     with timer("verify"):
         verified = runner.verify(batch, tree)
+    if grammar is not None and paths is not None:
+        with timer("grammar"):
+            mask = grammar.mask(paths, *verified.logits.shape).to(tree.tokens.device)
     with timer("accept"):
         depths = min(runner.block_size, policy.num_nodes)
-        accepted = sample_target(tree, verified.logits, batch.context_len, batch.sampling, depths)
+        accepted = sample_target(tree, verified.logits, batch.context_len, batch.sampling, depths, mask)
     with timer("commit"):
         runner.commit(batch, verified, accepted)
     packed = accepted.packed()

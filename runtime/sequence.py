@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from d2sd.errors import D2SDError, GenerationError
+from d2sd.runtime.grammar.grammar import Matcher, advance
 from d2sd.runtime.request import Request
 from d2sd.runtime.stats import SequenceStats
 from d2sd.runtime.text import TextStream
@@ -54,10 +55,14 @@ class Sequence:
     cached: int = 0  # leading tokens whose K/V is in the pools; set by prefill and append, reset by preemption
     pages: list[int] = field(default_factory=list)  # set by the scheduler
     finish: FinishReason | None = None  # set by append, cancel and fail
-    error: D2SDError | None = None  # set by fail
+    error: D2SDError | None = None  # set by append and fail
+    matcher: Matcher | None = field(init=False)  # advanced by append
     stats: SequenceStats = field(default_factory=SequenceStats)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer, if asked; grows in append
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt after its first token, if asked
+
+    def __post_init__(self) -> None:
+        self.matcher = self.request.grammar.matcher() if self.request.grammar is not None else None
 
     @property
     def anchor(self) -> int:
@@ -71,6 +76,10 @@ class Sequence:
     def pending(self) -> int:
         """Context tokens still to be prefilled."""
         return len(self.tokens) - 1 - self.cached
+
+    def _ends(self, token: int) -> bool:
+        """Whether the answer ends at a token; at an end token of a grammar always, because nothing may follow."""
+        return token in self.request.stop_tokens or (self.matcher is not None and token in self.matcher.end_tokens)
 
     def fail(self, error: Exception) -> Output:
         """End the answer with an error."""
@@ -86,11 +95,17 @@ class Sequence:
         self.cached += len(tokens)
         taken, text = [], ""
         for token in tokens:
+            if self.matcher is not None and (problem := advance(self.matcher, token)):
+                self.finish, self.error = (
+                    "error",
+                    GenerationError("The answer cannot go on.", where="structured_outputs", found=problem),
+                )
+                break
             taken.append(token)
             self.tokens.append(token)
             length = len(self.tokens) - len(request.prompt)
             may_stop = length > request.sampling.min_tokens
-            if token in request.stop_tokens and may_stop:
+            if self._ends(token) and may_stop:
                 self.finish = "stop"
             if self.text is not None and (self.finish is None or request.stop_visible):
                 text += self.text.feed(token, may_stop=may_stop and self.finish is None)

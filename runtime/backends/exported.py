@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from d2sd.errors import BundleError
 from d2sd.modeling.config import BodyConfig
-from d2sd.modeling.decoder import Decoder, DecoderOutput
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.decoder import DecoderOutput, TargetModel
+from d2sd.modeling.drafter import DraftModel
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Rows
 from d2sd.plugins.cascade_attention.mask import pack_mask_bits
@@ -38,12 +38,12 @@ class IOSpec:
     outputs: Mapping[str, torch.dtype]
 
 
-def target_surface(body: BodyConfig, dtype: torch.dtype) -> IOSpec:
+def target_io_spec(body: BodyConfig, dtype: torch.dtype) -> IOSpec:
     """Inputs and outputs of a target with weights and pages in `dtype`."""
     return IOSpec(_of_rows(body, dtype), dict.fromkeys(("hidden", "features", "k", "v"), dtype))
 
 
-def drafter_surface(body: BodyConfig, dtype: torch.dtype) -> IOSpec:
+def drafter_io_spec(body: BodyConfig, dtype: torch.dtype) -> IOSpec:
     """Inputs and outputs of a drafter with weights and pages in `dtype`."""
     of_features = {"features": dtype, "feature_positions": torch.int32, "feature_len": torch.int32}
     return IOSpec(_of_rows(body, dtype) | of_features, dict.fromkeys(("hidden", "k", "v"), dtype))
@@ -84,11 +84,11 @@ class OnnxSession:
         return {name: torch.from_numpy(array) for name, array in zip(self._outputs, out, strict=True)}
 
 
-class GraphDecoder(Decoder):
+class GraphDecoder(TargetModel):
     """A target: embedding and head of `tables`, and a graph between them that outputs features of `aux_layer_ids`."""
 
-    def __init__(self, tables: Decoder, aux_layer_ids: tuple[int, ...], session: Session) -> None:
-        nn.Module.__init__(self)
+    def __init__(self, tables: TargetModel, aux_layer_ids: tuple[int, ...], session: Session) -> None:
+        super().__init__()
         self.config, self.packed_head = tables.config, tables.packed_head
         self.embed_tokens = tables.embed_tokens
         if not tables.config.tie_word_embeddings:
@@ -101,16 +101,16 @@ class GraphDecoder(Decoder):
         return DecoderOutput(out["hidden"], out["features"], out["k"], out["v"])
 
 
-class GraphDrafter(Drafter):
+class GraphDrafter(DraftModel):
     """A drafter of the geometry of `config`, run by a graph.
 
     A plugin appends the K/V of real features to the context's pages before the block attends to them. Without real
     features (length 0) it writes to the scratch page 0 at most.
     """
 
-    def __init__(self, drafter: Drafter, session: Session, page_size: int, context_rows: int = CONTEXT_ROWS) -> None:
+    def __init__(self, drafter: DraftModel, session: Session, page_size: int, context_rows: int = CONTEXT_ROWS) -> None:
         """`context_rows` is the largest C that the session accepts for one request."""
-        nn.Module.__init__(self)
+        super().__init__()
         self.config, self._session = drafter.config, session
         self.register_buffer("draft_ids", drafter.draft_ids, persistent=False)
         self._width = len(drafter.config.target_layer_ids) * drafter.config.body.hidden_size
@@ -120,9 +120,9 @@ class GraphDrafter(Drafter):
     def draft(self, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         batch, device = len(embedded), embedded.device
         nothing = embedded.new_zeros(batch, 1, self._width), _zeros(device, batch, 1), _zeros(device, batch)
-        return self.draft_behind(embedded, rows, pool, *nothing)
+        return self.draft_with_new_context(embedded, rows, pool, *nothing)
 
-    def draft_behind(
+    def draft_with_new_context(
         self, embedded: Tensor, rows: Rows, pool: KVPool, features: Tensor, positions: Tensor, length: Tensor
     ) -> Tensor:
         """As `draft`, with more context after `rows.context_len` whose K/V is not in the pages yet.
@@ -133,7 +133,7 @@ class GraphDrafter(Drafter):
         return self._session.run(_inputs(embedded, rows, pool) | _features(features, positions, length))["hidden"]
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Drafter.context_keys_values`. The graph also drafts one masked row, whose output is discarded."""
+        """As `DraftModel.context_keys_values`. The graph also drafts one masked row, whose output is discarded."""
         count, most = features.shape[1], self._context_rows
         if count <= most:
             return self._keys_values(features, positions)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from d2sd.errors import CheckpointError, RecipeError
-from d2sd.modeling.decoder import Decoder, DecoderOutput
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.decoder import DecoderOutput, TargetModel
+from d2sd.modeling.drafter import DraftModel
 from d2sd.modeling.fp8 import kv_scales
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.packed import pack, reduced_head
@@ -43,9 +43,9 @@ class ModelRunner:
 
     def __init__(
         self,
-        target: Decoder,
-        first: Drafter | None = None,
-        second: Drafter | None = None,
+        target: TargetModel,
+        first: DraftModel | None = None,
+        second: DraftModel | None = None,
         *,
         block_size: int = 1,
         max_prefill_requests: Callable[[int], int] = lambda rows: sys.maxsize,
@@ -101,7 +101,7 @@ class ModelRunner:
         return sum(pool.k.nbytes + pool.v.nbytes for pool in self._make_pools(1, page_size, "meta"))
 
     def _make_pools(self, pages: int, page_size: int, device: str) -> list[KVPool]:
-        models: list[Decoder | Drafter] = [self.target, *self._drafters]
+        models: list[TargetModel | DraftModel] = [self.target, *self._drafters]
         return [
             KVPool.for_body(model.config.body, pages, page_size, self._dtype, device, kv_scales(model))
             for model in models

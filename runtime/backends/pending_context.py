@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafter import DraftModel
 from d2sd.modeling.kv_pool import KVPool
 
 # Shape letters: B requests, T rows, M pages a request, E hidden, n auxiliary layers, R rows of all requests.
@@ -76,7 +76,7 @@ class PendingContext:
         ]
         self.rows = sum(entry.keep.numel() for entry in self._entries)
 
-    def flush(self, drafter: Drafter, pool: KVPool) -> None:
+    def flush(self, drafter: DraftModel, pool: KVPool) -> None:
         """Compute the K/V of all rows in one GEMM and write it to the pages."""
         parts = [entry.rows() for entry in self._entries]
         self._entries, self.rows = [], 0

@@ -17,7 +17,7 @@ from torch import Tensor
 from d2sd.errors import BundleError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, IOSpec, drafter_surface, target_surface
+from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, IOSpec, drafter_io_spec, target_io_spec
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.backends.tensorrt_checks import (
     EngineFile,
@@ -175,11 +175,11 @@ def engine_runner(
     device = this_device(engine.path).name
     leave_default_stream()
     dtype = decoder.embed_tokens.weight.dtype
-    session = EngineSession(trt, engine, target_surface(decoder.config.body, dtype))
+    session = EngineSession(trt, engine, target_io_spec(decoder.config.body, dtype))
     drafting = [
         GraphDrafter(
             drafter,
-            EngineSession(trt, engine, drafter_surface(drafter.config.body, dtype)),
+            EngineSession(trt, engine, drafter_io_spec(drafter.config.body, dtype)),
             page_size,
             context_rows=max(profile["features"][2][1] for profile in engine.profiles),
         ).to(device)

@@ -19,7 +19,7 @@ from d2sd.plugins.cascade_attention.mask import WORD
 from d2sd.plugins.cascade_attention.onnx import VERSION
 from d2sd.plugins.kv_pages import write_pages
 from d2sd.recipe import Recipe
-from d2sd.runtime.backends.exported import drafter_surface, target_surface
+from d2sd.runtime.backends.exported import drafter_io_spec, target_io_spec
 from d2sd.runtime.backends.tensorrt_checks import EngineFile
 from d2sd.tensorrt_env import TensorRT
 from tests.runtime import fake_tensorrt
@@ -46,7 +46,7 @@ def target_engine(folder: Path, target: Decoder, aux_layer_ids: tuple[int, ...],
         out = model(given["embedded"], _rows(given), _Pages(given, body), aux_layer_ids)
         return {"hidden": out.hidden, "features": out.features, "k": out.k, "v": out.v}
 
-    surface = target_surface(body, target.embed_tokens.weight.dtype)
+    surface = target_io_spec(body, target.embed_tokens.weight.dtype)
     outputs: dict[str, Dims] = {"hidden": ("B", "T", hidden), "features": ("B", "T", len(aux_layer_ids) * hidden)}
     outputs |= dict.fromkeys(("k", "v"), (body.num_layers, "B", "T", body.num_kv_heads, body.head_dim))
     profiles = make_profiles(RECIPE, "tensorrt", target.config)  # a profile a bucket
@@ -72,7 +72,7 @@ def drafter_engine(folder: Path, name: str, drafter: Drafter) -> EngineFile:
     features: dict[str, Dims] = {"features": ("B", "C", width), "feature_positions": ("B", "C"), "feature_len": ("B",)}
     outputs: dict[str, Dims] = {"hidden": ("B", "T", hidden)}
     outputs |= dict.fromkeys(("k", "v"), (body.num_layers, "B", "C", body.num_kv_heads, body.head_dim))
-    surface = drafter_surface(body, drafter.fc.weight.dtype)
+    surface = drafter_io_spec(body, drafter.fc.weight.dtype)
     types = {**surface.inputs, **surface.outputs}
     profiles = make_profiles(RECIPE, "tensorrt", drafter.config)
     return _engine(folder, name, _Graph(_row_inputs(body) | features, outputs, types, profiles, run), "sm89")

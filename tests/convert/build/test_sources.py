@@ -146,6 +146,9 @@ def test_files_of_a_commit_are_fetched_once(hub: Path) -> None:
     assert asked == [f"someone/drafter {name} {REVISION}" for name in ("config.json", "model.safetensors")]
     (folder / "model.safetensors").write_bytes(b"y" * 9)
     assert located(recipe, source) is None, "a changed file is not what the recipe names"
+    assert obtained(recipe, source) == folder
+    asked = (hub.parent / "log").read_text().splitlines()[2:]
+    assert asked == [f"someone/drafter model.safetensors {REVISION}"], "only the changed file is fetched again"
 
 
 @pytest.mark.parametrize("value", [None, "0", "true"])

@@ -114,7 +114,7 @@ def test_context_that_is_not_in_the_pages_is_read_too(pair: Pair) -> None:
     attn_mask = torch.ones(2, 4, 4, dtype=torch.bool)
     after = lengths + new
     rows = Rows(after[:, None] + torch.arange(4), attn_mask, table, lengths)
-    found = pair.draft_graph.draft_behind(embedded, rows, pool, features, places, new)
+    found = pair.draft_graph.draft_with_new_context(embedded, rows, pool, features, places, new)
     k, v = pair.drafter.context_keys_values(features, places)
     pool.write(k, v, table, places, torch.arange(3) < new[:, None])
     close(found, pair.drafter.draft(embedded, Rows(rows.positions, attn_mask, table, after), pool))

@@ -23,7 +23,7 @@ from d2sd.policies import PolicyName
 from d2sd.recipe import Builder
 from d2sd.runtime.backends import tensorrt
 from d2sd.runtime.backends import tensorrt_checks as tensorrt_check
-from d2sd.runtime.backends.exported import GraphDrafter, IOSpec, drafter_surface, target_surface
+from d2sd.runtime.backends.exported import GraphDrafter, IOSpec, drafter_io_spec, target_io_spec
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.backends.tensorrt import EngineSession, engine_runner
 from d2sd.runtime.backends.tensorrt_checks import Device, EngineFile, incompatibility
@@ -71,7 +71,7 @@ def serve(made: ModelRunner, name: PolicyName) -> Engine:
 
 def session(engine: EngineFile, surface: IOSpec | None = None) -> EngineSession:
     body = models()[0].config.body
-    return EngineSession(TRT, engine, surface or target_surface(body, torch.float32))
+    return EngineSession(TRT, engine, surface or target_io_spec(body, torch.float32))
 
 
 def inputs_of(batch: int, rows: int) -> dict[str, Tensor]:
@@ -158,7 +158,7 @@ def test_a_profile_has_one_context_and_all_share_their_memory(tmp_path: Path, ta
 def drafting(tmp_path: Path, **changes: Any) -> GraphDrafter:
     first = models()[1]
     engine = drafter_engine(tmp_path, "first", first)
-    return GraphDrafter(first, session(engine, drafter_surface(first.config.body, torch.float32)), PAGE, **changes)
+    return GraphDrafter(first, session(engine, drafter_io_spec(first.config.body, torch.float32)), PAGE, **changes)
 
 
 def test_drafting_and_injecting_write_to_no_page(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_new_context_is_written_behind_the_committed(tmp_path: Path) -> None:
     pool, table = pool_for(first.config.body, 1, 16, page_size=PAGE)
     features, places = torch.randn(1, 3, first.fc.in_features), torch.arange(3)[None]
     rows = Rows(2 + torch.arange(SIZE)[None], torch.ones(1, SIZE, SIZE, dtype=torch.bool), table, torch.tensor([0]))
-    found = graph.draft_behind(torch.ones(1, SIZE, 32), rows, pool, features, places, torch.tensor([2]))
+    found = graph.draft_with_new_context(torch.ones(1, SIZE, 32), rows, pool, features, places, torch.tensor([2]))
     k, v = first.context_keys_values(features, places)
     committed, _ = pool_for(first.config.body, 1, 16, page_size=PAGE)
     committed.write(k, v, table, places, torch.tensor([[True, True, False]]))
@@ -222,7 +222,7 @@ def test_what_a_drafter_passes_lies_on_its_device() -> None:
 
     first = models()[1]
     body, width = first.config.body, first.fc.in_features
-    surface = drafter_surface(body, torch.float32)
+    surface = drafter_io_spec(body, torch.float32)
     graph = GraphDrafter(first, Asked(), PAGE)  # type: ignore[arg-type]
     with torch.device("meta"):
         table, lengths = torch.zeros(3, 2, dtype=torch.long).t(), torch.zeros(2, dtype=torch.long)
@@ -331,7 +331,7 @@ def test_classic_tensorrt_is_not_asked_what_it_does_not_know(
     monkeypatch.delattr(fake_tensorrt, "DynamicShapesKernelSpecializationStrategy")
     classic = TensorRT("tensorrt", fake_tensorrt, "10.14.1")
     engine = replace(target, builder="tensorrt", version="10.14.1", compute="native")
-    EngineSession(classic, engine, target_surface(models()[0].config.body, torch.float32)).run(inputs_of(1, 1))
+    EngineSession(classic, engine, target_io_spec(models()[0].config.body, torch.float32)).run(inputs_of(1, 1))
 
 
 def test_a_file_that_is_no_engine(target: EngineFile) -> None:
@@ -350,7 +350,7 @@ def test_an_engine_that_is_not_there(target: EngineFile, left: str) -> None:
 
 
 def test_a_graph_of_another_d2sd(target: EngineFile) -> None:
-    surface = target_surface(models()[0].config.body, torch.float32)
+    surface = target_io_spec(models()[0].config.body, torch.float32)
     more = IOSpec({**surface.inputs, "slopes": torch.float32}, {**surface.outputs, "hidden": torch.float16})
     said = r"found: output hidden torch.float32\n  expected: input slopes torch.float32, output hidden torch.float16"
     with pytest.raises(BundleError, match=said):
