@@ -269,4 +269,4 @@ def _requests(
         params = SamplingParams(defaults.temperature, defaults.top_p, defaults.top_k, defaults.seed)
     length = defaults.max_new_tokens if params.max_tokens is None else params.max_tokens
     request = chat_request(bundle, prompt, params.for_tokens(0), length, raw=isinstance(prompt, str), tools=tools)
-    return with_params(bundle, request, params, grammar)
+    return with_params(bundle, replace(request, grammar=grammar), params)

@@ -13,7 +13,6 @@ from d2sd.serve.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
-    from d2sd.runtime.grammar.grammar import Grammar
     from d2sd.runtime.request import Request
 
 #: Seeds are below this; the i-th of n completions has the seed (seed + i) modulo it.
@@ -104,12 +103,10 @@ class SamplingParams:
         return [(first + index) % SEEDS for index in range(self.n)]
 
 
-def with_params(
-    bundle: Bundle, request: Request, params: SamplingParams, grammar: Grammar | None = None
-) -> list[Request]:
-    """`n` requests like `request`, whose stop tokens are the target's, with these parameters; its length is kept.
+def with_params(bundle: Bundle, request: Request, params: SamplingParams) -> list[Request]:
+    """`n` requests like `request`, whose stop tokens are the target's, with these parameters.
 
-    `grammar` is that of `params.structured_outputs`, compiled.
+    Its length and its grammar are kept.
     """
     bad_words = encode_bad_words(bundle.tokenizer, params.bad_words)
     request = replace(
@@ -117,7 +114,6 @@ def with_params(
         stop=tuple(params.stop),
         stop_tokens=(frozenset() if params.ignore_eos else request.stop_tokens) | set(params.stop_token_ids),
         stop_visible=params.include_stop_str_in_output,
-        grammar=grammar,
     )
     return [replace(request, sampling=params.for_tokens(seed, bad_words)) for seed in params.seeds()]
 

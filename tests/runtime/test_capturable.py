@@ -93,15 +93,21 @@ def record(engine: Engine, steps: int) -> list[Kernels]:
     return recorded
 
 
-GREEDY, HOT, NARROW = (
+GREEDY, HOT, NARROW, LOADED = (
     SamplingParams(),
     SamplingParams(temperature=1.0, seed=1),
     SamplingParams(temperature=0.7, top_p=0.9, seed=2),
-)
+    SamplingParams(
+        temperature=0.7, top_p=0.9, top_k=9, min_p=0.01, seed=2, repetition_penalty=1.2, presence_penalty=0.5,
+        frequency_penalty=0.5, logit_bias=((3, 1.0),), bad_words=((1, 2), (3,)), min_tokens=3, logprobs=2,
+    ),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", NAMES)
-@pytest.mark.parametrize("kinds", [(GREEDY,), (HOT,), (GREEDY, HOT, NARROW)], ids=["greedy", "hot", "mixed"])
+@pytest.mark.parametrize(
+    "kinds", [(GREEDY,), (HOT,), (GREEDY, HOT, NARROW), (GREEDY, LOADED)], ids=["greedy", "hot", "mixed", "loaded"]
+)
 def test_nothing_is_read_back_and_every_step_is_the_same(policy: PolicyName, kinds: tuple[SamplingParams, ...]) -> None:
     """Four steps at different lengths, with different tokens, trees and accepted paths."""
     steps = record(running(policy, *kinds), 4)

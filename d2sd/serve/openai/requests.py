@@ -93,8 +93,8 @@ class RequestMaker:
         for prompt in prompts:
             room = max(1, bundle.recipe.limits.max_context - len(prompt))
             length = min(defaults.max_new_tokens, room) if params.max_tokens is None else params.max_tokens
-            request = Request(tuple(prompt), length, stop_tokens=frozenset(bundle.stop_token_ids))
-            made += with_params(bundle, request, params, grammar)
+            request = Request(tuple(prompt), length, stop_tokens=frozenset(bundle.stop_token_ids), grammar=grammar)
+            made += with_params(bundle, request, params)
         return made
 
 

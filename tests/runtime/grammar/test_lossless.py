@@ -22,7 +22,10 @@ from tests.tiny import tiny_decoder, tiny_drafter
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"enum": ["Ann", "Bob"]}, "ages": {"type": "array", "items": {"type": "integer"}}},
+    "properties": {
+        "name": {"enum": ["Ann", "Bob"]},
+        "ages": {"type": "array", "items": {"enum": [1, 31]}, "maxItems": 2},
+    },
     "required": ["name", "ages"],
     "additionalProperties": False,
 }
