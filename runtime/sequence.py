@@ -52,8 +52,10 @@ class Sequence:
     request: Request
     tokens: list[int]  # prompt and answer; grows in append
     text: TextStream | None = None  # fed in append
-    cached: int = 0  # leading tokens whose K/V is in the pools; set by prefill and append, reset by preemption
-    pages: list[int] = field(default_factory=list)  # set by the scheduler
+    cached: int = 0  # leading tokens whose K/V is in the pools; set by the scheduler, prefill and append
+    pages: list[int] = field(default_factory=list)  # set by the scheduler, as are the next two
+    page_keys: list[bytes] = field(default_factory=list, repr=False)  # of the leading full pages, in the prefix cache
+    keyed_pages: int = 0  # leading pages that the prefix cache knows by their keys
     finish: FinishReason | None = None  # set by append, cancel and fail
     error: D2SDError | None = None  # set by append and fail
     matcher: Matcher | None = field(init=False)  # advanced by append
@@ -76,6 +78,12 @@ class Sequence:
     def pending(self) -> int:
         """Context tokens still to be prefilled."""
         return len(self.tokens) - 1 - self.cached
+
+    @property
+    def needs_prompt_rows(self) -> bool:
+        """Whether prompt_logprobs are asked for and incomplete, so that every prompt token must be computed."""
+        asked = self.request.sampling.prompt_logprobs is not None
+        return asked and len(self.prompt_logprobs) < len(self.request.prompt) - 1
 
     def _ends(self, token: int) -> bool:
         """Whether the answer ends at a token; at an end token of a grammar always, because nothing may follow."""

@@ -235,7 +235,7 @@ def _completion(sequence: Running, index: int, text: str, tokenizer: Any) -> Com
     logprobs = prompt_logprobs = None
     if request.sampling.logprobs is not None:
         logprobs = [_by_token(entry, tokenizer) for entry in sequence.logprobs]
-    if request.reads_prompt:
+    if request.sampling.prompt_logprobs is not None:
         prompt_logprobs = [None, *(_by_token(entry, tokenizer) for entry in sequence.prompt_logprobs)]
     return Completion(
         list(request.prompt), text, sequence.answer, sequence.finish, sequence.stats, request.sampling.seed, index,

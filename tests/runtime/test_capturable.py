@@ -158,7 +158,10 @@ def prefills(monkeypatch: pytest.MonkeyPatch, chunk: int, prompts: list[int]) ->
         return prefill(tokens, length, page_table, context_len)
 
     monkeypatch.setattr(runner, "prefill", noted)
-    make_engine(runner, "off", prefill_chunk=chunk).generate(Request((1,) * n, 1) for n in prompts)
+    engine = make_engine(
+        runner, "off", prefill_chunk=chunk, prefix_cache=False
+    )  # the prompts are one another's prefixes
+    engine.generate(Request((1,) * n, 1) for n in prompts)
     return calls
 
 

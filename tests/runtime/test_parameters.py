@@ -183,7 +183,7 @@ def test_logprobs_are_those_of_a_full_pass(policy: PolicyName, pages: int | None
         assert sequence.answer == expected(request)
         params = request.sampling
         assert len(sequence.logprobs) == (0 if params.logprobs is None else 16)
-        assert len(sequence.prompt_logprobs) == (len(request.prompt) - 1 if request.reads_prompt else 0)
+        assert len(sequence.prompt_logprobs) == (len(request.prompt) - 1 if params.prompt_logprobs is not None else 0)
         check_logprobs(sequence.tokens, len(request.prompt), sequence.logprobs, params.logprobs or 0)
         check_logprobs(sequence.tokens, 1, sequence.prompt_logprobs, params.prompt_logprobs or 0)
 
@@ -210,3 +210,15 @@ def test_a_refusal_names_the_parameter(field: str, value: object) -> None:
     with pytest.raises(RequestError) as caught:
         make_engine(honest(), "off").submit(Request((1,), 9, SamplingParams(**{field: value})))  # type: ignore[arg-type]
     assert caught.value.where == field
+
+
+def test_prompt_logprobs_are_computed_for_cached_prefixes_too() -> None:
+    """The second request finds the first one's pages and may not use them; a third without them does."""
+    prompt = tuple(range(20, 40))
+    engine = make_engine(honest(), "chain", prefill_chunk=8)
+    asking = Request(prompt, 4, SamplingParams(prompt_logprobs=1))
+    for request, hits in ((Request(prompt, 4), False), (asking, False), (Request(prompt, 4), True)):
+        (sequence,) = engine.generate([request])
+        assert (sequence.stats.cached_tokens > 0) == hits
+        check_logprobs(sequence.tokens, 1, sequence.prompt_logprobs, 1)
+        assert len(sequence.prompt_logprobs) == (19 if request is asking else 0)

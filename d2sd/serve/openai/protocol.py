@@ -64,6 +64,8 @@ class GenerationBody(Body):
     # of this server
     deadline: Annotated[float, Field(gt=0)] | None = None  # seconds
     return_token_ids: bool = False
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0  # lower values are served first
+    cache_salt: Annotated[str, Field(max_length=256)] = ""  # cached prefixes are shared within a salt only
 
     # accepted for their senders' sake, without effect on an answer
     user: str | None = None

@@ -93,7 +93,10 @@ class RequestMaker:
         for prompt in prompts:
             room = max(1, bundle.recipe.limits.max_context - len(prompt))
             length = min(defaults.max_new_tokens, room) if params.max_tokens is None else params.max_tokens
-            request = Request(tuple(prompt), length, stop_tokens=frozenset(bundle.stop_token_ids), grammar=grammar)
+            request = Request(
+                tuple(prompt), length, stop_tokens=frozenset(bundle.stop_token_ids), grammar=grammar,
+                priority=body.priority, cache_salt=body.cache_salt,
+            )  # fmt: skip
             made += with_params(bundle, request, params)
         return made
 
