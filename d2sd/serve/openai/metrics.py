@@ -22,7 +22,7 @@ class Metrics:
     def __init__(self, engine: Engine, model: str) -> None:
         self.registry = CollectorRegistry()
         self._engine, self._model = engine, model
-        self._state: EngineStats = engine.stats  # as of the last `text`
+        self._state: EngineStats = engine.stats  # as of the last `refresh`
         self._gauge("num_requests_running", "Requests in the running batch.", lambda: self._state.running)
         self._gauge("num_requests_waiting", "Requests that wait for the batch.", lambda: self._state.waiting)
         self._gauge(
@@ -64,13 +64,17 @@ class Metrics:
 
     def text(self) -> bytes:
         """The exposition text of Prometheus."""
+        self.refresh()
+        return generate_latest(self.registry)
+
+    def refresh(self) -> None:
+        """Read the engine's state into the gauges, and count what changed since the last call."""
         before, now = self._state, self._engine.stats
         for counter, name in self._totals.items():
             counter.inc(getattr(now, name) - getattr(before, name))
         self._state = now
         self._in_force.clear()
         self._in_force.labels(self._model, now.policy).set(1)
-        return generate_latest(self.registry)
 
     def ended(self, sequence: Sequence | None, reason: str) -> None:
         """Count a request that has ended; `sequence` is None for one that never reached the engine."""

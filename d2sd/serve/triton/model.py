@@ -1,0 +1,175 @@
+"""The model of Triton's Python backend: one process that owns the engine, in-flight batching included.
+
+Triton's thread          event loop's thread                    engine's thread
+execute  --------------> _serve: read, tokenize, submit ------> AsyncEngine
+sender.send <----------- each output <------------------------- engine.step
+canceller: is_cancelled -> cancels the task of _serve
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import triton_python_backend_utils as pb_utils
+
+from d2sd.convert.bundle.load import load_bundle
+from d2sd.convert.bundle.serving import make_engine
+from d2sd.errors import D2SDError, RequestError
+from d2sd.serve.async_engine import AsyncEngine
+from d2sd.serve.openai.generation import Generation
+from d2sd.serve.openai.requests import RequestMaker
+from d2sd.serve.triton.errors import describe
+from d2sd.serve.triton.metrics import TritonMetrics
+from d2sd.serve.triton.parameters import Parameters
+from d2sd.serve.triton.process import exit_with_parent, log_to_stderr
+from d2sd.serve.triton.requests import Call, read_call
+from d2sd.serve.triton.responses import Answer
+
+if TYPE_CHECKING:
+    from d2sd.runtime.request import Request
+    from d2sd.serve.openai.protocol import CompletionBody
+
+_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+#: Seconds between two looks at cancellations, and between two publications of metrics.
+_CANCELLED, _PUBLISH = 0.02, 0.25
+#: Seconds after the drain in which the last responses are sent.
+_FLUSH = 5
+
+
+class TritonPythonModel:
+    """Triton's interface: `initialize`, `execute` and `finalize`, called in one thread."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Open the bundle named in config.pbtxt, on the GPU of this instance or on the CPU."""
+        exit_with_parent()
+        log_to_stderr()
+        config = json.loads(args["model_config"])
+        gpu = args["model_instance_kind"] == "GPU"
+        try:
+            parameters = Parameters.of(config["parameters"])
+            self._bundle = bundle = load_bundle(Path(parameters.bundle))
+            engine = make_engine(
+                bundle, policy=parameters.policy, device=f"cuda:{args['model_instance_device_id']}" if gpu else "cpu",
+                backend=parameters.backend, max_batch=parameters.max_batch,
+            )  # fmt: skip
+        except D2SDError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        self._batched, self._drain_timeout = config["max_batch_size"] > 0, parameters.drain_timeout
+        self._requests = RequestMaker(bundle, 1)
+        self._metrics = TritonMetrics(engine, args["model_name"], args["model_instance_name"], pb_utils)
+        self._engine = AsyncEngine(engine, max_waiting=parameters.max_waiting)
+        self._tokenizer_thread = ThreadPoolExecutor(1, "d2sd-tokenizer")
+        self._senders: dict[asyncio.Task[None], tuple[str, Any]] = {}  # running requests: id and response sender
+        self._loop = asyncio.new_event_loop()
+        self._threads = [
+            Thread(target=target, name=f"d2sd-{name}", daemon=True)
+            for name, target in (("responses", self._loop.run_forever), ("canceller", self._watch_cancellations))
+        ]
+        self._closed = False
+        for thread in self._threads:
+            thread.start()
+        self._wait(self._engine.start())
+        self._publisher = asyncio.run_coroutine_threadsafe(self._publish(), self._loop)
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests; their responses are sent later, from the event loop."""
+        for request in requests:
+            sender, tensors = request.get_response_sender(), {t.name(): t for t in request.inputs()}
+            try:
+                call = read_call({name: tensor.as_numpy() for name, tensor in tensors.items()})
+            except Exception as error:
+                self._send_error(sender, error)
+                continue
+            asyncio.run_coroutine_threadsafe(self._accept(str(request.request_id()), sender, call), self._loop)
+
+    def finalize(self) -> None:
+        """Drain: requests that run have `drain_timeout` seconds to end."""
+        self._wait(self._engine.drain(self._drain_timeout))
+        end = time.monotonic() + _FLUSH
+        while self._senders and time.monotonic() < end:
+            time.sleep(0.01)
+        self._publisher.cancel()
+        self._wait(self._engine.stop())
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        for thread in self._threads:
+            thread.join(_FLUSH)
+        self._tokenizer_thread.shutdown(wait=False)
+
+    def _wait(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # -- the event loop's thread ---------------------------------------------------------------------------------------
+
+    async def _accept(self, name: str, sender: Any, call: Call) -> None:
+        """Serve a request, or cancel the running requests of its id."""
+        if call.body is not None:
+            await self._serve(name, sender, call)
+        elif not name:
+            self._send_error(sender, RequestError("To stop a request, send its id.", where="stop"))
+        else:
+            for task in [task for task, (other, _) in self._senders.items() if other == name]:
+                task.cancel()
+            sender.send(flags=_FINAL)
+
+    async def _serve(self, name: str, sender: Any, call: Call) -> None:
+        """Generate the answer to one request, streamed or whole; the last response has the final flag."""
+        task, generation = asyncio.current_task(), None
+        assert task is not None and call.body is not None
+        self._senders[task] = name, sender
+        try:
+            made = await self._loop.run_in_executor(self._tokenizer_thread, self._make, call.body)
+            generation = Generation(self._engine, self._metrics, made, {})
+            answer = Answer(call, generation, self._engine.engine.limits, self._bundle.tokenizer)
+            async for _, output in generation.outputs():
+                if answer.add(output) and call.body.stream and output.finish is None:
+                    self._send(sender, answer.response(final=False))
+            self._send(sender, answer.response(final=True), _FINAL)
+        except asyncio.CancelledError:
+            cancelled = pb_utils.TritonError("The request was cancelled.", pb_utils.TritonError.CANCELLED)
+            sender.send(pb_utils.InferenceResponse(output_tensors=[], error=cancelled), flags=_FINAL)
+        except Exception as error:
+            self._send_error(sender, error)
+        finally:
+            if generation is not None:
+                generation.close()
+            del self._senders[task]
+
+    def _make(self, body: CompletionBody) -> list[Request]:
+        """The engine's request. An empty prompt, such as Triton's zero_data, is replaced by the BOS token."""
+        if body.prompt == "":
+            tokenizer = self._bundle.tokenizer
+            first = tokenizer.bos_token_id
+            body.prompt = [tokenizer.eos_token_id if first is None else first]
+        return self._requests.completion(body)
+
+    def _send(self, sender: Any, arrays: Mapping[str, Any], flags: int = 0) -> None:
+        tensors = [pb_utils.Tensor(n, a.reshape(1, -1) if self._batched else a) for n, a in arrays.items()]
+        sender.send(pb_utils.InferenceResponse(output_tensors=tensors), flags=flags)
+
+    def _send_error(self, sender: Any, error: Exception) -> None:
+        text, code = describe(error)
+        failure = pb_utils.TritonError(text, getattr(pb_utils.TritonError, code))
+        sender.send(pb_utils.InferenceResponse(output_tensors=[], error=failure), flags=_FINAL)
+
+    async def _publish(self) -> None:
+        while True:
+            self._metrics.publish()
+            await asyncio.sleep(_PUBLISH)
+
+    # -- other threads -------------------------------------------------------------------------------------------------
+
+    def _watch_cancellations(self) -> None:
+        """Cancel the requests that their clients cancelled."""
+        while not self._closed:
+            for task, (_, sender) in list(self._senders.items()):
+                if sender.is_cancelled():
+                    self._loop.call_soon_threadsafe(task.cancel)
+            time.sleep(_CANCELLED)

@@ -1,0 +1,43 @@
+"""The parameters of the model in config.pbtxt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from d2sd.convert.bundle.backends import BackendName
+from d2sd.errors import D2SDError
+from d2sd.recipe import Policy
+
+
+class Parameters(BaseModel):
+    """What `d2sd triton` writes and the model reads; Triton carries all values as strings.
+
+    Raises D2SDError that names the parameter.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")  # Triton has parameters of its own
+
+    bundle: str  # absolute path, as the server sees it
+    policy: Policy | None = None
+    backend: BackendName = "torch"
+    max_batch: int | None = Field(None, ge=1)
+    max_waiting: int = Field(256, ge=0)  # requests in addition to max_batch; more are refused as UNAVAILABLE
+    drain_timeout: float = Field(30, ge=0)  # seconds
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Mapping[str, Any]]) -> Parameters:
+        """Read the parameters of a model's configuration."""
+        try:
+            return cls(**{name: value["string_value"] for name, value in parameters.items()})
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = f"config.pbtxt: parameters.{first['loc'][0]}"
+            raise D2SDError("A parameter is invalid.", where=where, found=first["input"], expected=first["msg"]) from None
+
+    def strings(self) -> dict[str, str]:
+        """The values that are set, as config.pbtxt holds them."""
+        return {name: f"{value:g}" if isinstance(value, float) else str(value)
+                for name, value in self.model_dump(exclude_none=True).items()}  # fmt: skip

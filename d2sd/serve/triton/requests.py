@@ -1,0 +1,140 @@
+"""Turns the input tensors of one Triton request into the body of an OpenAI completion, which the engine's requests are
+made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from d2sd.errors import RequestError, shortened
+from d2sd.io import parse_json
+from d2sd.serve.openai.protocol import CompletionBody
+from d2sd.serve.triton.names import INPUTS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+
+#: guided_decoding_guide_type of TensorRT-LLM -> field of structured_outputs.
+_GUIDES = {"json_schema": "json", "json": "json_object", "regex": "regex", "ebnf_grammar": "grammar"}
+#: Values in sampling_parameters that the frontend sends for parameters that a client did not give.
+_NEUTRAL: dict[str, tuple[object, ...]] = {"logprobs": (False, None), "best_of": (1, None), "n": (1, None)}
+
+
+@dataclass(slots=True)
+class Call:
+    """One request to the model."""
+
+    body: CompletionBody | None  # None: cancel the request of the same id
+    options: dict[str, Any] = field(default_factory=dict)  # the values of inputs with `@name`, by that name
+
+    @property
+    def echo(self) -> str:
+        """The prompt, if it is to precede the answer."""
+        assert self.body is not None
+        return str(self.body.prompt) if self.options.get("exclude_input") is False else ""
+
+
+def read_call(tensors: Mapping[str, np.ndarray[Any, Any]]) -> Call:
+    """Read a request from its input tensors of any shape. Raises RequestError that names the input."""
+    fields: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    origin: dict[str, str] = {}  # field -> input that gave it
+    for name, tensor in tensors.items():
+        value = _value(name, tensor)
+        kind = INPUTS[name]
+        if not kind.field:
+            if value not in kind.neutral:
+                raise RequestError("This input is not supported.", where=name, found=value)
+            continue
+        target, key = (options, kind.field[1:]) if kind.field.startswith("@") else (fields, kind.field)
+        if key in target and target[key] != value:
+            raise RequestError("Two inputs set one parameter.", where=name, found=f"{origin[key]} and {name}")
+        target[key], origin[key] = value, name
+    if options.get("cancel"):
+        return Call(None, options)
+    for key, value in _sampling_parameters(options.pop("sampling_parameters", None)).items():
+        if key in fields and fields[key] != value:
+            raise RequestError("Two inputs set one parameter.", where="sampling_parameters", found=key)
+        fields[key] = value
+    if "guide" in options or "guide_type" in options:
+        fields["structured_outputs"] = _guide(options.pop("guide_type", ""), options.pop("guide", ""))
+    if options.get("cumulative_logprob"):
+        fields["logprobs"] = 0
+    if "prompt" not in fields:
+        raise RequestError("The prompt is missing.", where="text_input", expected="one string")
+    return Call(_body(fields), options)
+
+
+def _value(name: str, tensor: np.ndarray[Any, Any]) -> Any:
+    """The value, or the list of values, of an input."""
+    kind = INPUTS[name]
+    values = [_plain(name, item) for item in tensor.reshape(-1)]
+    if kind.many:
+        return values
+    if len(values) != 1:
+        raise RequestError("The input needs one value.", where=name, found=f"shape {list(tensor.shape)}")
+    return values[0]
+
+
+def _plain(name: str, item: Any) -> Any:
+    if isinstance(item, bytes):
+        try:
+            return item.decode("utf-8")
+        except UnicodeDecodeError:
+            raise RequestError("The input is not UTF-8.", where=name, found=item[:80]) from None
+    if INPUTS[name].data_type == "FP32":
+        return float(str(item))  # 0.7 in float32 is 0.699999988; its shortest decimal is the value that was meant
+    return item.item() if hasattr(item, "item") else item
+
+
+def _sampling_parameters(text: str | None) -> dict[str, Any]:
+    """The fields in the JSON text that the frontend sends to the backend `vllm`."""
+    if text is None:
+        return {}
+    where = "sampling_parameters"
+    try:
+        found = parse_json(text)
+    except ValueError as error:
+        raise RequestError("The input is not JSON.", where=where, found=str(error)) from None
+    if not isinstance(found, dict):
+        raise RequestError("The input is not a JSON object.", where=where, found=found)
+    for key, neutral in _NEUTRAL.items():
+        if key in found:
+            if repr(found[key]) not in map(repr, neutral):  # 1 and True are equal
+                raise RequestError("This parameter is not supported.", where=f"{where}.{key}", found=found[key])
+            del found[key]
+    if "guided_decoding" in found:  # JSON text of vLLM's GuidedDecodingParams
+        found |= {"structured_outputs": _guided(found.pop("guided_decoding"))}
+    return found
+
+
+def _guided(text: Any) -> dict[str, Any]:
+    where = "sampling_parameters.guided_decoding"
+    try:
+        guide = parse_json(text) if isinstance(text, str) else text
+    except ValueError as error:
+        raise RequestError("The parameter is not JSON.", where=where, found=str(error)) from None
+    if not isinstance(guide, dict):
+        raise RequestError("The parameter is not a JSON object.", where=where, found=guide)
+    return {key: value for key, value in guide.items() if value not in (None, False)}
+
+
+def _guide(kind: str, guide: str) -> dict[str, Any]:
+    if kind not in _GUIDES:
+        expected = " or ".join(_GUIDES)
+        raise RequestError("Unknown guide.", where="guided_decoding_guide_type", found=kind, expected=expected)
+    return {_GUIDES[kind]: True if kind == "json" else guide}
+
+
+def _body(fields: dict[str, Any]) -> CompletionBody:
+    try:
+        return CompletionBody(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"][:2])
+        what = "Unsupported parameter." if first["type"] == "extra_forbidden" else f"Invalid value: {first['msg']}."
+        raise RequestError(what, where=name, found=shortened(repr(first.get("input")), 80)) from None
