@@ -9,7 +9,7 @@ import click
 from d2sd.cli.options import FilePath, backend_option, bundle_argument, policy_option
 from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.backends import BackendName
-from d2sd.convert.bundle.load import load_bundle
+from d2sd.manifest import load_manifest
 from d2sd.recipe import Policy
 from d2sd.serve.triton.parameters import Parameters
 from d2sd.serve.triton.repository import write_repository
@@ -36,10 +36,10 @@ def triton(
 
         d2sd triton bundles/smollm2-135m -o model_repository
     """
-    loaded = load_bundle(bundle, verify=False)
+    manifest = load_manifest(bundle)
     parameters = Parameters(
         bundle=str(bundle.resolve()), policy=policy, backend=backend, max_batch=max_batch, max_waiting=max_waiting,
         drain_timeout=drain_timeout,
     )  # fmt: skip
-    click.echo(write_repository(out, name or loaded.recipe.name, parameters, gpus=gpus, batched=batched))
+    click.echo(write_repository(out, name or manifest.recipe.name, parameters, gpus=gpus, batched=batched))
     click.echo(f"start it: python -m d2sd.serve.triton.run {out}", err=True)

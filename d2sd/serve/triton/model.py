@@ -25,18 +25,17 @@ from d2sd.errors import D2SDError, RequestError
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.openai.generation import Generation
 from d2sd.serve.openai.requests import RequestMaker
-from d2sd.serve.triton.errors import describe
 from d2sd.serve.triton.metrics import TritonMetrics
 from d2sd.serve.triton.parameters import Parameters
 from d2sd.serve.triton.process import exit_with_parent, log_to_stderr
 from d2sd.serve.triton.requests import Call, read_call
 from d2sd.serve.triton.responses import Answer
+from d2sd.serve.triton.sender import Sender
 
 if TYPE_CHECKING:
     from d2sd.runtime.request import Request
     from d2sd.serve.openai.protocol import CompletionBody
 
-_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 #: Seconds between two looks at cancellations, and between two publications of metrics.
 _CANCELLED, _PUBLISH = 0.02, 0.25
 #: Seconds after the drain in which the last responses are sent.
@@ -66,7 +65,7 @@ class TritonPythonModel:
         self._metrics = TritonMetrics(engine, args["model_name"], args["model_instance_name"], pb_utils)
         self._engine = AsyncEngine(engine, max_waiting=parameters.max_waiting)
         self._tokenizer_thread = ThreadPoolExecutor(1, "d2sd-tokenizer")
-        self._senders: dict[asyncio.Task[None], tuple[str, Any]] = {}  # running requests: id and response sender
+        self._senders: dict[asyncio.Task[None], tuple[str, Sender]] = {}  # running requests: id and sender
         self._loop = asyncio.new_event_loop()
         self._threads = [
             Thread(target=target, name=f"d2sd-{name}", daemon=True)
@@ -81,11 +80,11 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Take requests; their responses are sent later, from the event loop."""
         for request in requests:
-            sender, tensors = request.get_response_sender(), {t.name(): t for t in request.inputs()}
+            sender = Sender(request.get_response_sender(), pb_utils, batched=self._batched)
             try:
-                call = read_call({name: tensor.as_numpy() for name, tensor in tensors.items()})
+                call = read_call({tensor.name(): tensor.as_numpy() for tensor in request.inputs()})
             except Exception as error:
-                self._send_error(sender, error)
+                sender.fail(error)
                 continue
             asyncio.run_coroutine_threadsafe(self._accept(str(request.request_id()), sender, call), self._loop)
 
@@ -108,18 +107,18 @@ class TritonPythonModel:
 
     # -- the event loop's thread ---------------------------------------------------------------------------------------
 
-    async def _accept(self, name: str, sender: Any, call: Call) -> None:
+    async def _accept(self, name: str, sender: Sender, call: Call) -> None:
         """Serve a request, or cancel the running requests of its id."""
         if call.body is not None:
             await self._serve(name, sender, call)
         elif not name:
-            self._send_error(sender, RequestError("To stop a request, send its id.", where="stop"))
+            sender.fail(RequestError("To stop a request, send its id.", where="stop"))
         else:
             for task in [task for task, (other, _) in self._senders.items() if other == name]:
                 task.cancel()
-            sender.send(flags=_FINAL)
+            sender.end()
 
-    async def _serve(self, name: str, sender: Any, call: Call) -> None:
+    async def _serve(self, name: str, sender: Sender, call: Call) -> None:
         """Generate the answer to one request, streamed or whole; the last response has the final flag."""
         task, generation = asyncio.current_task(), None
         assert task is not None and call.body is not None
@@ -130,13 +129,12 @@ class TritonPythonModel:
             answer = Answer(call, generation, self._engine.engine.limits, self._bundle.tokenizer)
             async for _, output in generation.outputs():
                 if answer.add(output) and call.body.stream and output.finish is None:
-                    self._send(sender, answer.response(final=False))
-            self._send(sender, answer.response(final=True), _FINAL)
+                    sender.send(answer.response(final=False))
+            sender.send(answer.response(final=True), final=True)
         except asyncio.CancelledError:
-            cancelled = pb_utils.TritonError("The request was cancelled.", pb_utils.TritonError.CANCELLED)
-            sender.send(pb_utils.InferenceResponse(output_tensors=[], error=cancelled), flags=_FINAL)
+            sender.cancel()
         except Exception as error:
-            self._send_error(sender, error)
+            sender.fail(error)
         finally:
             if generation is not None:
                 generation.close()
@@ -150,15 +148,6 @@ class TritonPythonModel:
             body.prompt = [tokenizer.eos_token_id if first is None else first]
         return self._requests.completion(body)
 
-    def _send(self, sender: Any, arrays: Mapping[str, Any], flags: int = 0) -> None:
-        tensors = [pb_utils.Tensor(n, a.reshape(1, -1) if self._batched else a) for n, a in arrays.items()]
-        sender.send(pb_utils.InferenceResponse(output_tensors=tensors), flags=flags)
-
-    def _send_error(self, sender: Any, error: Exception) -> None:
-        text, code = describe(error)
-        failure = pb_utils.TritonError(text, getattr(pb_utils.TritonError, code))
-        sender.send(pb_utils.InferenceResponse(output_tensors=[], error=failure), flags=_FINAL)
-
     async def _publish(self) -> None:
         while True:
             self._metrics.publish()
@@ -170,6 +159,6 @@ class TritonPythonModel:
         """Cancel the requests that their clients cancelled."""
         while not self._closed:
             for task, (_, sender) in list(self._senders.items()):
-                if sender.is_cancelled():
+                if sender.cancelled:
                     self._loop.call_soon_threadsafe(task.cancel)
             time.sleep(_CANCELLED)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from d2sd.errors import D2SDError
-from d2sd.io import check_writable, write_text
+from d2sd.io import write_text
 from d2sd.serve.triton.names import INPUTS, OUTPUTS
 from d2sd.serve.triton.parameters import Parameters
 
@@ -36,7 +36,6 @@ def write_repository(
     config = model / "config.pbtxt"
     if model.exists() and not (config.is_file() and config.read_text("utf-8", errors="replace").startswith(_MARK)):
         raise D2SDError("The folder holds something else.", where=model, fix="choose another -o or --name")
-    check_writable(config)
     for path in (model / "1", model / "warmup"):
         path.mkdir(parents=True, exist_ok=True)
     write_text(model / "1" / "model.py", _MODEL)
@@ -62,7 +61,7 @@ def config_text(name: str, parameters: Parameters, *, gpus: Sequence[int] = (), 
             f"instance_group [ {instance} ]",
             *(f"parameters {{ key: {_quoted(key)} value {{ string_value: {_quoted(value)} }} }}"
               for key, value in parameters.strings().items()),
-            f'model_warmup [ {{ name: "first tokens" batch_size: {int(batched)} {warm_up} }} ]',
+            f'model_warmup [ {{ name: "first tokens" batch_size: 1 {warm_up} }} ]',
             _list("input", inputs),
             _list("output", (_tensor(name, kind) for name, kind in OUTPUTS.items())),
             "",
