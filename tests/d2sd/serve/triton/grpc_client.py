@@ -1,0 +1,79 @@
+"""Decoupled gRPC streams. Run as a program it opens a stream, prints the first text and reads on."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpc
+
+from d2sd.serve.triton.names import INPUTS
+
+_DTYPES = {"STRING": ("BYTES", np.object_), "BOOL": ("BOOL", np.bool_)}
+_DTYPES |= {name: (name, getattr(np, name.lower())) for name in ("INT32", "INT64", "UINT32", "UINT64")}
+_DTYPES["FP32"] = ("FP32", np.float32)
+
+
+def tensors(inputs: dict[str, Any], shape: tuple[int, ...] = (-1,)) -> list[grpc.InferInput]:
+    made = []
+    for name, value in inputs.items():
+        wire, dtype = _DTYPES[INPUTS[name].data_type]
+        values = value if isinstance(value, list) else [value]
+        encoded = [v.encode() if isinstance(v, str) else v for v in values]
+        array = np.array(encoded, dtype).reshape(shape)
+        made.append(grpc.InferInput(name, list(array.shape), wire))
+        made[-1].set_data_from_numpy(array)
+    return made
+
+
+class Streams:
+    """Requests over one gRPC stream; responses arrive by request id."""
+
+    def __init__(self, port: int, model: str = "tiny") -> None:
+        self.client, self.model = grpc.InferenceServerClient(f"127.0.0.1:{port}"), model
+        self._results: dict[str, queue.Queue[Any]] = {}
+        self._lost: queue.Queue[Any] = queue.Queue()
+        self.client.start_stream(self._take)
+
+    def _take(self, result: Any, error: Any) -> None:
+        if error is not None:
+            for waiting in self._results.values():  # an error has no id
+                waiting.put(error)
+        else:
+            self._results[result.get_response().id].put(result)
+
+    def open(self, name: str, shape: tuple[int, ...] = (-1,), **inputs: Any) -> None:
+        self._results[name] = queue.Queue()
+        self.client.async_stream_infer(
+            self.model, tensors(inputs, shape), request_id=name, enable_empty_final_response=True
+        )
+
+    def next(self, name: str, timeout: float = 60) -> tuple[dict[str, Any], bool]:
+        """Outputs of the next response, and whether it was the last one."""
+        result = self._results[name].get(timeout=timeout)
+        if isinstance(result, Exception):
+            raise result
+        response = result.get_response()
+        outputs = {output.name: result.as_numpy(output.name).reshape(-1).tolist() for output in response.outputs}
+        return outputs, response.parameters["triton_final_response"].bool_param
+
+    def text(self, name: str) -> str:
+        """The whole text of a request."""
+        text, final = b"", False
+        while not final:
+            outputs, final = self.next(name)
+            text += b"".join(outputs.get("text_output", []))
+        return text.decode()
+
+    def close(self, *, cancel: bool = False) -> None:
+        self.client.stop_stream(cancel_requests=cancel)
+        self.client.close()
+
+
+if __name__ == "__main__":
+    streams = Streams(int(sys.argv[1]))
+    streams.open("a", text_input="w3 w4", max_tokens=480, stream=True)
+    print(streams.next("a"), flush=True)
+    print(streams.text("a"))

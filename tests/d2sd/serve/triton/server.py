@@ -1,0 +1,134 @@
+"""A real Triton server in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that are free now, all different."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def until(condition: Callable[[], object], seconds: float = 30) -> float:
+    """Wait for a condition; returns the seconds it took."""
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < seconds, "timed out"
+        time.sleep(0.01)
+    return time.monotonic() - begun
+
+
+def children(pid: int) -> list[int]:
+    """Processes whose parent is `pid`."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Triton:
+    """A running server. `stubs` are the processes of its models."""
+
+    def __init__(self, repository: Path, log: Path, *options: str, model: str = "tiny") -> None:
+        self.model, self.log = model, log
+        self.http, self.grpc, self.metrics_port = free_ports(3)
+        ports = {"http": self.http, "grpc": self.grpc, "metrics": self.metrics_port}
+        self.process = subprocess.Popen(
+            [
+                sys.executable, "-m", "d2sd.serve.triton.run", str(repository), "--model-control-mode=explicit",
+                f"--load-model={model}", *(f"--{name}-port={port}" for name, port in ports.items()),
+                *(f"--{name}-address=127.0.0.1" for name in ports), *options,
+            ],
+            stdout=log.open("w"), stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            until(lambda: self.ready() or self.process.poll() is not None, 100)
+            assert self.process.poll() is None, log.read_text(errors="replace")[-4000:]
+        except BaseException:
+            self.kill()
+            raise
+        self.stubs = children(self.process.pid)
+        assert self.stubs
+
+    def ready(self) -> bool:
+        return self.status(f"/v2/models/{self.model}/ready") == 200
+
+    def status(self, path: str, body: Any = None) -> int:
+        return self.call(path, body)[0]
+
+    def call(self, path: str, body: Any = None) -> tuple[int, str]:
+        """Status and text of an HTTP request; 0 where nothing listens."""
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.http}{path}", data, timeout=60) as reply:
+                return reply.status, reply.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+    def generate(self, **inputs: Any) -> dict[str, Any]:
+        status, text = self.call(f"/v2/models/{self.model}/generate", inputs)
+        return {"status": status, **json.loads(text)}
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
+        text = urllib.request.urlopen(url, timeout=10).read().decode()
+        return sum(float(value) for value in re.findall(rf"^d2sd_{name}{{.*}} (.+)$", text, flags=re.M))
+
+    def load(self, *, unload: bool = False) -> int:
+        return self.status(f"/v2/repository/models/{self.model}/{'unload' if unload else 'load'}", {})
+
+    def stop(self, how: signal.Signals, seconds: float = 60) -> float:
+        """Send a signal; returns the seconds until the server and every process of its models have ended."""
+        begun = time.monotonic()
+        self.process.send_signal(how)
+        self.process.wait(seconds)
+        until(lambda: not any(map(alive, self.stubs)), 10)
+        return time.monotonic() - begun
+
+    def kill(self) -> None:
+        """End what is left, by process id."""
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def serving(repository: Path, log: Path, *options: str, model: str = "tiny") -> Iterator[Triton]:
+    server = Triton(repository, log, *options, model=model)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.stop(signal.SIGTERM, 100)
+        server.kill()
