@@ -1,0 +1,109 @@
+"""Input tensors become the body of a completion; what is not supported is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from d2sd.errors import RequestError
+from d2sd.serve.openai.protocol import CompletionBody
+from d2sd.serve.triton.names import INPUTS, OUTPUTS
+from d2sd.serve.triton.requests import Call, read_call
+from tests.d2sd.serve.triton.fake import Request
+
+
+def read(**inputs: Any) -> Call:
+    return read_call({tensor.name(): tensor.as_numpy() for tensor in Request(**inputs).inputs()})
+
+
+def body(**inputs: Any) -> CompletionBody:
+    made = read(text_input="w3", **inputs).body
+    assert made is not None
+    return made
+
+
+def test_the_names_are_those_of_the_clients() -> None:
+    llmapi = {f"sampling_param_{name}" for name in (
+        "best_of", "temperature", "top_k", "top_p", "frequency_penalty", "presence_penalty", "max_tokens", "stop",
+        "seed", "exclude_input_from_output", "return_perf_metrics",
+    )}  # fmt: skip
+    llmapi |= {f"return_{name}" for name in ("finish_reason", "stop_reason", "cumulative_logprob")}
+    llmapi |= {"text_input", "image_url", "streaming", "stop", "lora_id", "lora_name", "lora_path", "lora_ckpt_source"}
+    frontend = {
+        "text_input", "stream", "max_tokens", "stop_words", "top_p", "temperature", "seed", "frequency_penalty",
+        "presence_penalty", "guided_decoding_guide", "guided_decoding_guide_type", "sampling_parameters",
+        "exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens",
+    }  # fmt: skip
+    assert INPUTS.keys() == llmapi | frontend
+    assert {"text_output", "finish_reason", "stop_reason", "cumulative_logprob", "acceptance_rate",
+            "total_accepted_draft_tokens", "total_draft_tokens", "num_input_tokens", "num_output_tokens",
+            "kv_cache_hit_rate", "first_scheduled_time_ns"} <= OUTPUTS.keys()  # fmt: skip
+
+
+def test_every_field_is_one_of_the_completion() -> None:
+    fields = {kind.field for kind in INPUTS.values() if kind.field and not kind.field.startswith("@")}
+    assert fields <= CompletionBody.model_fields.keys()
+
+
+def test_float32_values_are_restored() -> None:
+    made = body(temperature=0.7, top_p=0.95, presence_penalty=-1e-3)
+    assert (made.temperature, made.top_p, made.presence_penalty) == (0.7, 0.95, -0.001)
+
+
+def test_values_of_any_shape() -> None:
+    for shape in ((-1,), (1, 1), (1, 1, 1)):
+        made = read(shape=shape, text_input="w3", seed=2**64 - 1, stream=True).body
+        assert made is not None
+        assert (made.prompt, made.seed, made.stream) == ("w3", 2**64 - 1, True)
+    assert body(stop_words=["a", "b"]).stop == ["a", "b"]
+
+
+def test_what_the_openai_frontend_sends() -> None:
+    made = body(
+        stream=False, exclude_input_in_output=True, return_num_input_tokens=True,
+        sampling_parameters='{"temperature": 0.7, "n": 1, "logprobs": false, "best_of": 1, "max_tokens": 16, '
+        '"stop": ["x"], "guided_decoding": "{\\"json\\": \\"{}\\", \\"regex\\": null}"}',
+    )  # fmt: skip
+    assert (made.temperature, made.max_tokens, made.stop, made.n) == (0.7, 16, ["x"], None)
+    assert made.structured_outputs is not None
+    assert made.structured_outputs.json_schema == "{}"
+    made = body(guided_decoding_guide_type="json_schema", guided_decoding_guide='{"type": "object"}')
+    assert made.structured_outputs is not None
+    assert made.structured_outputs.json_schema == '{"type": "object"}'
+    assert body(sampling_param_best_of=1, max_tokens=3, sampling_param_max_tokens=3).max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    "inputs, where",
+    [
+        ({"text_input": ["a", "b"]}, "text_input"),
+        ({"text_input": []}, "text_input"),
+        ({"text_input": "a", "image_url": ["http://x"]}, "image_url"),
+        ({"text_input": "a", "lora_id": 1}, "lora_id"),
+        ({"text_input": "a", "sampling_param_best_of": 2}, "sampling_param_best_of"),
+        ({"text_input": "a", "top_p": 0.5, "sampling_param_top_p": 0.6}, "sampling_param_top_p"),
+        ({"text_input": "a", "top_p": 0.5, "sampling_parameters": '{"top_p": 0.6}'}, "sampling_parameters"),
+        ({"text_input": "a", "sampling_parameters": "[]"}, "sampling_parameters"),
+        ({"text_input": "a", "sampling_parameters": "{"}, "sampling_parameters"),
+        ({"text_input": "a", "sampling_parameters": '{"n": 2}'}, "sampling_parameters.n"),
+        ({"text_input": "a", "sampling_parameters": '{"n": true}'}, "sampling_parameters.n"),
+        ({"text_input": "a", "sampling_parameters": '{"logprobs": true}'}, "sampling_parameters.logprobs"),
+        ({"text_input": "a", "sampling_parameters": '{"guided_decoding": "{"}'}, "sampling_parameters.guided_decoding"),
+        ({"text_input": "a", "sampling_parameters": '{"guided_decoding": 1}'}, "sampling_parameters.guided_decoding"),
+        ({"text_input": "a", "sampling_parameters": '{"top_logprobs": 3}'}, "top_logprobs"),
+        ({"text_input": "a", "sampling_parameters": '{"max_tokens": "5"}'}, "max_tokens"),
+        ({"text_input": "a", "temperature": float("inf")}, "temperature"),
+        ({"text_input": "a", "guided_decoding_guide": "x"}, "guided_decoding_guide_type"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(inputs: dict[str, Any], where: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        read(**inputs)
+    assert refused.value.where == where
+
+
+def test_text_that_is_not_utf8() -> None:
+    with pytest.raises(RequestError, match="UTF-8"):
+        read_call({"text_input": np.array([b"\xff"], np.object_)})
