@@ -27,7 +27,7 @@ from d2sd.serve.openai.generation import Generation
 from d2sd.serve.openai.requests import RequestMaker
 from d2sd.serve.triton.metrics import TritonMetrics
 from d2sd.serve.triton.parameters import Parameters
-from d2sd.serve.triton.process import exit_with_parent, log_to_stderr
+from d2sd.serve.triton.process import end_with_parent, log_to_stderr
 from d2sd.serve.triton.requests import Call, read_call
 from d2sd.serve.triton.responses import Answer
 from d2sd.serve.triton.sender import Sender
@@ -47,7 +47,7 @@ class TritonPythonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Open the bundle named in config.pbtxt, on the GPU of this instance or on the CPU."""
-        exit_with_parent()
+        self._watcher = end_with_parent()
         log_to_stderr()
         config = json.loads(args["model_config"])
         gpu = args["model_instance_kind"] == "GPU"
@@ -82,7 +82,8 @@ class TritonPythonModel:
         for request in requests:
             sender = Sender(request.get_response_sender(), pb_utils, batched=self._batched)
             try:
-                call = read_call({tensor.name(): tensor.as_numpy() for tensor in request.inputs()})
+                tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+                call = read_call(tensors, json.loads(request.parameters() or "{}"))
             except Exception as error:
                 sender.fail(error)
                 continue

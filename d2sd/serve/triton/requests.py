@@ -38,8 +38,13 @@ class Call:
         return str(self.body.prompt) if self.options.get("exclude_input") is False else ""
 
 
-def read_call(tensors: Mapping[str, np.ndarray[Any, Any]]) -> Call:
-    """Read a request from its input tensors of any shape. Raises RequestError that names the input."""
+def read_call(tensors: Mapping[str, np.ndarray[Any, Any]], parameters: Mapping[str, Any]) -> Call:
+    """Read a request from its input tensors of any shape. Raises RequestError that names the input.
+
+    Triton makes a parameter of every member of a `generate` body that is not an input: all are refused.
+    """
+    if unknown := [name for name in parameters if not name.startswith("triton_")]:
+        raise RequestError("Unsupported parameter.", where=unknown[0], found=parameters[unknown[0]])
     fields: dict[str, Any] = {}
     options: dict[str, Any] = {}
     origin: dict[str, str] = {}  # field -> input that gave it

@@ -109,6 +109,9 @@ class Request:
     def inputs(self) -> list[Tensor]:
         return self._inputs
 
+    def parameters(self) -> str:
+        return ""
+
     def request_id(self) -> str:
         return self._name
 

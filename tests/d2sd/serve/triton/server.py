@@ -56,7 +56,7 @@ def alive(pid: int) -> bool:
 
 
 class Triton:
-    """A running server. `stubs` are the processes of its models."""
+    """A running server. `stubs` are the processes below it."""
 
     def __init__(self, repository: Path, log: Path, *options: str, model: str = "tiny") -> None:
         self.model, self.log = model, log
@@ -76,8 +76,13 @@ class Triton:
         except BaseException:
             self.kill()
             raise
-        self.stubs = children(self.process.pid)
-        assert self.stubs
+        self.stubs = self.processes()
+        assert len(self.stubs) == 2
+
+    def processes(self) -> list[int]:
+        """The processes of the models, and the shells that watch them."""
+        stubs = children(self.process.pid)
+        return [*stubs, *(pid for stub in stubs for pid in children(stub))]
 
     def ready(self) -> bool:
         return self.status(f"/v2/models/{self.model}/ready") == 200
@@ -109,12 +114,12 @@ class Triton:
     def load(self, *, unload: bool = False) -> int:
         return self.status(f"/v2/repository/models/{self.model}/{'unload' if unload else 'load'}", {})
 
-    def stop(self, how: signal.Signals, seconds: float = 60) -> float:
+    def stop(self, how: signal.Signals, seconds: float = 30) -> float:
         """Send a signal; returns the seconds until the server and every process of its models have ended."""
         begun = time.monotonic()
         self.process.send_signal(how)
         self.process.wait(seconds)
-        until(lambda: not any(map(alive, self.stubs)), 10)
+        until(lambda: not any(map(alive, self.stubs)), 10)  # a watching shell looks twice a second
         return time.monotonic() - begun
 
     def kill(self) -> None:
@@ -128,7 +133,7 @@ def serving(repository: Path, log: Path, *options: str, model: str = "tiny") -> 
     server = Triton(repository, log, *options, model=model)
     try:
         yield server
-    finally:
         if server.process.poll() is None:
             server.stop(signal.SIGTERM, 100)
+    finally:
         server.kill()

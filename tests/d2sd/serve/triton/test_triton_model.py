@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -16,9 +17,9 @@ import pytest
 
 from d2sd import LLM, SamplingParams
 from d2sd.serve.triton.parameters import Parameters
-from d2sd.serve.triton.process import exit_with_parent
 from tests.d2sd.serve.triton import fake
 from tests.d2sd.serve.triton.fake import Refused, Request
+from tests.d2sd.serve.triton.server import alive
 
 Start = Callable[..., Any]
 
@@ -31,7 +32,7 @@ def start(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(fake.MetricFamily, "metrics", {})
     module = import_module(name)
-    monkeypatch.setattr(module, "exit_with_parent", lambda: None)
+    monkeypatch.setattr(module, "end_with_parent", lambda: None)
     models = []
 
     def start(*, max_batch_size: int = 0, **parameters: Any) -> Any:
@@ -289,12 +290,17 @@ def test_a_wrong_parameter_fails_the_load_with_its_name(start: Start, tmp_path: 
     assert type(failed.value).__name__ == "TritonModelException"
 
 
-def test_the_process_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("d2sd.serve.triton.process._PERIOD", 0.001)
-    parent, left = [7], []
-    thread = exit_with_parent(lambda: parent[0], left.append)
-    time.sleep(0.02)
-    assert not left
-    parent[0] = 1
-    thread.join(10)
-    assert left == [1]
+def test_the_process_ends_with_its_parent() -> None:
+    """Even while a call holds Python's global lock, as calls into a dead server do."""
+    stuck = "import ctypes, os; from d2sd.serve.triton.process import end_with_parent; watcher = end_with_parent(); "
+    stuck += "print(os.getpid(), watcher.pid, flush=True); ctypes.PyDLL(None).sleep(60)"
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {stuck!r}])"
+    server = subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    pids = [int(pid) for pid in server.stdout.readline().split()]
+    time.sleep(0.6)
+    assert all(map(alive, pids))
+    server.kill()
+    server.wait()
+    until(lambda: not any(map(alive, pids)))
+    server.stdout.close()

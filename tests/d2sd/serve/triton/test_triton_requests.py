@@ -15,7 +15,7 @@ from tests.d2sd.serve.triton.fake import Request
 
 
 def read(**inputs: Any) -> Call:
-    return read_call({tensor.name(): tensor.as_numpy() for tensor in Request(**inputs).inputs()})
+    return read_call({tensor.name(): tensor.as_numpy() for tensor in Request(**inputs).inputs()}, {})
 
 
 def body(**inputs: Any) -> CompletionBody:
@@ -106,4 +106,12 @@ def test_what_is_not_supported_is_refused_by_name(inputs: dict[str, Any], where:
 
 def test_text_that_is_not_utf8() -> None:
     with pytest.raises(RequestError, match="UTF-8"):
-        read_call({"text_input": np.array([b"\xff"], np.object_)})
+        read_call({"text_input": np.array([b"\xff"], np.object_)}, {})
+
+
+def test_unknown_members_of_a_body_are_refused() -> None:
+    """Triton passes them as parameters, and its own begin with triton_."""
+    tensors = {"text_input": np.array([b"w3"], np.object_)}
+    assert read_call(tensors, {"triton_enable_empty_final_response": True}).body
+    with pytest.raises(RequestError, match="no_such_input"):
+        read_call(tensors, {"no_such_input": 1})
