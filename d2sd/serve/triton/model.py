@@ -122,7 +122,8 @@ class TritonPythonModel:
     async def _serve(self, name: str, sender: Sender, call: Call) -> None:
         """Generate the answer to one request, streamed or whole; the last response has the final flag."""
         task, generation = asyncio.current_task(), None
-        assert task is not None and call.body is not None
+        assert task is not None
+        assert call.body is not None
         self._senders[task] = name, sender
         try:
             made = await self._loop.run_in_executor(self._tokenizer_thread, self._make, call.body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,9 +23,9 @@ class Parameters(BaseModel):
     bundle: str  # absolute path, as the server sees it
     policy: Policy | None = None
     backend: BackendName = "torch"
-    max_batch: int | None = Field(None, ge=1)
-    max_waiting: int = Field(256, ge=0)  # requests in addition to max_batch; more are refused as UNAVAILABLE
-    drain_timeout: float = Field(30, ge=0)  # seconds
+    max_batch: Annotated[int, Field(ge=1)] | None = None
+    max_waiting: Annotated[int, Field(ge=0)] = 256  # requests in addition to max_batch; more are refused as UNAVAILABLE
+    drain_timeout: Annotated[float, Field(ge=0)] = 30  # seconds
 
     @classmethod
     def of(cls, parameters: Mapping[str, Mapping[str, Any]]) -> Parameters:
@@ -35,7 +35,9 @@ class Parameters(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             where = f"config.pbtxt: parameters.{first['loc'][0]}"
-            raise D2SDError("A parameter is invalid.", where=where, found=first["input"], expected=first["msg"]) from None
+            raise D2SDError(
+                "A parameter is invalid.", where=where, found=first["input"], expected=first["msg"]
+            ) from None
 
     def strings(self) -> dict[str, str]:
         """The values that are set, as config.pbtxt holds them."""

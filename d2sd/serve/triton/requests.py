@@ -1,5 +1,4 @@
-"""Turns the input tensors of one Triton request into the body of an OpenAI completion, which the engine's requests are
-made from."""
+"""Turns the input tensors of a Triton request into the body of an OpenAI completion, which `d2sd serve` reads too."""
 
 from __future__ import annotations
 

@@ -20,9 +20,7 @@ from d2sd.errors import D2SDError
 _EXIT_TIMEOUT = 60
 
 
-def command(
-    repository: Path, options: list[str], environment: Mapping[str, str]
-) -> tuple[list[str], dict[str, str]]:
+def command(repository: Path, options: list[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of the server. Raises D2SDError if there is none, or none for this Python."""
     if not repository.is_dir():
         raise D2SDError("There is no model repository.", where=repository, fix="write it: d2sd triton BUNDLE -o FOLDER")
@@ -82,7 +80,7 @@ def main() -> None:
         arguments, environment = command(Path(sys.argv[1]), sys.argv[2:], os.environ)
     except D2SDError as error:
         sys.exit(f"error: {error}")
-    os.execve(arguments[0], arguments, environment)
+    os.execve(arguments[0], arguments, environment)  # noqa: S606
 
 
 if __name__ == "__main__":

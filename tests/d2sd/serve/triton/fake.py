@@ -7,7 +7,7 @@ import weakref
 from dataclasses import dataclass, field
 from queue import Queue
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -65,12 +65,12 @@ class Metric:
 
 class MetricFamily:
     COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
-    metrics: dict[str, Metric] = {}  # of all families, by name and values of the labels
+    metrics: ClassVar[dict[str, Metric]] = {}  # of all families, by name and values of the labels
 
     def __init__(self, name: str, description: str, kind: str) -> None:
         self.name, self.kind = name, kind
 
-    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> Metric:  # noqa: N802
+    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> Metric:
         assert (buckets is not None) == (self.kind == self.HISTOGRAM)
         made = Metric(self)
         self.metrics[" ".join((self.name, *labels.values()))] = made

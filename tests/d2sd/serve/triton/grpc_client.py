@@ -11,7 +11,7 @@ import tritonclient.grpc as grpc
 
 from d2sd.serve.triton.names import INPUTS
 
-_DTYPES = {"STRING": ("BYTES", np.object_), "BOOL": ("BOOL", np.bool_)}
+_DTYPES: dict[str, tuple[str, Any]] = {"STRING": ("BYTES", np.object_), "BOOL": ("BOOL", np.bool_)}
 _DTYPES |= {name: (name, getattr(np, name.lower())) for name in ("INT32", "INT64", "UINT32", "UINT64")}
 _DTYPES["FP32"] = ("FP32", np.float32)
 

@@ -26,7 +26,10 @@ from tests.d2sd.serve.triton.grpc_client import Streams
 pytestmark = [pytest.mark.slow, pytest.mark.subprocess, pytest.mark.timeout(600)]
 
 #: A request that is in the middle for a while; the tiny model's context is 512.
-LONG = {"text_input": "w3 w4", "sampling_parameters": json.dumps({"max_tokens": 480, "ignore_eos": True})}
+LONG: dict[str, Any] = {
+    "text_input": "w3 w4",
+    "sampling_parameters": json.dumps({"max_tokens": 480, "ignore_eos": True}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +156,7 @@ def test_a_killed_client_frees_its_pages(server: Triton) -> None:
 
 
 @pytest.mark.parametrize(
-    "inputs, message",
+    ("inputs", "message"),
     [
         ({"max_tokens": 2}, "text_input"),
         ({"text_input": "w3", "max_tokens": 0}, "max_tokens out of range"),

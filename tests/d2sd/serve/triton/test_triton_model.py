@@ -157,7 +157,7 @@ def test_a_client_that_cancels_frees_its_pages_before_the_next_step(start: Start
                 other = Request("a", stop=True)
                 model.execute([other])
                 assert other.next() == ({}, True)
-            until(lambda: request.sender.ended)
+            until(lambda sender=request.sender: sender.ended)
             permits.release()  # the step that had begun
             until(lambda: not scheduler.running)
         with pytest.raises(Refused, match="cancelled"):
@@ -178,7 +178,7 @@ def test_a_request_is_cancelled_before_it_reaches_the_engine(start: Start) -> No
 
 
 @pytest.mark.parametrize(
-    "inputs, message",
+    ("inputs", "message"),
     [
         ({"max_tokens": 2}, "prompt is missing"),
         ({"text_input": "w3", "max_tokens": 900}, "does not fit"),

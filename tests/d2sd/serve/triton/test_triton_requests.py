@@ -76,7 +76,7 @@ def test_what_the_openai_frontend_sends() -> None:
 
 
 @pytest.mark.parametrize(
-    "inputs, where",
+    ("inputs", "where"),
     [
         ({"text_input": ["a", "b"]}, "text_input"),
         ({"text_input": []}, "text_input"),
