@@ -7,7 +7,7 @@ BUNDLE := bundles/smollm2-135m
 CONSTRAINTS := constraints/tested.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: demo test test-slow engines lint verify gpu-suite kernels consumers bench train ablation train-gpu data data-wheel wheel docs clean
+.PHONY: demo test test-slow engines lint verify gpu-suite kernels consumers triton-test bench train ablation train-gpu data data-wheel wheel docs clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -64,6 +64,18 @@ kernels: .venv/dev
 ## load d2sd's output in transformers, speculators, ModelOpt and TensorRT Edge-LLM: environments of gigabytes, built once
 consumers: .venv/dev
 	sh benchmarks/consumers.sh $(abspath $(BIN))/python
+
+## d2sd in a real Triton Inference Server, without a GPU: its wheel wants numpy 1, so an environment of its own, 1.5 GB
+TRITON := build/triton
+triton-test: $(TRITON)/installed
+	$(TRITON)/env/bin/python -m pytest -p no:cacheprovider tests/d2sd/serve/triton
+
+$(TRITON)/installed: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(TRITON)/env
+	grep -v '^numpy' $(CONSTRAINTS) > $(TRITON)/constraints.txt
+	$(TRITON)/env/bin/python -m pip install --quiet --constraint $(TRITON)/constraints.txt \
+	  --editable ".[serve,structured,gguf]" nvidia-pytriton==0.7.0 pytest pytest-timeout filelock
+	touch $@
 
 ## the results of the README: two hours on two cores, resumable; tables, JSON and plots in build/bench
 bench: .venv/demo

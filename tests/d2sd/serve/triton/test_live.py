@@ -204,7 +204,7 @@ def test_the_queue_is_bounded_and_inputs_may_have_a_leading_dimension(repository
             streams.open(str(i), (1, 1), stream=True, **LONG)
         until(lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 3)
         refused = server.generate(text_input="w3", max_tokens=2)
-        assert refused["status"] == 503, refused
+        assert refused["status"] == 400  # `generate` of Triton 24.10 has one status for all errors
         assert "Too many requests" in refused["error"]
         streams.close(cancel=True)
         until(lambda: idle(server))

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ def test_a_client_that_cancels_frees_its_pages_before_the_next_step(start: Start
                 other = Request("a", stop=True)
                 model.execute([other])
                 assert other.next() == ({}, True)
-            until(lambda sender=request.sender: sender.ended)
+            until(partial(getattr, request.sender, "ended"))
             permits.release()  # the step that had begun
             until(lambda: not scheduler.running)
         with pytest.raises(Refused, match="cancelled"):
