@@ -21,7 +21,7 @@ COMMANDS = {
     "inspect": "Verify BUNDLE and print what it holds.",
     "serve": "Serve the bundle at BUNDLE over HTTP, as OpenAI's API.",
     "train": "Train the drafters that RECIPE names.",
-    "triton": "Write a model repository that serves BUNDLE in Triton Inference Server.",
+    "triton": "Write a model repository that serves the bundle at BUNDLE in Triton Inference Server.",
     "trtllm": "Compare the installed TensorRT-LLM with the version d2sd was written for.",
 }
 

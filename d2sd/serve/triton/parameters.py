@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -28,15 +28,28 @@ class Parameters(BaseModel):
     drain_timeout: Annotated[float, Field(ge=0)] = 30  # seconds
 
     @classmethod
+    def parse(cls, values: Sequence[str]) -> Parameters:
+        """Read `key=value` strings; unknown keys are errors."""
+        given = dict(value.partition("=")[::2] for value in values)
+        if unknown := given.keys() - cls.model_fields.keys():
+            raise D2SDError(
+                "There is no such parameter.", found=", ".join(sorted(unknown)), expected=", ".join(cls.model_fields)
+            )
+        return cls._checked(given)
+
+    @classmethod
     def of(cls, parameters: Mapping[str, Mapping[str, Any]]) -> Parameters:
         """Read the parameters of a model's configuration."""
+        return cls._checked({name: value["string_value"] for name, value in parameters.items()})
+
+    @classmethod
+    def _checked(cls, values: Mapping[str, Any]) -> Parameters:
         try:
-            return cls(**{name: value["string_value"] for name, value in parameters.items()})
+            return cls(**values)
         except ValidationError as error:
             first = error.errors()[0]
-            where = f"config.pbtxt: parameters.{first['loc'][0]}"
             raise D2SDError(
-                "A parameter is invalid.", where=where, found=first["input"], expected=first["msg"]
+                "A parameter is invalid.", where=str(first["loc"][0]), found=first["input"], expected=first["msg"]
             ) from None
 
     def strings(self) -> dict[str, str]:

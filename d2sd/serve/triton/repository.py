@@ -10,6 +10,7 @@ from pathlib import Path
 
 from d2sd.errors import D2SDError
 from d2sd.io import write_text
+from d2sd.manifest import load_manifest
 from d2sd.serve.triton.names import INPUTS, OUTPUTS
 from d2sd.serve.triton.parameters import Parameters
 
@@ -23,13 +24,22 @@ _WARM_UP = 8
 
 
 def write_repository(
-    folder: Path, name: str, parameters: Parameters, *, gpus: Sequence[int] = (), batched: bool = False
+    folder: Path,
+    bundle: Path,
+    name: str | None = None,
+    values: Sequence[str] = (),
+    *,
+    gpus: Sequence[int] = (),
+    batched: bool = False,
 ) -> Path:
-    """Write the model `name` into the repository `folder`; returns the model's folder.
+    """Write a model that serves `bundle` into the repository `folder`; returns the model's folder.
 
-    There is one instance, a process with an engine of its own, on each of `gpus`, or one on the CPU. With `batched`
-    inputs have a leading dimension of 1. Raises D2SDError if the name cannot be a model's, or the folder holds another.
+    Its name is the bundle's unless given. `values` are parameters, `key=value`. There is one instance, a process with
+    an engine of its own, on each of `gpus`, or one on the CPU. With `batched` inputs have a leading dimension of 1.
+    Raises D2SDError if `bundle` is not a bundle, for a wrong value or name, and if the model's folder holds another.
     """
+    name = name or load_manifest(bundle).recipe.name
+    parameters = Parameters.parse([f"bundle={bundle.resolve()}", *values])
     if not _NAME.fullmatch(name):
         raise D2SDError("This cannot be a model's name.", where="--name", found=name, expected="letters, digits, . _ -")
     model = folder / name

@@ -38,6 +38,7 @@ FLAGS = {
         *("--request-timeout", "--drain-timeout", "--policy", "--device", "--executor"),
     },
     "train": {"recipe", "--work", "--out", "--plan"},
+    "triton": {"bundle", "-o", "--out", "--name", "--gpu", "--batched", "--set"},
     "trtllm": set(),
 }
 

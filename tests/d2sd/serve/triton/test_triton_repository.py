@@ -21,7 +21,7 @@ from d2sd.serve.triton.repository import config_text, write_repository
 def test_the_command_writes_a_model(tiny_bundle: Path, tmp_path: Path) -> None:
     arguments = ["triton", str(tiny_bundle), "-o", str(tmp_path / "models"), "--gpu", "0", "--gpu", "2"]
     for _ in range(2):  # its own folder is overwritten
-        result = CliRunner().invoke(main, [*arguments, "--policy", "chain", "--max-waiting", "7"])
+        result = CliRunner().invoke(main, [*arguments, "--set", "policy=chain", "--set", "max_waiting=7"])
         assert result.exit_code == 0, result.output
     model = tmp_path / "models" / "tiny"
     config = (model / "config.pbtxt").read_text()
@@ -51,14 +51,19 @@ def test_parameters_survive_the_config() -> None:
         Parameters.of({"bundle": {"string_value": "/b"}, "max_waiting": {"string_value": "many"}})
 
 
-def test_another_folder_is_not_overwritten(tmp_path: Path) -> None:
+def test_another_folder_is_not_overwritten(tiny_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.pbtxt").write_text("name: 'm'")
     with pytest.raises(D2SDError, match="something else"):
-        write_repository(tmp_path, "m", Parameters(bundle="/b"))
-    for name in ("", "../m", "a b", ".hidden"):
+        write_repository(tmp_path, tiny_bundle, "m")
+    for name in ("../m", "a b", ".hidden"):
         with pytest.raises(D2SDError, match="name"):
-            write_repository(tmp_path, name, Parameters(bundle="/b"))
+            write_repository(tmp_path, tiny_bundle, name)
+    for value in ("nonsense=1", "max_batch=0", "max_batch"):
+        with pytest.raises(D2SDError, match=value.partition("=")[0]):
+            write_repository(tmp_path, tiny_bundle, "n", [value])
+    with pytest.raises(D2SDError, match="manifest"):
+        write_repository(tmp_path, tmp_path)
 
 
 def fake_wheel(folder: Path, *versions: str) -> Path:
