@@ -16,7 +16,14 @@ from d2sd.serve.triton.parameters import Parameters
 
 #: The first line of config.pbtxt; a model folder without it is not overwritten.
 _MARK = "# Written by `d2sd triton`; run it again to change a value, or edit this file."
-_MODEL = 'from d2sd.serve.triton.model import TritonPythonModel\n\n__all__ = ["TritonPythonModel"]\n'
+_MODEL = """from d2sd.extras import require
+
+require("serve", ("prometheus_client",), "The Triton model")
+
+from d2sd.serve.triton.model import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+"""
 #: Folder name of a model: what Triton, a URL and a shell take as they are.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 #: Tokens that the warm-up generates.
