@@ -1,0 +1,23 @@
+"""Triton 24.10 crashes when a response sender is used after its last response."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from d2sd.errors import RequestError
+from d2sd.serve.triton.sender import Sender
+from tests.d2sd.serve.triton.fake import ResponseSender, pb_utils
+
+
+def test_nothing_is_asked_of_triton_after_the_last_response() -> None:
+    triton = ResponseSender(cancelled=True)
+    sender = Sender(triton, pb_utils(), batched=False)
+    assert sender.cancelled
+    sender.send({"text_output": np.array([b"a"], np.object_)})
+    sender.cancel()
+    assert triton.ended
+    assert not sender.cancelled
+    sender.end()
+    sender.fail(RequestError("late"))
+    sender.send({"text_output": np.array([b"b"], np.object_)}, final=True)
+    assert triton.sent.qsize() == 2
