@@ -100,9 +100,9 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 .venv/demo: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
-	$(PIP_INSTALL) --editable ".[gguf,plots]"
+	$(PIP_INSTALL) --editable ".[gguf,plots,serve,structured]"
 	touch $@
 
 .venv/dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
-	$(PIP_INSTALL) --editable ".[gguf,plots,dev,fp8,engines]"
+	$(PIP_INSTALL) --editable ".[gguf,plots,serve,structured,dev,fp8,engines]"
 	touch .venv/demo $@
