@@ -7,7 +7,7 @@ BUNDLE := bundles/smollm2-135m
 CONSTRAINTS := constraints/tested.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: demo test test-slow engines lint verify gpu-suite kernels consumers bench train ablation train-gpu data data-wheel wheel docs clean
+.PHONY: demo test test-slow engines lint verify gpu-suite kernels consumers bench eval train ablation train-gpu data data-wheel wheel docs clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -72,6 +72,13 @@ bench: .venv/demo
 	  --methods lookup,chain,reanchor:64,d2sd:64,ddtree,hybrid --rows 16,64
 	$(BIN)/d2sd bench $(BUNDLE) --prompts $(PROMPTS)/gsm8k.jsonl --prompts $(PROMPTS)/mt_bench.jsonl \
 	  --out build/bench/serving --methods auto --concurrency 1,2,4,8,16 --max-new-tokens 48 --repeat 3
+
+## accuracy by lm-eval: GSM8K and log-likelihood tasks, plain decoding and speculation; LIMIT documents each, AGAINST=an FP8 bundle
+LIMIT ?= 32
+eval: .venv/demo
+	$(PIP_INSTALL) --editable ".[gguf,eval]"
+	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
+	$(BIN)/d2sd eval $(BUNDLE) $(if $(AGAINST),--compare "$(AGAINST)") --data $(dir $(PROMPTS)) --limit $(LIMIT)
 
 ## train a pair from prompts to a measured folder on a CPU: hours, resumable
 TRAINING := training/smollm2-135m
