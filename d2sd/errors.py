@@ -78,3 +78,14 @@ class BuildError(D2SDError):
 
 class RequestError(D2SDError):
     """A generation request asks for something outside the engine's limits."""
+
+
+class GenerationError(D2SDError):
+    """A request failed while it ran: its grammar or its text could not be processed."""
+
+    @staticmethod
+    def of(error: Exception) -> D2SDError:
+        """The error itself if it is a D2SDError, else a GenerationError that names it."""
+        if isinstance(error, D2SDError):
+            return error
+        return GenerationError("The request failed while it ran.", found=f"{type(error).__name__}: {error}")

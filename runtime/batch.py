@@ -11,6 +11,7 @@ from torch import Tensor
 
 from d2sd.runtime.buckets import bucket, prefill_rows
 from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling.penalties import NO_TEXT, Text
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sequence import Sequence
 
@@ -33,12 +34,13 @@ class Batch:
         size = bucket(len(sequences))
         padding = [0] * (size - len(sequences))
         params = [s.request.sampling for s in sequences] + [SamplingParams()] * len(padding)
+        texts = [Text(s.tokens, len(s.request.prompt), s.request.stop_tokens) for s in sequences]
         return Batch(
             anchor=torch.tensor([s.anchor for s in sequences] + padding, device=device),
             page_table=page_table(sequences, size, device),
             context_len=torch.tensor([s.cached for s in sequences] + padding, device=device),
             active=torch.arange(size, device=device) < len(sequences),
-            sampling=Sampling.of(params, vocab_size, device),
+            sampling=Sampling.of(params, vocab_size, device, texts + [NO_TEXT] * len(padding)),
         )
 
     @staticmethod

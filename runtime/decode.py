@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,9 @@ from torch import Tensor
 from d2sd.policies import DrafterRole, FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.sampling.sample import sample_target
-from d2sd.runtime.speculation.accept import Accepted, accept
+from d2sd.runtime.sampling.logprobs import pack_logprobs, unpack_logprobs
+from d2sd.runtime.sequence import TokenLogprobs
+from d2sd.runtime.speculation.accept import Accepted, sample_target
 from d2sd.runtime.speculation.calibration import Calibration, uncalibrated
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import Policy
@@ -27,6 +29,15 @@ from d2sd.runtime.speculation.tree import Tree
 
 #: Gives a context manager that times the stage of this name.
 Timer = Callable[[str], AbstractContextManager[object]]
+
+
+class Committed(NamedTuple):
+    """What one step committed for one request."""
+
+    length: int  # of `tokens`, 1 .. γ
+    accepted_branch: int  # see `Accepted`
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]  # of `tokens`; empty unless a request of the batch asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +49,16 @@ class StepResult:
     second: Draft | None
     tree: Tree
     accepted: Accepted
-    packed: Tensor  # [B, 2 + G] int64, `Accepted.packed`: everything the host reads
+    packed: Tensor  # [B, 2 + G] int64, `Accepted.packed`, then the rows of `pack_logprobs`: everything the host reads
+
+    def read(self) -> list[Committed]:
+        """What the step committed, for each row of the batch; waits for the device."""
+        host, size = self.packed.cpu(), 2 + self.accepted.path.shape[1]
+        committed = []
+        for row, (count, branch, *tokens) in zip(host[:, size:], host[:, :size].tolist(), strict=True):
+            logprobs = unpack_logprobs(row.view(size - 2, -1), tokens[:count]) if len(row) else []
+            committed.append(Committed(count, branch, tokens[:count], logprobs))
+        return committed
 
 
 @torch.inference_mode()
@@ -73,8 +93,13 @@ def decode_step(
         verified = runner.verify(batch, tree)
     with timer("accept"):
         depths = min(runner.block_size, policy.num_nodes)
-        chosen = sample_target(verified.logits, tree.depth, batch.context_len, depths, batch.sampling)
-        accepted = accept(tree, chosen, depths)
+        accepted = sample_target(tree, verified.logits, batch.context_len, batch.sampling, depths)
     with timer("commit"):
         runner.commit(batch, verified, accepted)
-    return StepResult(first, branches, second, tree, accepted, accepted.packed())
+    packed = accepted.packed()
+    if batch.sampling.logprobs is not None:
+        rows = torch.arange(len(packed), device=packed.device)[:, None]
+        path_logits = verified.logits[rows, accepted.path]
+        found = pack_logprobs(path_logits, accepted.tokens, batch.sampling.logprobs)
+        packed = torch.cat([packed, found.flatten(1)], dim=1)
+    return StepResult(first, branches, second, tree, accepted, packed)

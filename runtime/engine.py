@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
-from d2sd.errors import RequestError
+from d2sd.errors import D2SDError, RequestError
 from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch, prefill_inputs
@@ -14,6 +14,7 @@ from d2sd.runtime.decode import StepResult, decode_step
 from d2sd.runtime.memory import free_memory, plan_kv_memory
 from d2sd.runtime.policy_selector import Forecast, PolicySelector, profile_step_cost
 from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.sampling.logprobs import prompt_logprobs
 from d2sd.runtime.scheduler import Scheduler, prefill_calls
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.calibration import Calibration
@@ -68,7 +69,7 @@ class Engine:
     def submit(self, request: Request) -> Sequence:
         """Queue a request; it joins at the next step with room for it. Raises RequestError if it can never run."""
         self.check(request)
-        text = TextStream(self._decode, request.stop) if self._decode else None
+        text = TextStream(self._decode, request.stop, stop_visible=request.stop_visible) if self._decode else None
         sequence = Sequence(self._next_id, request, list(request.prompt), text)
         self.scheduler.add(sequence)
         self._next_id += 1
@@ -86,10 +87,10 @@ class Engine:
         if any(not s for s in request.stop):
             raise RequestError("a stop string is empty", where="stop", expected="at least one character")
 
-    def cancel(self, sequence: Sequence) -> None:
-        """Drop a waiting or running request; a finished one is left unchanged."""
+    def cancel(self, sequence: Sequence, error: D2SDError | None = None) -> None:
+        """Drop a waiting or running request, with an error if given; a finished one is left unchanged."""
         if sequence.finish is None:
-            sequence.finish = "cancelled"
+            sequence.finish, sequence.error = "error" if error else "cancelled", error
             self._leave(sequence)
 
     @property
@@ -132,8 +133,11 @@ class Engine:
             schedule = self.scheduler.schedule()
             budget = self.limits.prefill_chunk
             for chunks in prefill_calls(schedule.prefill, budget, self.runner.max_prefill_requests):
-                self.runner.prefill(*prefill_inputs(chunks, budget, self.runner.device))
-                for sequence, count in chunks:
+                hidden = self.runner.prefill(*prefill_inputs(chunks, budget, self.runner.device))
+                for row, (sequence, count) in enumerate(chunks):
+                    if sequence.request.reads_prompt:
+                        found = prompt_logprobs(sequence, hidden[row, :count], self.runner.target.logits)
+                        sequence.prompt_logprobs.extend(found)
                     sequence.cached += count
         return schedule.decode
 
@@ -161,13 +165,16 @@ class Engine:
             if self.record_trace:
                 tensors = result.first, result.branches, result.tree, result.accepted
                 self.trace = StepTrace(tuple(sequences), self.policy, *tensors)
-            rows = result.packed.tolist()[: len(sequences)]
+            rows = result.read()[: len(sequences)]
             if self.selector is not None:
                 self.selector.update(self.policy, _temperature(sequences), [count for count, *_ in rows])
             outputs = []
-            for sequence, (count, accepted_branch, *tokens) in zip(sequences, rows, strict=True):
+            for sequence, (count, accepted_branch, tokens, logprobs) in zip(sequences, rows, strict=True):
                 sequence.stats.record(count, accepted_branch, self.policy.num_nodes, str(self.policy))
-                outputs.append(sequence.append(tokens[:count]))
+                try:
+                    outputs.append(sequence.append(tokens, logprobs))
+                except Exception as error:  # a fault of one request ends that request alone
+                    outputs.append(sequence.fail(error))
                 if sequence.finish is not None:
                     self._leave(sequence)
             return outputs

@@ -11,35 +11,72 @@ if TYPE_CHECKING:
     from d2sd.recipe import Limits as RecipeLimits
 
 
+#: Most alternatives that logprobs report for a token, as in vLLM and in OpenAI's API.
+MAX_LOGPROBS = 20
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling of the target's tokens. Temperature applies first, then top-k, then top-p (Hugging Face's order)."""
+    """Sampling of the target's tokens, with vLLM's names and order.
+
+    First the logits are changed, for greedy requests too: logit_bias, bad_words, min_tokens, then the penalties. Then
+    come temperature, min_p, top_k and top_p, each on the probabilities that the one before it left.
+    """
 
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0  # 1: off
     top_k: int = 0  # 0: off
     seed: int = 0  # the same seed gives the same text with speculation on or off, alone or in a batch
+    min_p: float = 0.0  # least probability, as a share of the best token's; 0: off
+    repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt or answer, multiplies negative ones
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the answer
+    frequency_penalty: float = 0.0  # subtracted once for each occurrence in the answer
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit)
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not occur, begun in the prompt or not
+    min_tokens: int = 0  # answer tokens before which neither stop tokens nor stop strings end it
+    logprobs: int | None = None  # report each token's log-probability and those of this many best tokens
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
 
     def __post_init__(self) -> None:
+        counts = (self.logprobs, self.prompt_logprobs)
         for name, fine, expected in (
             ("temperature", 0 <= self.temperature < 100, "0 (greedy) or more, below 100"),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
             ("top_k", 0 <= self.top_k < 2**31, "0 (off) .. 2^31 - 1"),
             ("seed", 0 <= self.seed < 2**64, "0 .. 2^64 - 1"),
+            ("min_p", 0 <= self.min_p <= 1, "0 (off) .. 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0, at most 100; 1 is off"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 .. 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 .. 2"),
+            ("logit_bias", all(-100 <= bias <= 100 for _, bias in self.logit_bias), "biases of -100 .. 100"),
+            ("bad_words", all(self.bad_words), "at least one token in each"),
+            ("min_tokens", self.min_tokens >= 0, "0 or more"),
+            ("logprobs", counts[0] is None or 0 <= counts[0] <= MAX_LOGPROBS, f"0 .. {MAX_LOGPROBS}"),
+            ("prompt_logprobs", counts[1] is None or 0 <= counts[1] <= MAX_LOGPROBS, f"0 .. {MAX_LOGPROBS}"),
         ):
             if not fine:  # NaN fails every comparison, so it is refused too
                 raise RequestError(f"{name} out of range", where=name, found=getattr(self, name), expected=expected)
 
+    @property
+    def has_penalty(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt, as token ids. `stop` strings need an engine with a decoder; they are left out of the text."""
+    """One prompt, as token ids. `stop` strings need an engine with a decoder."""
 
     prompt: tuple[int, ...]
     max_new_tokens: int = 256
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_tokens: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
+    stop_visible: bool = False  # the text includes the stop string or stop token that ended it
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether every prompt token must be computed, in cached pages too."""
+        return self.sampling.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +119,7 @@ class Limits:
             raise RequestError(
                 "nothing to generate", where="max_new_tokens", found=request.max_new_tokens, expected="1 or more"
             )
+        _check_tokens(request, vocab_size)
         total = len(request.prompt) + request.max_new_tokens
         if total > self.max_context:
             raise RequestError(
@@ -90,3 +128,23 @@ class Limits:
                 expected=f"at most {self.max_context}",
                 fix="shorten the prompt, lower max_new_tokens, or raise limits.max_context in the recipe",
             )  # fmt: skip
+
+
+def _check_tokens(request: Request, vocab_size: int) -> None:
+    """Raise RequestError for a token outside the vocabulary in a parameter, or too large a min_tokens."""
+    sampling = request.sampling
+    named = {
+        "logit_bias": [token for token, _ in sampling.logit_bias],
+        "bad_words": [token for word in sampling.bad_words for token in word],
+    }
+    for where, tokens in named.items():
+        if bad := [t for t in tokens if not 0 <= t < vocab_size]:
+            raise RequestError(
+                f"{where} has a token outside the vocabulary", where=where, found=bad[0],
+                expected=f"0 .. {vocab_size - 1}",
+            )  # fmt: skip
+    if sampling.min_tokens > request.max_new_tokens:
+        raise RequestError(
+            "min_tokens exceeds the answer's length", where="min_tokens", found=sampling.min_tokens,
+            expected=f"at most {request.max_new_tokens}", fix="lower min_tokens or raise max_tokens",
+        )  # fmt: skip

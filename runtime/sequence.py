@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from d2sd.errors import D2SDError, GenerationError
 from d2sd.runtime.request import Request
 from d2sd.runtime.stats import SequenceStats
 from d2sd.runtime.text import TextStream
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, of the target's distribution before any sampling parameter."""
+
+    token: int
+    logprob: float  # of `token`
+    rank: int  # of `token`, 1 for the likeliest
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens and their log-probabilities, best first
+
+    def best(self, count: int) -> TokenLogprobs:
+        """The same with `count` likeliest tokens."""
+        return replace(self, top=self.top[:count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +36,7 @@ class Output:
     tokens: tuple[int, ...]
     text: str  # released in this step; "" without a decoder
     finish: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of `tokens`, if the request asks
 
 
 @dataclass(slots=True, eq=False)
@@ -37,8 +53,11 @@ class Sequence:
     text: TextStream | None = None  # fed in append
     cached: int = 0  # leading tokens whose K/V is in the pools; set by prefill and append, reset by preemption
     pages: list[int] = field(default_factory=list)  # set by the scheduler
-    finish: FinishReason | None = None  # set by append and cancel
+    finish: FinishReason | None = None  # set by append, cancel and fail
+    error: D2SDError | None = None  # set by fail
     stats: SequenceStats = field(default_factory=SequenceStats)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer, if asked; grows in append
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt after its first token, if asked
 
     @property
     def anchor(self) -> int:
@@ -53,20 +72,31 @@ class Sequence:
         """Context tokens still to be prefilled."""
         return len(self.tokens) - 1 - self.cached
 
-    def append(self, tokens: SequenceOf[int]) -> Output:
-        """Append the tokens that a step committed, up to the one that ends the answer; the rest are dropped."""
+    def fail(self, error: Exception) -> Output:
+        """End the answer with an error."""
+        self.finish, self.error = "error", GenerationError.of(error)
+        return Output(self, (), "", "error")
+
+    def append(self, tokens: SequenceOf[int], logprobs: SequenceOf[TokenLogprobs] = ()) -> Output:
+        """Append the tokens that a step committed, up to the one that ends the answer; the rest are dropped.
+
+        `logprobs` are those of `tokens`, empty unless the step computed them.
+        """
+        request = self.request
         self.cached += len(tokens)
         taken, text = [], ""
         for token in tokens:
             taken.append(token)
             self.tokens.append(token)
-            if token in self.request.stop_tokens:
+            length = len(self.tokens) - len(request.prompt)
+            may_stop = length > request.sampling.min_tokens
+            if token in request.stop_tokens and may_stop:
                 self.finish = "stop"
-            elif self.text is not None:
-                text += self.text.feed(token)
+            if self.text is not None and (self.finish is None or request.stop_visible):
+                text += self.text.feed(token, may_stop=may_stop and self.finish is None)
                 if self.text.stopped:
                     self.finish = "stop"
-            if self.finish is None and len(self.tokens) >= len(self.request.prompt) + self.request.max_new_tokens:
+            if self.finish is None and length >= request.max_new_tokens:
                 self.finish = "length"
             if self.finish is not None:
                 break
@@ -74,4 +104,7 @@ class Sequence:
             text += self.text.flush()
             if self.text.stopped:  # the last characters, held back until now, complete a stop string
                 self.finish = "stop"
-        return Output(self, tuple(taken), text, self.finish)
+        asked = request.sampling.logprobs
+        own = () if asked is None else tuple(entry.best(asked) for entry in logprobs[: len(taken)])
+        self.logprobs += own
+        return Output(self, tuple(taken), text, self.finish, own)

@@ -6,7 +6,8 @@ import torch
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.runtime.request import SamplingParams
-from d2sd.runtime.sampling.sample import Sampling, gumbel_scores
+from d2sd.runtime.sampling.penalties import Text
+from d2sd.runtime.sampling.sample import Sampling, token_scores
 
 #: The largest gap at which a difference counts as rounding: of fp32 logits of order 10, a hundred units in the last
 #: place.
@@ -14,15 +15,21 @@ TIE_TOLERANCE = 1e-4
 
 
 @torch.inference_mode()
-def top2_margin(target: Decoder, tokens: list[int], sampling: SamplingParams | None = None) -> float:
-    """Distance of the two best scores after `tokens`: of the logits if greedy, else of the Gumbel scores."""
+def top2_margin(
+    target: Decoder, tokens: list[int], sampling: SamplingParams | None = None, prompt_len: int | None = None
+) -> float:
+    """Distance of the two best scores after `tokens`: of the logits if greedy, else of the Gumbel scores.
+
+    Parameters that depend on the answer need `prompt_len`, the leading `tokens` that are the prompt.
+    """
     device = str(target.embed_tokens.weight.device)
-    logits = target.logits(target.full_pass(torch.tensor([tokens], device=device)).hidden[:, -1:])
-    params = Sampling.of([sampling or SamplingParams()], target.config.vocab_size, device)
-    if params.any_sampled:
-        here = torch.full((1, 1), len(tokens) - 1, device=device)
-        logits = gumbel_scores(logits, torch.zeros_like(here), here[0], 1, params)
-    best, second = logits[0, 0].topk(2).values.tolist()
+    logits = target.logits(target.full_pass(torch.tensor([tokens], device=device)).hidden[:, -1])
+    text = Text(tokens, len(tokens) if prompt_len is None else prompt_len)
+    params = Sampling.of([sampling or SamplingParams()], target.config.vocab_size, device, [text])
+    noise = params.noise(torch.tensor([len(tokens) - 1], device=device), 1, logits.shape[-1])
+    position = torch.tensor([len(tokens)], device=device)
+    scores = token_scores(logits, position, params, None if noise is None else noise[:, 0])
+    best, second = scores[0].topk(2).values.tolist()
     return float(best - second)
 
 

@@ -71,10 +71,11 @@ class ShadowRunner(ModelRunner):
 
     target: ShadowDecoder
 
-    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
+    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> Tensor:
         self.target.length = length
-        super().prefill(tokens, length, page_table, context_len)
+        hidden = super().prefill(tokens, length, page_table, context_len)
         self.target.length = None
+        return hidden
 
 
 class ShadowDrafter(GraphDrafter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -16,7 +16,7 @@ from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.errors import RequestError
 from d2sd.progress import bar
 from d2sd.runtime.stats import SequenceStats
-from d2sd.serve.params import SamplingParams
+from d2sd.serve.params import SamplingParams, encode_bad_words
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.backends import BackendName
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from d2sd.recipe import Policy
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.request import Request
-    from d2sd.runtime.sequence import FinishReason
+    from d2sd.runtime.sequence import FinishReason, TokenLogprobs
     from d2sd.runtime.sequence import Sequence as Running
 
 #: One turn of a conversation: {"role": "user", "content": "..."}.
@@ -34,14 +34,33 @@ Sampling = SamplingParams | Sequence[SamplingParams] | None
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token at one position, in the target's distribution before any sampling parameter."""
+
+    logprob: float
+    rank: int  # 1 for the likeliest token
+    decoded_token: str
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
-    """The answer to one prompt."""
+    """The answer to one prompt; with n > 1 the first of them, and `outputs` has all."""
 
     prompt_token_ids: list[int]
-    text: str  # without special tokens and without the stop string
+    text: str  # without special tokens and, by default, without the stop string
     token_ids: list[int]  # generated tokens; the stop token is the last one where it ended the completion
     finish_reason: FinishReason  # "stop" or "length"
     stats: SequenceStats  # accepted lengths, tau and policies of this request
+    seed: int = 0  # the same text again with this seed and n = 1
+    index: int = 0  # among the n completions of the prompt
+    logprobs: list[dict[int, Logprob]] | None = None  # of each token: its own and the likeliest tokens', by token id
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the same for the prompt; None for its first token
+    others: tuple[Completion, ...] = ()  # the further n - 1 completions, at index 0
+
+    @property
+    def outputs(self) -> list[Completion]:
+        """All n completions of the prompt, this one first."""
+        return [self, *self.others]
 
 
 class LLM:
@@ -101,7 +120,9 @@ class LLM:
         The request is submitted by the first `next`. Closing the iterator early cancels the request. Several streams
         may be open at once; they share the batch. Raises `RequestError` if the prompt cannot be served.
         """
-        (running,) = self._submit([prompt], sampling_params)
+        if sampling_params is not None and sampling_params.n > 1:
+            raise RequestError("A stream has one completion.", where="n", found=sampling_params.n, expected=1)
+        ((running,),) = self._submit([prompt], sampling_params)
         deltas = self._deltas[running]
         try:
             while deltas or running.finish is None:
@@ -136,17 +157,27 @@ class LLM:
         return self._opened
 
     def _run(self, prompts: Sequence[str | Sequence[Message]], sampling: Sampling) -> list[Completion]:
-        running = self._submit(prompts, sampling)
+        groups = self._submit(prompts, sampling)
+        running = [sequence for group in groups for sequence in group]
         try:
             while any(sequence.finish is None for sequence in running):
                 self._step()
-            return [_completion(sequence, "".join(self._deltas[sequence])) for sequence in running]
+            return [self._completion(group) for group in groups]
         finally:
             for sequence in running:
                 self._drop(sequence)
 
-    def _submit(self, prompts: Sequence[str | Sequence[Message]], sampling: Sampling) -> list[Running]:
-        """Queue all prompts, or none if one is refused."""
+    def _completion(self, group: Sequence[Running]) -> Completion:
+        """The n completions of one prompt."""
+        bundle, _ = self._open()
+        made = [
+            _completion(sequence, index, "".join(self._deltas[sequence]), bundle.tokenizer)
+            for index, sequence in enumerate(group)
+        ]
+        return replace(made[0], others=tuple(made[1:]))
+
+    def _submit(self, prompts: Sequence[str | Sequence[Message]], sampling: Sampling) -> list[list[Running]]:
+        """Queue all prompts, or none if one is refused; n requests for each."""
         bundle, engine = self._open()
         params = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else sampling
         if len(params) != len(prompts):
@@ -154,11 +185,11 @@ class LLM:
                 "There must be one SamplingParams for each prompt.", where="sampling_params",
                 found=len(params), expected=len(prompts), fix="pass one for all, or a list as long as the prompts",
             )  # fmt: skip
-        requests = [_request(bundle, prompt, one) for prompt, one in zip(prompts, params, strict=True)]
-        for request in requests:
-            engine.check(request)
-        running = [engine.submit(request) for request in requests]
-        self._deltas.update((sequence, deque()) for sequence in running)
+        groups = [_requests(bundle, prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+        for requests in groups:
+            engine.check(requests[0])  # they differ in their seeds only
+        running = [[engine.submit(request) for request in requests] for requests in groups]
+        self._deltas.update((sequence, deque()) for group in running for sequence in group)
         return running
 
     def _step(self) -> None:
@@ -176,16 +207,38 @@ class LLM:
             self._finished = SequenceStats.merged((self._finished, sequence.stats))
 
 
-def _completion(sequence: Running, text: str) -> Completion:
+def _completion(sequence: Running, index: int, text: str, tokenizer: Any) -> Completion:
     assert sequence.finish is not None
-    prompt = list(sequence.request.prompt)
-    return Completion(prompt, text, sequence.answer, sequence.finish, sequence.stats)
+    request = sequence.request
+    logprobs = prompt_logprobs = None
+    if request.sampling.logprobs is not None:
+        logprobs = [_by_token(entry, tokenizer) for entry in sequence.logprobs]
+    if request.reads_prompt:
+        prompt_logprobs = [None, *(_by_token(entry, tokenizer) for entry in sequence.prompt_logprobs)]
+    return Completion(
+        list(request.prompt), text, sequence.answer, sequence.finish, sequence.stats, request.sampling.seed, index,
+        logprobs, prompt_logprobs,
+    )  # fmt: skip
 
 
-def _request(bundle: Bundle, prompt: str | Sequence[Message], params: SamplingParams | None) -> Request:
-    """A string is used without a template; messages go through the chat template."""
+def _by_token(entry: TokenLogprobs, tokenizer: Any) -> dict[int, Logprob]:
+    """The chosen token first, then the likeliest ones."""
+    ranked = [(entry.token, entry.logprob, entry.rank)]
+    ranked += [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1) if token != entry.token]
+    return {token: Logprob(logprob, rank, tokenizer.decode([token])) for token, logprob, rank in ranked}
+
+
+def _requests(bundle: Bundle, prompt: str | Sequence[Message], params: SamplingParams | None) -> list[Request]:
+    """The n requests of a prompt. A string is used without a template; messages go through the chat template."""
     defaults = bundle.recipe.sampling
     if params is None:
         params = SamplingParams(defaults.temperature, defaults.top_p, defaults.top_k, defaults.seed)
     length = defaults.max_new_tokens if params.max_tokens is None else params.max_tokens
-    return chat_request(bundle, prompt, params, length, raw=isinstance(prompt, str), stop=tuple(params.stop))
+    bad_words = encode_bad_words(bundle.tokenizer, params.bad_words)
+    samplings = [params.for_tokens(seed, bad_words) for seed in params.seeds()]
+    request = chat_request(bundle, prompt, samplings[0], length, raw=isinstance(prompt, str), stop=tuple(params.stop))
+    eos = frozenset() if params.ignore_eos else request.stop_tokens
+    request = replace(
+        request, stop_tokens=eos | set(params.stop_token_ids), stop_visible=params.include_stop_str_in_output
+    )
+    return [replace(request, sampling=sampling) for sampling in samplings]

@@ -2,37 +2,114 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from d2sd.errors import RequestError
 from d2sd.runtime.request import SamplingParams as TokenSampling
 
+#: Seeds are below this; the i-th of n completions has the seed (seed + i) modulo it.
+SEEDS = 2**64
+#: Seeds that are drawn are below this: they fit the signed integers of JSON readers.
+_DRAWN_SEEDS = 2**63
+
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams(TokenSampling):
+class SamplingParams:
     """How a completion is sampled and when it ends.
 
     Attributes:
         temperature: 0 is greedy decoding.
         top_p: probability mass kept by nucleus sampling; 1 keeps all of it.
-        top_k: number of tokens kept; 0 keeps all of them.
-        seed: the same seed gives the same text under every policy and batch size.
+        top_k: number of tokens kept; 0 or -1 keeps all of them.
+        seed: the same seed gives the same text under every policy and batch size; None draws one, which the completion
+            reports.
         max_tokens: most tokens generated; None takes `sampling.max_new_tokens` of the bundle's recipe.
         stop: strings that end the completion; they are not part of its text.
+        n: completions of the prompt; the i-th has the seed (seed + i) modulo 2^64.
+        min_p: least probability of a token, as a share of the likeliest token's; 0 keeps all tokens.
+        repetition_penalty: above 1, tokens of prompt and completion become less likely; 1 is off.
+        presence_penalty: subtracted from the logits of tokens in the completion, -2 .. 2.
+        frequency_penalty: subtracted once for each time that a token is in the completion, -2 .. 2.
+        logit_bias: token id -> number added to its logit, -100 .. 100.
+        bad_words: strings whose token sequences are not generated.
+        min_tokens: tokens before which neither a stop string nor a stop token ends the completion.
+        stop_token_ids: tokens that end the completion, besides the target's own.
+        ignore_eos: whether to generate on after the target's stop tokens.
+        include_stop_str_in_output: whether the stop string or stop token is part of the text.
+        logprobs: report each token's log-probability and those of this many likeliest tokens, 0 .. 20.
+        prompt_logprobs: the same for the prompt's tokens.
 
-    Raises `RequestError` naming the field that is out of range.
+    Penalties, logit_bias, bad_words and min_tokens apply to greedy decoding too. Raises `RequestError` naming the field
+    that is out of range.
     """
 
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
     max_tokens: int | None = None
-    stop: str | tuple[str, ...] | list[str] = ()
+    stop: str | Sequence[str] = ()
+    n: int = 1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[str] = ()
+    min_tokens: int = 0
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        TokenSampling.__post_init__(self)  # super() does not work in a dataclass with slots
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise RequestError(
-                "max_tokens out of range", where="max_tokens", found=self.max_tokens, expected="1 or more"
-            )
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(isinstance(text, str) and text for text in stop):
-            raise RequestError("A stop string is empty.", where="stop", found=stop, expected="non-empty strings")
-        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "bad_words", tuple(self.bad_words))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        for name, fine, expected in (
+            ("seed", self.seed is None or 0 <= self.seed < SEEDS, "0 .. 2^64 - 1, or None"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more"),
+            ("n", 1 <= self.n <= 128, "1 .. 128"),
+            ("stop", _all_words(self.stop), "non-empty strings"),
+            ("bad_words", _all_words(self.bad_words), "non-empty strings"),
+        ):
+            if not fine:
+                raise RequestError(f"{name} out of range", where=name, found=getattr(self, name), expected=expected)
+        self.for_tokens(0)
+
+    def for_tokens(self, seed: int, bad_words: Sequence[Sequence[int]] = ()) -> TokenSampling:
+        """These parameters as the engine takes them, with bad words as token ids. Raises `RequestError`."""
+        return TokenSampling(
+            self.temperature, self.top_p, max(self.top_k, 0) if self.top_k >= -1 else self.top_k, seed, self.min_p,
+            self.repetition_penalty, self.presence_penalty, self.frequency_penalty, tuple(self.logit_bias.items()),
+            tuple(map(tuple, bad_words)), self.min_tokens, self.logprobs, self.prompt_logprobs,
+        )  # fmt: skip
+
+    def seeds(self) -> list[int]:
+        """The seed of each of the `n` completions; a random start in place of None."""
+        first = secrets.randbelow(_DRAWN_SEEDS) if self.seed is None else self.seed
+        return [(first + index) % SEEDS for index in range(self.n)]
+
+
+def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
+    """Token ids of each word as vLLM encodes it: alone, and after a space where that changes the first token only."""
+    found: list[list[int]] = []
+    for word in words:
+        plain, spaced = (
+            list(tokenizer(space + word.lstrip(), add_special_tokens=False).input_ids) for space in ("", " ")
+        )
+        if not plain:
+            raise RequestError("The tokenizer encodes a bad word as nothing.", where="bad_words", found=word)
+        found.append(plain)
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            found.append(spaced)
+    return found
+
+
+def _all_words(words: Sequence[str]) -> bool:
+    return all(isinstance(word, str) and word for word in words)

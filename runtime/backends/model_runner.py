@@ -108,16 +108,18 @@ class ModelRunner:
         ]
 
     @torch.inference_mode()
-    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
+    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> Tensor:
         """Compute and commit chunks of several prompts: of tokens [B, T] the first `length [B]` are real.
 
-        Rows past `length` are not committed: their K/V goes to page 0, as do padding requests, of length 0.
+        Rows past `length` are not committed: their K/V goes to page 0, as do padding requests, of length 0. Returns the
+        target's hidden states [B, T, E], ready for the head.
         """
         rows = Rows.chain(tokens.shape[1], page_table, context_len)
-        out = self.target(tokens, rows, self._target_pool, self._aux_layer_ids)
+        out: DecoderOutput = self.target(tokens, rows, self._target_pool, self._aux_layer_ids)
         real = torch.arange(tokens.shape[1], device=tokens.device) < length[:, None]
         self._target_pool.write(out.k, out.v, page_table, rows.positions, real)
         self._queue_features(out.features, page_table, rows.positions, real)
+        return out.hidden
 
     @torch.inference_mode()
     def draft_first(self, batch: Batch, width: int) -> Draft:

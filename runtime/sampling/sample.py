@@ -1,4 +1,4 @@
-"""The target's token at every row: argmax, or Gumbel-max over the filtered distribution.
+"""The target's token after one row: argmax, or Gumbel-max over the filtered distribution.
 
 argmax(logits / T + gumbel) is an exact sample of softmax(logits / T). Drafts never change the tokens chosen here, only
 how many of them one step commits.
@@ -7,15 +7,18 @@ how many of them one step commits.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling.bias import TokenBias
+from d2sd.runtime.sampling.filters import apply_filters
+from d2sd.runtime.sampling.penalties import NO_TEXT, Penalties, Text
 from d2sd.runtime.sampling.philox import gumbel
 
-# Shape letters: B requests, T rows, D distinct depths, V vocabulary.
+# Shape letters: B requests, D distinct depths, V vocabulary.
 
 
 #: Lower temperatures decode greedily: logits / T would overflow, and the noise no longer changes the argmax.
@@ -24,68 +27,97 @@ GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters of a batch; the two flags choose between static variants of the computation."""
+    """Sampling parameters of a batch; the flags, and which parts are None, choose between static variants."""
 
     temperature: Tensor  # [B] fp32, 0 where greedy
-    top_p: Tensor  # [B] fp32, infinite where off: cumulative probabilities may round to more than 1
+    top_p: Tensor  # [B] fp32, infinite where off
     top_k: Tensor  # [B] int64, V where off
+    min_p: Tensor  # [B] fp32, 0 where off
     seed: Tensor  # [B] int64
     any_sampled: bool
-    any_filter: bool
+    any_top_p: bool
+    any_top_k: bool
+    any_min_p: bool
+    bias: TokenBias | None
+    penalties: Penalties | None
+    logprobs: int | None  # most tokens a row whose log-probabilities a request asks for; None: no request asks
 
     @staticmethod
-    def of(params: SequenceOf[SamplingParams], vocab_size: int, device: str) -> Sampling:
+    def of(
+        params: SequenceOf[SamplingParams], vocab_size: int, device: str, texts: SequenceOf[Text] | None = None
+    ) -> Sampling:
+        """`texts` are the requests' tokens so far, for parameters that depend on them; None: all are empty."""
         signed = [p.seed - 2**64 if p.seed >= 2**63 else p.seed for p in params]  # the same 64 bits
+        texts = [NO_TEXT] * len(params) if texts is None else texts
+        logprobs = [p.logprobs for p in params if p.logprobs is not None]
+        sampled = [p for p in params if p.temperature >= GREEDY_BELOW]
+
+        def fp32(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)
+
         return Sampling(
-            temperature=torch.tensor(
-                [p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params],
-                dtype=torch.float32,
-                device=device,
-            ),
-            top_p=torch.tensor(
-                [p.top_p if p.top_p < 1 else torch.inf for p in params], dtype=torch.float32, device=device
-            ),
-            top_k=torch.tensor([p.top_k or vocab_size for p in params], device=device),
+            temperature=fp32([p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params]),
+            top_p=fp32([p.top_p if p.top_p < 1 else torch.inf for p in params]),
+            top_k=torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params], device=device),
+            min_p=fp32([p.min_p for p in params]),
             seed=torch.tensor(signed, device=device),
-            any_sampled=any(p.temperature >= GREEDY_BELOW for p in params),
-            any_filter=any(p.temperature >= GREEDY_BELOW and (p.top_p < 1 or p.top_k) for p in params),
+            any_sampled=bool(sampled),
+            any_top_p=any(p.top_p < 1 for p in sampled),
+            any_top_k=any(p.top_k for p in sampled),
+            any_min_p=any(p.min_p > 0 for p in sampled),
+            bias=TokenBias.of(params, texts, vocab_size, device),
+            penalties=Penalties.of(params, texts, vocab_size, device),
+            logprobs=max(logprobs, default=None),
         )
 
+    @property
+    def any_filter(self) -> bool:
+        return self.any_top_p or self.any_top_k or self.any_min_p
 
-def sample_target(logits: Tensor, depth: Tensor, context_len: Tensor, depths: int, sampling: Sampling) -> Tensor:
-    """The token the target chooses after each row.
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the target's choice is the argmax of its logits, for every request and wherever in a tree."""
+        return not self.any_sampled and self.bias is None and self.penalties is None
 
-    logits [B, T, V] fp32; depth [B, T] in 0 .. depths - 1: row t is at position context_len + depth and chooses the
-    token at the next position. Returns [B, T] int64.
+    def after(self, token: Tensor) -> Sampling:
+        """The parameters once `token` [B] has been appended to each text."""
+        if self.bias is None and self.penalties is None:
+            return self
+        return replace(
+            self,
+            bias=self.bias and self.bias.after_token(token),
+            penalties=self.penalties and self.penalties.after(token),
+        )
+
+    def noise(self, context_len: Tensor, depths: int, vocab_size: int) -> Tensor | None:
+        """Gumbel noise [B, D, V] of the tokens chosen at `depths` depths after `context_len` [B]; None if all greedy.
+
+        The row at depth d is at position context_len + d and chooses the token at the next one.
+        """
+        if not self.any_sampled:
+            return None
+        return gumbel(self.seed, context_len[:, None] + 1 + torch.arange(depths, device=self.seed.device), vocab_size)
+
+
+def token_scores(
+    logits: Tensor, position: Tensor, sampling: Sampling, noise: Tensor | None, allowed: Tensor | None = None
+) -> Tensor:
+    """Scores [B, V] of the token at `position` [B], whose argmax is the target's choice.
+
+    logits [B, V] fp32, of the row before it; `noise` [B, V] at that position, None if all requests are greedy;
+    `allowed` [B, V] bool, False for tokens that a grammar excludes. In the order of vLLM: bias, bad words and
+    min_tokens, then penalties, temperature, filters.
     """
-    if not sampling.any_sampled:
-        return logits.argmax(-1)
-    scores = gumbel_scores(logits, depth, context_len, depths, sampling)
-    return scores.argmax(-1)
-
-
-def gumbel_scores(logits: Tensor, depth: Tensor, context_len: Tensor, depths: int, sampling: Sampling) -> Tensor:
-    """Scores [B, T, V] that `sample_target` takes the argmax of: logits in greedy rows, else scaled logits + noise."""
-    random = sampling.temperature > 0
-    scaled_logits = logits / torch.where(random, sampling.temperature, 1.0)[:, None, None]
+    if sampling.bias is not None:
+        logits = sampling.bias.apply(logits, position)
+    if sampling.penalties is not None:
+        logits = sampling.penalties.apply(logits)
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, float("-inf"))
+    if noise is None:
+        return logits
+    random = (sampling.temperature > 0)[:, None]
+    scaled_logits = logits / torch.where(random, sampling.temperature[:, None], 1.0)
     if sampling.any_filter:
-        scaled_logits = apply_top_k_top_p(scaled_logits, sampling)
-    positions = context_len[:, None] + 1 + torch.arange(depths, device=logits.device)
-    noise = gumbel(sampling.seed, positions, logits.shape[-1])  # [B, D, V]: siblings share it
-    noise = noise.gather(1, depth[..., None].expand(-1, -1, logits.shape[-1]))
-    return torch.where(random[:, None, None], scaled_logits + noise, logits)
-
-
-def apply_top_k_top_p(scaled_logits: Tensor, sampling: Sampling) -> Tensor:
-    """[B, T, V] -> -inf outside the top-k and outside the smallest set whose probability reaches top-p; the best
-    token is always kept.
-    """
-    ranked = scaled_logits.sort(-1, descending=True).values
-    rank = torch.arange(scaled_logits.shape[-1], device=scaled_logits.device)
-    within_k = rank < sampling.top_k[:, None, None]
-    weights = ranked.masked_fill(~within_k, float("-inf")).softmax(-1)
-    before = weights.cumsum(-1) - weights
-    keep = within_k & (before < sampling.top_p[:, None, None])
-    keep[..., 0] = True
-    threshold = ranked.masked_fill(~keep, float("inf")).amin(-1, keepdim=True)
-    return scaled_logits.masked_fill(scaled_logits < threshold, float("-inf"))
+        scaled_logits = apply_filters(scaled_logits, sampling)
+    return torch.where(random, scaled_logits + noise, logits)

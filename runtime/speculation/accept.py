@@ -2,6 +2,10 @@
 
 A node is accepted iff its parent is accepted and its token is the one the target chose at its parent. Siblings differ,
 so the accepted nodes form one path from the root; the token chosen at its end is the bonus token, the next anchor.
+
+Without sampling parameters the choice is an argmax, made at all nodes at once. Otherwise it is made along the accepted
+path alone, level by level: at most γ rows of noise and filters a request instead of one for each node, and penalties
+see the tokens that were chosen before, as in plain decoding.
 """
 
 from __future__ import annotations
@@ -11,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from d2sd.runtime.sampling.sample import Sampling, token_scores
 from d2sd.runtime.speculation.tree import Tree
 
-# Shape letters: B requests, N nodes, G block size γ: no path is longer.
+# Shape letters: B requests, N nodes, G block size γ: no path is longer; V vocabulary.
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +27,7 @@ class Accepted:
 
     path: Tensor  # [B, G] int64, node indices from the root; 0 past its end
     count: Tensor  # [B] int64, its length 1 .. γ: rows to commit, and new tokens (the bonus included)
-    tokens: Tensor  # [B, G] int64, the target's choice at each node of the path: `count` new tokens
+    tokens: Tensor  # [B, G] int64, the target's choice at each node of the path: `count` new tokens, the rest unused
     accepted_branch: Tensor  # [B] int64, `Tree.branch_id` of the path's last node
 
     def matches(self, row: int, drafted: list[int]) -> int:
@@ -50,3 +55,42 @@ def accept(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
     path = path.scatter_(1, column, torch.arange(size, device=chosen.device).expand(batch, size))[:, :longest]
     last = path.gather(1, count[:, None] - 1)
     return Accepted(path, count, chosen.gather(1, path), tree.branch_id.gather(1, last)[:, 0])
+
+
+def sample_target(
+    tree: Tree, logits: Tensor, context_len: Tensor, sampling: Sampling, longest: int, mask: Tensor | None = None
+) -> Accepted:
+    """Choose the target's tokens and accept along them; paths have at most `longest` nodes (γ).
+
+    logits [B, N, V] fp32; context_len [B], the root's position. `mask` [B, N, ceil(V / 32)] int32 has a bit for each
+    token that a grammar allows after the node, the lowest for token 0; -1 in the rows of unconstrained requests.
+    """
+    if sampling.is_argmax and mask is None:
+        return accept(tree, logits.argmax(-1), longest)
+    batch, nodes, vocab_size = logits.shape
+    noise = sampling.noise(context_len, longest, vocab_size)
+    rows, numbers = torch.arange(batch, device=logits.device), torch.arange(nodes, device=logits.device)
+    is_child = tree.valid & (numbers > 0)  # the root's parent is 0, itself
+    node = torch.zeros_like(context_len)
+    on_path = torch.ones_like(node, dtype=torch.bool)
+    path, tokens, count, last = [], [], torch.zeros_like(node), node
+    for depth in range(longest):
+        allowed = None if mask is None else unpack_bits(mask[rows, node], vocab_size)
+        level_noise = None if noise is None else noise[:, depth]
+        position = context_len + 1 + depth
+        chosen = token_scores(logits[rows, node], position, sampling, level_noise, allowed).argmax(-1)
+        path.append(node.where(on_path, 0))
+        tokens.append(chosen)
+        count, last = count + on_path, node.where(on_path, last)
+        found = is_child & (tree.parent == node[:, None]) & (tree.tokens == chosen[:, None])
+        on_path = on_path & found.any(-1)
+        node = found.int().argmax(-1)
+        sampling = sampling.after(chosen)
+    branch = tree.branch_id.gather(1, last[:, None])[:, 0]
+    return Accepted(torch.stack(path, 1), count, torch.stack(tokens, 1), branch)
+
+
+def unpack_bits(words: Tensor, size: int) -> Tensor:
+    """int32 [B, W] -> bool [B, size], the lowest bit first."""
+    bits = (words[..., None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
+    return bits.flatten(-2)[..., :size].bool()

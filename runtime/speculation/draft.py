@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from d2sd.runtime.sampling.filters import apply_filters
 from d2sd.runtime.sampling.philox import gumbel_at
-from d2sd.runtime.sampling.sample import Sampling, apply_top_k_top_p
+from d2sd.runtime.sampling.sample import Sampling
 
 # Shape letters: B requests, K branches, S = γ - 1 slots after the anchor, M candidates a slot, V vocabulary, Vd draft
 # vocabulary: logits [..., Vd] belong to the ascending `ids [Vd]`. Tokens are the target's ids everywhere.
@@ -101,7 +102,7 @@ def candidates(logits: Tensor, context_len: Tensor, sampling: Sampling, width: i
         random = (sampling.temperature > 0)[:, None, None, None]
         scaled_logits = pool / torch.where(random, sampling.temperature[:, None, None, None], 1.0)
         if sampling.any_filter:
-            scaled_logits = apply_top_k_top_p(scaled_logits.flatten(1, 2), sampling).view_as(pool)
+            scaled_logits = apply_filters(scaled_logits, sampling)
         slots = torch.arange(logits.shape[2], device=logits.device)
         position = (context_len[:, None, None, None] + 1 + slots[:, None]).expand_as(tokens)
         scores = torch.where(random, scaled_logits + gumbel_at(sampling.seed, position, tokens), pool)

@@ -253,10 +253,10 @@ def test_sampling_defaults_have_the_bounds_of_a_request(tmp_path: Path, value: s
     with pytest.raises(RecipeError, match=f"sampling.{name}"):
         load(tmp_path, MINIMAL, f"sampling.{value}")
     with pytest.raises(RequestError, match=name):
-        SamplingParams(**{name: int(number)})
+        SamplingParams(**{name: int(number)})  # type: ignore[arg-type]
     edge = int(number) + (1 if number.startswith("-") else -1)
     assert getattr(load(tmp_path, MINIMAL, f"sampling.{name}={edge}").sampling, name) == edge
-    assert getattr(SamplingParams(**{name: edge}), name) == edge
+    assert getattr(SamplingParams(**{name: edge}), name) == edge  # type: ignore[arg-type]
 
 
 def test_a_message_about_a_large_value_is_short(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request, SamplingParams
+from d2sd.runtime.sampling.sample import Sampling, token_scores
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import make_policy
@@ -174,3 +175,21 @@ def check_pages(runner: ModelRunner, table: Tensor, tokens: list[int]) -> None:
         k, v = committed(pool, table, len(tokens))
         torch.testing.assert_close(k, keys[:, 0], atol=1e-4, rtol=0)
         torch.testing.assert_close(v, values[:, 0], atol=1e-4, rtol=0)
+
+
+def gumbel_scores(logits: Tensor, depth: Tensor, context_len: Tensor, depths: int, sampling: Sampling) -> Tensor:
+    """Scores [B, T, V] that the target takes the argmax of, for rows [B, T] of any depths."""
+    noise = sampling.noise(context_len, depths, logits.shape[-1])
+    rows = torch.arange(len(logits))
+    columns = [
+        token_scores(
+            logits[:, t], context_len + 1 + depth[:, t], sampling, None if noise is None else noise[rows, depth[:, t]]
+        )
+        for t in range(logits.shape[1])
+    ]
+    return torch.stack(columns, 1)
+
+
+def choices(logits: Tensor, depth: Tensor, context_len: Tensor, depths: int, sampling: Sampling) -> Tensor:
+    """The target's choice [B, T] after each row."""
+    return gumbel_scores(logits, depth, context_len, depths, sampling).argmax(-1)

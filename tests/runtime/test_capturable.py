@@ -145,11 +145,11 @@ def prefills(monkeypatch: pytest.MonkeyPatch, chunk: int, prompts: list[int]) ->
     calls: list[tuple[int, list[int]]] = []
     prefill = runner.prefill
 
-    def noted(tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
+    def noted(tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> Tensor:
         assert len(tokens) == len(length) == len(page_table) == len(context_len)
         assert (page_table[length == 0] == 0).all()
         calls.append((tokens.shape[1], length.tolist()))
-        prefill(tokens, length, page_table, context_len)
+        return prefill(tokens, length, page_table, context_len)
 
     monkeypatch.setattr(runner, "prefill", noted)
     make_engine(runner, "off", prefill_chunk=chunk).generate(Request((1,) * n, 1) for n in prompts)

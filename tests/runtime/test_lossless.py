@@ -302,9 +302,10 @@ class Poisoned(ModelRunner):
         super().allocate(pages, page_size)
         poison(self, slice(None))
 
-    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
-        super().prefill(tokens, length, page_table, context_len)
+    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> Tensor:
+        hidden = super().prefill(tokens, length, page_table, context_len)
         poison(self, 0)
+        return hidden
 
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         super().commit(batch, verified, accepted)

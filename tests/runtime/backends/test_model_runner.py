@@ -17,12 +17,12 @@ from d2sd.runtime.backends import model_runner as module
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.request import SamplingParams
-from d2sd.runtime.sampling.sample import Sampling, sample_target
+from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.speculation.tree import Tree, from_candidates
-from tests.runtime.helpers import BLOCK, check_pages, copies, honest, models, poison, sync_drafters
+from tests.runtime.helpers import BLOCK, check_pages, choices, copies, honest, models, poison, sync_drafters
 from tests.tiny import full_logits, tiny_drafter
 
 PAGE = 4
@@ -330,13 +330,13 @@ def test_sampled_drafts_follow_the_noise_of_their_positions(ready: tuple[ModelRu
         place = batch.context_len[row : row + 1]
         block = [text[-1], *[models_[1].config.mask_token_id] * (BLOCK - 1)]
         logits = fresh_draft(models_[1], text, [block])
-        assert first.top1[row].tolist() == sample_target(logits, depth, place, BLOCK - 1, own)[0].tolist()
+        assert first.top1[row].tolist() == choices(logits, depth, place, BLOCK - 1, own)[0].tolist()
         for branch, length in enumerate(LENGTHS[row].tolist()):
             kept = [text[-1], *first.top1[row, :length].tolist()]
             logits = fresh_draft(models_[2], text, [kept + [models_[2].config.mask_token_id] * (BLOCK - len(kept))])
             if length < BLOCK - 1:
                 logits[0, length, first.top1[row, length]] = -torch.inf
-            wanted = sample_target(logits, depth, place, BLOCK - 1, own)[0]
+            wanted = choices(logits, depth, place, BLOCK - 1, own)[0]
             assert second.top1[row, branch, length:].tolist() == wanted[length:].tolist()
 
 

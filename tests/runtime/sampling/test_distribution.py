@@ -17,9 +17,10 @@ from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request, SamplingParams
-from d2sd.runtime.sampling.sample import Sampling, sample_target
+from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.stats import SequenceStats
+from tests.runtime.helpers import choices
 from tests.runtime.oracle import allowed, chi_square_p
 from tests.tiny import full_logits, tiny_decoder, tiny_drafter
 
@@ -66,7 +67,7 @@ def chosen(kind: SamplingParams) -> tuple[tuple[int, ...], ...]:
     text = torch.stack([zero, zero, zero], dim=1)
     for place in range(3):
         rows = logits()[text[:, 0], text[:, 1], place][:, None]
-        text[:, place] = sample_target(rows, zero[:, None], zero + place, 1, sampling)[:, 0]
+        text[:, place] = choices(rows, zero[:, None], zero + place, 1, sampling)[:, 0]
     return tuple(map(tuple, text.tolist()))
 
 

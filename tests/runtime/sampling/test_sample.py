@@ -13,8 +13,8 @@ from torch import Tensor
 from d2sd.errors import RequestError
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.philox import gumbel
-from d2sd.runtime.sampling.sample import Sampling, gumbel_scores, sample_target
-from tests.runtime.helpers import STEADY
+from d2sd.runtime.sampling.sample import Sampling
+from tests.runtime.helpers import STEADY, choices, gumbel_scores
 from tests.runtime.oracle import allowed
 
 GREEDY = SamplingParams()
@@ -78,9 +78,7 @@ def test_greedy_rows_stay_greedy_in_company() -> None:
     assert torch.equal(scores[0], logits[0])
     assert torch.equal(scores[2], logits[2])
     depth = torch.arange(4).expand(3, 4)
-    chosen = sample_target(
-        logits, depth, torch.zeros(3, dtype=torch.long), 4, Sampling.of([GREEDY, hot, GREEDY], 32, "cpu")
-    )
+    chosen = choices(logits, depth, torch.zeros(3, dtype=torch.long), 4, Sampling.of([GREEDY, hot, GREEDY], 32, "cpu"))
     assert torch.equal(chosen[[0, 2]], logits[[0, 2]].argmax(-1))
     assert not torch.equal(chosen[1], logits[1].argmax(-1))
 
@@ -91,7 +89,7 @@ def test_all_greedy_is_argmax() -> None:
     assert not sampling.any_sampled
     assert not sampling.any_filter
     depth = torch.zeros(2, 3, dtype=torch.long)
-    assert torch.equal(sample_target(logits, depth, depth[:, 0], 1, sampling), logits.argmax(-1))
+    assert torch.equal(choices(logits, depth, depth[:, 0], 1, sampling), logits.argmax(-1))
 
 
 @STEADY
@@ -104,7 +102,7 @@ def test_company_changes_nothing(params: list[SamplingParams], seed: int) -> Non
         if one.temperature:
             alone = gumbel_scores(logits[b : b + 1], depth, context, 2, Sampling.of([one], 16, "cpu"))
             assert torch.equal(alone[0], together[b])
-        chosen = sample_target(logits[b : b + 1], depth, context, 2, Sampling.of([one], 16, "cpu"))
+        chosen = choices(logits[b : b + 1], depth, context, 2, Sampling.of([one], 16, "cpu"))
         assert torch.equal(chosen[0], together[b].argmax(-1))
 
 
@@ -143,7 +141,7 @@ def test_position_is_context_and_depth() -> None:
 def test_narrowest_sampling_is_greedy(narrow: dict[str, float], seed: int) -> None:
     params = SamplingParams(**{"temperature": 1.0, "seed": seed, **narrow})  # type: ignore[arg-type]
     logits = logits_of(3, 1, 6, 64)
-    chosen = sample_target(logits, torch.arange(6)[None], torch.tensor([0]), 6, Sampling.of([params], 64, "cpu"))
+    chosen = choices(logits, torch.arange(6)[None], torch.tensor([0]), 6, Sampling.of([params], 64, "cpu"))
     assert torch.equal(chosen, logits.argmax(-1))
 
 
@@ -152,9 +150,7 @@ def test_almost_no_temperature_is_greedy(temperature: float) -> None:
     """Logits divided by it leave fp32."""
     params = [SamplingParams(temperature, seed=1), SamplingParams(temperature, top_p=0.9, seed=1)]
     logits = logits_of(3, 2, 4, 64) + 20
-    chosen = sample_target(
-        logits, torch.arange(4).expand(2, 4), torch.tensor([0, 0]), 4, Sampling.of(params, 64, "cpu")
-    )
+    chosen = choices(logits, torch.arange(4).expand(2, 4), torch.tensor([0, 0]), 4, Sampling.of(params, 64, "cpu"))
     assert torch.equal(chosen, logits.argmax(-1))
 
 

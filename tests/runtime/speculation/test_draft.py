@@ -12,9 +12,9 @@ from torch import Tensor
 
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.philox import gumbel
-from d2sd.runtime.sampling.sample import Sampling, sample_target
+from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.draft import CANDIDATE_POOL, Branches, Draft, candidates
-from tests.runtime.helpers import STEADY
+from tests.runtime.helpers import STEADY, choices
 from tests.runtime.oracle import allowed
 
 # Four slots behind each anchor. The last branch keeps everything.
@@ -115,7 +115,7 @@ def test_a_drafter_as_good_as_the_target_proposes_what_it_chooses(params: list[S
     sampling = Sampling.of(params, VOCAB, "cpu")
     context = 10 * torch.arange(1, len(params) + 1)
     depth = torch.arange(4).expand(len(params), 4)
-    chosen = sample_target(logits[:, 0], depth, context, 4, sampling)
+    chosen = choices(logits[:, 0], depth, context, 4, sampling)
     assert torch.equal(proposed(logits, params, 3).top1[:, 0], chosen)
 
 

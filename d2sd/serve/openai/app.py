@@ -1,0 +1,172 @@
+"""The HTTP server's routes: OpenAI's API, health, metrics and a page that shows speculation at work."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from d2sd.errors import RequestError
+from d2sd.serve.async_engine import AsyncEngine
+from d2sd.serve.openai import errors, requests
+from d2sd.serve.openai.formats import ChatFormat, CompletionFormat, Format
+from d2sd.serve.openai.generation import Generation
+from d2sd.serve.openai.metrics import Metrics
+from d2sd.serve.openai.middleware import Entrance
+from d2sd.serve.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from d2sd.serve.openai.responses import Disconnected, EventStream, while_connected
+from d2sd.serve.openai.spans import Spans
+
+if TYPE_CHECKING:
+    from d2sd.convert.bundle.load import Bundle
+    from d2sd.runtime.engine import Engine
+    from d2sd.runtime.request import Request as EngineRequest
+    from d2sd.serve.openai.settings import ServerSettings
+
+T = TypeVar("T")
+
+
+class Server:
+    """What the routes share: the bundle, its engine, and one thread that encodes and decodes text."""
+
+    def __init__(self, bundle: Bundle, engine: Engine, settings: ServerSettings) -> None:
+        self.bundle, self.settings = bundle, settings
+        self.engine = AsyncEngine(engine, max_waiting=settings.max_waiting)
+        self.metrics = Metrics(engine, settings.model)
+        self.created = int(time.time())
+        files = ",".join(f"{name}={digest}" for name, digest in sorted(bundle.manifest.files.items()))
+        self.fingerprint = f"d2sd-{version('d2sd')}-{hashlib.sha256(files.encode()).hexdigest()[:12]}"
+        self._tokenizer_thread = ThreadPoolExecutor(1, "d2sd-tokenizer")
+
+    async def tokenizing(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that uses the tokenizer, outside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function, *arguments)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ModelNotFound unless the name is this server's model, or none."""
+        if name not in (None, self.settings.model):
+            raise errors.ModelNotFound("The model does not exist.", found=name, expected=self.settings.model)
+
+    async def answer(
+        self, http: Request, body: GenerationBody, encode: Callable[..., list[EngineRequest]], made: type[Format]
+    ) -> Response:
+        """Generate the answers to a body, streamed or whole."""
+        self.check_model(body.model)
+        if body.stream_options is not None and not body.stream:
+            raise RequestError("stream_options needs stream.", where="stream_options", fix="set stream to true")
+        facts = http.scope["state"]["facts"]
+        facts |= {"model": self.settings.model, "stream": body.stream}
+        prepared = await self.tokenizing(encode, self.bundle, body, self.settings)
+        generation = Generation(
+            self.engine, self.metrics, prepared, facts, body.deadline or self.settings.request_timeout
+        )
+        shape = made(self.settings.model, self.fingerprint, body.return_token_ids)
+        if body.stream:
+            usage = body.stream_options is not None and body.stream_options.include_usage
+            return EventStream(_events(generation, shape, usage), generation.close)
+        try:
+            await while_connected(http.receive, generation.run())
+        except Disconnected:
+            return Response(status_code=499)
+        finally:
+            generation.close()
+        return JSONResponse(shape.whole(generation))
+
+
+async def _events(generation: Generation, shape: Format, usage: bool) -> AsyncIterator[dict[str, Any]]:
+    """The chunks of a stream."""
+    for choice in generation.choices:
+        for event in shape.first(choice):
+            yield event
+    async for choice, output in generation.outputs():
+        for event in shape.deltas(choice, output):
+            yield event
+    if usage:
+        yield shape.chunk(usage=generation.usage())
+
+
+def create_app(bundle: Bundle, engine: Engine, settings: ServerSettings) -> FastAPI:
+    """Make the ASGI app of one bundle; its lifespan starts and stops the engine's thread.
+
+    `app.state.server.engine` is the `AsyncEngine`: drain it before the app is shut down.
+    """
+    server = Server(bundle, engine, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await server.engine.start()
+        yield
+        await server.engine.stop()
+
+    app = FastAPI(
+        title="d2sd", version=version("d2sd"), lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
+    app.state.server = server
+    errors.install(app)
+    app.add_middleware(Entrance, settings=settings, spans=Spans())
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, http: Request) -> Response:
+        return await server.answer(http, body, requests.chat_requests, ChatFormat)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, http: Request) -> Response:
+        return await server.answer(http, body, requests.completion_requests, CompletionFormat)
+
+    model = {"id": settings.model, "object": "model", "created": server.created, "owned_by": "d2sd"}
+    model["max_model_len"] = engine.limits.max_context
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        server.check_model(name)
+        return model
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        server.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("Give either a prompt or messages.", where="prompt")
+        tokens = await server.tokenizing(requests.encode, bundle, body)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": engine.limits.max_context}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        server.check_model(body.model)
+        if bad := [token for token in body.tokens if token >= engine.runner.vocab_size]:
+            raise RequestError("There is a token outside the vocabulary.", where="tokens", found=bad[0])
+        return {"prompt": await server.tokenizing(bundle.tokenizer.decode, body.tokens)}
+
+    @app.get("/health")
+    @app.get("/live")
+    async def health() -> Response:
+        reason = server.engine.health
+        return JSONResponse({"status": "ok"} if reason is None else {"status": "failed", "reason": reason},
+                            200 if reason is None else 503)  # fmt: skip
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        ok = server.engine.accepting
+        return JSONResponse({"status": "ready" if ok else "not ready"}, 200 if ok else 503)
+
+    @app.get("/version")
+    async def show_version() -> dict[str, str]:
+        return {"version": version("d2sd"), "model": settings.model, "system_fingerprint": server.fingerprint}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(server.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return app

@@ -1,0 +1,126 @@
+"""Every refusal as OpenAI's error body: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from d2sd.errors import D2SDError, GenerationError, RequestError, shortened
+from d2sd.serve.errors import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
+
+logger = logging.getLogger(__name__)
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "timeout_error",
+}
+#: Error class -> status and code; the first that fits.
+_STATUS: tuple[tuple[type[D2SDError], int, str], ...] = (
+    (QueueFull, 429, "queue_full"),
+    (DeadlineExceeded, 504, "deadline_exceeded"),
+    (ShuttingDown, 503, "shutting_down"),
+    (EngineFailed, 503, "engine_failed"),
+    (GenerationError, 500, "generation_failed"),
+    (RequestError, 400, "invalid_request"),
+)
+#: What the engine calls the length of an answer.
+_LENGTHS = ("max_new_tokens", "prompt + max_new_tokens")
+#: Validation errors of pydantic that have a clearer text for a client.
+_MESSAGES = {
+    "extra_forbidden": "Unsupported parameter: '{name}'.",
+    "missing": "Missing required parameter: '{name}'.",
+    "json_invalid": "The body is not valid JSON: {reason}.",
+}
+
+
+class ModelNotFound(RequestError):
+    """The request names a model that this server does not have."""
+
+
+def body_of(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The body of an error."""
+    kind = _TYPES.get(status, "invalid_request_error")
+    return {"error": {"message": _encodable(message), "type": kind, "param": param, "code": code}}
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, body and headers for an error raised by a request."""
+    if isinstance(error, ModelNotFound):
+        return 404, body_of(404, str(error), "model", "model_not_found"), {}
+    for kind, status, code in _STATUS:
+        if isinstance(error, kind):
+            param = str(error.where)[:200] if isinstance(error, RequestError) and error.where else None
+            param = "max_tokens" if param in _LENGTHS else param
+            headers = {"retry-after": str(QueueFull.retry_after)} if status in (429, 503) else {}
+            return status, body_of(status, str(error), _encodable(param) if param else None, code), headers
+    logger.error("a request failed", exc_info=error)
+    return 500, body_of(500, "The server failed to process the request.", None, "internal_error"), {}
+
+
+def respond(status: int, message: str, code: str | None = None, headers: dict[str, str] | None = None) -> JSONResponse:
+    """An error response."""
+    return JSONResponse(body_of(status, message, None, code), status, headers)
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of `app` an OpenAI error body."""
+
+    def known(request: Request, error: Exception) -> JSONResponse:
+        status, body, headers = describe(error)
+        return JSONResponse(body, status, headers)
+
+    def invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        message, param = _validation(error.errors())
+        return JSONResponse(body_of(400, message, param, "invalid_request"), 400)
+
+    def http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        status = error.status_code
+        what = {404: f"There is nothing at {request.url.path}.", 405: f"{request.method} is not allowed here."}
+        message = what.get(status, str(error.detail or HTTPStatus(status).phrase))
+        return JSONResponse(body_of(status, message, None, _CODES.get(status)), status, error.headers)
+
+    app.add_exception_handler(D2SDError, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+
+
+_CODES = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+
+
+def _validation(errors: Sequence[Any]) -> tuple[str, str | None]:
+    """Message and parameter of the first validation error; unknown parameters are named together."""
+    first = errors[0]
+    if unknown := [_name(error) for error in errors if error["type"] == "extra_forbidden"]:
+        return f"Unsupported parameter(s): {shortened(', '.join(f'`{name}`' for name in unknown))}.", unknown[0]
+    if first["type"] == "json_invalid":
+        return _MESSAGES["json_invalid"].format(reason=first["ctx"]["error"]), None
+    name = _name(first)
+    if not name:
+        return "The body must be a JSON object, with the header content-type: application/json.", None
+    if first["type"] == "missing":
+        return _MESSAGES["missing"].format(name=name), name
+    return f"Invalid value for '{name}': {first['msg']}; found {shortened(repr(first.get('input')), 80)}.", name
+
+
+def _name(error: Any) -> str:
+    """Dotted path of the parameter; names of union branches are left out."""
+    parts = [str(part) for part in error["loc"][1:]]
+    return shortened(".".join(p for p in parts if "[" not in p and p not in ("str", "int", "float", "bool")), 120)
+
+
+def _encodable(text: str) -> str:
+    """Text without lone surrogates, which JSON in UTF-8 cannot hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")

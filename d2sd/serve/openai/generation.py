@@ -1,0 +1,145 @@
+"""The answers of one HTTP request while they are generated: their streams, measured, and their usage."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from d2sd.serve.openai.metrics import Metrics, RequestTimer
+
+if TYPE_CHECKING:
+    from d2sd.runtime.request import Request
+    from d2sd.runtime.sequence import FinishReason, Output
+    from d2sd.serve.async_engine import AsyncEngine
+    from d2sd.serve.stream import Stream, Watch
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer so far."""
+
+    index: int
+    stream: Stream
+    timer: RequestTimer
+    text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+    @property
+    def seed(self) -> int:
+        return self.stream.request.sampling.seed
+
+    @property
+    def accepted(self) -> int:
+        """Tokens of the answer that were drafted; the others are bonus tokens."""
+        if self.stream.sequence is None:
+            return 0
+        stats = self.stream.sequence.stats
+        ends_early = stats.tokens > len(self.stream.sequence.answer)  # then the last bonus token was dropped
+        return max(0, len(self.stream.sequence.answer) - stats.steps + ends_early)
+
+
+class Generation:
+    """Runs requests; iterate once over `outputs`, then `close`, whatever happened.
+
+    Raises what `AsyncEngine.submit` raises, then what its streams raise: the first failure ends all.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        metrics: Metrics,
+        requests: Sequence[Request],
+        facts: dict[str, Any],
+        deadline: float | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        streams = engine.submit(requests, deadline=deadline, watch=watch)
+        self.choices = [Choice(i, stream, RequestTimer(metrics)) for i, stream in enumerate(streams)]
+        self._facts, self._closed = facts, False
+        self._pumps: list[asyncio.Future[None]] = []
+
+    async def run(self) -> None:
+        """Generate to the end."""
+        async for _ in self.outputs():
+            pass
+
+    async def outputs(self) -> AsyncIterator[tuple[Choice, Output]]:
+        """The outputs of all choices as they arrive."""
+        async for choice, output in self._merged():
+            choice.timer.output(output)
+            choice.text.append(output.text)
+            choice.tokens += output.tokens
+            choice.finish = output.finish
+            yield choice, output
+
+    def close(self) -> None:
+        """Cancel what still runs, and report all answers to the metrics and the log line. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for pump in self._pumps:
+            pump.cancel()
+        for choice in self.choices:
+            choice.stream.close()
+            sequence = choice.stream.sequence
+            failed = sequence is not None and sequence.error is not None
+            choice.timer.end(sequence, choice.finish or ("error" if failed else "cancelled"))
+        usage = self.usage()
+        first = [t for choice in self.choices if (t := choice.timer.first_token) is not None]
+        self._facts |= {
+            "choices": len(self.choices),
+            "prompt_tokens": usage["prompt_tokens"],
+            "completion_tokens": usage["completion_tokens"],
+            "accepted_tokens": usage["completion_tokens_details"]["accepted_prediction_tokens"],
+            "finish": sorted({choice.finish or "cancelled" for choice in self.choices}),
+            "seconds_to_first_token": round(min(first), 6) if first else None,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage. A prompt counts once, however many answers it has."""
+        prompts = {id(choice.stream.request.prompt): len(choice.stream.request.prompt) for choice in self.choices}
+        prompt, completion = sum(prompts.values()), sum(len(choice.tokens) for choice in self.choices)
+        drafted = sum(
+            s.verified_nodes - s.steps for c in self.choices if c.stream.sequence for s in [c.stream.sequence.stats]
+        )
+        accepted = sum(choice.accepted for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            },
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+
+    async def _merged(self) -> AsyncIterator[tuple[Choice, Output]]:
+        """A reader that is slow stops the pumps, and then the streams merge outputs."""
+        if len(self.choices) == 1:
+            async for output in self.choices[0].stream:
+                yield self.choices[0], output
+            return
+        queue: asyncio.Queue[tuple[Choice, Output] | Exception | None] = asyncio.Queue(1)
+        self._pumps = [asyncio.ensure_future(_pump(choice, queue)) for choice in self.choices]
+        ended = 0
+        while ended < len(self.choices):
+            item = await queue.get()
+            if item is None:
+                ended += 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+
+
+async def _pump(choice: Choice, queue: asyncio.Queue[tuple[Choice, Output] | Exception | None]) -> None:
+    try:
+        async for output in choice.stream:
+            await queue.put((choice, output))
+        await queue.put(None)
+    except Exception as error:
+        await queue.put(error)

@@ -1,0 +1,124 @@
+"""Prometheus metrics of one server: vLLM's names behind `d2sd_`, and what speculation adds."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from d2sd.runtime.stats import FIRST_DRAFT
+
+if TYPE_CHECKING:
+    from d2sd.runtime.engine import Engine
+    from d2sd.runtime.sequence import Output, Sequence
+
+_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class Metrics:
+    """The metrics of one engine, in a registry of their own."""
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._engine, self._model, self._policy = engine, model, ""
+        scheduler = engine.scheduler
+        pages = scheduler.page_count - 1
+        self._gauge("num_requests_running", "Requests in the running batch.", lambda: len(scheduler.running))
+        self._gauge("num_requests_waiting", "Requests that wait for the batch.", lambda: len(scheduler.waiting))
+        self._gauge("kv_cache_usage_perc", "Share of the K/V pages in use; 1 is all.", lambda: self._used() / pages)
+        self._gauge("kv_pages_used", "K/V pages in use.", self._used)
+        self._gauge("kv_pages", "K/V pages in each pool.", lambda: pages)
+        self._in_force = Gauge(
+            "d2sd_policy_in_force", "1 for the policy of the last step.", ["model_name", "policy"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
+        self.inter_token = self._histogram(
+            "inter_token_latency_seconds", "Time of each token after the first.", _SECONDS
+        )
+        self.latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _SECONDS)
+        self.accepted_length = self._histogram(
+            "accepted_length", "Tokens committed by a step, bonus included.", [float(n) for n in range(1, 17)]
+        )
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that ended.")
+        self._generated = self._counter("generation_tokens", "Tokens generated.")
+        self._drafts = self._counter("spec_decode_num_drafts", "Steps that verified a draft.")
+        self._drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens verified.")
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted, bonus excluded.")
+        self._rows = self._counter("verified_rows", "Tree rows verified, the anchor's included.")
+        self._rescues = self._counter("spec_decode_rescues", "Steps won by a branch of the second pass.")
+        self._preemptions = self._counter("num_preemptions", "Requests preempted for lack of K/V pages.")
+        self._ended = Counter(
+            "d2sd_request_success", "Requests that ended, by reason.", ["model_name", "finished_reason"],
+            registry=self.registry,
+        )  # fmt: skip
+
+    def text(self) -> bytes:
+        """The exposition text of Prometheus."""
+        policy = str(self._engine.policy)
+        if policy != self._policy:
+            self._in_force.clear()
+            self._in_force.labels(self._model, policy).set(1)
+            self._policy = policy
+        return generate_latest(self.registry)
+
+    def ended(self, sequence: Sequence | None, reason: str) -> None:
+        """Count a request that has ended; `sequence` is None for one that never reached the engine."""
+        self._ended.labels(self._model, reason).inc()
+        if sequence is None:
+            return
+        stats = sequence.stats
+        self._prompt.inc(len(sequence.request.prompt))
+        for length, steps in stats.accepted.items():
+            for _ in range(steps):
+                self.accepted_length.observe(length)
+        drafted = stats.verified_nodes - stats.steps
+        self._rows.inc(stats.verified_nodes)
+        self._drafts.inc(sum(steps for policy, steps in stats.policies.items() if not policy.startswith("off")))
+        self._drafted.inc(drafted)
+        self._accepted.inc(stats.tokens - stats.steps)
+        self._rescues.inc(sum(n for branch, n in stats.accepted_branches.items() if branch != FIRST_DRAFT))
+        self._preemptions.inc(stats.preemptions)
+
+    def _used(self) -> int:
+        return self._engine.scheduler.page_count - 1 - self._engine.scheduler.pages.free
+
+    def _gauge(self, name: str, text: str, read: Any) -> None:
+        gauge = Gauge(f"d2sd_{name}", text, ["model_name"], registry=self.registry)
+        gauge.labels(self._model).set_function(read)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"d2sd_{name}", text, ["model_name"], registry=self.registry).labels(self._model)
+
+    def _histogram(self, name: str, text: str, buckets: Any) -> Histogram:
+        made = Histogram(f"d2sd_{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+        return made.labels(self._model)
+
+
+class RequestTimer:
+    """Measures one request from its arrival; an output of k tokens is k latencies of a k-th of its time."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics, self._begun = metrics, time.monotonic()
+        self._last: float | None = None
+        self.first_token: float | None = None  # seconds
+
+    def output(self, output: Output) -> None:
+        """Record an output when it arrives."""
+        now, count = time.monotonic(), len(output.tokens)
+        if not count:
+            return
+        if self._last is None:
+            self.first_token = now - self._begun
+            self._metrics.first_token.observe(self.first_token)
+        else:
+            for _ in range(count):
+                self._metrics.inter_token.observe((now - self._last) / count)
+        self._last = now
+        self._metrics._generated.inc(count)
+
+    def end(self, sequence: Sequence | None, reason: str) -> None:
+        """Record the end, as `Metrics.ended` does."""
+        self._metrics.latency.observe(time.monotonic() - self._begun)
+        self._metrics.ended(sequence, reason)

@@ -1,0 +1,97 @@
+"""What every HTTP request passes: an id, a log line, the API key and the limit of its body."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+import time
+from typing import Any
+from uuid import uuid4
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from d2sd.serve.openai.errors import describe, respond
+from d2sd.serve.openai.settings import ServerSettings
+from d2sd.serve.openai.spans import Spans
+
+#: One JSON object for each request.
+access = logging.getLogger("d2sd.serve.access")
+
+#: Probes, and the files of the page at /, which hold no data.
+_OPEN_PATHS = {"/health", "/live", "/ready", "/", "/page.js", "/page.css"}
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+class Entrance:
+    """ASGI middleware around the whole app. `scope["state"]["facts"]` collects what the log line reports."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, spans: Spans) -> None:
+        self.app, self.settings, self.spans = app, settings, spans
+        self._keys = [key.encode() for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        name = headers.get(b"x-request-id", b"").decode("latin-1")
+        if not _REQUEST_ID.fullmatch(name):
+            name = uuid4().hex
+        facts: dict[str, Any] = {"id": name, "method": scope["method"], "path": scope["path"][:200], "status": 0}
+        scope.setdefault("state", {})["facts"] = facts
+        begun = time.monotonic()
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                facts["status"] = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
+            await send(message)
+
+        with self.spans.request(headers, facts):
+            try:
+                await self._admit(scope, headers, receive, sending)
+            except Exception as error:  # a bug: everything else has been answered
+                status, body, _ = describe(error)
+                if not facts["status"]:
+                    await JSONResponse(body, status)(scope, receive, sending)
+            finally:
+                facts["seconds"] = round(time.monotonic() - begun, 6)
+                access.info(json.dumps(facts))
+
+    async def _admit(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+        if self._keys and scope["path"] not in _OPEN_PATHS and not self._authorised(headers):
+            refusal = respond(
+                401, "The API key is missing or wrong; send it as `Authorization: Bearer KEY`.", "invalid_api_key",
+                {"www-authenticate": "Bearer"},
+            )  # fmt: skip
+            await refusal(scope, receive, send)
+            return
+        limit = self.settings.max_body_bytes
+        length = headers.get(b"content-length", b"0")
+        too_large = f"The body is larger than {limit} bytes."
+        if not length.isdigit() or int(length[:20]) > limit:
+            await respond(413, too_large, "body_too_large", {"connection": "close"})(scope, receive, send)
+            return
+        size = 0
+
+        async def receiving() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > limit:  # sent in chunks, without a length
+                raise HTTPException(413, too_large, {"connection": "close"})
+            return message
+
+        await self.app(scope, receiving, send)
+
+    def _authorised(self, headers: dict[bytes, bytes]) -> bool:
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        # every key is compared, in constant time
+        return (sum(hmac.compare_digest(key.strip(), known) for known in self._keys) > 0) & (
+            scheme.lower() == b"bearer"
+        )

@@ -1,0 +1,57 @@
+"""A d2sd server in a thread, for clients of this process."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import openai
+
+from d2sd.convert.bundle.load import load_bundle
+from d2sd.convert.bundle.serving import make_engine
+from d2sd.runtime.engine import Engine
+from d2sd.serve.async_engine import AsyncEngine
+from d2sd.serve.openai.app import create_app
+from d2sd.serve.openai.run import make_server
+from d2sd.serve.openai.settings import ServerSettings
+
+
+class Running:
+    """A server that accepts connections."""
+
+    def __init__(self, url: str, service: AsyncEngine, key: str) -> None:
+        self.url, self.service, self.engine = url, service, service.engine
+        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
+        self.async_openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
+        self.http = httpx.Client(base_url=url, timeout=30)
+
+
+@contextmanager
+def serving(bundle: Path, engine: Engine | None = None, **settings: Any) -> Iterator[Running]:
+    """Serve a bundle on a free port of the loopback device."""
+    loaded = load_bundle(bundle)
+    options = ServerSettings(**{"model": "tiny", "drain_timeout": 5.0, **settings})
+    app = create_app(loaded, engine or make_engine(loaded, max_batch=8), options)
+    server = make_server(app, "127.0.0.1", 0)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        thread = Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        running = Running(f"http://127.0.0.1:{listener.getsockname()[1]}", app.state.server.engine, "key")
+        while not server.started:
+            assert thread.is_alive()
+            thread.join(0.01)
+        try:
+            yield running
+        finally:
+            running.http.close()
+            running.openai.close()
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()

@@ -1,0 +1,166 @@
+"""The contract of OpenAI's API, held by its own client; answers are those of the Python API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from d2sd import LLM, SamplingParams
+from tests.d2sd.serve.http import Running, serving
+
+USER: Any = {"role": "user", "content": "w5 w7"}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_bundle: Path) -> Iterator[Running]:
+    with serving(tiny_bundle) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_bundle: Path) -> LLM:
+    return LLM(tiny_bundle)
+
+
+def test_a_chat_equals_the_python_api(server: Running, llm: LLM) -> None:
+    found = server.openai.chat.completions.create(
+        model="tiny", messages=[{"role": "system", "content": "w1"}, USER], temperature=0.8, seed=5, max_tokens=9
+    )
+    (expected,) = llm.chat(
+        [{"role": "system", "content": "w1"}, USER], SamplingParams(temperature=0.8, seed=5, max_tokens=9)
+    )
+    choice = found.choices[0]
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert (choice.finish_reason, choice.index) == (expected.finish_reason, 0)
+    assert found.object == "chat.completion"
+    assert found.model == "tiny"
+    assert found.id.startswith("chatcmpl-")
+    assert found.usage is not None
+    assert found.usage.prompt_tokens == len(expected.prompt_token_ids)
+    assert found.usage.completion_tokens == len(expected.token_ids)
+    assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+    details = found.usage.completion_tokens_details
+    assert details is not None
+    steps = expected.stats.steps
+    assert details.accepted_prediction_tokens is not None
+    assert (
+        0
+        <= len(expected.token_ids) - steps
+        <= details.accepted_prediction_tokens
+        <= len(expected.token_ids) - steps + 1
+    )
+    assert details.rejected_prediction_tokens is not None
+    assert details.rejected_prediction_tokens > 0
+
+
+def test_a_stream_adds_up(server: Running) -> None:
+    options: Any = {"model": "tiny", "messages": [USER], "seed": 3, "temperature": 1.0, "max_tokens": 12}
+    whole = server.openai.chat.completions.create(**options)
+    chunks = list(server.openai.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks[:-1]][-1] == whole.choices[0].finish_reason
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+    raw = server.http.post("/v1/chat/completions", json=options | {"stream": True})
+    assert raw.headers["content-type"].startswith("text/event-stream")
+    assert raw.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("prompt", ["w5 w7 w9", [5, 7, 9], ["w5 w7 w9", "w31"], [[5, 7, 9], [31]]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_take_text_and_tokens(server: Running, llm: LLM, prompt: Any, stream: bool) -> None:
+    texts = ["w5 w7 w9", "w31"][: 1 if prompt in ("w5 w7 w9", [5, 7, 9]) else 2]
+    expected = [answer.text for answer in llm.generate(texts, SamplingParams(max_tokens=8))]
+    found = server.openai.completions.create(model="tiny", prompt=prompt, max_tokens=8, stream=stream)
+    if isinstance(found, openai.Stream):
+        parts = [""] * len(texts)
+        for chunk in found:
+            parts[chunk.choices[0].index] += chunk.choices[0].text
+        assert parts == expected
+    else:
+        assert [choice.text for choice in found.choices] == expected
+        assert found.object == "text_completion"
+
+
+def test_n_answers_have_seeds_of_their_own(server: Running, llm: LLM) -> None:
+    found = server.openai.chat.completions.create(
+        model="tiny", messages=[USER], n=3, seed=7, temperature=1.0, max_tokens=10
+    )
+    seeds = [choice.model_extra["seed"] for choice in found.choices if choice.model_extra]
+    assert len(set(seeds)) == 3
+    for choice, seed in zip(found.choices, seeds, strict=True):
+        (expected,) = llm.chat([USER], SamplingParams(temperature=1.0, seed=seed, max_tokens=10))
+        assert choice.message.content == expected.text
+    assert found.usage is not None
+    assert found.usage.prompt_tokens == 4
+
+
+def test_a_seed_that_is_left_out_is_fresh_and_reported(server: Running) -> None:
+    options: Any = {"model": "tiny", "messages": [USER], "temperature": 1.0, "max_tokens": 12}
+    first, second = (server.openai.chat.completions.create(**options).choices[0] for _ in range(2))
+    assert first.model_extra is not None
+    assert second.model_extra is not None
+    assert first.model_extra["seed"] != second.model_extra["seed"]
+    again = server.openai.chat.completions.create(**options, seed=first.model_extra["seed"])
+    assert again.choices[0].message.content == first.message.content
+
+
+def test_stop_strings_end_an_answer(server: Running) -> None:
+    whole = server.openai.completions.create(model="tiny", prompt="w5 w7", max_tokens=16).choices[0].text
+    stop = whole.split()[2]
+    cut = server.openai.completions.create(model="tiny", prompt="w5 w7", max_tokens=16, stop=[stop, "other"])
+    assert (cut.choices[0].text, cut.choices[0].finish_reason) == (whole[: whole.index(stop)], "stop")
+
+
+def test_defaults_are_the_recipes(server: Running, llm: LLM) -> None:
+    found = server.http.post("/v1/completions", json={"prompt": "w5 w7", "return_token_ids": True}).json()
+    assert found["choices"][0]["token_ids"] == llm.generate("w5 w7")[0].token_ids
+    assert found["system_fingerprint"].startswith("d2sd-")
+
+
+def test_sixteen_clients_get_the_answers_of_the_python_api(server: Running, llm: LLM) -> None:
+    prompts = [f"w{3 + i} w{9 + i}" for i in range(16)]
+    params = [SamplingParams(temperature=i % 3 / 2, seed=i, max_tokens=6 + i) for i in range(16)]
+
+    async def one(number: int) -> str:
+        stream = await server.async_openai.completions.create(
+            model="tiny", prompt=prompts[number], temperature=params[number].temperature, seed=number,
+            max_tokens=6 + number, stream=True,
+        )  # fmt: skip
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def everyone() -> list[str]:
+        return await asyncio.gather(*map(one, range(16)))
+
+    assert asyncio.run(everyone()) == [answer.text for answer in llm.generate(prompts, params)]
+
+
+def test_models_and_tokens(server: Running) -> None:
+    (model,) = server.openai.models.list().data
+    assert (model.id, model.object) == ("tiny", "model")
+    assert server.openai.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError) as raised:
+        server.openai.models.retrieve("gpt")
+    assert raised.value.code == "model_not_found"
+    found = server.http.post("/tokenize", json={"prompt": "w5 w7"}).json()
+    assert found == {"tokens": [5, 7], "count": 2, "max_model_len": 64}
+    assert server.http.post("/tokenize", json={"messages": [USER]}).json()["tokens"] == [11, 5, 7, 12]
+    assert server.http.post("/detokenize", json={"tokens": [5, 7]}).json() == {"prompt": "w5 w7"}
+    assert server.http.get("/version").json()["model"] == "tiny"
+
+
+def test_conversations_sent_back_by_the_client_are_accepted(server: Running) -> None:
+    first = server.openai.chat.completions.create(model="tiny", messages=[USER], max_tokens=3)
+    message: Any = first.choices[0].message.model_dump()
+    parts: Any = {"role": "user", "content": [{"type": "text", "text": "w3 "}, {"type": "text", "text": "w4"}]}
+    found = server.openai.chat.completions.create(model="tiny", messages=[USER, message, parts], max_tokens=3)
+    assert found.usage is not None
+    assert found.usage.prompt_tokens > 8
