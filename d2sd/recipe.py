@@ -236,6 +236,8 @@ class Limits(Part):
     #: Memory of the K/V pools: a share of the memory that is free when serving starts (0.9), or bytes (4GiB). If it
     #: runs out, the newest request is preempted and recomputed later. By default it fits max_batch times max_context.
     kv_memory: Annotated[float | int, BeforeValidator(_kv_memory)] | None = None
+    #: Keep the K/V pages of finished requests: one that starts with the same tokens does not compute them again.
+    prefix_cache: bool = True
 
 
 class Checks(Part):

@@ -21,7 +21,7 @@ from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
-from d2sd.runtime.stats import Clock
+from d2sd.runtime.stats import Clock, EngineStats
 from d2sd.runtime.text import Decode, TextStream
 from d2sd.runtime.trace import StepTrace
 
@@ -91,7 +91,12 @@ class Engine:
         """Drop a waiting or running request, with an error if given; a finished one is left unchanged."""
         if sequence.finish is None:
             sequence.finish, sequence.error = "error" if error else "cancelled", error
-            self._leave(sequence)
+            self.scheduler.remove(sequence)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts for monitoring: requests, pages, prefix cache, preemptions."""
+        return self.scheduler.stats(str(self.policy))
 
     @property
     def busy(self) -> bool:
@@ -131,6 +136,7 @@ class Engine:
         """Admit waiting requests and prefill one chunk budget; returns the sequences ready to decode."""
         with self.clock.stage("prefill"):
             schedule = self.scheduler.schedule()
+            self.runner.forget(schedule.discarded)
             budget = self.limits.prefill_chunk
             for chunks in prefill_calls(schedule.prefill, budget, self.runner.max_prefill_requests):
                 hidden = self.runner.prefill(*prefill_inputs(chunks, budget, self.runner.device))
@@ -176,13 +182,8 @@ class Engine:
                 except Exception as error:  # a fault of one request ends that request alone
                     outputs.append(sequence.fail(error))
                 if sequence.finish is not None:
-                    self._leave(sequence)
+                    self.scheduler.remove(sequence)
             return outputs
-
-    def _leave(self, sequence: Sequence) -> None:
-        if sequence.pages:
-            self.runner.forget(sequence.pages[0])
-        self.scheduler.remove(sequence)
 
 
 def _temperature(sequences: SequenceOf[Sequence]) -> float:

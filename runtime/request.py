@@ -72,6 +72,8 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
     stop_visible: bool = False  # the text includes the stop string or stop token that ended it
+    priority: int = 0  # lower values are served first
+    cache_salt: str = ""  # cached prefixes are shared among requests of the same salt only
 
     @property
     def reads_prompt(self) -> bool:
@@ -89,6 +91,7 @@ class Limits:
     prefill_chunk: int  # prompt tokens computed between two decode steps
     kv_memory: float | int | None = None  # of the K/V pools: a share of the free memory (float), or bytes (int);
     # None: enough for max_batch requests of max_context tokens
+    prefix_cache: bool = True  # keep full pages of finished requests for requests with the same prefix
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_context", "page_size", "prefill_chunk"):
@@ -100,8 +103,9 @@ class Limits:
     def of(limits: RecipeLimits, max_batch: int | None = None) -> Limits:
         """The limits of a recipe, with another `max_batch` if given."""
         return Limits(
-            max_batch or limits.max_batch, limits.max_context, limits.page_size, limits.prefill_chunk, limits.kv_memory
-        )
+            max_batch or limits.max_batch, limits.max_context, limits.page_size, limits.prefill_chunk,
+            limits.kv_memory, limits.prefix_cache,
+        )  # fmt: skip
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""

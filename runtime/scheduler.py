@@ -1,18 +1,22 @@
-"""Selects the requests of each step, first come, first served. Without free pages the newest running request is
-preempted and recomputed later.
+"""Selects the requests of each step: by priority, then first come, first served.
+
+A request starts with the cached pages of its longest known prefix. Without free pages the newest running request of the
+lowest priority is preempted and continued later; what is still cached of it is not computed again.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from d2sd.errors import RequestError
 from d2sd.runtime.buckets import floor_bucket, prefill_rows
 from d2sd.runtime.pages import PageAllocator
+from d2sd.runtime.prefix_cache import extend_keys
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,7 @@ class Schedule:
 
     prefill: list[tuple[Sequence, int]]  # (sequence, tokens of this chunk)
     decode: list[Sequence]
+    discarded: list[int]  # pages whose K/V was given up since the last step
 
 
 def prefill_calls(
@@ -47,8 +52,27 @@ class Scheduler:
         """A decode step commits at most `block_size` tokens; a pool has `page_count` pages, page 0 included."""
         self._limits, self._growth, self.page_count = limits, block_size, page_count
         self.pages = PageAllocator(page_count)
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # oldest first
+        self.waiting: list[
+            Sequence
+        ] = []  # next first: by priority, then by arrival; so a preempted one leads its class
+        self.running: list[Sequence] = []  # in the same order: the last one is preempted first
+        self._preemptions = self._queried_tokens = self._hit_tokens = self._prefill_tokens = self._steps = 0
+
+    def stats(self, policy: str) -> EngineStats:
+        """What is in the engine now and counts since its start; `policy` is the one in force."""
+        return EngineStats(
+            waiting=len(self.waiting),
+            running=len(self.running),
+            pages_total=self.page_count - 1,
+            pages_used=self.pages.used,
+            pages_cached=self.pages.cache.idle,
+            prefix_queried_tokens=self._queried_tokens,
+            prefix_hit_tokens=self._hit_tokens,
+            prefill_tokens=self._prefill_tokens,
+            preemptions=self._preemptions,
+            steps=self._steps,
+            policy=policy,
+        )
 
     def check(self, request: Request) -> None:
         """Raise RequestError if the pool has too few pages for the request's full length."""
@@ -63,7 +87,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; raises RequestError if the pool has too few pages for it."""
         self.check(sequence.request)
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished or cancelled sequence, running or waiting, and free its pages."""
@@ -75,48 +99,132 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Grow the pages of running requests, admit waiting ones, and share out the prefill chunk."""
-        for sequence in list(self.running):
-            if sequence in self.running:  # not preempted on behalf of an older one
-                self._grow(sequence)
-        while self.waiting and len(self.running) < self._limits.max_batch:
-            sequence = self.waiting[0]
-            pages = self.pages.take(self._limits.pages_for(len(sequence.tokens) - 1 + self._growth))
-            if pages is None:
-                break
-            sequence.pages = pages
-            self.running.append(self.waiting.popleft())
-        budget = self._limits.prefill_chunk
-        prefill = []
         for sequence in self.running:
-            chunk = min(sequence.pending, budget)
-            if chunk:
-                prefill.append((sequence, chunk))
-                budget -= chunk
+            self._cache(sequence)
+        for sequence in list(self.running):
+            if sequence in self.running:  # not preempted on behalf of one before it
+                self._grow(sequence)
+        while self.waiting and len(self.running) < self._limits.max_batch and self._admit(self.waiting[0]):
+            insort(self.running, self.waiting.pop(0), key=_rank)
+        prefill = self._prefill_chunks()
         done = {id(s): n for s, n in prefill}
         decode = [s for s in self.running if s.pending == done.get(id(s), 0)]
-        return Schedule(prefill, decode)
+        self._prefill_tokens += sum(done.values())
+        self._steps += bool(decode)
+        return Schedule(prefill, decode, self.pages.take_discarded())
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence its cached prefix and new pages for the rest; False if there are too few."""
+        hits = self.pages.cache.match(self._prefix_keys(sequence))
+        pages = self.pages.take(self._pages_of(sequence) - len(hits), hits)
+        if pages is None:
+            return False
+        sequence.pages = pages
+        if not sequence.stats.preemptions:
+            self._queried_tokens += sequence.pending
+        self._hit(sequence, len(hits))
+        return True
+
+    def _prefill_chunks(self) -> list[tuple[Sequence, int]]:
+        """Chunks of at most `limits.prefill_chunk` tokens together.
+
+        A sequence waits one step for a page that one before it computes in this step: requests that arrive together
+        compute a shared prefix once.
+        """
+        budget, page_size = self._limits.prefill_chunk, self._limits.page_size
+        chunks, in_progress = [], set[bytes]()
+        for sequence in self.running:
+            if not budget or not sequence.pending:
+                continue
+            self._share(sequence)
+            keys, (first, written) = self._prefix_keys(sequence), divmod(sequence.cached, page_size)
+            if not written and in_progress.intersection(keys[first : first + 1]):
+                continue
+            if chunk := min(sequence.pending, budget):
+                chunks.append((sequence, chunk))
+                budget -= chunk
+                in_progress.update(keys[first : (sequence.cached + chunk) // page_size])
+        return chunks
+
+    def _share(self, sequence: Sequence) -> None:
+        """Exchange pages that are still to be computed for ones that another request has computed since admission."""
+        start, rest = divmod(sequence.cached, self._limits.page_size)
+        if rest:
+            return  # its next page is partly written
+        hits = self.pages.cache.match(self._prefix_keys(sequence)[start:])
+        if hits:
+            end = start + len(hits)
+            self.pages.take(0, hits)
+            self.pages.give_back(sequence.pages[start:end])
+            sequence.pages[start:end] = hits
+            self._hit(sequence, len(hits))
+
+    def _hit(self, sequence: Sequence, pages: int) -> None:
+        """Count pages of the prefix that need not be computed. After a preemption they are not counted as hits."""
+        tokens = pages * self._limits.page_size
+        sequence.cached += tokens
+        sequence.keyed_pages += pages
+        if not sequence.stats.preemptions:
+            sequence.stats.cached_tokens += tokens
+            self._hit_tokens += tokens
+
+    def _prefix_keys(self, sequence: Sequence) -> list[bytes]:
+        """Keys of the pages that the sequence may take from the cache: full ones before its anchor.
+
+        The anchor is computed by the next step, so a page that a sequence writes to is never a shared one.
+        """
+        if not self._limits.prefix_cache:
+            return []
+        count = (len(sequence.tokens) - 1) // self._limits.page_size
+        self._extend_keys(sequence, count)
+        return sequence.page_keys[:count]
+
+    def _cache(self, sequence: Sequence) -> None:
+        """Enter the full pages whose K/V has been committed into the cache."""
+        if not self._limits.prefix_cache:
+            return
+        # A step that ended the answer may have committed tokens that were dropped.
+        count = min(sequence.cached, len(sequence.tokens)) // self._limits.page_size
+        self._extend_keys(sequence, count)
+        for index in range(sequence.keyed_pages, count):
+            self.pages.cache.add(sequence.pages[index], sequence.page_keys[index])
+        sequence.keyed_pages = max(sequence.keyed_pages, count)
+
+    def _extend_keys(self, sequence: Sequence, count: int) -> None:
+        salt = sequence.request.cache_salt
+        extend_keys(sequence.page_keys, sequence.tokens, self._limits.page_size, count, salt)
+
+    def _pages_of(self, sequence: Sequence) -> int:
+        """Pages for its tokens and those that a step can commit."""
+        return self._limits.pages_for(len(sequence.tokens) - 1 + self._growth)
 
     def _grow(self, sequence: Sequence) -> None:
-        """Allocate pages for the tokens a step can commit; preempts the newest requests, at worst this one."""
-        wanted = self._limits.pages_for(len(sequence.tokens) - 1 + self._growth) - len(sequence.pages)
+        """Allocate pages for the tokens a step can commit; preempts the last sequences, at worst this one."""
+        wanted = self._pages_of(sequence) - len(sequence.pages)
         while wanted > 0:
             pages = self.pages.take(wanted)
             if pages is not None:
                 sequence.pages += pages
                 return
-            newest = self.running[-1]
-            self._preempt(newest)
-            if newest is sequence:
+            last = self.running[-1]
+            self._preempt(last)
+            if last is sequence:
                 return
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Free the pages and put the sequence at the head of the queue; its context is recomputed from its tokens."""
+        """Free the pages and queue the sequence again; what is evicted of its context is recomputed from its tokens."""
         self.running.remove(sequence)
         self._release(sequence)
         sequence.cached = 0
         sequence.stats.preemptions += 1
-        self.waiting.appendleft(sequence)
+        self._preemptions += 1
+        insort(self.waiting, sequence, key=_rank)
 
     def _release(self, sequence: Sequence) -> None:
+        self._cache(sequence)
         self.pages.give_back(sequence.pages)
-        sequence.pages = []
+        sequence.pages, sequence.keyed_pages = [], 0
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.request.priority, sequence.id

@@ -51,8 +51,10 @@ class Sequence:
     request: Request
     tokens: list[int]  # prompt and answer; grows in append
     text: TextStream | None = None  # fed in append
-    cached: int = 0  # leading tokens whose K/V is in the pools; set by prefill and append, reset by preemption
-    pages: list[int] = field(default_factory=list)  # set by the scheduler
+    cached: int = 0  # leading tokens whose K/V is in the pools; set by the scheduler, prefill and append
+    pages: list[int] = field(default_factory=list)  # set by the scheduler, as are the next two
+    page_keys: list[bytes] = field(default_factory=list, repr=False)  # of the leading full pages, in the prefix cache
+    keyed_pages: int = 0  # leading pages that the prefix cache knows by their keys
     finish: FinishReason | None = None  # set by append, cancel and fail
     error: D2SDError | None = None  # set by fail
     stats: SequenceStats = field(default_factory=SequenceStats)

@@ -25,6 +25,7 @@ class SequenceStats:
     verified_nodes: int = 0
     policies: Counter[str] = field(default_factory=Counter)  # policy -> steps
     preemptions: int = 0
+    cached_tokens: int = 0  # prompt tokens whose K/V came from the prefix cache
 
     def record(self, accepted: int, accepted_branch: int, rows: int, policy: str) -> None:
         self.accepted[accepted] += 1
@@ -67,7 +68,30 @@ class SequenceStats:
             total.verified_nodes += part.verified_nodes
             total.policies += part.policies
             total.preemptions += part.preemptions
+            total.cached_tokens += part.cached_tokens
         return total
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The state of an engine at one moment, and counts since its start."""
+
+    waiting: int  # requests
+    running: int
+    pages_total: int  # K/V pages that requests can use
+    pages_used: int  # by running requests; a shared page counts once
+    pages_cached: int  # pages in the prefix cache that no running request uses: they are evicted when pages run out
+    prefix_queried_tokens: int  # prompt tokens of admitted requests, the last of each prompt left out
+    prefix_hit_tokens: int  # of these, the ones found in the prefix cache
+    prefill_tokens: int  # computed: the misses, and what preempted requests recompute
+    preemptions: int
+    steps: int  # decode steps
+    policy: str  # of the last step
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of prompt tokens found in the prefix cache; 0 before the first request."""
+        return self.prefix_hit_tokens / max(self.prefix_queried_tokens, 1)
 
 
 def mean_tau(parts: Iterable[SequenceStats]) -> float:

@@ -94,7 +94,7 @@ def generate(
         baseline = make_engine(loaded, policy="off", device=device, backend=backend, max_batch=batch)
         with bar("timing plain decoding"):
             baseline.generate([replace(request, max_new_tokens=min(8, length)) for request in requests])
-        show_stats([s.stats for s in sequences], engine.clock, baseline.clock)
+        show_stats([s.stats for s in sequences], engine.stats, engine.clock, baseline.clock)
 
 
 def _write(engine: Engine, prompts: dict[Sequence, str], recordings: dict[Sequence, Recording]) -> None:

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from d2sd.cli.tables import show_table
-from d2sd.runtime.stats import Clock, SequenceStats, mean_tau
+from d2sd.runtime.stats import Clock, EngineStats, SequenceStats, mean_tau
 
 
-def show_stats(requests: Sequence[SequenceStats], clock: Clock, plain: Clock) -> None:
+def show_stats(requests: Sequence[SequenceStats], engine: EngineStats, clock: Clock, plain: Clock) -> None:
     """Print the statistics of speculation to stderr. `plain` timed plain decoding: its step is the unit of cost."""
     total = SequenceStats.merged(requests)
     cost = clock.step_seconds / plain.step_seconds
@@ -38,6 +38,7 @@ def show_stats(requests: Sequence[SequenceStats], clock: Clock, plain: Clock) ->
         f"{total.verified_nodes / total.steps:.0f}",
         f"a step; {total.verified_nodes / total.tokens:.1f} for each token",
     )
+    row("prefix hits", f"{engine.prefix_hit_rate:.0%}", "of the prompt tokens, taken from the prefix cache")
     row("cycle cost", f"{cost:.2f}", "time of a step, in plain-decoding steps of the same batch")
     row("speedup", f"{total.tau / cost:.2f}", "tau by step / cycle cost: above 1, speculation pays on this machine")
     stages = {name: seconds for name, seconds in clock.seconds.items() if name != "prefill"}

@@ -7,7 +7,7 @@ value back to the host, so a decode step from `draft_first` to `commit` can be c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,7 +94,7 @@ class ModelRunner:
                 found=f"{pages:,} pages of {self.page_bytes(page_size):,} bytes",
                 fix="set limits.kv_memory, such as 0.8, or lower limits.max_batch or limits.max_context",
             ) from None  # fmt: skip
-        self._pending = [PendingContext() for _ in self._drafters]
+        self._pending = [PendingContext(*pair) for pair in zip(self._drafters, self._pools, strict=True)]
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page of `page_size` tokens, in the pools of all models."""
@@ -168,14 +168,14 @@ class ModelRunner:
         Other drafters stay behind until `MAX_PENDING_ROWS`: one flush for many steps reads their weights once. Not
         captured in a CUDA graph.
         """
-        for which, (drafter, pool, pending) in enumerate(zip(self._drafters, self._pools, self._pending, strict=True)):
-            if which in drafters or pending.rows >= MAX_PENDING_ROWS:
-                pending.flush(drafter, pool)
+        for which, pending in enumerate(self._pending):
+            if which in drafters or pending.holds(MAX_PENDING_ROWS):
+                pending.flush()
 
-    def forget(self, first_page: int) -> None:
-        """Drop queued features of the request that owns `first_page`; its pages have been freed."""
+    def forget(self, pages: Sequence[int]) -> None:
+        """Drop queued features of `pages`, whose K/V is not needed any more; call it before they are written again."""
         for pending in self._pending:
-            pending.drop(first_page)
+            pending.drop(pages)
 
     def _draft(self, which: int, batch: Batch, blocks: Tensor) -> Tensor:
         """blocks [B, K, G], masked from each other -> logits [B, K, G-1, V or Vd] of slots 1 .. γ-1, in fp32."""

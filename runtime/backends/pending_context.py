@@ -1,13 +1,19 @@
 """Deferred drafter-KV injection.
 
 Target features of committed tokens are queued and projected to K/V in one batched GEMM right before the drafter runs.
-One GEMM then covers many steps, and finished requests cost nothing. On CPU, padding and finished requests are dropped
-from the queue; on CUDA that would need a device sync, so their K/V go to the scratch page 0.
+One GEMM then covers many steps. Rows of a page are written before the drafter reads the page, whichever request reads
+it: a page that the prefix cache hands on may still have rows in the queue.
+
+On a CPU, padding and rows of pages that were given up (`drop`) are not computed. On CUDA that would need a device sync:
+padding goes to the scratch page 0, and rows of dropped pages are written in the order of the queue, so a page's last
+owner wins.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,41 +27,37 @@ from d2sd.modeling.kv_pool import KVPool
 MAX_PENDING_ROWS = 4096
 
 
-@dataclass(slots=True)
+class _Rows(NamedTuple):
+    features: Tensor  # [R, n·E]
+    positions: Tensor  # [R]
+    pages: Tensor  # [R], 0 for rows that are not kept
+
+
+@dataclass(frozen=True, slots=True)
 class _Entry:
+    """The arguments of one `push`."""
+
     features: Tensor  # [B, T, n·E]
     page_table: Tensor  # [B, M]
     positions: Tensor  # [B, T]
     keep: Tensor  # [B, T]
-    dropped: set[int] = field(default_factory=set)  # first pages of finished requests
-    _request_keys: list[int] | None = None
 
-    @property
-    def request_keys(self) -> list[int]:
-        """First page of each request; empty on CUDA. Read lazily, never inside a step."""
-        if self._request_keys is None:
-            first = self.page_table[:, 0]
-            self._request_keys = first.tolist() if first.device.type == "cpu" else []
-        return self._request_keys
-
-    def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Row by row: features [R, n·E], page tables [R, M], positions [R, 1], keep [R, 1]."""
-        batch, count = self.keep.shape
-        of = torch.arange(batch, device=self.keep.device).repeat_interleave(count)
-        features, positions, keep = self.features.flatten(0, 1), self.positions.flatten(), self.keep.flatten()
-        if self.request_keys:
-            live = torch.tensor([key not in self.dropped for key in self.request_keys])
-            (chosen,) = (keep & live[of]).nonzero(as_tuple=True)
-            of, features, positions, keep = of[chosen], features[chosen], positions[chosen], keep[chosen]
-        return features, self.page_table[of], positions[:, None], keep[:, None]
+    def rows(self, page_size: int) -> _Rows:
+        places = (self.positions // page_size).clamp(max=self.page_table.shape[1] - 1)  # rows not kept may be past it
+        pages = torch.where(self.keep, self.page_table.gather(1, places), 0)
+        return _Rows(self.features.flatten(0, 1), self.positions.flatten(), pages.flatten())
 
 
 class PendingContext:
-    """The queue of one drafter, oldest first: K/V is written in this order, so a page keeps its last owner's."""
+    """The queue of one drafter, oldest first."""
 
-    def __init__(self) -> None:
-        self._entries: list[_Entry] = []
-        self.rows = 0  # upper bound: padding is counted
+    def __init__(self, drafter: DraftModel, pool: KVPool) -> None:
+        self._drafter, self._pool = drafter, pool
+        self._on_cpu = pool.k.device.type == "cpu"
+        self._queue: list[tuple[int, _Entry | _Rows]] = []  # with the number of the push
+        self._pushes = 0
+        self._dropped: dict[int, int] = {}  # page -> pushes before it was dropped, for pages dropped since `_compact`
+        self.rows = 0  # upper bound: padding and rows of dropped pages are counted until `_compact`
 
     def push(self, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
         """Queue the rows of `positions [B, T]` where `keep [B, T]`.
@@ -63,30 +65,52 @@ class PendingContext:
         The tensors are kept, not copied. A captured step that runs again would overwrite them before the flush, so
         capture must copy them here or flush inside the graph.
         """
-        self._entries.append(_Entry(features, page_table, positions, keep))
+        self._queue.append((self._pushes, _Entry(features, page_table, positions, keep)))
+        self._pushes += 1
         self.rows += keep.numel()
 
-    def drop(self, first_page: int) -> None:
-        """Drop queued rows of the request that owned `first_page`."""
-        for entry in self._entries:
-            if first_page in entry.request_keys:
-                entry.dropped.add(first_page)
-        self._entries = [
-            entry for entry in self._entries if not entry.request_keys or set(entry.request_keys) - entry.dropped - {0}
-        ]
-        self.rows = sum(entry.keep.numel() for entry in self._entries)
+    def drop(self, pages: Iterable[int]) -> None:
+        """Drop the rows that are queued for these pages; rows pushed later are kept."""
+        if self._on_cpu and self._queue:
+            self._dropped.update(dict.fromkeys(pages, self._pushes))
 
-    def flush(self, drafter: DraftModel, pool: KVPool) -> None:
+    def holds(self, rows: int) -> bool:
+        """Whether so many rows are queued; on a CPU only rows that will be computed count."""
+        if self.rows >= rows and self._on_cpu:
+            self._compact()
+        return self.rows >= rows
+
+    def flush(self) -> None:
         """Compute the K/V of all rows in one GEMM and write it to the pages."""
-        parts = [entry.rows() for entry in self._entries]
-        self._entries, self.rows = [], 0
-        sizes = [len(features) for features, *_ in parts]
-        if not sum(sizes):
+        if self._on_cpu:
+            self._compact()
+        parts = [self._rows_of(entry) for _, entry in self._queue]
+        self._queue, self.rows = [], 0
+        if not parts:
             return
-        features = torch.cat([part[0] for part in parts])[None]
-        positions = torch.cat([part[2] for part in parts]).view(1, -1)
-        k, v = drafter.context_keys_values(features, positions)
-        for (_, tables, at, keep), keys, values in zip(
+        features = torch.cat([part.features for part in parts])[None]
+        positions = torch.cat([part.positions for part in parts])[None]
+        k, v = self._drafter.context_keys_values(features, positions)
+        sizes = [len(part.pages) for part in parts]
+        for part, keys, values in zip(
             parts, torch.split(k[:, 0], sizes, 1), torch.split(v[:, 0], sizes, 1), strict=True
         ):
-            pool.write(keys[:, :, None], values[:, :, None], tables, at, keep)
+            table, slots = part.pages[:, None], (part.positions % self._pool.page_size)[:, None]
+            self._pool.write(keys[:, :, None], values[:, :, None], table, slots, table > 0)
+
+    def _compact(self) -> None:
+        """Replace the queue by the rows that are to be computed. Reads which these are: not on CUDA."""
+        parts = []
+        dropped_at = torch.zeros(self._pool.k.shape[1], dtype=torch.long)
+        dropped_at[list(self._dropped)] = torch.tensor(list(self._dropped.values()), dtype=torch.long)
+        for number, entry in self._queue:
+            rows = self._rows_of(entry)
+            (chosen,) = ((rows.pages > 0) & (dropped_at[rows.pages] <= number)).nonzero(as_tuple=True)
+            parts.append(_Rows(*(tensor[chosen] for tensor in rows)))
+        merged = _Rows(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))) if parts else None
+        self.rows = len(merged.pages) if merged else 0
+        self._queue = [(self._pushes - 1, merged)] if merged and self.rows else []
+        self._dropped = {}
+
+    def _rows_of(self, entry: _Entry | _Rows) -> _Rows:
+        return entry.rows(self._pool.page_size) if isinstance(entry, _Entry) else entry

@@ -102,10 +102,11 @@ def make_engine(
     row_budget: int = BUDGET,
     decode: Decode | None = None,
     calibration: Calibration | None = None,
+    prefix_cache: bool = True,
 ) -> Engine:
     made = make_policy(policy, block_size=runner.block_size, branches=BRANCHES, row_budget=row_budget)
     kv_memory = None if pages is None else (1 + pages) * runner.page_bytes(page_size)
-    limits = Limits(max_batch, max_context=64, page_size=page_size, prefill_chunk=prefill_chunk, kv_memory=kv_memory)
+    limits = Limits(max_batch, 64, page_size, prefill_chunk, kv_memory, prefix_cache)
     return Engine(runner, made, limits, decode, calibration)
 
 

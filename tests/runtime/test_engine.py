@@ -9,8 +9,9 @@ import pytest
 
 from d2sd.errors import RequestError
 from d2sd.policies import PolicyName
+from d2sd.recipe import Limits as RecipeLimits
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.sequence import Output
 from tests.runtime.helpers import (
     BLOCK,
@@ -235,6 +236,32 @@ def test_statistics_count_what_happened() -> None:
         assert len(sequence.answer) <= stats.tokens < len(sequence.answer) + BLOCK
         assert stats.verified_nodes == stats.steps * BUDGET
     assert max(s.stats.steps for s in sequences) <= engine.clock.steps <= sum(s.stats.steps for s in sequences)
+
+
+def test_statistics_of_a_running_engine() -> None:
+    engine = make_engine(honest(), "chain", max_batch=2, pages=20)
+    for seed in (1, 2, 3):
+        engine.submit(Request((5,) * 14, 9, SamplingParams(seed=seed)))
+    assert (engine.stats.waiting, engine.stats.running, engine.stats.steps) == (3, 0, 0)
+    assert engine.stats.prefix_hit_rate == 0.0
+    for _ in range(2):  # the second request waits a step for the pages that the first computes
+        engine.step()
+    stats = engine.stats
+    assert (stats.waiting, stats.running, stats.steps, stats.policy) == (1, 2, 2, str(engine.policy))
+    assert (stats.pages_total, stats.pages_used + free_pages(engine)) == (20, 20)
+    assert stats.pages_used == 3 + 2 * 2, "three of the prompt for both, and two each for what they write"
+    assert (stats.prefix_queried_tokens, stats.prefix_hit_tokens, stats.prefill_tokens) == (26, 12, 14)
+    while engine.busy:
+        engine.step()
+    stats = engine.stats
+    assert (stats.waiting, stats.running, stats.pages_used, stats.preemptions) == (0, 0, 0, 0)
+    assert (stats.prefix_queried_tokens, stats.prefix_hit_tokens) == (39, 24)
+    assert stats.prefix_hit_rate == 24 / 39
+
+
+def test_recipe_turns_the_prefix_cache_off() -> None:
+    assert Limits.of(RecipeLimits()).prefix_cache
+    assert not Limits.of(RecipeLimits(prefix_cache=False)).prefix_cache
 
 
 def test_trace_shows_the_last_step() -> None:

@@ -161,7 +161,7 @@ class Scripted:
     def sync_drafters(self, drafters: Collection[int]) -> None:
         self.settled = tuple(drafters)
 
-    def forget(self, first_page: int) -> None:
+    def forget(self, pages: Sequence[int]) -> None:
         raise AssertionError("there are no requests")
 
     def _pass(self, batch: Batch, drafter: int, *shape: int) -> Draft:

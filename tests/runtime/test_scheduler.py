@@ -21,13 +21,16 @@ from tests.runtime.helpers import STEADY
 BLOCK = 4
 
 
-def scheduler_of(max_batch: int = 4, page_size: int = 4, prefill_chunk: int = 8, pages: int = 80) -> Scheduler:
+def scheduler_of(
+    max_batch: int = 4, page_size: int = 4, prefill_chunk: int = 8, pages: int = 80, prefix_cache: bool = True
+) -> Scheduler:
     """With `pages` that requests can own; 80 hold everything that is asked for here."""
-    return Scheduler(Limits(max_batch, 64, page_size, prefill_chunk), BLOCK, 1 + pages)
+    return Scheduler(Limits(max_batch, 64, page_size, prefill_chunk, None, prefix_cache), BLOCK, 1 + pages)
 
 
-def sequence(number: int, prompt: int = 3, new: int = 8) -> Sequence:
-    request = Request(tuple(range(prompt)), new)
+def sequence(number: int, prompt: int = 3, new: int = 8, priority: int = 0) -> Sequence:
+    """No two have a prefix in common."""
+    request = Request(tuple(range(1000 * number, 1000 * number + prompt)), new, priority=priority)
     return Sequence(number, request, list(request.prompt))
 
 
@@ -107,8 +110,9 @@ def test_pages_grow_with_the_tokens() -> None:
     assert len(one.pages) == 3
 
 
-def test_youngest_makes_room_and_comes_back_first() -> None:
-    scheduler = scheduler_of(page_size=4, pages=6)
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_youngest_makes_room_and_comes_back_first(prefix_cache: bool) -> None:
+    scheduler = scheduler_of(page_size=4, pages=6, prefix_cache=prefix_cache)
     for number in range(4):
         scheduler.add(sequence(number, prompt=5, new=12))  # 2 pages now
     scheduler.schedule()
@@ -126,7 +130,11 @@ def test_youngest_makes_room_and_comes_back_first() -> None:
     scheduler.remove(old)
     schedule = scheduler.schedule()
     assert ids(scheduler.running) == [1, 2, 3]
-    assert schedule.prefill[0] == (young, 4)  # its context is computed again
+    if prefix_cache:  # its context is still cached
+        assert young in schedule.decode
+        assert scheduler.stats("").prefix_hit_tokens == young.stats.cached_tokens == 0, "no hits of another's tokens"
+    else:
+        assert schedule.prefill[0] == (young, 4)  # its context is computed again
 
 
 def test_the_one_that_grows_may_be_the_youngest_itself() -> None:
@@ -174,6 +182,40 @@ def test_removal_from_either_queue_frees_what_it_held() -> None:
     assert scheduler.running == []
     assert scheduler.pages.free == everything
     assert first.pages == []
+
+
+def test_lower_priorities_are_served_first() -> None:
+    scheduler = scheduler_of(max_batch=2)
+    for number, priority in enumerate((5, 0, 5, -1, 0)):
+        scheduler.add(sequence(number, prompt=1, priority=priority))
+    served = []
+    while scheduler.waiting:
+        scheduler.schedule()
+        for one in list(scheduler.running):
+            served.append(one.id)
+            scheduler.remove(one)
+    assert served == [3, 1, 4, 0, 2]
+
+
+def test_newest_of_the_lowest_priority_makes_room_and_leads_its_class() -> None:
+    scheduler = scheduler_of(page_size=4, pages=6)
+    for number, priority in enumerate((2, 1, 1, 1)):
+        scheduler.add(sequence(number, prompt=5, new=12, priority=priority))  # 2 pages now
+    scheduler.schedule()
+    assert ids(scheduler.running) == [1, 2, 3]
+    scheduler.remove(scheduler.running[2])
+    scheduler.schedule()
+    assert ids(scheduler.running) == [1, 2, 0]
+    for one in scheduler.running:
+        one.cached = 4
+    scheduler.running[1].tokens += [0]
+    scheduler.running[1].cached = 5
+    scheduler.add(sequence(4, prompt=14, new=1, priority=2))
+    scheduler.schedule()
+    assert ids(scheduler.running) == [1, 2]
+    assert ids(scheduler.waiting) == [0, 4]
+    scheduler.add(sequence(5, prompt=14, new=1, priority=1))
+    assert ids(scheduler.waiting) == [5, 0, 4]
 
 
 @STEADY
@@ -236,9 +278,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.scheduler = Scheduler(self.limits, BLOCK, 1 + largest + spare)
         self.everybody: list[Sequence] = []
 
-    @rule(prompt=st.integers(1, 10), new=st.integers(1, 12))
-    def submit(self, prompt: int, new: int) -> None:
-        one = sequence(len(self.everybody), prompt, new)
+    @rule(prompt=st.integers(1, 10), new=st.integers(1, 12), priority=st.integers(-1, 1))
+    def submit(self, prompt: int, new: int, priority: int) -> None:
+        one = sequence(len(self.everybody), prompt, new, priority)
         self.everybody.append(one)
         self.scheduler.add(one)
 
@@ -265,16 +307,19 @@ class AnyOrder(RuleBasedStateMachine):
         owned = [page for one in self.everybody for page in one.pages]
         assert len(owned) == len(set(owned))
         assert all(0 < page < self.scheduler.page_count for page in owned)
-        free = self.scheduler.pages._free
-        assert sorted(owned + free) == list(range(1, self.scheduler.page_count))
+        pages = self.scheduler.pages
+        assert sorted([*owned, *pages._free, *pages.cache._idle]) == list(range(1, self.scheduler.page_count))
 
     @invariant()
-    def queues_keep_the_order_of_arrival(self) -> None:
-        running, waiting = ids(self.scheduler.running), ids(list(self.scheduler.waiting))
-        assert running + waiting == sorted(running + waiting)
+    def queues_are_in_the_order_of_priority_and_arrival(self) -> None:
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        for queue in (running, waiting):
+            assert queue == sorted(queue, key=lambda s: (s.request.priority, s.id))
+        for priority in (-1, 0, 1):
+            own = [s.id for s in (*running, *waiting) if s.request.priority == priority]
+            assert own == [s.id for s in self.everybody if s.finish is None and s.request.priority == priority]
         assert len(running) <= self.limits.max_batch
-        assert running + waiting == [s.id for s in self.everybody if s.finish is None]
-        assert all(not s.pages and s.cached == 0 for s in self.scheduler.waiting)
+        assert all(not s.pages and s.cached == 0 for s in waiting)
 
 
 AnyOrder.TestCase.settings = STEADY

@@ -64,7 +64,7 @@ def test_several_prompts_answer_as_each_alone(path: Path) -> None:
 def test_statistics_and_tree_are_shown(path: Path) -> None:
     result = run(path, "-p", "w1", "--stats", "--show-tree")
     assert result.exit_code == 0, result.output
-    for word in ("tau", "accepted by position", "won by", "cycle cost", "rows verified"):
+    for word in ("tau", "accepted by position", "won by", "cycle cost", "rows verified", "prefix hits"):
         assert word in " ".join(result.output.split())
     assert "✓ anchor" in result.output
     assert "bonus" in result.output

@@ -222,7 +222,7 @@ def test_drafters_pages_are_paid_before_they_draft(monkeypatch: pytest.MonkeyPat
     assert torch.equal(second.tokens, other_second.tokens)
     monkeypatch.setattr(module, "MAX_PENDING_ROWS", 64)
     for _ in range(9):  # 8 rows each
-        runner.prefill(torch.zeros(1, 8, dtype=torch.long), torch.tensor([1]), TABLE[2:], torch.tensor([0]))
+        runner.prefill(torch.zeros(1, 8, dtype=torch.long), torch.tensor([8]), TABLE[2:], torch.tensor([0]))
         runner.sync_drafters(())
     assert runner._pools[1].k[:, 3, 0].isfinite().all()
 

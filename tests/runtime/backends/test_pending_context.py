@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,8 +26,11 @@ class Eager(ModelRunner):
 
 
 def owed(runner: ModelRunner) -> list[int]:
-    """Rows owed to each drafter."""
-    return [debts.rows for debts in runner._pending]
+    """Rows owed to each drafter, without padding and what was dropped. The queues stay as they are."""
+    copied = [copy(debts) for debts in runner._pending]
+    for debts in copied:
+        debts._compact()
+    return [debts.rows for debts in copied]
 
 
 @pytest.fixture
@@ -40,14 +45,14 @@ def never(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_hold_what_they_would_had_it_been_paid_at_once(policy: PolicyName, pages: int | None) -> None:
     """Of all that run, every seventh step. With 11 pages some are preempted."""
     runner = ModelRunner(*copies())
-    engine = make_engine(runner, policy, pages=pages)
+    engine = make_engine(runner, policy, pages=pages, prefix_cache=False)
     requests, request_keys, most = list(some_requests()[:6]), dict[int, set[int]](), 0
     sequences = []
     for step in range(500):
         if requests and step % 2 == 0:
             sequences.append(engine.submit(requests.pop(0)))
         engine.step()
-        most = max(most, *owed(runner))
+        most = max(most, *(debts.rows for debts in runner._pending))
         for sequence in engine.scheduler.running:
             for page in sequence.pages:
                 request_keys.setdefault(page, set()).add(sequence.id)
@@ -58,20 +63,26 @@ def test_pages_hold_what_they_would_had_it_been_paid_at_once(policy: PolicyName,
     assert [s.answer for s in sequences] == [expected(s.request) for s in sequences]
     assert most > 30
     assert sum(len(ids) > 1 for ids in request_keys.values()) > 2, "pages must be handed on, or this shows nothing"
+    assert engine.step() == []
     assert owed(runner) == [0, 0], "nothing is owed for those that left"
 
 
 @pytest.mark.usefixtures("never")
-def test_a_page_holds_what_its_last_owner_wrote() -> None:
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_page_holds_what_its_last_owner_wrote(prefix_cache: bool) -> None:
     """Two requests one after the other on the same pages, nothing paid between: all pools hold the second's tokens."""
     runner = ModelRunner(*copies())
-    engine = make_engine(runner, "off", max_batch=1, pages=8)
+    engine = make_engine(runner, "off", max_batch=1, pages=8, prefix_cache=prefix_cache)
     engine.generate([Request(tuple(range(9)), 14, SamplingParams(seed=1))])
     second = engine.submit(Request(tuple(range(40, 47)), 12, SamplingParams(seed=2)))
     for _ in range(8):
         engine.step()
     table = torch.tensor(second.pages)
-    assert 7 - 1 + 8 <= owed(runner)[0] < 9 - 1 + 14, "the second's rows, not the first's"
+    if prefix_cache:
+        assert engine.stats.pages_cached == 3 < (9 - 1 + 14) // 4, "pages must be evicted, or this shows nothing"
+        assert owed(runner)[0] == 3 * 4 + 7 - 1 + 8, "the second's rows, and the first's of pages that are still cached"
+    else:
+        assert owed(runner)[0] == 7 - 1 + 8, "the second's rows, not the first's"
     check_pages(runner, table, second.tokens[: second.cached])
 
 
@@ -94,7 +105,8 @@ def test_a_drafter_finds_everything_when_its_turn_comes() -> None:
         assert engine.trace.first is not None
         drafts.append(engine.trace.first)
         # The step's own rows are new debts: they were committed after the draft.
-        assert owed(runner) == ([0, 0] if kind is Eager else [4 * BLOCK, owed(runner)[1]])
+        committed = int(engine.trace.accepted.count[:3].sum())
+        assert owed(runner) == ([0, 0] if kind is Eager else [committed, owed(runner)[1]])
     assert torch.equal(drafts[0].tokens[:3], drafts[1].tokens[:3])
     torch.testing.assert_close(drafts[0].logprob[:3], drafts[1].logprob[:3], atol=1e-4, rtol=0)
 
@@ -117,9 +129,10 @@ def test_debts_stay_small_and_weights_are_read_once_for_many(monkeypatch: pytest
     """A long answer pays every 16th row, a short one never: a drafter's weights are read that seldom."""
     monkeypatch.setattr(module, "MAX_PENDING_ROWS", 16)
     runner = ModelRunner(*copies())
-    engine = make_engine(runner, "off", max_batch=1)
+    engine = make_engine(runner, "off", max_batch=1, prefix_cache=False)
     for length in (12, 40, 12):
         engine.generate([Request((1,), length, SamplingParams(seed=length))])
+        assert engine.step() == []
         assert owed(runner) == [0, 0]
     assert seen == [16, 16] * 2
 

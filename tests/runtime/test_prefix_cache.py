@@ -1,0 +1,334 @@
+"""The prefix cache without a model: pages hold the prefixes that were written to them, and each read is checked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from d2sd.runtime.pages import PageAllocator
+from d2sd.runtime.prefix_cache import extend_keys
+from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.scheduler import Scheduler
+from d2sd.runtime.sequence import Sequence
+from tests.runtime.helpers import STEADY
+
+BLOCK = 4
+
+
+def keys_of(tokens: list[int], page_size: int = 4, salt: str = "") -> list[bytes]:
+    keys: list[bytes] = []
+    extend_keys(keys, tokens, page_size, len(tokens) // page_size, salt)
+    return keys
+
+
+@STEADY
+@given(st.lists(st.integers(0, 1), max_size=12), st.lists(st.integers(0, 1), max_size=12), st.integers(1, 4))
+def test_equal_keys_are_equal_prefixes(one: list[int], other: list[int], page_size: int) -> None:
+    keys, others = keys_of(one, page_size), keys_of(other, page_size)
+    for a, key in enumerate(keys):
+        for b, its in enumerate(others):
+            assert (key == its) == (one[: (a + 1) * page_size] == other[: (b + 1) * page_size])
+
+
+def test_keys_depend_on_the_salt_and_grow_with_the_tokens() -> None:
+    tokens = list(range(12))
+    assert not set(keys_of(tokens)) & set(keys_of(tokens, salt="tenant"))
+    keys: list[bytes] = []
+    for count in (1, 1, 3):
+        extend_keys(keys, tokens, 4, count, "")
+    assert keys == keys_of(tokens)
+    assert len({len(key) for key in keys}) == 1
+
+
+class AnyPages(RuleBasedStateMachine):
+    """The allocator against a list of who holds what."""
+
+    @initialize(count=st.integers(2, 9))
+    def start(self, count: int) -> None:
+        self.pages, self.count = PageAllocator(count), count
+        self.held: list[list[int]] = []
+        self.key_of: dict[int, bytes] = {}
+        self.idle: list[int] = []  # the next to be evicted first
+        self.lost: set[int] = set()
+
+    def references(self) -> list[int]:
+        return [page for pages in self.held for page in pages]
+
+    @rule(count=st.integers(0, 5), names=st.lists(st.integers(0, 5), unique=True, max_size=4))
+    def take(self, count: int, names: list[int]) -> None:
+        shared = self.pages.cache.match([bytes([name]) for name in names])
+        free = [page for page in range(1, self.count) if page not in self.references()]
+        uncached = [page for page in free if page not in self.key_of]
+        taken = self.pages.take(count, shared)
+        assert (taken is None) == (count > len(set(free) - set(shared)))
+        if taken is None:
+            return
+        new = taken[len(shared) :]
+        assert taken[: len(shared)] == shared
+        assert len(new) == count
+        assert set(new) <= set(free) - set(shared)
+        self.idle = [page for page in self.idle if page not in shared]
+        evicted = self.idle[: max(0, count - len(uncached))]
+        assert set(new) - set(uncached) == set(evicted), "uncached pages first, then the least recently used"
+        for page in evicted:
+            self.idle.remove(page)
+            del self.key_of[page]
+            self.lost.add(page)
+        self.held.append(taken)
+
+    @precondition(lambda self: any(self.held))
+    @rule(which=st.integers(0, 99), place=st.integers(0, 9), name=st.integers(0, 5))
+    def cache(self, which: int, place: int, name: int) -> None:
+        owners = [pages for pages in self.held if pages]
+        pages = owners[which % len(owners)]
+        page, key = pages[place % len(pages)], bytes([name])
+        if page in self.key_of:
+            return  # a page is entered once
+        self.pages.cache.add(page, key)
+        if key not in self.key_of.values():
+            self.key_of[page] = key
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 99))
+    def give_back(self, which: int) -> None:
+        pages = self.held.pop(which % len(self.held))
+        self.pages.give_back(pages)
+        for page in reversed(pages):
+            if page not in self.references():
+                if page in self.key_of:
+                    self.idle.append(page)
+                else:
+                    self.lost.add(page)
+
+    @rule()
+    def discard(self) -> None:
+        discarded = self.pages.take_discarded()
+        assert set(discarded) == self.lost
+        self.lost = set()
+
+    @invariant()
+    def every_page_is_free_or_idle_or_used(self) -> None:
+        used = set(self.references())
+        assert sorted([*self.pages._free, *self.idle, *used]) == list(range(1, self.count))
+        assert list(self.pages.cache._idle) == self.idle
+        assert self.pages.free == self.count - 1 - len(used)
+        assert self.pages.used == len(used)
+        assert all(self.pages._references[page] == self.references().count(page) for page in range(self.count))
+        assert all(self.pages.cache.match([key]) == [page] for page, key in self.key_of.items())
+
+
+AnyPages.TestCase.settings = STEADY
+TestAnyPages = AnyPages.TestCase
+
+
+def add(scheduler: Scheduler, number: int, prompt: list[int], new: int = 8, **options: object) -> Sequence:
+    one = Sequence(number, Request(tuple(prompt), new, **options), list(prompt))  # type: ignore[arg-type]
+    scheduler.add(one)
+    return one
+
+
+class Pools:
+    """What the models' pools would hold: for each written place the whole prefix it was computed from."""
+
+    def __init__(self, scheduler: Scheduler, page_size: int) -> None:
+        self.scheduler, self.page_size = scheduler, page_size
+        self.holds: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def write(self, one: Sequence, positions: range, tokens: list[int]) -> None:
+        for position in positions:
+            page = one.pages[position // self.page_size]
+            assert self.scheduler.pages._references[page] == 1, "a shared page is never written"
+            self.holds[page, position % self.page_size] = tuple(tokens[: position + 1])
+
+    def check(self, one: Sequence) -> None:
+        for position in range(min(one.cached, len(one.tokens))):
+            place = one.pages[position // self.page_size], position % self.page_size
+            assert self.holds[place] == tuple(one.tokens[: position + 1])
+
+    def step(self, dice: random.Random) -> None:
+        """What the engine does, with tokens 0 and 1 as answers."""
+        schedule = self.scheduler.schedule()
+        for page in schedule.discarded:  # before anything is written
+            for slot in range(self.page_size):
+                self.holds.pop((page, slot), None)
+        for one, count in schedule.prefill:
+            self.check(one)
+            self.write(one, range(one.cached, one.cached + count), one.tokens)
+            one.cached += count
+        for one in schedule.decode:
+            self.check(one)
+            committed = [dice.randint(0, 1) for _ in range(dice.randint(1, BLOCK))]
+            self.write(one, range(one.cached, one.cached + len(committed)), one.tokens + committed)
+            one.append(committed)
+            if one.finish is not None:
+                self.scheduler.remove(one)
+
+
+class SharedPrefixes(RuleBasedStateMachine):
+    """Prompts of few tokens, so that prefixes and answers are shared often, in pools of any tightness."""
+
+    @initialize(
+        batch=st.integers(1, 5), page_size=st.integers(1, 4), chunk=st.integers(1, 16), spare=st.integers(0, 30)
+    )
+    def start(self, batch: int, page_size: int, chunk: int, spare: int) -> None:
+        self.limits = Limits(batch, 64, page_size, chunk)
+        self.scheduler = Scheduler(self.limits, BLOCK, 1 + -(-(16 + 9 + BLOCK) // page_size) + spare)
+        self.pools = Pools(self.scheduler, page_size)
+        self.everybody: list[Sequence] = []
+
+    @rule(
+        length=st.integers(1, 16), new=st.integers(1, 9), seed=st.integers(0, 2), last=st.integers(0, 1),
+        options=st.fixed_dictionaries({"priority": st.integers(0, 1), "cache_salt": st.sampled_from(["", "", "x"])}),
+    )  # fmt: skip
+    def submit(self, length: int, new: int, seed: int, last: int, options: dict[str, object]) -> None:
+        dice = random.Random(seed)
+        prompt = [dice.randint(0, 1) for _ in range(length - 1)] + [last]
+        self.everybody.append(add(self.scheduler, len(self.everybody), prompt, new, **options))
+
+    @precondition(lambda self: self.everybody)
+    @rule(which=st.integers(0, 99), new=st.integers(1, 4))
+    def go_on(self, which: int, new: int) -> None:
+        """The next turn of a conversation."""
+        tokens = [*self.everybody[which % len(self.everybody)].tokens, 1]
+        if len(tokens) + new <= 25:
+            self.everybody.append(add(self.scheduler, len(self.everybody), tokens, new))
+
+    @rule(seed=st.integers(0, 99))
+    def step(self, seed: int) -> None:
+        self.pools.step(random.Random(seed))
+
+    @rule(which=st.integers(0, 99))
+    def cancel(self, which: int) -> None:
+        if self.everybody:
+            one = self.everybody[which % len(self.everybody)]
+            one.finish = one.finish or "cancelled"
+            self.scheduler.remove(one)
+
+    @invariant()
+    def pages_have_their_owners(self) -> None:
+        pages, running = self.scheduler.pages, self.scheduler.running
+        owned = [page for one in running for page in one.pages]
+        assert all(pages._references[page] == owned.count(page) for page in range(self.scheduler.page_count))
+        assert sorted([*set(owned), *pages._free, *pages.cache._idle]) == list(range(1, self.scheduler.page_count))
+        assert all(not one.pages for one in self.everybody if one not in running)
+        assert all(len(one.pages) == len(set(one.pages)) for one in running)
+
+    @invariant()
+    def tenants_share_nothing(self) -> None:
+        owners: dict[int, set[str]] = {}
+        for one in self.scheduler.running:
+            for page in one.pages:
+                owners.setdefault(page, set()).add(one.request.cache_salt)
+        assert all(len(salts) == 1 for salts in owners.values())
+
+    @invariant()
+    def statistics_add_up(self) -> None:
+        stats = self.scheduler.stats("off")
+        assert stats.pages_used + stats.pages_cached <= stats.pages_total
+        assert stats.prefix_hit_tokens == sum(one.stats.cached_tokens for one in self.everybody)
+        assert stats.prefix_hit_tokens <= stats.prefix_queried_tokens
+        assert stats.preemptions == sum(one.stats.preemptions for one in self.everybody)
+        assert all(one.stats.cached_tokens < len(one.request.prompt) for one in self.everybody)
+
+    def teardown(self) -> None:
+        if hasattr(self, "pools"):
+            for step in range(1000):
+                if not self.scheduler.running and not self.scheduler.waiting:
+                    break
+                self.pools.step(random.Random(step))
+            assert all(one.finish is not None for one in self.everybody)
+            assert self.scheduler.pages.free == self.scheduler.page_count - 1
+
+
+SharedPrefixes.TestCase.settings = STEADY
+TestSharedPrefixes = SharedPrefixes.TestCase
+
+
+def made(
+    max_batch: int = 8, chunk: int = 16, pages: int = 80, prefix_cache: bool = True
+) -> tuple[Scheduler, Callable[[], None]]:
+    """A scheduler, and a function that steps until it is idle."""
+    scheduler = Scheduler(Limits(max_batch, 64, 4, chunk, None, prefix_cache), BLOCK, 1 + pages)
+    pools, dice = Pools(scheduler, 4), random.Random(0)
+
+    def run() -> None:
+        while scheduler.running or scheduler.waiting:
+            pools.step(dice)
+
+    return scheduler, run
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("chunk", [4, 16, 64, 999])
+def test_requests_that_arrive_together_compute_their_prefix_once(chunk: int, prefix_cache: bool) -> None:
+    """Prefix of 5 pages; each request adds 6 tokens, of which the last is its anchor."""
+    scheduler, run = made(chunk=chunk, prefix_cache=prefix_cache)
+    for number in range(8):
+        add(scheduler, number, [*range(20), *range(100 * number, 100 * number + 6)])
+    run()
+    stats = scheduler.stats("off")
+    assert stats.prefix_queried_tokens == 8 * 25
+    assert stats.prefix_hit_tokens == (7 * 20 if prefix_cache else 0)
+    assert stats.prefill_tokens == 8 * 25 - stats.prefix_hit_tokens
+
+
+def test_next_turn_computes_only_what_is_new() -> None:
+    scheduler, run = made()
+    first = add(scheduler, 0, list(range(10)), 9)
+    run()
+    assert first.stats.cached_tokens == 0
+    second = add(scheduler, 1, [*first.tokens, *range(50, 60)])
+    run()
+    # 18 of the 19 tokens were computed, and up to a block of dropped ones: 4 pages.
+    assert second.stats.cached_tokens == 16
+    assert scheduler.stats("off").prefix_hit_rate == 16 / (9 + 28)
+
+
+def test_same_prompt_leaves_the_anchors_page_to_be_computed() -> None:
+    """Of 9 tokens two full pages are taken, of 8 only one: a hit on the anchor's page would have to be written."""
+    for length, hits in ((9, 8), (8, 4), (5, 4), (4, 0), (1, 0)):
+        scheduler, run = made()
+        for number in (0, 1):
+            again = add(scheduler, number, list(range(length)))
+            run()
+        assert again.stats.cached_tokens == hits
+
+
+def test_cached_pages_are_evicted_before_a_request_is_preempted() -> None:
+    scheduler, run = made(max_batch=2, pages=16)
+    for number in range(12):
+        add(scheduler, number, list(range(100 * number, 100 * number + 8)), 16)  # 7 pages each
+    run()
+    assert scheduler.stats("off").preemptions == 0
+    assert scheduler.stats("off").pages_cached > 8
+
+
+def test_head_of_a_prefix_is_evicted_last() -> None:
+    scheduler, run = made(max_batch=1, pages=10)
+    prompt = list(range(21))
+    add(scheduler, 0, prompt, 1)
+    run()  # 5 of 10 pages are cached
+    add(scheduler, 1, [70] * 3, 21)  # 7 pages
+    run()
+    again = add(scheduler, 2, prompt, 1)
+    run()
+    assert again.stats.cached_tokens == 12
+
+
+def test_without_room_for_its_misses_a_request_takes_no_hits() -> None:
+    scheduler, run = made(pages=9)
+    add(scheduler, 0, list(range(9)), 1)
+    run()
+    long = add(scheduler, 1, [50] * 17, 1)  # 5 pages
+    scheduler.schedule()
+    late = add(scheduler, 2, [*range(8), *[60] * 9], 1)  # 2 hits and 3 others
+    scheduler.schedule()
+    assert scheduler.running == [long]
+    assert (late.pages, late.cached) == ([], 0)
+    assert scheduler.stats("off").pages_cached == 2
+    assert scheduler.stats("off").prefix_queried_tokens == 8 + 16
