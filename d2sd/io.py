@@ -280,3 +280,8 @@ def remove(path: Path) -> None:
 def cache_folder() -> Path:
     """Folder of downloads: $D2SD_CACHE, or ~/.cache/d2sd."""
     return Path(os.environ.get("D2SD_CACHE") or Path.home() / ".cache" / "d2sd")
+
+
+def size_text(count: int) -> str:
+    """A number of bytes, for people."""
+    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

@@ -4,6 +4,7 @@ give equal bytes, except for engines.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
@@ -79,6 +80,22 @@ class Manifest(_Part):
     files: dict[FileName, Sha256]  # every file of the bundle but this one
     versions: dict[str, str]  # of the tools that decide the bytes
     checks: dict[str, JsonValue]  # figures of the build's checks
+
+    def figures(self) -> list[str]:
+        """The figures of the checks, one line per mapping."""
+        return [line for name, result in self.checks.items() for line in _figures(name, result)]
+
+
+def _figures(name: str, result: JsonValue) -> Iterator[str]:
+    if not isinstance(result, dict):
+        yield f"{name}: {result}"
+        return
+    own = [f"{k}: {v}" if isinstance(v, str) else f"{k} {v}" for k, v in result.items() if not isinstance(v, dict)]
+    if own:
+        yield f"{name}: {', '.join(own)}"
+    for key, below in result.items():
+        if isinstance(below, dict):
+            yield from _figures(f"{name}, {key}", below)
 
 
 def load_manifest(bundle: Path) -> Manifest:

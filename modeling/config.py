@@ -85,3 +85,12 @@ class DrafterConfig:
             assert ids[0] >= 0, "ids are not negative"
             assert ids[-1] < self.vocab_size, "ids are the target's"
             assert self.mask_token_id not in ids, "the mask cannot be drafted"
+
+
+def described(config: DecoderConfig | DrafterConfig) -> str:
+    """The geometry in one line of text."""
+    body = config.body
+    heads = f"{body.num_heads}/{body.num_kv_heads} heads of {body.head_dim}"
+    shape = f"{body.num_layers} layers, hidden {body.hidden_size}, {heads}, vocabulary {config.vocab_size}"
+    ids = getattr(config, "target_layer_ids", None)
+    return shape if ids is None else f"{shape}, reads target layers {', '.join(map(str, ids))}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from d2sd.convert.bundle.backends import BackendName, make_runner
 from d2sd.convert.bundle.chat import Messages, encode_chat, encode_prompt
 from d2sd.errors import BundleError, RequestError
+from d2sd.policies import FACTS
 from d2sd.progress import bar
 from d2sd.recipe import Policy
 
@@ -68,6 +69,12 @@ def make_engine(
         with bar("measuring step costs", len(buckets(engine.limits.max_batch))) as advance:
             engine.enable_auto(candidates, curves, advance)
     return engine
+
+
+def can_run(bundle: Bundle, name: Policy) -> bool:
+    """Whether the bundle has the drafters of policy `name`; `auto` needs one drafter."""
+    needed = 1 if name == "auto" else len(FACTS[name].required_drafters)
+    return sum(drafter is not None for drafter in (bundle.first, bundle.second)) >= needed
 
 
 def _policies(bundle: Bundle, name: Policy, rows: int) -> list[TreePolicy]:

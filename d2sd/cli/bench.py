@@ -15,9 +15,9 @@ from d2sd.bench.run import Run
 from d2sd.cli.options import FilePath, backend_option, device_option
 from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.backends import BackendName
-from d2sd.convert.bundle.load import Bundle, load_bundle
+from d2sd.convert.bundle.load import load_bundle
+from d2sd.convert.bundle.serving import can_run
 from d2sd.extras import require_plots
-from d2sd.policies import FACTS
 from d2sd.progress import bar
 from d2sd.recipe import Policy
 
@@ -96,7 +96,7 @@ def bench(
     loaded = load_bundle(bundle, progress=bar)
     tree = loaded.recipe.tree
     sets = read_sets(prompts, per_set)
-    wanted = methods or [name for name in get_args(Policy) if _runs(loaded, name)]
+    wanted = methods or [name for name in get_args(Policy) if can_run(loaded, name)]
     matrix = Matrix(wanted, rows, list(sets), temperatures, concurrency, tree.block_size)
     if plan:
         _show_plan(matrix, sets, repeat)
@@ -109,12 +109,6 @@ def bench(
     out = out or Path("build/bench") / loaded.recipe.name
     for path in Run(loaded, matrix, sets, settings, repeat, device, backend, out).all():
         click.echo(path)
-
-
-def _runs(bundle: Bundle, name: Policy) -> bool:
-    """Whether the bundle has the drafters of policy `name`; `auto` needs one drafter."""
-    needed = 1 if name == "auto" else len(FACTS[name].required_drafters)
-    return sum(drafter is not None for drafter in (bundle.first, bundle.second)) >= needed
 
 
 def _show_plan(matrix: Matrix, sets: dict[str, list[tuple[str, str]]], repeat: int) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import click
 from rich.console import Console
 
-from d2sd.cli.options import FilePath, backend_option, bundle_argument, device_option
+from d2sd.cli.options import FilePath, backend_option, bundle_argument, device_option, policy_option
 from d2sd.cli.report import Reporting
 from d2sd.cli.stats import show_stats
 from d2sd.convert.bundle.backends import BackendName
@@ -35,7 +34,7 @@ from d2sd.viz.words import caption
 @click.option(
     "-p", "--prompt", "prompts", multiple=True, required=True, help="User turn; repeatable: they run in one batch."
 )
-@click.option("--policy", type=click.Choice(get_args(Policy)), help="Tree policy.  [default: the bundle's]")
+@policy_option
 @click.option("--max-new-tokens", type=int, help="Length limit of each answer.  [default: the bundle's]")
 @click.option("--temperature", type=float, help="0 is greedy.  [default: the bundle's]")
 @click.option("--top-p", type=float, help="[default: the bundle's]")

@@ -19,6 +19,7 @@ COMMANDS = {
     "data": "Fill data/ with the prompt sets that recipes and benchmarks name.",
     "generate": "Generate text from the bundle at BUNDLE.",
     "inspect": "Verify BUNDLE and print what it holds.",
+    "serve": "Serve the bundle at BUNDLE over HTTP, as OpenAI's API.",
     "train": "Train the drafters that RECIPE names.",
     "trtllm": "Compare the installed TensorRT-LLM with the version d2sd was written for.",
 }

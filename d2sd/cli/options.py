@@ -8,6 +8,7 @@ from typing import Any, get_args
 import click
 
 from d2sd.convert.bundle.backends import BackendName, check_device
+from d2sd.recipe import Policy
 
 
 class _FilePath(click.Path):
@@ -35,6 +36,9 @@ backend_option = click.option(
     "--executor", "backend", type=click.Choice(get_args(BackendName)), default="torch", show_default=True,
     help="PyTorch, or the bundle's graphs in ONNX Runtime or as TensorRT engines.",
 )  # fmt: skip
+policy_option = click.option(
+    "--policy", type=click.Choice(get_args(Policy)), help="Tree policy.  [default: the bundle's]"
+)
 held_out_option = click.option(
     "--prompts", type=FilePath, multiple=True,
     help="JSONL of {id, turns}; repeatable. Held out: neither trained on nor evaluated.  [default: our own two dozen]",

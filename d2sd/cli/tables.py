@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
-from pydantic import JsonValue
 from rich.console import Console
 from rich.table import Table
 
 from d2sd.cli.report import printable
-from d2sd.convert.build.plan import GPUS, Plan
+from d2sd.convert.build.memory_text import gpu_lines, kv_lines
+from d2sd.convert.build.plan import Plan
+from d2sd.io import size_text
 from d2sd.manifest import Manifest
-from d2sd.modeling.config import DecoderConfig, DrafterConfig
+from d2sd.modeling.config import described
 from d2sd.recipe import Recipe
 
 #: soft_wrap: paths are never cut, neither in a narrow terminal nor in a pipe.
@@ -43,17 +44,16 @@ def show_plan(plan: Plan, output: Path) -> None:
     _settings(plan.recipe)
     for part in plan.parts:
         _line(part.name, part.source)
-        _line("", _geometry(part.config))
+        _line("", described(part.config))
     if plan.parts:
-        _kv_pages(plan)
+        _lines(kv_lines(plan))
     show_table(_memory(plan))
     if wanted is not None:
-        each = (
-            f"{_size(plan.weight_bytes)} of weights in the graphs and as much again for each of {len(wanted.compute)}"
-        )
+        size = size_text(plan.weight_bytes)
+        each = f"{size} of weights in the graphs and as much again for each of {len(wanted.compute)}"
         _line("engines", f"by {wanted.builder} for {', '.join(wanted.compute)}: {each}")
     if plan.target is not None and plan.recipe.precision != "fp32":  # fp32 is not meant for GPUs
-        _gpus(plan)
+        _lines(gpu_lines(plan))
 
 
 def show_manifest(bundle: Path, manifest: Manifest) -> None:
@@ -68,17 +68,14 @@ def show_manifest(bundle: Path, manifest: Manifest) -> None:
         if model is not None:
             _line(name, ", ".join(f"{k} {v}" for k, v in model.model_dump(exclude={"parameters"}).items()))
             size = sum(count for file, count in sizes.items() if file.startswith(f"{name}/"))
-            table.add_row(name, f"{model.parameters:,}", _size(size))
+            table.add_row(name, f"{model.parameters:,}", size_text(size))
     show_table(table)
     if built := manifest.engines:
         plugins = ", ".join(f"{count} in {model}" for model, count in built.plugins.items())
         _line("engines", f"{', '.join(built.compute)} by {built.builder} {built.version}")
         _line("", f"attention by plugins of ABI {built.plugin_abi}: {plugins}")
-    for name, result in manifest.checks.items():
-        for figures in _figures(name, result):
-            _line("check", figures)
-    if not manifest.checks:
-        _line("check", "none recorded")
+    for figures in manifest.figures() or ["none recorded"]:
+        _line("check", figures)
     _line("built by", ", ".join(f"{tool} {version}" for tool, version in manifest.versions.items()))
 
 
@@ -86,23 +83,15 @@ def _line(label: str, text: object) -> None:
     _CONSOLE.print(printable(f"{label:15}{text}"), markup=False, highlight=False)
 
 
+def _lines(lines: Iterable[tuple[str, str]]) -> None:
+    for label, text in lines:
+        _line(label, text)
+
+
 def show_table(table: Table, console: Console = _CONSOLE) -> None:
     """Print a table at the width that its contents need: a narrow terminal wraps the lines, but no name is cut."""
     width = console.measure(table, options=console.options.update(width=1000)).maximum
     Console(file=console.file, width=max(width, console.width)).print(table)
-
-
-def _figures(name: str, result: JsonValue) -> Iterator[str]:
-    """The figures of a check, one line per mapping."""
-    if not isinstance(result, dict):
-        yield f"{name}: {result}"
-        return
-    own = [f"{k}: {v}" if isinstance(v, str) else f"{k} {v}" for k, v in result.items() if not isinstance(v, dict)]
-    if own:
-        yield f"{name}: {', '.join(own)}"
-    for key, below in result.items():
-        if isinstance(below, dict):
-            yield from _figures(f"{name}, {key}", below)
 
 
 def _settings(recipe: Recipe) -> None:
@@ -117,50 +106,11 @@ def _memory(plan: Plan) -> Table:
     table = Table("memory", "parameters", "weights", "K/V a token", "K/V pool", show_footer=True)
     for part in plan.parts:
         token = f"{part.kv_token_bytes:,} B"
-        table.add_row(part.name, f"{part.parameters:,}", _size(part.weight_bytes), token, _size(plan.kv_bytes(part)))
+        table.add_row(
+            part.name, f"{part.parameters:,}", size_text(part.weight_bytes), token, size_text(plan.kv_bytes(part))
+        )
     token = f"{sum(part.kv_token_bytes for part in plan.parts):,} B"
-    together = "together", "", _size(plan.weight_bytes), token, _size(plan.kv_memory().total_bytes)
+    together = "together", "", size_text(plan.weight_bytes), token, size_text(plan.kv_memory().total_bytes)
     for column, text in zip(table.columns, together, strict=True):
         column.footer = text
     return table
-
-
-def _kv_pages(plan: Plan) -> None:
-    """The arithmetic of the pools."""
-    limits, memory = plan.recipe.limits, plan.kv_memory()
-    size = f"pages of {limits.page_size} tokens, {memory.page_bytes:,} B each in all models"
-    _line("K/V pages", f"{memory.pages:,} {size}; page 0 takes padding: {_size(memory.total_bytes)}")
-    block = plan.recipe.tree.block_size
-    needed = f"{limits.max_batch} requests of {limits.max_context} + {block} tokens fill {memory.full_pages:,}"
-    if isinstance(limits.kv_memory, float):
-        _line("", f"{needed}; at most {limits.kv_memory:g} of the memory that is free when serving starts")
-    elif memory.pages < memory.full_pages:
-        _line("", f"{needed}; limits.kv_memory holds fewer, so requests are preempted when pages run out")
-    else:
-        _line("", needed)
-
-
-def _gpus(plan: Plan) -> None:
-    """Memory of weights and K/V only: activations, logits and the CUDA context need more."""
-    limits = plan.recipe.limits
-    _line("a request", f"{_size(plan.request_bytes)} of K/V for {limits.max_context:,} tokens")
-    for name, memory in GPUS.items():
-        pool = plan.kv_memory().total_bytes
-        if isinstance(limits.kv_memory, float):
-            pool = min(pool, int(limits.kv_memory * max(0, memory - plan.weight_bytes)))
-        needed = plan.weight_bytes + pool
-        left = f"{_size(memory - needed)} left" if needed < memory else f"{_size(needed - memory)} too much"
-        most = f"the weights and {plan.requests_in(memory):,} such requests"
-        _line(f"{name} {memory // 10**9} GB", f"{left}; four fifths of it hold {most}")
-
-
-def _geometry(config: DecoderConfig | DrafterConfig) -> str:
-    body = config.body
-    heads = f"{body.num_heads}/{body.num_kv_heads} heads of {body.head_dim}"
-    shape = f"{body.num_layers} layers, hidden {body.hidden_size}, {heads}, vocabulary {config.vocab_size}"
-    ids = getattr(config, "target_layer_ids", None)
-    return shape if ids is None else f"{shape}, reads target layers {', '.join(map(str, ids))}"
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

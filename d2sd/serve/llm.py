@@ -16,7 +16,7 @@ from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.errors import RequestError
 from d2sd.progress import bar
 from d2sd.runtime.stats import SequenceStats
-from d2sd.serve.params import SamplingParams, encode_bad_words
+from d2sd.serve.params import SamplingParams, with_params
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.backends import BackendName
@@ -234,11 +234,5 @@ def _requests(bundle: Bundle, prompt: str | Sequence[Message], params: SamplingP
     if params is None:
         params = SamplingParams(defaults.temperature, defaults.top_p, defaults.top_k, defaults.seed)
     length = defaults.max_new_tokens if params.max_tokens is None else params.max_tokens
-    bad_words = encode_bad_words(bundle.tokenizer, params.bad_words)
-    samplings = [params.for_tokens(seed, bad_words) for seed in params.seeds()]
-    request = chat_request(bundle, prompt, samplings[0], length, raw=isinstance(prompt, str), stop=tuple(params.stop))
-    eos = frozenset() if params.ignore_eos else request.stop_tokens
-    request = replace(
-        request, stop_tokens=eos | set(params.stop_token_ids), stop_visible=params.include_stop_str_in_output
-    )
-    return [replace(request, sampling=sampling) for sampling in samplings]
+    request = chat_request(bundle, prompt, params.for_tokens(0), length, raw=isinstance(prompt, str))
+    return with_params(bundle, request, params)

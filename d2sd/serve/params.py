@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from d2sd.errors import RequestError
 from d2sd.runtime.request import SamplingParams as TokenSampling
+
+if TYPE_CHECKING:
+    from d2sd.convert.bundle.load import Bundle
+    from d2sd.runtime.request import Request
 
 #: Seeds are below this; the i-th of n completions has the seed (seed + i) modulo it.
 SEEDS = 2**64
@@ -94,6 +98,18 @@ class SamplingParams:
         """The seed of each of the `n` completions; a random start in place of None."""
         first = secrets.randbelow(_DRAWN_SEEDS) if self.seed is None else self.seed
         return [(first + index) % SEEDS for index in range(self.n)]
+
+
+def with_params(bundle: Bundle, request: Request, params: SamplingParams) -> list[Request]:
+    """`n` requests like `request`, whose stop tokens are the target's, with these parameters; its length is kept."""
+    bad_words = encode_bad_words(bundle.tokenizer, params.bad_words)
+    request = replace(
+        request,
+        stop=tuple(params.stop),
+        stop_tokens=(frozenset() if params.ignore_eos else request.stop_tokens) | set(params.stop_token_ids),
+        stop_visible=params.include_stop_str_in_output,
+    )
+    return [replace(request, sampling=params.for_tokens(seed, bad_words)) for seed in params.seeds()]
 
 
 def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:

@@ -108,5 +108,10 @@ def merge(outputs: Sequence[Output]) -> Output:
     """One output with the tokens and text of several successive ones of a request."""
     if len(outputs) == 1:
         return outputs[0]
-    tokens = tuple(token for output in outputs for token in output.tokens)
-    return Output(outputs[0].sequence, tokens, "".join(output.text for output in outputs), outputs[-1].finish)
+    return Output(
+        outputs[0].sequence,
+        tuple(token for output in outputs for token in output.tokens),
+        "".join(output.text for output in outputs),
+        outputs[-1].finish,
+        tuple(entry for output in outputs for entry in output.logprobs),
+    )

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,12 +26,15 @@ from d2sd.serve.openai.middleware import Entrance
 from d2sd.serve.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from d2sd.serve.openai.responses import Disconnected, EventStream, while_connected
 from d2sd.serve.openai.spans import Spans
+from d2sd.serve.openai.trace import make_recording, page_file, trace_events
+from d2sd.viz.nodes import token_text
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.request import Request as EngineRequest
     from d2sd.serve.openai.settings import ServerSettings
+    from d2sd.serve.stream import Watch
 
 T = TypeVar("T")
 
@@ -45,6 +49,7 @@ class Server:
         self.created = int(time.time())
         files = ",".join(f"{name}={digest}" for name, digest in sorted(bundle.manifest.files.items()))
         self.fingerprint = f"d2sd-{version('d2sd')}-{hashlib.sha256(files.encode()).hexdigest()[:12]}"
+        self.show_token = token_text(bundle.tokenizer.decode)
         self._tokenizer_thread = ThreadPoolExecutor(1, "d2sd-tokenizer")
 
     async def tokenizing(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -60,16 +65,10 @@ class Server:
         self, http: Request, body: GenerationBody, encode: Callable[..., list[EngineRequest]], made: type[Format]
     ) -> Response:
         """Generate the answers to a body, streamed or whole."""
-        self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise RequestError("stream_options needs stream.", where="stream_options", fix="set stream to true")
-        facts = http.scope["state"]["facts"]
-        facts |= {"model": self.settings.model, "stream": body.stream}
-        prepared = await self.tokenizing(encode, self.bundle, body, self.settings)
-        generation = Generation(
-            self.engine, self.metrics, prepared, facts, body.deadline or self.settings.request_timeout
-        )
-        shape = made(self.settings.model, self.fingerprint, body.return_token_ids)
+        generation = await self._start(http, body, encode)
+        shape = made(self.settings.model, self.fingerprint, body.return_token_ids, self.show_token)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return EventStream(_events(generation, shape, usage), generation.close)
@@ -80,6 +79,29 @@ class Server:
         finally:
             generation.close()
         return JSONResponse(shape.whole(generation))
+
+    async def trace(self, http: Request, body: ChatBody) -> Response:
+        """Stream the steps of an answer; see `d2sd.serve.openai.trace`."""
+        if body.n not in (None, 1):
+            raise RequestError("A trace has one answer.", where="n", found=body.n, expected=1)
+        recording = make_recording(self.bundle)
+        generation = await self._start(http, body, requests.chat_requests, recording.add)
+        return EventStream(trace_events(generation, recording), generation.close)
+
+    async def _start(
+        self,
+        http: Request,
+        body: GenerationBody,
+        encode: Callable[..., list[EngineRequest]],
+        watch: Watch | None = None,
+    ) -> Generation:
+        """Submit the requests of a body."""
+        self.check_model(body.model)
+        facts = http.scope["state"]["facts"]
+        facts |= {"model": self.settings.model, "stream": body.stream}
+        prepared = await self.tokenizing(encode, self.bundle, body, self.settings)
+        deadline = body.deadline or self.settings.request_timeout
+        return Generation(self.engine, self.metrics, prepared, facts, deadline, watch)
 
 
 async def _events(generation: Generation, shape: Format, usage: bool) -> AsyncIterator[dict[str, Any]]:
@@ -121,6 +143,13 @@ def create_app(bundle: Bundle, engine: Engine, settings: ServerSettings) -> Fast
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, http: Request) -> Response:
         return await server.answer(http, body, requests.completion_requests, CompletionFormat)
+
+    @app.post("/trace")
+    async def trace(body: ChatBody, http: Request) -> Response:
+        return await server.trace(http, body)
+
+    for path, name in (("/", "index.html"), ("/page.css", "page.css"), ("/page.js", "page.js")):
+        app.add_api_route(path, partial(page_file, name), include_in_schema=False)
 
     model = {"id": settings.model, "object": "model", "created": server.created, "owned_by": "d2sd"}
     model["max_model_len"] = engine.limits.max_context

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 if TYPE_CHECKING:
-    from d2sd.runtime.sequence import Output
+    from d2sd.runtime.sequence import Output, TokenLogprobs
     from d2sd.serve.openai.generation import Choice, Generation
+
+#: Reported for a token that is impossible: JSON has no infinity.
+_LEAST = -9999.0
 
 
 class Format(ABC):
@@ -20,8 +24,9 @@ class Format(ABC):
     object: str
     chunk_object: str
 
-    def __init__(self, model: str, fingerprint: str, token_ids: bool) -> None:
-        self._token_ids = token_ids
+    def __init__(self, model: str, fingerprint: str, token_ids: bool, show: Callable[[int], str]) -> None:
+        """`token_ids`: whether answers carry them; `show` turns a token id into text."""
+        self._token_ids, self._show = token_ids, show
         self._head = {
             "id": f"{self.prefix}-{uuid4().hex}",
             "created": int(time.time()),
@@ -40,8 +45,36 @@ class Format(ABC):
 
     def _common(self, choice: Choice) -> dict[str, Any]:
         """Fields of every choice; `seed` and `token_ids` are extensions."""
-        ids = {"token_ids": choice.tokens} if self._token_ids else {}
-        return {"index": choice.index, "finish_reason": choice.finish, "logprobs": None, "seed": choice.seed} | ids
+        extra: dict[str, Any] = {"token_ids": choice.tokens} if self._token_ids else {}
+        if choice.stream.request.reads_prompt and choice.stream.sequence is not None:
+            entries = choice.stream.sequence.prompt_logprobs
+            extra["prompt_logprobs"] = [None, *(self._by_token(entry) for entry in entries)]
+        logprobs = self._logprobs(choice, choice.logprobs, 0)
+        return {
+            "index": choice.index,
+            "finish_reason": choice.finish,
+            "logprobs": logprobs,
+            "seed": choice.seed,
+        } | extra
+
+    def _logprobs(self, choice: Choice, entries: Sequence[TokenLogprobs], start: int) -> dict[str, Any] | None:
+        """The log-probabilities of some tokens, the first of them at character `start`; None if not asked for."""
+        if choice.stream.request.sampling.logprobs is None:
+            return None
+        return self.logprobs(entries, start)
+
+    def _by_token(self, entry: TokenLogprobs) -> dict[str, Any]:
+        """vLLM's form of a position: by token id, the position's own token first."""
+        ranked = [(entry.token, entry.logprob, entry.rank)]
+        ranked += [(token, value, rank) for rank, (token, value) in enumerate(entry.top, 1) if token != entry.token]
+        return {
+            str(token): {"logprob": value, "rank": rank, "decoded_token": self._show(token)}
+            for token, value, rank in ranked
+        }
+
+    @abstractmethod
+    def logprobs(self, entries: Sequence[TokenLogprobs], start: int) -> dict[str, Any]:
+        """OpenAI's form of log-probabilities."""
 
     @abstractmethod
     def choice(self, choice: Choice) -> dict[str, Any]:
@@ -57,9 +90,10 @@ class Format(ABC):
 
     def deltas(self, choice: Choice, output: Output) -> Iterator[dict[str, Any]]:
         """The chunks of an output; none if it released neither text nor an end."""
-        if output.text or output.finish is not None or (self._token_ids and output.tokens):
+        if output.text or output.finish is not None or output.logprobs or (self._token_ids and output.tokens):
             ids = {"token_ids": list(output.tokens)} if self._token_ids else {}
-            end = {"finish_reason": output.finish, "logprobs": None}
+            start = sum(map(len, choice.text)) - len(output.text)
+            end = {"finish_reason": output.finish, "logprobs": self._logprobs(choice, output.logprobs, start)}
             seed = {"seed": choice.seed} if output.finish is not None else {}
             yield self.chunk({"index": choice.index} | end | seed | ids | self.delta(choice, output))
 
@@ -77,6 +111,18 @@ class ChatFormat(Format):
         """The role."""
         delta = {"role": "assistant", "content": ""}
         yield self.chunk({"index": choice.index, "delta": delta, "finish_reason": None, "logprobs": None})
+
+    def logprobs(self, entries: Sequence[TokenLogprobs], start: int) -> dict[str, Any]:
+        """A list of tokens, each with its likeliest alternatives."""
+
+        def one(token: int, value: float) -> dict[str, Any]:
+            text = self._show(token)
+            return {"token": text, "logprob": max(value, _LEAST), "bytes": list(text.encode())}
+
+        content = [
+            one(entry.token, entry.logprob) | {"top_logprobs": [one(*best) for best in entry.top]} for entry in entries
+        ]
+        return {"content": content, "refusal": None}
 
     def delta(self, choice: Choice, output: Output) -> dict[str, Any]:
         """The text."""
@@ -99,3 +145,13 @@ class CompletionFormat(Format):
     def delta(self, choice: Choice, output: Output) -> dict[str, Any]:
         """The text."""
         return {"text": output.text}
+
+    def logprobs(self, entries: Sequence[TokenLogprobs], start: int) -> dict[str, Any]:
+        """Lists with an entry for each token."""
+        tokens = [self._show(entry.token) for entry in entries]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [max(entry.logprob, _LEAST) for entry in entries],
+            "top_logprobs": [{self._show(t): max(value, _LEAST) for t, value in entry.top} for entry in entries],
+            "text_offset": list(accumulate(map(len, tokens[:-1]), initial=start)) if tokens else [],
+        }

@@ -11,7 +11,7 @@ from d2sd.serve.openai.metrics import Metrics, RequestTimer
 
 if TYPE_CHECKING:
     from d2sd.runtime.request import Request
-    from d2sd.runtime.sequence import FinishReason, Output
+    from d2sd.runtime.sequence import FinishReason, Output, TokenLogprobs
     from d2sd.serve.async_engine import AsyncEngine
     from d2sd.serve.stream import Stream, Watch
 
@@ -25,6 +25,7 @@ class Choice:
     timer: RequestTimer
     text: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: FinishReason | None = None
 
     @property
@@ -72,6 +73,7 @@ class Generation:
             choice.timer.output(output)
             choice.text.append(output.text)
             choice.tokens += output.tokens
+            choice.logprobs += output.logprobs
             choice.finish = output.finish
             yield choice, output
 

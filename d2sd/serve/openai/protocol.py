@@ -37,6 +37,17 @@ class GenerationBody(Body):
     n: Annotated[int, Field(ge=1)] | None = None
     max_tokens: int | None = None
     stop: str | list[str] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = None
 
     # of this server
     deadline: Annotated[float, Field(gt=0)] | None = None  # seconds
@@ -53,6 +64,7 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: str | list[str] | TokenIds | list[TokenIds]
+    logprobs: int | None = None  # the likeliest tokens of each position
 
 
 class TextPart(Body):
@@ -103,6 +115,8 @@ class ChatBody(GenerationBody):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 class TokenizeBody(Body):

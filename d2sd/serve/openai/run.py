@@ -7,14 +7,25 @@ import json
 import logging
 import socket
 import sys
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
+
+from d2sd.convert.bundle.load import load_bundle
+from d2sd.convert.bundle.serving import make_engine
+from d2sd.errors import D2SDError
+from d2sd.progress import bar
+from d2sd.serve.openai.app import create_app
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from d2sd.serve.openai.app import Server
+    from d2sd.serve.openai.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
 
 #: Seconds after the drain in which clients can read the last bytes.
 _FLUSH = 5
@@ -32,6 +43,23 @@ class DrainingServer(uvicorn.Server):
         draining = asyncio.ensure_future(self._served.engine.drain(self._served.settings.drain_timeout))
         await super().shutdown(sockets)
         await draining
+
+
+def serve_bundle(path: Path, settings: ServerSettings, host: str, port: int, **engine: Any) -> None:
+    """Serve a bundle until a signal; `engine` are options of `make_engine`. An empty model name takes the bundle's."""
+    _log_to_stderr()
+    bundle = load_bundle(path, progress=bar)
+    settings = replace(settings, model=settings.model or bundle.recipe.name)
+    app = create_app(bundle, make_engine(bundle, **engine), settings)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            found = f"{host}:{port}: {error.strerror}"
+            raise D2SDError("The server cannot listen there.", found=found, fix="choose another --port") from None
+        logger.info("serving %s at http://%s:%d", settings.model, *listener.getsockname()[:2])
+        make_server(app, host, port).run([listener])
 
 
 def make_server(app: FastAPI, host: str, port: int) -> DrainingServer:
@@ -58,7 +86,7 @@ class _JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
-def log_to_stderr() -> None:
+def _log_to_stderr() -> None:
     """Write the logs of d2sd and uvicorn to stderr as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines())

@@ -164,3 +164,60 @@ def test_conversations_sent_back_by_the_client_are_accepted(server: Running) -> 
     found = server.openai.chat.completions.create(model="tiny", messages=[USER, message, parts], max_tokens=3)
     assert found.usage is not None
     assert found.usage.prompt_tokens > 8
+
+
+def test_logprobs_are_those_of_the_python_api(server: Running, llm: LLM) -> None:
+    options: Any = {"model": "tiny", "temperature": 1.0, "seed": 4, "max_tokens": 6}
+    (expected,) = llm.chat([USER], SamplingParams(temperature=1.0, seed=4, max_tokens=6, logprobs=2))
+    assert expected.logprobs is not None
+    found = server.openai.chat.completions.create(**options, messages=[USER], logprobs=True, top_logprobs=2)
+    logprobs = found.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content) == len(expected.token_ids)
+    for token, entry, wanted in zip(expected.token_ids, logprobs.content, expected.logprobs, strict=True):
+        assert entry.token.strip() == f"w{token}"
+        assert entry.logprob == pytest.approx(wanted[token].logprob, abs=1e-5)
+        best = sorted((one.logprob for one in wanted.values()), reverse=True)[:2]
+        assert [one.logprob for one in entry.top_logprobs] == pytest.approx(best, abs=1e-5)
+    stream = server.openai.chat.completions.create(
+        **options, messages=[USER], logprobs=True, top_logprobs=2, stream=True
+    )
+    streamed = [one for chunk in stream if (lp := chunk.choices[0].logprobs) for one in lp.content or ()]
+    assert streamed == logprobs.content
+
+
+def test_logprobs_of_completions_have_offsets_into_the_text(server: Running) -> None:
+    found = server.openai.completions.create(
+        model="tiny", prompt="w5 w7", max_tokens=6, logprobs=3, extra_body={"prompt_logprobs": 1}
+    )
+    choice = found.choices[0]
+    assert choice.logprobs is not None
+    tokens, offsets = choice.logprobs.tokens, choice.logprobs.text_offset
+    assert tokens is not None
+    assert offsets is not None
+    assert len(tokens) == len(offsets) == len(choice.logprobs.token_logprobs or ()) == 6
+    assert all(len(top) == 3 for top in choice.logprobs.top_logprobs or ())
+    assert choice.model_extra is not None
+    first, second = choice.model_extra["prompt_logprobs"]
+    assert first is None
+    assert second["7"]["decoded_token"].strip() == "w7"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"min_p": 0.2}, {"repetition_penalty": 1.4}, {"presence_penalty": 1.0}, {"frequency_penalty": 1.5},
+        {"logit_bias": {"56": -100, "18": 5.5}}, {"bad_words": ["w56"]}, {"min_tokens": 8},
+        {"stop_token_ids": [56, 18]}, {"ignore_eos": True}, {"top_k": 3, "top_p": 0.9},
+        {"stop": "w56", "include_stop_str_in_output": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_parameter_reaches_the_engine(server: Running, llm: LLM, extra: dict[str, Any]) -> None:
+    body = {"prompt": "w5 w7", "temperature": 1.0, "seed": 2, "max_tokens": 12, "return_token_ids": True, **extra}
+    found = server.http.post("/v1/completions", json=body).json()["choices"][0]
+    if "logit_bias" in extra:
+        extra = {"logit_bias": {int(token): bias for token, bias in extra["logit_bias"].items()}}
+    (expected,) = llm.generate("w5 w7", SamplingParams(temperature=1.0, seed=2, max_tokens=12, **extra))
+    assert (found["token_ids"], found["text"]) == (expected.token_ids, expected.text)

@@ -1,0 +1,50 @@
+"""`d2sd serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from d2sd.cli.options import backend_option, bundle_argument, device_option, policy_option
+from d2sd.cli.report import Reporting
+from d2sd.convert.bundle.backends import BackendName
+from d2sd.extras import require
+from d2sd.recipe import Policy
+
+
+@click.command(cls=Reporting)
+@bundle_argument
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is all.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@click.option(
+    "--api-key", "api_keys", multiple=True, envvar="D2SD_API_KEY", help="Key that clients must send; repeatable."
+)
+@click.option("--model", help="Name in /v1/models.  [default: the bundle's]")
+@click.option("--max-batch", type=click.IntRange(1), help="Requests that decode together.  [default: the bundle's]")
+@click.option("--max-waiting", type=click.IntRange(0), default=256, show_default=True, help="Requests that may wait.")
+@click.option("--max-body", type=click.IntRange(1), default=4 << 20, show_default=True, help="Bytes of a request body.")
+@click.option("--request-timeout", type=click.FloatRange(0, min_open=True), help="Seconds.  [default: unlimited]")
+@click.option("--drain-timeout", type=click.FloatRange(0), default=30, show_default=True, help="Seconds at shutdown.")
+@policy_option
+@device_option
+@backend_option
+def serve(
+    bundle: Path, host: str, port: int, api_keys: tuple[str, ...], model: str | None, max_batch: int | None,
+    max_waiting: int, max_body: int, request_timeout: float | None, drain_timeout: float, policy: Policy | None,
+    device: str, backend: BackendName,
+) -> None:  # fmt: skip
+    """Serve the bundle at BUNDLE over HTTP, as OpenAI's API.
+
+    A page at / shows speculation at work. SIGTERM and Ctrl-C finish running requests first.
+
+    For example:
+
+        d2sd serve bundles/smollm2-135m --port 8000
+    """
+    require("serve", ("fastapi", "uvicorn", "prometheus_client"), "d2sd serve")
+    from d2sd.serve.openai.run import serve_bundle
+    from d2sd.serve.openai.settings import ServerSettings
+
+    settings = ServerSettings(model or "", api_keys, max_body, max_waiting, 128, request_timeout, drain_timeout)
+    serve_bundle(bundle, settings, host, port, policy=policy, device=device, backend=backend, max_batch=max_batch)

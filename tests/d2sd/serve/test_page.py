@@ -1,0 +1,165 @@
+"""The page at / and the steps that it draws, the metrics, the log and the end of a served process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import httpx
+import pytest
+
+from d2sd.serve.openai import spans
+from tests.d2sd.serve.http import Running, serving
+
+CHAT: Any = {"messages": [{"role": "user", "content": "w5 w7"}], "max_tokens": 12, "temperature": 1.0, "seed": 6}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_bundle: Path) -> Iterator[Running]:
+    with serving(tiny_bundle) as running:
+        yield running
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_a_trace_has_every_step_and_its_tree(server: Running) -> None:
+    whole = server.http.post("/v1/chat/completions", json=CHAT | {"return_token_ids": True}).json()
+    found = events(server.http.post("/trace", json=CHAT).text)
+    assert "".join(t["text"] for e in found for t in e["tokens"]) == whole["choices"][0]["message"]["content"]
+    assert sum(len(event["tokens"]) for event in found) == 12
+    assert sum(event["accepted"] for event in found) > 0
+    for event in found:
+        assert ElementTree.fromstring(event["svg"]).tag.endswith("svg")
+        assert event["rows"] == 16
+    assert server.http.post("/trace", json=CHAT | {"n": 2}).status_code == 400
+
+
+def test_the_page_runs_nothing_but_its_own_script(server: Running) -> None:
+    page = server.http.get("/")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert not re.search(r"https?://|<script>|style=|\son\w+=", page.text)
+    for name in re.findall(r'(?:href|src)="([^"]+)"', page.text):
+        assert server.http.get(f"/{name}").status_code == 200
+    assert set(re.findall(r'element\("(\w+)"\)', server.http.get("/page.js").text)) <= set(
+        re.findall(r'id="(\w+)"', page.text)
+    )
+
+
+def test_metrics_count_what_was_answered(tiny_bundle: Path) -> None:
+    with serving(tiny_bundle) as server:
+        bodies = [server.http.post("/v1/chat/completions", json=CHAT | {"seed": seed}).json() for seed in range(3)]
+        text = server.http.get("/metrics").text
+        values = dict(re.findall(r"^(d2sd_\w+)(?:\{[^}]*\})? ([-\d.e+]+)$", text, re.MULTILINE))
+    usage = [body["usage"] for body in bodies]
+    assert float(values["d2sd_generation_tokens_total"]) == sum(u["completion_tokens"] for u in usage)
+    assert float(values["d2sd_prompt_tokens_total"]) == sum(u["prompt_tokens"] for u in usage)
+    steps = float(values["d2sd_accepted_length_count"])
+    assert float(values["d2sd_spec_decode_num_drafts_total"]) == steps
+    assert float(values["d2sd_verified_rows_total"]) == 16 * steps
+    committed = float(values["d2sd_accepted_length_sum"])
+    assert float(values["d2sd_spec_decode_num_accepted_tokens_total"]) == committed - steps
+    assert float(values["d2sd_time_to_first_token_seconds_count"]) == 3
+    assert float(values["d2sd_e2e_request_latency_seconds_count"]) == 3
+    assert (values["d2sd_num_requests_running"], values["d2sd_kv_pages_used"]) == ("0.0", "0.0")
+    assert f'd2sd_policy_in_force{{model_name="tiny",policy="{server.engine.policy}"}} 1.0' in text
+    assert 'd2sd_request_success_total{finished_reason="length",model_name="tiny"} 3.0' in text
+
+
+def test_every_request_is_one_line_of_the_log(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "d2sd.serve.access"):
+        answer = server.http.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "mine-1"})
+        server.http.post("/v1/chat/completions", json={}, headers={"x-request-id": "not\tallowed"})
+    assert answer.headers["x-request-id"] == "mine-1"
+    good, bad = (json.loads(record.getMessage()) for record in caplog.records)
+    assert (good["id"], good["status"], good["path"]) == ("mine-1", 200, "/v1/chat/completions")
+    assert (good["prompt_tokens"], good["completion_tokens"], good["finish"]) == (4, 12, ["length"])
+    assert 0 < good["seconds_to_first_token"] <= good["seconds"]
+    assert (bad["status"], len(bad["id"])) == (400, 32)
+
+
+def test_spans_carry_the_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = pytest.importorskip("opentelemetry.trace")
+    seen: dict[str, Any] = {}
+
+    class Span(trace.NonRecordingSpan):  # type: ignore[misc, name-defined]
+        def set_attribute(self, key: str, value: Any) -> None:
+            seen[key] = value
+
+    class Tracer(trace.NoOpTracer):  # type: ignore[misc, name-defined]
+        def start_as_current_span(self, name: str, *arguments: Any, **options: Any) -> Any:
+            seen["name"] = name
+            return trace.use_span(Span(trace.INVALID_SPAN_CONTEXT))
+
+    monkeypatch.setattr(trace, "get_tracer", lambda name: Tracer())
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    facts = {"method": "POST", "path": "/v1/completions", "completion_tokens": 7}
+    with spans.Spans().request({}, facts):
+        pass
+    assert not seen
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    with spans.Spans().request({b"traceparent": b"x"}, facts):
+        pass
+    assert seen == {"name": "POST /v1/completions", "gen_ai.usage.output_tokens": 7}
+
+
+@pytest.mark.slow
+@pytest.mark.subprocess
+@pytest.mark.parametrize("drain", [20.0, 0.0])
+def test_sigterm_drains(tiny_bundle: Path, drain: float) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # a step of a tiny model takes no time: 20 ms make the answer last
+    code = (
+        "import time; from d2sd.runtime.engine import Engine; step = Engine.step\n"
+        "Engine.step = lambda self: (time.sleep(0.02), step(self))[1]\n"
+        "from d2sd.cli.main import main; main()"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "serve",
+        str(tiny_bundle),
+        "--port",
+        str(port),
+        "--drain-timeout",
+        str(drain),
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "startup complete" in line:
+                break
+        body = CHAT | {"max_tokens": 50, "stream": True}
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=30) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        log = process.stderr.read()
+        assert process.wait(30) in (0, -signal.SIGTERM)
+    assert rest[-1] == "data: [DONE]"
+    if drain:
+        assert '"finish_reason":"length"' in rest[-2]
+    else:
+        assert '"shutting_down"' in rest[-2]
+    assert "Traceback" not in log
+    (request,) = [json.loads(line) for line in log.splitlines() if '"event": "request"' in line]
+    assert request["status"] == 200
