@@ -104,6 +104,11 @@ class Generation:
         """OpenAI's usage. A prompt counts once, however many answers it has."""
         prompts = {id(choice.stream.request.prompt): len(choice.stream.request.prompt) for choice in self.choices}
         prompt, completion = sum(prompts.values()), sum(len(choice.tokens) for choice in self.choices)
+        cached: dict[int, int] = {}  # by prompt: the most that one of its answers found in the prefix cache
+        for choice in self.choices:
+            if choice.stream.sequence is not None:
+                key = id(choice.stream.request.prompt)
+                cached[key] = max(cached.get(key, 0), choice.stream.sequence.stats.cached_tokens)
         drafted = sum(
             s.verified_nodes - s.steps for c in self.choices if c.stream.sequence for s in [c.stream.sequence.stats]
         )
@@ -116,7 +121,7 @@ class Generation:
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
             },
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         }
 
     async def _merged(self) -> AsyncIterator[tuple[Choice, Output]]:

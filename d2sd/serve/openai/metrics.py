@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from d2sd.runtime.stats import FIRST_DRAFT
 
@@ -29,6 +32,8 @@ class Metrics:
         self._gauge("kv_cache_usage_perc", "Share of the K/V pages in use; 1 is all.", lambda: self._used() / pages)
         self._gauge("kv_pages_used", "K/V pages in use.", self._used)
         self._gauge("kv_pages", "K/V pages in each pool.", lambda: pages)
+        self._gauge("kv_pages_cached", "Idle K/V pages in the prefix cache.", lambda: engine.stats.pages_cached)
+        self.registry.register(_PrefixCache(engine, model))
         self._in_force = Gauge(
             "d2sd_policy_in_force", "1 for the policy of the last step.", ["model_name", "policy"],
             registry=self.registry,
@@ -94,6 +99,25 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: Any) -> Histogram:
         made = Histogram(f"d2sd_{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
         return made.labels(self._model)
+
+
+class _PrefixCache(Collector):
+    """What the prefix cache saved, read from the engine when it is asked for."""
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self._engine, self._model = engine, model
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """The counters."""
+        stats = self._engine.stats
+        for name, text, value in (
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queried_tokens),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens),
+            ("prefill_tokens", "Tokens computed by prefill.", stats.prefill_tokens),
+        ):
+            family = CounterMetricFamily(f"d2sd_{name}", text, labels=["model_name"])
+            family.add_metric([self._model], value)
+            yield family
 
 
 class RequestTimer:
