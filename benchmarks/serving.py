@@ -39,6 +39,7 @@ from d2sd.bench.provenance import provenance
 from d2sd.cli.bench import Listed
 from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
+from d2sd.errors import D2SDError
 from d2sd.extras import require_plots
 from d2sd.io import write_text
 from d2sd.progress import bar
@@ -142,7 +143,7 @@ class Benchmark:
         return folder / f"{re.sub('[^a-z0-9.]+', '-', str(key))}-{number}.json"
 
     def _saved(self, key: Key, number: int) -> Run:
-        return read_model(Run, self._path(key, number), what="finished run", fix="delete it")
+        return read_model(Run, self._path(key, number), error=D2SDError, what="finished run", fix="delete it")
 
 
 def _counter(server: Server) -> workloads.Count:
