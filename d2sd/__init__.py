@@ -17,12 +17,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from d2sd.serve.llm import LLM, Completion
     from d2sd.serve.params import SamplingParams
+    from d2sd.serve.structured import StructuredOutputsParams
 
     __version__: str
 
-__all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Completion", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
-_MODULES = {"LLM": "d2sd.serve.llm", "Completion": "d2sd.serve.llm", "SamplingParams": "d2sd.serve.params"}
+_MODULES = {
+    "LLM": "d2sd.serve.llm",
+    "Completion": "d2sd.serve.llm",
+    "SamplingParams": "d2sd.serve.params",
+    "StructuredOutputsParams": "d2sd.serve.structured",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from d2sd.runtime.buckets import bucket, prefill_rows
+from d2sd.runtime.grammar.step import StepGrammar
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.penalties import NO_TEXT, Text
 from d2sd.runtime.sampling.sample import Sampling
@@ -27,6 +28,7 @@ class Batch:
     context_len: Tensor  # [B] int64, the anchor's position
     active: Tensor  # [B] bool
     sampling: Sampling
+    grammar: StepGrammar | None = None  # None: no request has one
 
     @staticmethod
     def pack(sequences: SequenceOf[Sequence], vocab_size: int, device: str) -> Batch:
@@ -41,6 +43,7 @@ class Batch:
             context_len=torch.tensor([s.cached for s in sequences] + padding, device=device),
             active=torch.arange(size, device=device) < len(sequences),
             sampling=Sampling.of(params, vocab_size, device, texts + [NO_TEXT] * len(padding)),
+            grammar=StepGrammar.of(sequences),
         )
 
     @staticmethod

@@ -141,7 +141,7 @@ class Engine:
             for chunks in prefill_calls(schedule.prefill, budget, self.runner.max_prefill_requests):
                 hidden = self.runner.prefill(*prefill_inputs(chunks, budget, self.runner.device))
                 for row, (sequence, count) in enumerate(chunks):
-                    if sequence.request.reads_prompt:
+                    if sequence.needs_prompt_rows:
                         found = prompt_logprobs(sequence, hidden[row, :count], self.runner.target.logits)
                         sequence.prompt_logprobs.extend(found)
                     sequence.cached += count

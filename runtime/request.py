@@ -9,6 +9,7 @@ from d2sd.errors import RequestError
 
 if TYPE_CHECKING:
     from d2sd.recipe import Limits as RecipeLimits
+    from d2sd.runtime.grammar.grammar import Grammar
 
 
 #: Most alternatives that logprobs report for a token, as in vLLM and in OpenAI's API.
@@ -72,13 +73,9 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
     stop_visible: bool = False  # the text includes the stop string or stop token that ended it
+    grammar: Grammar | None = None  # the answer is in its language, unless the length limit cuts it
     priority: int = 0  # lower values are served first
     cache_salt: str = ""  # cached prefixes are shared among requests of the same salt only
-
-    @property
-    def reads_prompt(self) -> bool:
-        """Whether every prompt token must be computed, in cached pages too."""
-        return self.sampling.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)

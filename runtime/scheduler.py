@@ -171,9 +171,10 @@ class Scheduler:
     def _prefix_keys(self, sequence: Sequence) -> list[bytes]:
         """Keys of the pages that the sequence may take from the cache: full ones before its anchor.
 
-        The anchor is computed by the next step, so a page that a sequence writes to is never a shared one.
+        The anchor is computed by the next step, so a page that a sequence writes to is never a shared one. Without a
+        forward pass over the prompt there are no prompt_logprobs: a request that still needs them takes no pages.
         """
-        if not self._limits.prefix_cache:
+        if not self._limits.prefix_cache or sequence.needs_prompt_rows:
             return []
         count = (len(sequence.tokens) - 1) // self._limits.page_size
         self._extend_keys(sequence, count)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from d2sd.errors import D2SDError, GenerationError
+from d2sd.runtime.grammar.grammar import Matcher, advance
 from d2sd.runtime.request import Request
 from d2sd.runtime.stats import SequenceStats
 from d2sd.runtime.text import TextStream
@@ -56,10 +57,14 @@ class Sequence:
     page_keys: list[bytes] = field(default_factory=list, repr=False)  # of the leading full pages, in the prefix cache
     keyed_pages: int = 0  # leading pages that the prefix cache knows by their keys
     finish: FinishReason | None = None  # set by append, cancel and fail
-    error: D2SDError | None = None  # set by fail
+    error: D2SDError | None = None  # set by append and fail
+    matcher: Matcher | None = field(init=False)  # advanced by append
     stats: SequenceStats = field(default_factory=SequenceStats)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer, if asked; grows in append
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt after its first token, if asked
+
+    def __post_init__(self) -> None:
+        self.matcher = self.request.grammar.matcher() if self.request.grammar is not None else None
 
     @property
     def anchor(self) -> int:
@@ -73,6 +78,16 @@ class Sequence:
     def pending(self) -> int:
         """Context tokens still to be prefilled."""
         return len(self.tokens) - 1 - self.cached
+
+    @property
+    def needs_prompt_rows(self) -> bool:
+        """Whether prompt_logprobs are asked for and incomplete, so that every prompt token must be computed."""
+        asked = self.request.sampling.prompt_logprobs is not None
+        return asked and len(self.prompt_logprobs) < len(self.request.prompt) - 1
+
+    def _ends(self, token: int) -> bool:
+        """Whether the answer ends at a token; at an end token of a grammar always, because nothing may follow."""
+        return token in self.request.stop_tokens or (self.matcher is not None and token in self.matcher.end_tokens)
 
     def fail(self, error: Exception) -> Output:
         """End the answer with an error."""
@@ -88,11 +103,17 @@ class Sequence:
         self.cached += len(tokens)
         taken, text = [], ""
         for token in tokens:
+            if self.matcher is not None and (problem := advance(self.matcher, token)):
+                self.finish, self.error = (
+                    "error",
+                    GenerationError("The answer cannot go on.", where="structured_outputs", found=problem),
+                )
+                break
             taken.append(token)
             self.tokens.append(token)
             length = len(self.tokens) - len(request.prompt)
             may_stop = length > request.sampling.min_tokens
-            if token in request.stop_tokens and may_stop:
+            if self._ends(token) and may_stop:
                 self.finish = "stop"
             if self.text is not None and (self.finish is None or request.stop_visible):
                 text += self.text.feed(token, may_stop=may_stop and self.finish is None)

@@ -32,18 +32,26 @@ def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
     return ids
 
 
-def encode_chat(tokenizer: Any, messages: Messages, template: Mapping[str, Any], where: str) -> list[int]:
+def encode_chat(
+    tokenizer: Any,
+    messages: Messages,
+    template: Mapping[str, Any],
+    where: str,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int]:
     """Return the token ids of a conversation in the chat template, up to the start of the assistant's answer.
 
     `tokenizer` is a transformers tokenizer, `template` holds extra variables of its chat template, and `where` names
-    the template in errors. Raises `RequestError` for malformed messages and for a template that fails.
+    the template in errors. `tools` are the functions that the answer may call, in OpenAI's format. Raises
+    `RequestError` for malformed messages and for a template that fails.
     """
     _check_messages(messages)
     try:
         with _deadline(_SECONDS):
             text = tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False, **template
-            )
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False,
+                tools=None if not tools else [dict(tool) for tool in tools], **template,
+            )  # fmt: skip
     except (Exception, _TooSlow) as error:  # a template can raise anything, such as a RecursionError
         found = f"more than {_SECONDS:g} s" if isinstance(error, _TooSlow) else f"{type(error).__name__}: {error}"
         raise RequestError(

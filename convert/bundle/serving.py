@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from d2sd.convert.bundle.backends import BackendName, make_runner
 from d2sd.convert.bundle.chat import Messages, encode_chat, encode_prompt
@@ -109,12 +110,13 @@ def chat_request(
     *,
     raw: bool = False,
     stop: tuple[str, ...] = (),
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Request:
     """Make a request that ends at the target's stop tokens.
 
     `prompt` is a conversation, `[{"role": ..., "content": ...}, ...]`, or one user turn; both are put into the target's
-    chat template. With `raw`, or where the target has no template, a string is encoded without one. Raises
-    `RequestError` for malformed messages and for a template that cannot be rendered.
+    chat template, with `tools` in OpenAI's format. With `raw`, or where the target has no template, a string is encoded
+    without one. Raises `RequestError` for malformed messages and for a template that cannot be rendered.
     """
     from d2sd.runtime.request import Request
 
@@ -129,5 +131,5 @@ def chat_request(
     else:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         where = f"{bundle.path / 'target'}: chat_template"
-        ids = encode_chat(tokenizer, messages, bundle.recipe.target.template, where)
+        ids = encode_chat(tokenizer, messages, bundle.recipe.target.template, where, tools)
     return Request(tuple(ids), max_new_tokens, sampling, frozenset(bundle.stop_token_ids), stop)

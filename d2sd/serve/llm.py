@@ -17,18 +17,22 @@ from d2sd.errors import RequestError
 from d2sd.progress import bar
 from d2sd.runtime.stats import SequenceStats
 from d2sd.serve.params import SamplingParams, with_params
+from d2sd.serve.structured import GrammarCompiler
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.backends import BackendName
     from d2sd.convert.bundle.load import Bundle
     from d2sd.recipe import Policy
     from d2sd.runtime.engine import Engine
+    from d2sd.runtime.grammar.grammar import Grammar
     from d2sd.runtime.request import Request
     from d2sd.runtime.sequence import FinishReason, TokenLogprobs
     from d2sd.runtime.sequence import Sequence as Running
 
 #: One turn of a conversation: {"role": "user", "content": "..."}.
 Message = Mapping[str, Any]
+#: Functions that an answer may call, in OpenAI's format.
+Tools = Sequence[Mapping[str, Any]] | None
 #: One set of sampling parameters for all prompts, one for each prompt, or None: the defaults of the bundle's recipe.
 Sampling = SamplingParams | Sequence[SamplingParams] | None
 
@@ -90,6 +94,7 @@ class LLM:
         loaded = load_bundle(Path(bundle), verify=verify, progress=bar)
         engine = make_engine(loaded, policy=policy, device=device, backend=backend, max_batch=max_batch)
         self._opened: tuple[Bundle, Engine] | None = (loaded, engine)
+        self._grammars = GrammarCompiler(loaded)
         self._deltas: dict[Running, deque[str]] = {}  # text of running requests that no caller has taken yet
         self._finished = SequenceStats()
 
@@ -101,18 +106,22 @@ class LLM:
         return self._run([prompts] if isinstance(prompts, str) else list(prompts), sampling_params)
 
     def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Sampling = None
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Sampling = None,
+        tools: Tools = None,
     ) -> list[Completion]:
         """Answer a conversation, or each of a list of conversations, through the target's chat template.
 
         A message is `{"role": "user", "content": "..."}`; roles are those of the template, mostly `system`, `user` and
-        `assistant`. Raises `RequestError` if a conversation cannot be served; then none is.
+        `assistant`. `tools`, in OpenAI's format, are given to the template; `d2sd.serve.tools` reads the calls in the
+        answer. Raises `RequestError` if a conversation cannot be served; then none is.
         """
         if not messages or isinstance(messages[0], Mapping):
             conversations = [cast("Sequence[Message]", messages)]
         else:
             conversations = [list(conversation) for conversation in cast("Sequence[Sequence[Message]]", messages)]
-        return self._run(conversations, sampling_params)
+        return self._run(conversations, sampling_params, tools)
 
     def stream(self, prompt: str | Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the completion of a prompt, or the answer to a conversation, in pieces as it is generated.
@@ -130,6 +139,7 @@ class LLM:
                     yield deltas.popleft()
                 else:
                     self._step()
+            _raise_errors([running])
         finally:
             self._drop(running)
 
@@ -156,12 +166,15 @@ class LLM:
             raise RequestError("The LLM is closed.", fix="open the bundle again with LLM(...)")
         return self._opened
 
-    def _run(self, prompts: Sequence[str | Sequence[Message]], sampling: Sampling) -> list[Completion]:
-        groups = self._submit(prompts, sampling)
+    def _run(
+        self, prompts: Sequence[str | Sequence[Message]], sampling: Sampling, tools: Tools = None
+    ) -> list[Completion]:
+        groups = self._submit(prompts, sampling, tools)
         running = [sequence for group in groups for sequence in group]
         try:
             while any(sequence.finish is None for sequence in running):
                 self._step()
+            _raise_errors(running)
             return [self._completion(group) for group in groups]
         finally:
             for sequence in running:
@@ -176,7 +189,9 @@ class LLM:
         ]
         return replace(made[0], others=tuple(made[1:]))
 
-    def _submit(self, prompts: Sequence[str | Sequence[Message]], sampling: Sampling) -> list[list[Running]]:
+    def _submit(
+        self, prompts: Sequence[str | Sequence[Message]], sampling: Sampling, tools: Tools = None
+    ) -> list[list[Running]]:
         """Queue all prompts, or none if one is refused; n requests for each."""
         bundle, engine = self._open()
         params = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else sampling
@@ -185,12 +200,19 @@ class LLM:
                 "There must be one SamplingParams for each prompt.", where="sampling_params",
                 found=len(params), expected=len(prompts), fix="pass one for all, or a list as long as the prompts",
             )  # fmt: skip
-        groups = [_requests(bundle, prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+        groups = [
+            _requests(bundle, prompt, one, self._grammar(one), tools)
+            for prompt, one in zip(prompts, params, strict=True)
+        ]
         for requests in groups:
             engine.check(requests[0])  # they differ in their seeds only
         running = [[engine.submit(request) for request in requests] for requests in groups]
         self._deltas.update((sequence, deque()) for group in running for sequence in group)
         return running
+
+    def _grammar(self, params: SamplingParams | None) -> Grammar | None:
+        form = None if params is None else params.structured_outputs
+        return None if form is None else self._grammars.compile(form)
 
     def _step(self) -> None:
         """One engine step; its text goes to whichever call waits for it."""
@@ -213,7 +235,7 @@ def _completion(sequence: Running, index: int, text: str, tokenizer: Any) -> Com
     logprobs = prompt_logprobs = None
     if request.sampling.logprobs is not None:
         logprobs = [_by_token(entry, tokenizer) for entry in sequence.logprobs]
-    if request.reads_prompt:
+    if request.sampling.prompt_logprobs is not None:
         prompt_logprobs = [None, *(_by_token(entry, tokenizer) for entry in sequence.prompt_logprobs)]
     return Completion(
         list(request.prompt), text, sequence.answer, sequence.finish, sequence.stats, request.sampling.seed, index,
@@ -228,11 +250,23 @@ def _by_token(entry: TokenLogprobs, tokenizer: Any) -> dict[int, Logprob]:
     return {token: Logprob(logprob, rank, tokenizer.decode([token])) for token, logprob, rank in ranked}
 
 
-def _requests(bundle: Bundle, prompt: str | Sequence[Message], params: SamplingParams | None) -> list[Request]:
+def _raise_errors(running: Sequence[Running]) -> None:
+    for sequence in running:
+        if sequence.error is not None:
+            raise sequence.error
+
+
+def _requests(
+    bundle: Bundle,
+    prompt: str | Sequence[Message],
+    params: SamplingParams | None,
+    grammar: Grammar | None,
+    tools: Tools,
+) -> list[Request]:
     """The n requests of a prompt. A string is used without a template; messages go through the chat template."""
     defaults = bundle.recipe.sampling
     if params is None:
         params = SamplingParams(defaults.temperature, defaults.top_p, defaults.top_k, defaults.seed)
     length = defaults.max_new_tokens if params.max_tokens is None else params.max_tokens
-    request = chat_request(bundle, prompt, params.for_tokens(0), length, raw=isinstance(prompt, str))
-    return with_params(bundle, request, params)
+    request = chat_request(bundle, prompt, params.for_tokens(0), length, raw=isinstance(prompt, str), tools=tools)
+    return with_params(bundle, replace(request, grammar=grammar), params)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from d2sd.errors import RequestError
 from d2sd.runtime.request import SamplingParams as TokenSampling
+from d2sd.serve.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
@@ -45,6 +46,7 @@ class SamplingParams:
         include_stop_str_in_output: whether the stop string or stop token is part of the text.
         logprobs: report each token's log-probability and those of this many likeliest tokens, 0 .. 20.
         prompt_logprobs: the same for the prompt's tokens.
+        structured_outputs: the form of the completion: JSON, a regular expression, a choice or a grammar.
 
     Penalties, logit_bias, bad_words and min_tokens apply to greedy decoding too. Raises `RequestError` naming the field
     that is out of range.
@@ -69,6 +71,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))

@@ -73,6 +73,12 @@ class TokenBias:
         holds = matches & (position[:, None] < self.until)
         return logits.scatter_add(1, self.token, self.bias.where(holds, 0.0))
 
+    def apply_at(self, logits: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
+        """logits [B, X] of `tokens` [B, X] -> [B, X], by the entries at `position` [B] that need no earlier token."""
+        holds = (self.after == _ANY).all(-1) & (position[:, None] < self.until)
+        same = tokens[..., None] == self.token[:, None]
+        return logits + self.bias.where(holds, 0.0)[:, None].where(same, 0.0).sum(-1)
+
     def after_token(self, token: Tensor) -> TokenBias:
         """The entries once `token` [B] has been appended to the texts."""
         return replace(self, tail=torch.cat([self.tail, token[:, None]], dim=1)[:, 1:])

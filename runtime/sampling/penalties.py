@@ -65,11 +65,14 @@ class Penalties:
             count=empty.scatter_add(1, tokens, answered)[:, :vocab_size],
         )
 
-    def apply(self, logits: Tensor) -> Tensor:
-        """logits [B, V] -> [B, V]."""
+    def apply(self, logits: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """logits [B, V], or [B, X] of `tokens` [B, X] -> the same shape."""
+        seen, count = self.seen, self.count
+        if tokens is not None:
+            seen, count = seen.gather(1, tokens), count.gather(1, tokens)
         repeated = torch.where(logits < 0, logits * self.repetition, logits / self.repetition)
-        logits = torch.where(self.seen, repeated, logits)
-        return logits - self.frequency * self.count - self.presence * (self.count > 0)
+        logits = torch.where(seen, repeated, logits)
+        return logits - self.frequency * count - self.presence * (count > 0)
 
     def after(self, token: Tensor) -> Penalties:
         """The penalties once `token` [B] has been appended to the answers."""

@@ -77,11 +77,24 @@ class Sampling:
     @property
     def is_argmax(self) -> bool:
         """Whether the target's choice is the argmax of its logits, for every request and wherever in a tree."""
-        return not self.any_sampled and self.bias is None and self.penalties is None
+        return not self.any_sampled and not self.changes_logits
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.bias is not None or self.penalties is not None
+
+    def change_at(self, logits: Tensor, context_len: Tensor, tokens: Tensor) -> Tensor:
+        """Drafted logits [B, ...] of `tokens` [B, ...], changed by the tokens committed so far."""
+        flat, ids = logits.flatten(1), tokens.flatten(1)
+        if self.bias is not None:
+            flat = self.bias.apply_at(flat, context_len + 1, ids)
+        if self.penalties is not None:
+            flat = self.penalties.apply(flat, ids)
+        return flat.view_as(logits)
 
     def after(self, token: Tensor) -> Sampling:
         """The parameters once `token` [B] has been appended to each text."""
-        if self.bias is None and self.penalties is None:
+        if not self.changes_logits:
             return self
         return replace(
             self,

@@ -78,7 +78,11 @@ def sample_target(
         allowed = None if mask is None else unpack_bits(mask[rows, node], vocab_size)
         level_noise = None if noise is None else noise[:, depth]
         position = context_len + 1 + depth
-        chosen = token_scores(logits[rows, node], position, sampling, level_noise, allowed).argmax(-1)
+        scores = token_scores(logits[rows, node], position, sampling, level_noise, allowed)
+        chosen = scores.argmax(-1)
+        if allowed is not None:  # no token left: one outside the grammar, at which the host ends the request
+            dead = scores.gather(1, chosen[:, None])[:, 0] == float("-inf")
+            chosen = torch.where(dead, allowed.int().argmin(-1), chosen)
         path.append(node.where(on_path, 0))
         tokens.append(chosen)
         count, last = count + on_path, node.where(on_path, last)

@@ -89,14 +89,21 @@ def candidates(logits: Tensor, context_len: Tensor, sampling: Sampling, width: i
 
     When the target samples, it takes argmax(logits / T + g) with noise g that depends on seed, position and token
     alone. Drafts are ranked by scores with the same g ("drafter-invariant" coupling, Daliri et al., arXiv 2408.07978):
-    the output does not change, and more drafts are accepted. Filters and noise are applied to the CANDIDATE_POOL
-    likeliest tokens only. Probabilities are normalised over the draft vocabulary.
+    the output does not change, and more drafts are accepted. Penalties, filters and noise are applied to the
+    CANDIDATE_POOL likeliest tokens only. Probabilities are normalised over the draft vocabulary.
     """
     size = logits.shape[-1]
-    pool, tokens = logits.topk(min(CANDIDATE_POOL if sampling.any_sampled else width, size), dim=-1)
+    pool, tokens = logits.topk(min(width if sampling.is_argmax else CANDIDATE_POOL, size), dim=-1)
     if ids is not None:
         tokens = ids[tokens]
     total = logits.logsumexp(-1, keepdim=True)
+    if sampling.changes_logits:
+        changed = sampling.change_at(pool, context_len, tokens)
+        others = total + torch.log1p(-(pool - total).exp().sum(-1, keepdim=True).clamp(max=1))
+        new_total = torch.logaddexp(others, changed.logsumexp(-1, keepdim=True))
+        total = new_total.where((changed != pool).any(-1, keepdim=True), total)
+        pool, order = changed.sort(dim=-1, descending=True, stable=True)
+        tokens = tokens.gather(-1, order)
     scores = pool
     if sampling.any_sampled:
         random = (sampling.temperature > 0)[:, None, None, None]

@@ -71,18 +71,24 @@ def some_requests() -> tuple[Request, ...]:
 
 
 @cache
-def plain(prompt: tuple[int, ...], sampling: SamplingParams, length: int) -> tuple[int, ...]:
-    return tuple(plain_text(models()[0], prompt, sampling, length))
+def plain(
+    prompt: tuple[int, ...], sampling: SamplingParams, length: int, stop_tokens: frozenset[int] = frozenset()
+) -> tuple[int, ...]:
+    return tuple(plain_text(models()[0], prompt, sampling, length, stop_tokens))
 
 
 def expected(request: Request) -> list[int]:
-    """The request's answer by the oracle, stop tokens aside."""
-    return list(plain(request.prompt, request.sampling, request.max_new_tokens + BLOCK)[: request.max_new_tokens])
+    """The request's answer by the oracle; stop tokens do not end it."""
+    return list(_longer(request)[: request.max_new_tokens])
+
+
+def _longer(request: Request) -> tuple[int, ...]:
+    return plain(request.prompt, request.sampling, request.max_new_tokens + BLOCK, request.stop_tokens)
 
 
 def cheater(requests: SequenceOf[Request], *, first_errors: float = 0.3, second_errors: float = 0.3) -> CheatingRunner:
     """Knows the plain text of all `requests`."""
-    texts = {r.sampling.seed: r.prompt + plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK) for r in requests}
+    texts = {r.sampling.seed: r.prompt + _longer(r) for r in requests}
     assert len(texts) == len(requests)
     return CheatingRunner(*copies(), texts, first_errors=first_errors, second_errors=second_errors)
 

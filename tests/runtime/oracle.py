@@ -6,7 +6,7 @@ Only the noise is the runtime's own, and test_noise.py compares that with the in
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
 from itertools import product
 from typing import NamedTuple
@@ -41,9 +41,33 @@ def gumbel_of(word: int) -> float:
     return -math.log(-math.log((word // 2**9 + 0.5) / 2**23))
 
 
+def changed(
+    logits: Sequence[float],
+    params: SamplingParams,
+    text: Sequence[int],
+    prompt_len: int,
+    stop_tokens: Collection[int] = (),
+) -> list[float]:
+    """Logits of the token after `text`, by bias, bad words, min_tokens and penalties."""
+    scores, answer = list(logits), list(text[prompt_len:])
+    for token, bias in params.logit_bias:
+        scores[token] += bias
+    banned = [word[-1] for word in params.bad_words if tuple(text[len(text) - len(word) + 1 :]) == word[:-1]]
+    banned += stop_tokens if len(answer) < params.min_tokens else []
+    for token in banned:
+        scores[token] = -math.inf
+    for token in set(text):
+        scores[token] *= params.repetition_penalty if scores[token] < 0 else 1 / params.repetition_penalty
+    for token in set(answer):
+        scores[token] -= params.frequency_penalty * answer.count(token) + params.presence_penalty
+    return scores
+
+
 def allowed(logits: Sequence[float], params: SamplingParams) -> dict[int, float]:
-    """Tokens that temperature, then top-k, then top-p leave, and their probabilities."""
-    ranked = sorted(range(len(logits)), key=lambda t: -logits[t])
+    """Tokens that temperature, then min-p, then top-k, then top-p leave, and their probabilities."""
+    ranked = sorted((t for t in range(len(logits)) if logits[t] > -math.inf), key=lambda t: -logits[t])
+    least = logits[ranked[0]] + params.temperature * math.log(params.min_p) if params.min_p else -math.inf
+    ranked = [t for t in ranked if logits[t] >= least]
     ranked = ranked[: params.top_k or len(ranked)]
     weights = [math.exp((logits[t] - logits[ranked[0]]) / params.temperature) for t in ranked]
     kept, reached = 0, 0.0
@@ -53,17 +77,24 @@ def allowed(logits: Sequence[float], params: SamplingParams) -> dict[int, float]
     return {t: w / sum(weights[:kept]) for t, w in zip(ranked[:kept], weights[:kept], strict=True)}
 
 
-def plain_text(decoder: Decoder, prompt: Sequence[int], params: SamplingParams, length: int) -> list[int]:
-    """`length` tokens of plain decoding, the whole text computed anew for each."""
+def plain_text(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    length: int,
+    stop_tokens: Collection[int] = (),
+) -> list[int]:
+    """`length` tokens of plain decoding, the whole text computed anew for each; stop tokens do not end it."""
     text = list(prompt)
     signed = params.seed - 2**64 if params.seed >= 2**63 else params.seed
     for _ in range(length):
         logits = full_logits(decoder, torch.tensor([text]))[0, -1]
+        scores = changed(logits.tolist(), params, text, len(prompt), stop_tokens)
         if params.temperature == 0:
-            text.append(int(logits.argmax()))
+            text.append(max(range(len(scores)), key=lambda t: scores[t]))
             continue
         noise = gumbel(torch.tensor([signed]), torch.tensor([[len(text)]]), len(logits))[0, 0].tolist()
-        kept = allowed(logits.tolist(), params)
+        kept = allowed(scores, params)
         text.append(max(kept, key=lambda t: math.log(kept[t]) + noise[t]))
     return text[len(prompt) :]
 

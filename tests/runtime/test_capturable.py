@@ -93,15 +93,21 @@ def record(engine: Engine, steps: int) -> list[Kernels]:
     return recorded
 
 
-GREEDY, HOT, NARROW = (
+GREEDY, HOT, NARROW, LOADED = (
     SamplingParams(),
     SamplingParams(temperature=1.0, seed=1),
     SamplingParams(temperature=0.7, top_p=0.9, seed=2),
-)
+    SamplingParams(
+        temperature=0.7, top_p=0.9, top_k=9, min_p=0.01, seed=2, repetition_penalty=1.2, presence_penalty=0.5,
+        frequency_penalty=0.5, logit_bias=((3, 1.0),), bad_words=((1, 2), (3,)), min_tokens=3, logprobs=2,
+    ),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", NAMES)
-@pytest.mark.parametrize("kinds", [(GREEDY,), (HOT,), (GREEDY, HOT, NARROW)], ids=["greedy", "hot", "mixed"])
+@pytest.mark.parametrize(
+    "kinds", [(GREEDY,), (HOT,), (GREEDY, HOT, NARROW), (GREEDY, LOADED)], ids=["greedy", "hot", "mixed", "loaded"]
+)
 def test_nothing_is_read_back_and_every_step_is_the_same(policy: PolicyName, kinds: tuple[SamplingParams, ...]) -> None:
     """Four steps at different lengths, with different tokens, trees and accepted paths."""
     steps = record(running(policy, *kinds), 4)
@@ -152,7 +158,10 @@ def prefills(monkeypatch: pytest.MonkeyPatch, chunk: int, prompts: list[int]) ->
         return prefill(tokens, length, page_table, context_len)
 
     monkeypatch.setattr(runner, "prefill", noted)
-    make_engine(runner, "off", prefill_chunk=chunk).generate(Request((1,) * n, 1) for n in prompts)
+    engine = make_engine(
+        runner, "off", prefill_chunk=chunk, prefix_cache=False
+    )  # the prompts are one another's prefixes
+    engine.generate(Request((1,) * n, 1) for n in prompts)
     return calls
 
 

@@ -121,6 +121,29 @@ def test_a_stop_string_found_by_the_flush_is_a_stop() -> None:
     assert last.finish == "stop"
 
 
+def test_visible_stops_are_part_of_the_text() -> None:
+    whole = expected(base(3))
+    text = letters(whole)
+    request = replace(base(3), stop=(text[5:8],), stop_visible=True)
+    assert collect(perfect(request), request)[1] == text[: text.index(text[5:8]) + 3]
+    request = replace(base(3), stop_tokens=frozenset({whole[4]}), stop_visible=True)
+    tokens, got, last = collect(perfect(request), request)
+    assert (got, last.finish) == (letters(tokens), "stop")
+    assert tokens[-1] == whole[4]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_stop_strings_are_not_looked_for_before_min_tokens(policy: PolicyName) -> None:
+    """The text of the first tokens is not searched, so the stop string's next place ends the answer, or none does."""
+    whole = letters(expected(base(3)))
+    stop, least = whole[4:6], 5
+    again = whole.find(stop, 2 * least)
+    request = replace(base(3), stop=(stop,), sampling=replace(base(3).sampling, min_tokens=least))
+    _, got, last = collect(perfect(request, policy), request)
+    assert got == (whole if again < 0 else whole[:again])
+    assert last.finish == ("length" if again < 0 else "stop")
+
+
 def test_text_streams_as_it_is_written() -> None:
     requests = some_requests()
     engine = make_engine(cheater(requests), decode=letters, max_batch=3)

@@ -71,9 +71,10 @@ class NaNPages(CheatingRunner):
         for page in pages:
             poison(self, slice(page, page + 1))
 
-    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> None:
-        super().prefill(tokens, length, page_table, context_len)
+    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> Tensor:
+        hidden = super().prefill(tokens, length, page_table, context_len)
         poison(self, 0)
+        return hidden
 
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         super().commit(batch, verified, accepted)

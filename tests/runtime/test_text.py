@@ -167,6 +167,19 @@ def test_nothing_is_taken_back_or_held_longer_than_needed(
         assert rest.endswith("\ufffd") or rest == "" or any(s.startswith(rest) for s in stop)
 
 
+def test_a_visible_stop_string_stays_and_what_follows_it_does_not() -> None:
+    stream = TextStream(vocabulary(b"a", b" EN", b"D b"), ("END", "D"), stop_visible=True)
+    assert [stream.feed(token) for token in range(3)] == ["a", " ", "END"]
+    assert (stream.stopped, stream.flush()) == (True, "")
+
+
+def test_text_that_may_not_stop_is_not_searched() -> None:
+    """Nor held back; a stop string that begins in it is not one."""
+    stream = TextStream(vocabulary(b"xEN", b"D", b"END"), ("END",))
+    assert [stream.feed(0, may_stop=False), stream.feed(1), stream.feed(2)] == ["xEN", "D", ""]
+    assert stream.stopped
+
+
 @pytest.mark.parametrize("stop", [(), ("never",)])
 def test_flush_of_nothing(stop: tuple[str, ...]) -> None:
     assert TextStream(vocabulary(), stop).flush() == ""

@@ -46,7 +46,7 @@ class Format(ABC):
     def _common(self, choice: Choice) -> dict[str, Any]:
         """Fields of every choice; `seed` and `token_ids` are extensions."""
         extra: dict[str, Any] = {"token_ids": choice.tokens} if self._token_ids else {}
-        if choice.stream.request.reads_prompt and choice.stream.sequence is not None:
+        if choice.stream.request.sampling.prompt_logprobs is not None and choice.stream.sequence is not None:
             entries = choice.stream.sequence.prompt_logprobs
             extra["prompt_logprobs"] = [None, *(self._by_token(entry) for entry in entries)]
         logprobs = self._logprobs(choice, choice.logprobs, 0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from d2sd.convert.build.pipeline import build
+from d2sd.modeling.decoder import Decoder
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import write_project
 
@@ -22,9 +23,16 @@ TEMPLATE = (
 )
 
 
-def build_tiny(folder: Path, *, template: str | None = TEMPLATE, **changes: Any) -> Path:
-    """Build the tiny project of tests/convert/helpers below `folder`; return its bundle. `changes` are the recipe's."""
-    recipe = write_project(folder / "project", **changes)
+def build_tiny(
+    folder: Path, *, template: str | None = TEMPLATE, decoder: Decoder | None = None, words: Any = None, **changes: Any
+) -> Path:
+    """Build the tiny project of tests/convert/helpers below `folder`; return its bundle. `changes` are the recipe's.
+
+    `words` is a tokenizer in place of the project's.
+    """
+    recipe = write_project(folder / "project", decoder, **changes)
+    if words is not None:
+        words.save_pretrained(folder / "project" / "target")
     if template is not None:
         path = folder / "project" / "target" / "tokenizer_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))

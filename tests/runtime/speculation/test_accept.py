@@ -4,7 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2sd.runtime.speculation.accept import accept
+from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.speculation.accept import accept, sample_target, unpack_bits
 from d2sd.runtime.speculation.tree import from_candidates, from_chain
 from tests.runtime import oracle
 from tests.runtime.helpers import STEADY
@@ -80,3 +82,45 @@ def test_bare_anchor() -> None:
     assert accepted.count.tolist() == [1, 1]
     assert accepted.path.tolist() == [[0, 0, 0]] * 2
     assert accepted.tokens[:, 0].tolist() == [8, 9]
+
+
+@STEADY
+@given(st.data())
+def test_the_walk_level_by_level_accepts_the_same(data: st.DataObject) -> None:
+    """Greedy, with a mask that allows everything: the path along which tokens are chosen is the one of the argmax."""
+    size, count = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
+    batch, budget = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 20))
+    dice = torch.Generator().manual_seed(data.draw(st.integers(0, 10_000)))
+    candidates = torch.randint(0, 3, (batch, count, size), generator=dice)
+    candidates[:, :, 0] = 0
+    tree = from_candidates(candidates, torch.zeros(batch, count, size), budget)
+    logits = torch.randn(batch, budget, 3, generator=dice)
+    sampling = Sampling.of([SamplingParams()] * batch, 3, "cpu")
+    mask = torch.full((batch, budget, 1), -1, dtype=torch.int32)
+    longest = min(size, budget)
+    plain = accept(tree, logits.argmax(-1), longest)
+    walked = sample_target(tree, logits, torch.zeros(batch, dtype=torch.long), sampling, longest, mask)
+    for row, n in enumerate(plain.count.tolist()):
+        assert int(walked.count[row]) == n
+        assert torch.equal(walked.path[row], plain.path[row])
+        assert torch.equal(walked.tokens[row, :n], plain.tokens[row, :n])
+        assert walked.accepted_branch[row] == plain.accepted_branch[row]
+
+
+def test_a_mask_excludes_tokens_of_its_node_alone() -> None:
+    """A chain of three; after its second node the draft's token is excluded, and the next best ends the path."""
+    tree = from_chain(torch.tensor([[7, 1, 2]] * 2), torch.zeros(2, 3))
+    logits = torch.tensor([[0.0, 3.0, 0.0, 1.0], [0.0, 1.0, 3.0, 2.0], [0.0, 0.0, 0.0, 9.0]]).expand(2, 3, 4)
+    mask = torch.full((2, 3, 1), -1, dtype=torch.int32)
+    mask[1, 1] = 0b1011
+    sampling = Sampling.of([SamplingParams()] * 2, 4, "cpu")
+    accepted = sample_target(tree, logits, torch.tensor([5, 5]), sampling, 3, mask)
+    assert accepted.count.tolist() == [3, 2]
+    assert [row[:n] for row, n in zip(accepted.tokens.tolist(), (3, 2), strict=True)] == [[1, 2, 3], [1, 3]]
+
+
+def test_bits_are_unpacked_from_the_lowest() -> None:
+    words = torch.tensor([[0b101, -(2**31)], [-1, 0]], dtype=torch.int32)
+    bits = unpack_bits(words, 64)
+    assert [row.nonzero().flatten().tolist() for row in bits] == [[0, 2, 63], list(range(32))]
+    assert unpack_bits(words, 40).shape == (2, 40)

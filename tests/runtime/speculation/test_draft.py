@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling.penalties import Text
 from d2sd.runtime.sampling.philox import gumbel
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.draft import CANDIDATE_POOL, Branches, Draft, candidates
@@ -159,3 +160,30 @@ def test_a_forbidden_token_is_never_proposed(params: SamplingParams) -> None:
     assert told.pop(4) == -math.inf
     assert sum(math.exp(p) for p in told.values()) == pytest.approx(1, abs=1e-5)
     assert int(draft.top1[0, 0, 0]) == 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("vocab", [VOCAB, 300])
+def test_drafts_follow_bias_and_penalties_of_the_text_so_far(temperature: float, vocab: int) -> None:
+    """As the target does, so that what a penalty excludes is not proposed; a neighbour without them is unchanged."""
+    logits = logits_of(4, 2, 1, 1, vocab)
+    best = logits[0, 0, 0].topk(4).indices.tolist()
+    loud = SamplingParams(
+        temperature, seed=1, logit_bias=((best[0], -100.0),), presence_penalty=2.0, repetition_penalty=9.0, min_tokens=1
+    )
+    plain = SamplingParams(temperature, seed=2)
+    text = Text([best[1], best[1]], 2, frozenset({best[2]}))
+    sampling = Sampling.of([loud, plain], vocab, "cpu", [text, Text([0], 1)])
+    context = torch.tensor([1, 20])
+    draft = candidates(logits, context, sampling, 3)
+    scores = choices(logits[:, 0], torch.zeros(2, 1, dtype=torch.long), context, 1, sampling)
+    assert draft.tokens[:, 0, 0, 0].tolist() == scores[:, 0].tolist()
+    assert int(draft.tokens[0, 0, 0, 0]) not in best[:3]
+    assert (draft.logprob <= 0).all()
+    alone = candidates(logits[1:], context[1:], Sampling.of([plain], vocab, "cpu"), 3)
+    assert torch.equal(alone.tokens[0], draft.tokens[1])
+    torch.testing.assert_close(alone.logprob[0], draft.logprob[1], atol=1e-5, rtol=1e-5)
+    if not temperature:
+        changed = sampling.penalties.apply(sampling.bias.apply(logits[:, 0, 0], context + 1))  # type: ignore[union-attr]
+        wanted = changed[0].log_softmax(-1).topk(3).values
+        torch.testing.assert_close(draft.logprob[0, 0, 0], wanted, atol=1e-4, rtol=1e-4)

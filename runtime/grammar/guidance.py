@@ -1,0 +1,243 @@
+"""Grammars by llguidance: JSON schemas, regular expressions and Lark grammars over the tokens of one tokenizer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from d2sd.errors import D2SDError, RequestError
+from d2sd.extras import require
+
+#: Limits of llguidance, most half of its defaults or less: they bound compilation to about a second, and a step's mask
+#: to some milliseconds, whatever the grammar.
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 100_000,
+}
+#: How answers to a JSON schema are spaced, unless its "x-guidance" says otherwise: no space or one after a colon or a
+#: comma, none elsewhere. With free whitespace weak models fill their answers with line breaks.
+SPACING: Any = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
+#: Longest text of a grammar, in characters.
+MAX_LENGTH = 1 << 16
+#: Most items that an array of a JSON schema may ask for.
+MAX_ITEMS = 10_000
+#: Shorter grammars compile in milliseconds unless they intersect expressions.
+_SHORT = 4096
+#: Longest compilation, in seconds of the clock.
+_SECONDS = 4.0
+#: Text that a byte-level and a SentencePiece vocabulary store in different ways.
+_PROBE = 'a  "b":\n é1'
+
+
+class GuidanceGrammar:
+    """A compiled grammar. Its matchers share the lexer states that they have found, up to a limit."""
+
+    def __init__(self, compile_matcher: Callable[[], Any], end_tokens: frozenset[int], vocab_size: int) -> None:
+        self._compile, self._end_tokens, self._vocab_size = compile_matcher, end_tokens, vocab_size
+        self._first = compile_matcher()
+        bits = b"" if self._first.is_error() else self._first.compute_bitmask()  # some faults show at the first mask
+        self.problem = "" if any(bits) else self._first.get_error() or "no text matches it"
+
+    def matcher(self) -> GuidanceMatcher:
+        return GuidanceMatcher(self._first.deep_copy(), self.renew, self._end_tokens, self._vocab_size)
+
+    def renew(self) -> Any:
+        """Compile again, without the states that other answers have found."""
+        self._first = self._compile()
+        return self._first.deep_copy()
+
+
+class GuidanceMatcher:
+    """The state of one answer (see `d2sd.runtime.grammar.grammar.Matcher`)."""
+
+    def __init__(self, matcher: Any, renew: Callable[[], Any], end_tokens: frozenset[int], vocab_size: int) -> None:
+        self._matcher, self._renew, self.end_tokens, self._vocab_size = matcher, renew, end_tokens, vocab_size
+        self._tokens: list[int] = []
+
+    @property
+    def error(self) -> str:
+        return _short(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+    def allowed(self) -> bytes:
+        bits = self._bits()
+        if bits is None and self._restart():
+            bits = self._bits()
+        return bits or b""
+
+    def consume(self, token: int) -> bool:
+        if not 0 <= token < self._vocab_size or token in self.end_tokens:
+            return False  # llguidance does not recover from a token outside the vocabulary
+        taken = self._matcher.try_consume_tokens([token])
+        if self._matcher.is_error() and self._restart():
+            taken = self._matcher.try_consume_tokens([token])
+        if taken == 1:
+            self._tokens.append(token)
+        return bool(taken == 1)
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+        del self._tokens[len(self._tokens) - count :]
+
+    def _bits(self) -> bytes | None:
+        bits: bytes | None = None if self._matcher.is_error() else self._matcher.compute_bitmask()
+        return None if self._matcher.is_error() else bits
+
+    def _restart(self) -> bool:
+        """After an error, which may be a limit that answers have reached together: go on without the others' states."""
+        matcher = self._renew()
+        if not matcher.consume_tokens(self._tokens):
+            return False
+        self._matcher = matcher
+        return True
+
+
+class GuidanceTokenizer:
+    """Compiles grammars for one tokenizer. Expensive to make (about a second); make it once."""
+
+    def __init__(self, tokenizer: Any, end_tokens: frozenset[int], vocab_size: int) -> None:
+        """`tokenizer` is a fast transformers tokenizer, `vocab_size` the target's, whose extra ids are never allowed.
+
+        `end_tokens` may end an answer. Raises D2SDError if llguidance is not installed or cannot read the tokenizer.
+        """
+        require("structured", ("llguidance",), "Structured output")
+        from llguidance import LLTokenizer
+
+        self._end_tokens = end_tokens
+        self._vocab_size = max(vocab_size, len(tokenizer))
+        try:
+            made = LLTokenizer(_definition(tokenizer), n_vocab=self._vocab_size, eos_token=sorted(end_tokens))
+            ids = tokenizer(_PROBE, add_special_tokens=False).input_ids
+            readable = made.decode_bytes(ids) == _PROBE.encode()
+        except (ValueError, AttributeError):
+            readable = False
+        if not readable:
+            raise RequestError(
+                "Structured output cannot read the target's tokenizer.", where="structured_outputs",
+                found=type(tokenizer).__name__, expected="a fast tokenizer whose tokens are bytes or SentencePiece",
+            )  # fmt: skip
+        self._tokenizer = made
+
+    def json_schema(self, schema: str, where: str) -> GuidanceGrammar:
+        """The grammar of a JSON schema, itself JSON text. `where` names the field in the RequestError of a bad one."""
+        from llguidance import LLMatcher
+
+        _check_length(schema, where)
+        try:
+            _check_counts(json.loads(schema), where)
+            return self._compile(LLMatcher.grammar_from_json_schema(schema, defaults=SPACING), where)
+        except (ValueError, RecursionError) as error:
+            raise _refused(str(error), where) from None
+
+    def regex(self, pattern: str, where: str) -> GuidanceGrammar:
+        """The grammar of a regular expression in Rust's syntax, which the whole answer matches."""
+        from llguidance import LLMatcher
+
+        _check_length(pattern, where)
+        return self._compile(LLMatcher.grammar_from_regex(pattern), where)
+
+    def lark(self, text: str, where: str) -> GuidanceGrammar:
+        """The grammar of a text in llguidance's dialect of Lark."""
+        from llguidance import LLMatcher
+
+        _check_length(text, where)
+        return self._compile(LLMatcher.grammar_from_lark(text), where)
+
+    def _compile(self, grammar: str, where: str) -> GuidanceGrammar:
+        from llguidance import LLMatcher, LLParserLimits
+
+        def compiled() -> Any:
+            limits = LLParserLimits(verbose_errors=False, **_LIMITS)
+            return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)  # 0: nothing goes to stderr
+
+        _check_time(grammar, where)
+        made = GuidanceGrammar(compiled, self._end_tokens, self._vocab_size)
+        if made.problem:
+            raise _refused(made.problem, where)
+        return made
+
+
+def _definition(tokenizer: Any) -> str:
+    """The tokenizer as JSON. llguidance takes the first decoder it knows; of a byte-level vocabulary that is ByteLevel.
+
+    Tokenizers converted from GGUF have ByteFallback in front of it, which byte-level vocabularies do not use.
+    """
+    backend = tokenizer.backend_tokenizer
+    backend = type(backend).from_str(backend.to_str())
+    backend.no_padding()
+    backend.no_truncation()
+    definition = json.loads(backend.to_str())
+    decoder = definition.get("decoder") or {}
+    for one in decoder.get("decoders", ()):
+        if one["type"] == "ByteLevel":
+            definition["decoder"] = one
+    return json.dumps(definition)
+
+
+def _check_length(text: str, where: str) -> None:
+    if len(text) > MAX_LENGTH:
+        raise RequestError(
+            "The grammar is too long.",
+            where=where,
+            found=f"{len(text):,} characters",
+            expected=f"at most {MAX_LENGTH:,}",
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError("The grammar is not Unicode text.", where=where, fix="pass UTF-8") from None
+
+
+def _check_time(grammar: str, where: str) -> None:
+    """Refuse a grammar that takes too long: llguidance's limits do not bound intersections, and nothing interrupts it.
+
+    So what is long or intersects expressions is first compiled by another process.
+    """
+    if len(grammar) < _SHORT and not any(word in grammar for word in ("allOf", "$ref", "&", "~", '"not"', "%json")):
+        return
+    code = (
+        "import json, sys; from llguidance import LLMatcher, LLParserLimits; g, limits = json.load(sys.stdin);"
+        "LLMatcher.validate_grammar(g, None, limits=LLParserLimits(**limits))"
+    )
+    try:
+        command = [sys.executable, "-c", code]
+        subprocess.run(
+            command, input=json.dumps([grammar, _LIMITS]).encode(), timeout=_SECONDS, check=False, capture_output=True
+        )
+    except subprocess.TimeoutExpired:
+        raise RequestError(
+            "The grammar takes too long to compile.", where=where, expected=f"at most {_SECONDS:g} s",
+            fix="use fewer patterns together (allOf), shorter enums, or fewer properties",
+        ) from None  # fmt: skip
+
+
+def _check_counts(schema: Any, where: str) -> None:
+    """llguidance unrolls arrays before it applies its limits: refuse counts that take seconds."""
+    pending = [schema]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            for key in ("minItems", "maxItems"):
+                count = value.get(key)
+                if isinstance(count, (int, float)) and count > MAX_ITEMS:
+                    raise RequestError(
+                        "An array of the schema is too long.", where=where, found=f"{key} of {count:g}",
+                        expected=f"at most {MAX_ITEMS:,}",
+                    )  # fmt: skip
+        if isinstance(value, (dict, list)):
+            pending += value.values() if isinstance(value, dict) else value
+
+
+def _refused(message: str, where: str) -> D2SDError:
+    return RequestError("The grammar cannot be compiled.", where=where, found=_short(message))
+
+
+def _short(message: str) -> str:
+    """The first line of llguidance's message; the rest quotes the grammar and the parser's state."""
+    return next((line for line in message.splitlines() if line.strip()), "unknown")

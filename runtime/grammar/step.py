@@ -1,0 +1,136 @@
+"""The grammars of one decode step: drafts are led along them, and every node of a tree gets its mask.
+
+Only requests with a grammar are touched. For those the host reads the draft and the tree before the target runs; on a
+GPU it walks the tree while the target verifies. A step without a grammar reads nothing back and can be captured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from torch import Tensor
+
+from d2sd.runtime.grammar.grammar import PathWalker, forced, has
+from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.speculation.draft import Branches, Draft
+from d2sd.runtime.speculation.tree import Tree
+
+# Shape letters: B requests, C of them with a grammar, K branches, S slots, M candidates a slot, N nodes, V vocabulary,
+# W = ceil(V / 32) words of a mask.
+
+#: Candidates of every slot that are offered to a grammar, of which the policy's number is kept.
+OFFERED = 16
+
+Path = tuple[int, ...]
+#: Node index of every path, without the anchor, by row of the batch.
+TreePaths = dict[int, dict[Path, int]]
+
+
+class StepGrammar:
+    """The matchers of the requests of one decode step, by their row in the batch."""
+
+    def __init__(self, walkers: dict[int, PathWalker]) -> None:
+        self._walkers = walkers
+
+    @staticmethod
+    def of(sequences: SequenceOf[Sequence]) -> StepGrammar | None:
+        """None if no request of the batch has a grammar."""
+        matchers = {row: s.matcher for row, s in enumerate(sequences) if s.matcher is not None}
+        return StepGrammar({row: PathWalker(m) for row, m in matchers.items()}) if matchers else None
+
+    def guide(self, draft: Draft, width: int, branches: Branches | None = None) -> Draft:
+        """Lead a draft [B, (K,) S, M] along the grammars and keep the best `width` candidates of every slot.
+
+        Each slot of a constrained request loses the candidates that the grammar excludes after the best allowed path
+        to it, and probabilities are divided by what is left. Where the grammar allows one token only, that token is
+        the candidate, with probability 1. Nothing follows a slot without a candidate or the end of the answer.
+        """
+        width = min(width, draft.tokens.shape[-1])
+        tokens, logprob = draft.tokens[..., :width].clone(), draft.logprob[..., :width].clone()
+        rows = torch.tensor(list(self._walkers), device=tokens.device)
+        blocks = (
+            len(rows),
+            -1,
+            *draft.tokens.shape[-2:],
+        )  # [C, K, S, M]; a first pass is one branch that keeps nothing
+        offered = zip(draft.tokens[rows].view(blocks).tolist(), draft.logprob[rows].view(blocks).tolist(), strict=True)
+        kept: list[list[Path]] = [[()] for _ in self._walkers] if branches is None else _prefixes(branches, rows)
+        led = [
+            [_lead(walker, *branch, width) for branch in zip(prefixes, *both, strict=True)]
+            for walker, prefixes, both in zip(self._walkers.values(), kept, offered, strict=True)
+        ]
+        for column, place in ((tokens, 0), (logprob, 1)):
+            values = [[branch[place] for branch in request] for request in led]
+            column[rows] = torch.tensor(values, dtype=column.dtype, device=column.device).view(column[rows].shape)
+        return Draft(tokens, logprob)
+
+    def paths(self, tree: Tree) -> TreePaths:
+        """Node index of every path, without the anchor, of the trees of constrained requests. Reads from the device."""
+        rows = torch.tensor(list(self._walkers), device=tree.tokens.device)
+        columns = torch.stack([tree.tokens[rows], tree.parent[rows], tree.valid[rows].long()]).tolist()  # [3, C, N]
+        found: TreePaths = {}
+        for row, tokens, parents, valid in zip(self._walkers, *columns, strict=True):
+            paths: list[Path] = [()]
+            for token, parent in zip(tokens[1:], parents[1:], strict=True):
+                paths.append((*paths[parent], token))
+            found[row] = {path: node for node, path in enumerate(paths) if valid[node]}
+        return found
+
+    def mask(self, paths: TreePaths, batch: int, nodes: int, vocab_size: int) -> Tensor:
+        """The tokens that may follow every node: [B, N, W] int32 on the host, a bit for a token, the lowest first.
+
+        All bits are set where nothing is constrained: for other requests, and for nodes whose path leaves the grammar
+        or is complete. The former can never be accepted, because an ancestor's mask excludes them.
+        """
+        words = -(-vocab_size // 32)
+        mask = torch.full((batch, nodes, words), -1, dtype=torch.int32)
+        for row, walker in self._walkers.items():
+            reached: dict[Path, bytes] = {}
+            for path, node in sorted(paths[row].items()):  # depth first: a path is followed by its continuations
+                if path and not has(reached.get(path[:-1], b""), path[-1]):
+                    continue
+                if bits := walker.allowed(path):  # empty after an end token
+                    reached[path] = bits
+                    padded = bytearray(bits[: 4 * words].ljust(4 * words, b"\0"))
+                    mask[row, node] = torch.frombuffer(padded, dtype=torch.int32)
+            walker.reset()
+        return mask
+
+
+def _prefixes(branches: Branches, rows: Tensor) -> list[list[Path]]:
+    """Kept tokens of every branch of these requests."""
+    lengths = branches.prefix_len[rows].tolist()
+    return [
+        [tuple(tokens[:length]) for tokens, length in zip(of_request, own, strict=True)]
+        for of_request, own in zip(branches.tokens[rows].tolist(), lengths, strict=True)
+    ]
+
+
+def _lead(
+    walker: PathWalker, prefix: Path, tokens: list[list[int]], logprob: list[list[float]], width: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Lead the slots [S, M] behind `prefix` along the grammar; the slots of the prefix are left as they are."""
+    kept_tokens = [slot[:width] for slot in tokens]
+    kept_logprob = [slot[:width] for slot in logprob]
+    path: Path | None = prefix
+    for slot in range(len(prefix), len(tokens)):
+        bits = b"" if path is None else walker.allowed(path)
+        only = forced(bits)
+        if only is not None:
+            best = [(0.0, only)]
+        else:
+            fits = [(p, t) for p, t in zip(logprob[slot], tokens[slot], strict=True) if p > -math.inf and has(bits, t)]
+            total = _logsumexp([p for p, _ in fits])
+            best = [(min(p - total, 0.0), t) for p, t in fits[:width]]  # rounded: a child must not exceed its parent
+        missing = width - len(best)
+        kept_tokens[slot] = [t for _, t in best] + [0] * missing
+        kept_logprob[slot] = [p for p, _ in best] + [-math.inf] * missing
+        path = (*path, best[0][1]) if path is not None and best else None
+    return kept_tokens, kept_logprob
+
+
+def _logsumexp(values: list[float]) -> float:
+    most = max(values, default=0.0)
+    return most + math.log(sum(math.exp(value - most) for value in values)) if values else 0.0

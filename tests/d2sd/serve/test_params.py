@@ -1,0 +1,131 @@
+"""The public sampling parameters: what reaches the engine, n and seeds, log-probabilities, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from d2sd import LLM, SamplingParams
+from d2sd.errors import RequestError
+from d2sd.serve.params import encode_bad_words
+
+PROMPT = "w5 w7 w9"
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_bundle: Path) -> LLM:
+    return LLM(tiny_bundle, policy="hybrid", max_batch=4)
+
+
+def ids(llm: LLM, **params: Any) -> list[int]:
+    return llm.generate(PROMPT, SamplingParams(**{"max_tokens": 8, **params}))[0].token_ids
+
+
+def test_a_drawn_seed_is_reported_and_gives_the_text_again(llm: LLM) -> None:
+    first, second = (llm.generate(PROMPT, SamplingParams(1.5, max_tokens=8))[0] for _ in range(2))
+    assert first.seed != second.seed
+    assert 0 <= first.seed < 2**63
+    assert ids(llm, temperature=1.5, seed=first.seed) == first.token_ids != second.token_ids
+
+
+def test_n_completions_have_consecutive_seeds(llm: LLM) -> None:
+    params = SamplingParams(1.5, seed=2**64 - 2, n=3, max_tokens=8)
+    several, single = llm.generate([PROMPT, "w31"], [params, SamplingParams(max_tokens=2)])
+    assert [one.index for one in several.outputs] == [0, 1, 2]
+    assert [one.seed for one in several.outputs] == [2**64 - 2, 2**64 - 1, 0]
+    assert several.outputs[0] is several
+    assert single.outputs == [single]
+    for one in several.outputs:
+        assert one.token_ids == ids(llm, temperature=1.5, seed=one.seed)
+        assert one.prompt_token_ids == several.prompt_token_ids
+    assert len({tuple(one.token_ids) for one in several.outputs}) == 3
+
+
+def test_logprobs_are_dictionaries_by_token(llm: LLM) -> None:
+    (answer,) = llm.generate(PROMPT, SamplingParams(max_tokens=4, seed=1, logprobs=2, prompt_logprobs=0))
+    assert answer.logprobs is not None
+    assert answer.prompt_logprobs is not None
+    for token, entry in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert next(iter(entry)) == token
+        assert len(entry) == 2  # greedy: the chosen token is the likeliest
+        assert [one.rank for one in entry.values()] == [1, 2]
+        assert entry[token].decoded_token == f"w{token}"
+        assert 0 > entry[token].logprob >= list(entry.values())[1].logprob
+    first, *others = answer.prompt_logprobs
+    assert first is None
+    assert [list(entry or ()) for entry in others] == [[7], [9]]
+    without = llm.generate(PROMPT, SamplingParams(max_tokens=4))[0]
+    assert without.logprobs is without.prompt_logprobs is None
+
+
+def test_parameters_reach_the_engine(llm: LLM) -> None:
+    plain = ids(llm)
+    assert ids(llm, logit_bias={33: 100}) == [33] * 8
+    assert plain[0] not in ids(llm, logit_bias={plain[0]: -100})
+    banned = ids(llm, bad_words=[f"w{plain[0]} w{plain[1]}"])
+    assert banned[0] == plain[0]
+    assert banned[1] != plain[1]
+    assert ids(llm, temperature=0.7, top_k=-1, seed=3) == ids(llm, temperature=0.7, seed=3)
+    assert ids(llm, temperature=5.0, min_p=1.0) == plain
+    assert len(set(ids(llm, repetition_penalty=50.0))) > len(set(ids(llm, repetition_penalty=0.1)))
+    assert len(set(ids(llm, frequency_penalty=-2.0, presence_penalty=-2.0))) < len(set(ids(llm, presence_penalty=2.0)))
+
+
+def test_stop_tokens(llm: LLM) -> None:
+    hot = SamplingParams(2.0, seed=5, max_tokens=8)
+    plain = llm.generate(PROMPT, hot)[0]
+    stop = plain.token_ids[2]
+    assert stop not in plain.token_ids[:2]
+    cut = llm.generate(PROMPT, replace(hot, stop_token_ids=[stop]))[0]
+    assert (cut.token_ids, cut.finish_reason) == (plain.token_ids[:3], "stop")
+    shown = llm.generate(PROMPT, replace(hot, stop_token_ids=[stop], include_stop_str_in_output=True))[0]
+    assert shown.text.split() == [*cut.text.split(), f"w{stop}"]
+    assert ids(llm, logit_bias={2: 100}) == [2]  # the target's own stop token
+    assert ids(llm, logit_bias={2: 100}, ignore_eos=True) == [2] * 8
+    later = ids(llm, logit_bias={2: 100}, min_tokens=3)
+    assert len(later) == 4
+    assert later.index(2) == 3
+
+
+def test_a_stop_string_may_be_part_of_the_text(llm: LLM) -> None:
+    whole = llm.generate(PROMPT, SamplingParams(max_tokens=8))[0].text
+    stop = whole.split()[2]
+    shown = llm.generate(PROMPT, SamplingParams(max_tokens=8, stop=stop, include_stop_str_in_output=True))[0].text
+    assert shown == whole[: whole.index(stop) + len(stop)]
+
+
+def test_bad_words_are_encoded_alone_and_after_a_space() -> None:
+    """As in vLLM: the second form counts where it has as many tokens and another first one."""
+    known = {"ab": [1, 2], " ab": [3, 2], "cd": [4], " cd": [9, 4], "e": [5], " e": [5], "": [], " ": [6]}
+
+    def tokenizer(text: str, add_special_tokens: bool) -> SimpleNamespace:
+        assert not add_special_tokens
+        return SimpleNamespace(input_ids=known[text])
+
+    assert encode_bad_words(tokenizer, ["ab", " cd", "e"]) == [[1, 2], [3, 2], [4], [5]]
+    with pytest.raises(RequestError, match="bad_words"):
+        encode_bad_words(tokenizer, [" "])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("seed", -1), ("seed", 2**64), ("n", 0), ("n", 129), ("max_tokens", 0), ("stop", ("a", "")), ("top_k", -2),
+        ("bad_words", ("",)), ("min_p", 2.0), ("repetition_penalty", -1.0), ("presence_penalty", 3.0),
+        ("frequency_penalty", -3.0), ("logit_bias", {1: 200.0}), ("min_tokens", -1), ("logprobs", 50),
+        ("prompt_logprobs", -1),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_field(field: str, value: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.where == field
+
+
+def test_a_stream_has_one_completion(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="one completion"):
+        next(llm.stream(PROMPT, SamplingParams(n=2)))

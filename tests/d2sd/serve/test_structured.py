@@ -1,0 +1,141 @@
+"""Structured output through the Python API: forms that are refused, answers that parse, one grammar for a form."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from d2sd import LLM, SamplingParams, StructuredOutputsParams
+from d2sd.errors import GenerationError, RequestError
+from d2sd.serve.structured import GrammarCompiler
+from tests.d2sd.serve.conftest import build_tiny
+from tests.runtime.grammar.tokens import END, ids, tokenizer, vocab_size
+from tests.tiny import tiny_decoder
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny bundle with a byte-level tokenizer in place of its words."""
+    return build_tiny(
+        tmp_path_factory.mktemp("structured"), decoder=tiny_decoder(vocab=vocab_size()), words=tokenizer()
+    )
+
+
+@pytest.fixture(scope="module")
+def llm(bundle: Path) -> LLM:
+    return LLM(bundle, policy="hybrid")
+
+
+def ask(llm: LLM, count: int = 4, **form: Any) -> list[str]:
+    """Answers at different temperatures to different prompts; all have ended."""
+    params = [
+        SamplingParams(temperature=n % 3 / 2, seed=n, max_tokens=40, structured_outputs=StructuredOutputsParams(**form))
+        for n in range(count)
+    ]
+    answers = llm.generate([f"{n} a" for n in range(count)], params)
+    assert {a.finish_reason for a in answers} == {"stop"}
+    assert all(a.token_ids[-1] == END for a in answers)
+    return [a.text for a in answers]
+
+
+def test_json(llm: LLM) -> None:
+    for text in ask(llm, json=SCHEMA) + ask(llm, json=json.dumps(SCHEMA)):
+        assert json.loads(text)["a"] in (1, 22)
+
+
+def test_regex_choice_and_grammar(llm: LLM) -> None:
+    assert all(re.fullmatch("[0-9]{2}-[a-f]{1,3}", text) for text in ask(llm, regex="[0-9]{2}-[a-f]{1,3}"))
+    assert set(ask(llm, choice=['say "hi"', "né\n", "\\"])) <= {'say "hi"', "né\n", "\\"}
+    assert set(ask(llm, grammar='start: A "b"\nA: "x" | "y"')) <= {"xb", "yb"}
+
+
+def test_json_object(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=30, structured_outputs=StructuredOutputsParams(json_object=True))
+    assert llm.generate("x", params)[0].text.startswith("{")
+
+
+def test_ignoring_eos_does_not_go_past_the_end_of_a_grammar(llm: LLM) -> None:
+    form = StructuredOutputsParams(choice=["ab"])
+    (answer,) = llm.generate("x", SamplingParams(ignore_eos=True, max_tokens=20, structured_outputs=form))
+    assert (answer.text, answer.finish_reason) == ("ab", "stop")
+
+
+@pytest.mark.parametrize("policy", ["off", "hybrid"])
+def test_a_grammar_that_other_parameters_make_impossible(bundle: Path, policy: Any) -> None:
+    """min_tokens forbids the end that the grammar demands. The other request of the batch goes on."""
+    form = StructuredOutputsParams(choice=["ab"])
+    with LLM(bundle, policy=policy) as llm:
+        with pytest.raises(GenerationError, match="no token passes both the grammar and"):
+            llm.generate("x", SamplingParams(min_tokens=10, max_tokens=20, structured_outputs=form))
+        (answer,) = llm.generate("x", SamplingParams(max_tokens=20, structured_outputs=form))
+        assert answer.text == "ab"
+
+
+@pytest.mark.parametrize(
+    ("form", "where"),
+    [
+        ({}, "structured_outputs"),
+        ({"json": {}, "regex": "a"}, "structured_outputs"),
+        ({"json_object": False}, "structured_outputs"),
+        ({"choice": []}, "structured_outputs.choice"),
+        ({"choice": "yes"}, "structured_outputs.choice"),
+        ({"choice": ["a", ""]}, "structured_outputs.choice"),
+        ({"regex": 5}, "structured_outputs.regex"),
+        ({"json": {"a": {1, 2}}}, "structured_outputs.json"),
+    ],
+)
+def test_forms_that_are_none(form: Any, where: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        StructuredOutputsParams(**form)
+    assert caught.value.where == where
+
+
+@pytest.mark.parametrize("kind", ["json", "regex", "grammar"])
+def test_a_bad_grammar_is_refused_and_leaves_nothing_queued(llm: LLM, kind: Any) -> None:
+    form: dict[str, Any] = {kind: "("}
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**form))
+    with pytest.raises(RequestError) as caught:
+        llm.generate(["x", "y"], [SamplingParams(max_tokens=2), params])
+    assert caught.value.where == f"structured_outputs.{kind}"
+    _, engine = llm._open()
+    assert not engine.busy
+
+
+def test_one_grammar_for_a_form(llm: LLM) -> None:
+    bundle, _ = llm._open()
+    compiler = GrammarCompiler(bundle)
+    form = StructuredOutputsParams(json=SCHEMA)
+    assert compiler.compile(form) is compiler.compile(StructuredOutputsParams(json=json.dumps(SCHEMA)))
+    assert compiler.compile(form) is not compiler.compile(StructuredOutputsParams(choice=["a"]))
+    for n in range(70):
+        compiler.compile(StructuredOutputsParams(choice=[str(n)]))
+    assert len(compiler._grammars) == 64
+
+
+def test_response_format() -> None:
+    of = StructuredOutputsParams.of_response_format
+    assert of(None) is None
+    assert of({"type": "text"}) is None
+    assert of({"type": "json_object"}) == StructuredOutputsParams(json_object=True)
+    wrapped = {"name": "x", "strict": True, "schema": SCHEMA}
+    assert of({"type": "json_schema", "json_schema": wrapped}) == StructuredOutputsParams(json=SCHEMA)
+    for bad in ({"type": "xml"}, {}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": 1}}):
+        with pytest.raises(RequestError, match="response_format"):
+            of(bad)
+
+
+def test_a_tokenizer_of_words_is_refused(tiny_bundle: Path) -> None:
+    with LLM(tiny_bundle) as llm, pytest.raises(RequestError, match="tokenizer"):
+        llm.generate("w1", SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
+
+
+def test_the_tokenizer_of_these_tests_is_fast() -> None:
+    assert isinstance(tokenizer(), PreTrainedTokenizerFast)
+    assert len(ids("ab")) == 2

@@ -1,0 +1,91 @@
+"""Tool calls: what is demanded of an answer, and how calls are read from its text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from d2sd.errors import RequestError
+from d2sd.serve.tools import ToolCall, parse_tool_calls, tool_grammar
+from tests.runtime.grammar.test_guidance import fits
+from tests.runtime.grammar.tokens import guidance
+
+CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"],
+        "additionalProperties": False, "$defs": {"city": {"enum": ["Oslo", "Rome"]}}}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "now", "description": "the time"}},
+]
+WEATHER = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+def takes(text: str, choice: Any, **options: Any) -> bool:
+    form = tool_grammar(TOOLS, choice, **options)
+    assert form is not None
+    assert form.grammar is not None
+    return fits(guidance().lark(form.grammar, "tools"), text)
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none"])
+def test_nothing_is_demanded(choice: str | None) -> None:
+    assert tool_grammar(TOOLS, choice) is None
+
+
+def test_required() -> None:
+    assert takes(WEATHER, "required")
+    assert takes(NOW, "required")
+    assert takes(f"{WEATHER}\n{NOW}", "required")
+    assert not takes(f"{WEATHER}\n{NOW}", "required", parallel=False)
+    assert not takes(WEATHER.replace("Oslo", "Bonn"), "required")
+    assert not takes("hello", "required")
+
+
+def test_named() -> None:
+    choice = {"type": "function", "function": {"name": "now"}}
+    assert takes(NOW, choice)
+    assert not takes(WEATHER, choice)
+    assert not takes(f"{NOW}\n{NOW}", choice)
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "where"),
+    [
+        (TOOLS, "always", "tool_choice"),
+        (TOOLS, {"type": "function", "function": {"name": "nope"}}, "tool_choice"),
+        ([], "required", "tool_choice"),
+        (["now"], "auto", "tools[0]"),
+        ([{"type": "function"}], "auto", "tools[0]"),
+        ([*TOOLS, TOOLS[1]], "auto", "tools[2].function.name"),
+        ([{"type": "function", "function": {"name": 'a"'}}], "auto", "tools[0].function.name"),
+        ([{"type": "function", "function": {"name": "a", "parameters": "x"}}], "auto", "tools[0].function.parameters"),
+    ],
+)
+def test_refusals(tools: Any, choice: Any, where: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        tool_grammar(tools, choice)
+    assert caught.value.where == where
+
+
+@pytest.mark.parametrize(
+    ("text", "rest", "calls"),
+    [
+        ("hello", "hello", []),
+        (WEATHER, "", [("get_weather", {"city": "Oslo"})]),
+        (f"Let me see.\n{WEATHER}\n{NOW} ", "Let me see.", [("get_weather", {"city": "Oslo"}), ("now", {})]),
+        ('<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}!', "!", [("f", {"x": "</tool_call>"})]),
+        ('<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
+        (NOW[:-4], "", [("now", {})]),
+        ('<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu', []),
+        ('<tool_call>[1]</tool_call>', '<tool_call>[1]</tool_call>', []),
+        ('<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
+        (f"<tool_call> no {NOW}", "<tool_call> no", [("now", {})]),
+        ("<tool_call>" + "[" * 20_000, "<tool_call>" + "[" * 20_000, []),
+    ],
+)  # fmt: skip
+def test_parsing(text: str, rest: str, calls: list[tuple[str, Any]]) -> None:
+    found_rest, found = parse_tool_calls(text)
+    assert found_rest == rest
+    assert found == [ToolCall(name, json.dumps(arguments)) for name, arguments in calls]

@@ -1,0 +1,115 @@
+"""Speculation under a grammar equals plain decoding under it, and requests without one notice nothing."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from functools import cache
+
+import pytest
+
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from d2sd.policies import NAMES, PolicyName
+from d2sd.runtime.grammar.step import StepGrammar
+from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.stats import SequenceStats
+from tests.runtime.cheating import CheatingRunner
+from tests.runtime.grammar.oracle import constrained_text
+from tests.runtime.grammar.tokens import END, guidance, ids, text_of, vocab_size
+from tests.runtime.helpers import all_pages, free_pages, make_engine, run_staggered
+from tests.tiny import tiny_decoder, tiny_drafter
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["Ann", "Bob"]},
+        "ages": {"type": "array", "items": {"enum": [1, 31]}, "maxItems": 2},
+    },
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}
+
+
+@cache
+def models() -> tuple[Decoder, Drafter, Drafter]:
+    target = tiny_decoder("qwen3", layers=2, vocab=vocab_size())
+    first = tiny_drafter(target.config, block_size=5, layers=1)
+    return target, first, tiny_drafter(target.config, block_size=5, layers=1, role="variable_prefix", seed=2)
+
+
+@cache
+def requests() -> tuple[Request, ...]:
+    """Greedy and sampled, five with a grammar and three without; answers that end, and that the limit cuts."""
+    tool = guidance()
+    grammars = (
+        tool.json_schema(json.dumps(SCHEMA), "json"), None, tool.regex("[a-f]{3,9}(-[0-9]{2}){2}", "regex"),
+        tool.lark('start: "yes" | "no, never" | "maybe"', "choice"), None,
+        tool.json_schema('{"type": "object"}', "json"), None, tool.regex("[a-z ]+", "regex"),
+    )  # fmt: skip
+    return tuple(
+        Request(
+            ids(["Who?", '{"a": 1}', "2024"][n % 3]), 24,
+            SamplingParams([0.0, 1.0, 0.8][n % 3], [1.0, 0.9][n % 2], [0, 0, 40][n % 3], seed=n + 1),
+            frozenset({END}), grammar=grammar,
+        )
+        for n, grammar in enumerate(grammars)
+    )  # fmt: skip
+
+
+@cache
+def expected() -> list[list[int]]:
+    return [constrained_text(models()[0], request) for request in requests()]
+
+
+def test_answers_are_worth_running() -> None:
+    answers = [(text_of(tokens), tokens[-1] == END) for tokens in expected()]
+    assert json.loads(answers[0][0])["name"] in ("Ann", "Bob")
+    assert {ended for (_, ended), r in zip(answers, requests(), strict=True) if r.grammar} == {True, False}
+    assert answers[3][0] in ("yes", "no, never", "maybe")
+
+
+def run(
+    policy: PolicyName, kept: tuple[Request, ...], *, pages: int | None = None, errors: float = 0.3
+) -> SequenceStats:
+    """Run requests under a policy whose drafters are often right; returns the statistics of constrained ones."""
+    wanted = {r.sampling.seed: answer for r, answer in zip(requests(), expected(), strict=True)}
+    texts = {r.sampling.seed: [*r.prompt, *wanted[r.sampling.seed], *[7] * 32] for r in kept}
+    runner = CheatingRunner(*deepcopy(models()), texts, first_errors=errors, second_errors=errors)
+    engine = make_engine(runner, policy, max_batch=8, pages=pages)
+    sequences = run_staggered(engine, kept, gap=1)
+    assert [s.answer for s in sequences] == [wanted[r.sampling.seed] for r in kept]
+    assert free_pages(engine) == all_pages(engine)
+    return SequenceStats.merged(s.stats for s in sequences if s.request.grammar is not None)
+
+
+@pytest.mark.parametrize("policy", NAMES)
+def test_speculation_equals_plain_decoding(policy: PolicyName) -> None:
+    stats = run(policy, requests())
+    assert stats.tau > (1.5 if policy not in ("off", "lookup") else 0.9)
+
+
+@pytest.mark.parametrize("policy", ["off", "d2sd", "hybrid"])
+def test_preempted_answers_stay_in_their_grammar(policy: PolicyName) -> None:
+    assert run(policy, requests(), pages=18).preemptions > 0
+
+
+@pytest.mark.parametrize("policy", ["chain", "hybrid"])
+def test_alone(policy: PolicyName) -> None:
+    for request in requests()[:4]:
+        run(policy, (request,))
+
+
+def test_guided_drafts_are_accepted_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same drafters, wrong nine times of ten."""
+    kept = tuple(request for request in requests() if request.grammar is not None)
+    guided = run("chain", kept, errors=0.9).tau
+    monkeypatch.setattr(StepGrammar, "guide", lambda self, draft, width, branches=None: _first(draft, width))
+    assert guided > 1.2 * run("chain", kept, errors=0.9).tau
+
+
+def _first(draft: object, width: int) -> object:
+    from d2sd.runtime.speculation.draft import Draft
+
+    assert isinstance(draft, Draft)
+    return Draft(draft.tokens[..., :width], draft.logprob[..., :width])
