@@ -17,7 +17,7 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +25,9 @@ from typing import Any, get_args
 
 import click
 import httpx
+from pydantic import BaseModel
 
-from benchmarks.load import report, workloads
+from benchmarks.load import direct, report, workloads
 from benchmarks.load.answers import check_answers
 from benchmarks.load.client import connect
 from benchmarks.load.figures import Sample, Slo
@@ -146,6 +147,15 @@ class Benchmark:
         return read_model(Run, self._path(key, number), error=D2SDError, what="finished run", fix="delete it")
 
 
+def _write(path: Path, found: Sequence[BaseModel]) -> None:
+    """Write a list of results as JSON and as a Markdown table."""
+    rows = [one.model_dump() for one in found]
+    write_text(path.with_suffix(".json"), json.dumps(rows, indent=1) + "\n")
+    text = report.table(rows)
+    write_text(path.with_suffix(".md"), text)
+    click.echo(text)
+
+
 def _counter(server: Server) -> workloads.Count:
     def count(text: str) -> int:
         return int(httpx.post(f"{server.url}/tokenize", json={"prompt": text}, timeout=60).json()["count"])
@@ -180,13 +190,26 @@ def paths(result: Result, out: Path) -> Iterator[Path]:
 @click.option("--slo-ttft", type=click.FloatRange(0), default=1.0, show_default=True, help="Seconds.")
 @click.option("--slo-itl", type=click.FloatRange(0), default=0.1, show_default=True, help="Seconds.")
 @click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="Runs of each load, in turn.")
+@click.option(
+    "--parameters", is_flag=True, help="Instead: `auto` against `off` in an engine, with sampling parameters."
+)
+@click.option("--overhead", is_flag=True, help="Instead: the server against the engine alone, 8 in flight.")
 def main(
     bundle: Path, out: Path, url: str | None, options: tuple[str, ...], slo_ttft: float, slo_itl: float, repeat: int,
-    **settings: Any,
+    parameters: bool, overhead: bool, **settings: Any,
 ) -> None:  # fmt: skip
     """Measure a server of BUNDLE under load."""
     require_plots()  # now, not after hours of measuring
     out.mkdir(parents=True, exist_ok=True)
+    requests, max_tokens = settings["requests"], settings["max_tokens"]
+    if parameters:
+        names, counts = list(direct.PARAMETERS), settings["concurrency"]
+        _write(out / "parameters", direct.compare_policies(bundle, names, counts, requests, max_tokens, repeat))
+        return
+    if overhead:
+        found = direct.measure_overhead(bundle, out, settings["policies"], 8, requests, max_tokens, repeat)
+        _write(out / "overhead", found)
+        return
     result = Benchmark(bundle, out, url, options, settings, Slo(ttft=slo_ttft, itl=slo_itl), repeat).run()
     report.show(result)
     for path in paths(result, out):

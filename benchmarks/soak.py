@@ -145,7 +145,9 @@ def plot(memory: list[tuple[float, int]], path: Path) -> None:
     panel.plot([at / 60 for at, _ in memory], [size for _, size in memory], color=style.colour("hybrid"))
     panel.set(xlabel="minutes", ylabel="resident memory, MiB")
     panel.set_ylim(bottom=0)
-    style.finish(figure, "Memory of the server under mixed load with disconnects, deadlines and malformed requests", path)
+    style.finish(
+        figure, "Memory of the server under mixed load with disconnects, deadlines and malformed requests", path
+    )
 
 
 @click.command(cls=Reporting)
@@ -154,7 +156,9 @@ def plot(memory: list[tuple[float, int]], path: Path) -> None:
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True)
 @click.option("--pause", type=click.FloatRange(0, min_open=True), default=0.2, show_default=True,
               help="Mean seconds between two requests of a client.")  # fmt: skip
-@click.option("--fuzzed", type=click.IntRange(0), default=1000, show_default=True, help="Malformed requests at the end.")
+@click.option(
+    "--fuzzed", type=click.IntRange(0), default=1000, show_default=True, help="Malformed requests at the end."
+)
 @click.option("--max-tokens", type=click.IntRange(1), default=32, show_default=True)
 def main(bundle: Path, out: Path, minutes: float, pause: float, fuzzed: int, max_tokens: int) -> None:
     """Soak a server of BUNDLE. Exits with an error if anything was wrong."""

@@ -37,9 +37,7 @@ async def _one(client: httpx.AsyncClient, url: str, request: Malformed) -> str:
     if request.raw:
         return await _raw(url, request.body)
     try:
-        response = await client.request(
-            request.method, request.path, headers=request.headers, content=request.body
-        )
+        response = await client.request(request.method, request.path, headers=request.headers, content=request.body)
     except (httpx.LocalProtocolError, httpx.InvalidURL, UnicodeError):
         return "not sent: the client refuses it"
     status = response.status_code

@@ -51,7 +51,11 @@ def _by_load(result: Result, workload: Workload, label: str, path: Path) -> bool
 
 
 def _curve(
-    panel: Axes, name: str, cells: list[Cell], value: Callable[[Figures], float], tail: Callable[[Figures], float] | None
+    panel: Axes,
+    name: str,
+    cells: list[Cell],
+    value: Callable[[Figures], float],
+    tail: Callable[[Figures], float] | None,
 ) -> None:
     amounts = [cell.key.amount for cell in cells]
     look: dict[str, Any] = style.curve(style.Line(name, 1))

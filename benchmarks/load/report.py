@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -53,6 +54,21 @@ def markdown(result: Result) -> str:
         " same load without speculation, or, for `prefix` and `turns`, without the prefix cache; above 1 is better.", "",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown table of rows with the same keys."""
+    lines = ["| " + " | ".join(name.replace("_", " ") for name in rows[0]) + " |", "|" + "---|" * len(rows[0])]
+    lines += ["| " + " | ".join(map(_cell, row.values())) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {count}" for name, count in value.items())
+    return str(value)
 
 
 def _gain(result: Result, cell: Cell, figure: str) -> str:

@@ -56,6 +56,4 @@ def shared_prefix(
 def multi_turn(count: int, parameters: dict[str, Any], turns: int, session: int) -> list[Conversation]:
     """Chats of `turns` questions; each request sends the whole history. `session` is as in `shared_prefix`."""
     prompts, system = own_prompts(count * turns), f"Session {session}. You answer briefly."
-    return [
-        Conversation(prompts[i * turns : (i + 1) * turns], i * turns, system, parameters) for i in range(count)
-    ]
+    return [Conversation(prompts[i * turns : (i + 1) * turns], i * turns, system, parameters) for i in range(count)]

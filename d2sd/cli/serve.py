@@ -26,7 +26,9 @@ from d2sd.recipe import Policy
 @click.option("--max-body", type=click.IntRange(1), default=4 << 20, show_default=True, help="Bytes of a request body.")
 @click.option("--request-timeout", type=click.FloatRange(0, min_open=True), help="Seconds.  [default: unlimited]")
 @click.option("--drain-timeout", type=click.FloatRange(0), default=30, show_default=True, help="Seconds at shutdown.")
-@click.option("--prefix-cache/--no-prefix-cache", default=None, help="Reuse K/V of shared prefixes.  [default: the bundle's]")
+@click.option(
+    "--prefix-cache/--no-prefix-cache", default=None, help="Reuse K/V of shared prefixes.  [default: the bundle's]"
+)
 @policy_option
 @device_option
 @backend_option
