@@ -1,4 +1,4 @@
-"""Sends malformed requests and judges the answers: a refusal with an error body, or a success; never a 5xx or a hang."""
+"""Sends malformed requests and judges the answers: a refusal with an error body or a success, no 5xx and no hang."""
 
 from __future__ import annotations
 

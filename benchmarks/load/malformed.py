@@ -65,9 +65,8 @@ def _field(draw: random.Random) -> Malformed:
                 body.pop(draw.choice(list(body)), None) if body else None
             case 1:
                 body["".join(draw.choices(string.printable, k=draw.randint(0, 12)))] = draw.choice(_VALUES)
-            case 2 if isinstance(body.get("messages"), list) and body["messages"]:
-                message = body["messages"][0]
-                message[draw.choice(["role", "content", "name", "tool_calls", "x"])] = draw.choice(_VALUES)
+            case 2 if isinstance(messages := body.get("messages"), list) and messages and isinstance(messages[0], dict):
+                messages[0][draw.choice(["role", "content", "name", "tool_calls", "x"])] = draw.choice(_VALUES)
             case _:
                 body[draw.choice(_FIELDS)] = draw.choice(_VALUES)
     return _post(path, json.dumps(body).encode())

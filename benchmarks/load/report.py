@@ -42,16 +42,17 @@ def show(result: Result) -> None:
 
 def markdown(result: Result) -> str:
     """The table, what it means and where it was measured."""
-    machine = result.provenance.machine
+    made, slo = result.provenance, result.slo
     lines = [
         "# Serving", "",
-        f"{result.provenance.date}, {machine['processor']}, {machine['cores']} cores; `{result.provenance.command}`.", "",
+        f"{made.date}, {made.machine['processor']}, {made.machine['cores']} cores; `{made.command}`.", "",
         "| " + " | ".join(_HEADERS) + " |", "|" + "---|" * len(_HEADERS),
         *("| " + " | ".join(row) + " |" for row in rows(result)), "",
-        "ITL is of tokens: k tokens that arrive together t after the chunk before them are k latencies of t / k. Goodput:"
-        f" requests whose TTFT is at most {1e3 * result.slo.ttft:g} ms and mean ITL at most {1e3 * result.slo.itl:g} ms."
-        " Figures are of the run with the median time. Gain: medians over runs, in each against the run beside it of the"
-        " same load without speculation, or, for `prefix` and `turns`, without the prefix cache; above 1 is better.", "",
+        "ITL is of tokens: k tokens that arrive together t after the chunk before them are k latencies of t / k. "
+        f"Goodput: requests whose TTFT is at most {1e3 * slo.ttft:g} ms and mean ITL at most {1e3 * slo.itl:g} ms. "
+        "Figures are of the run with the median time. Gain: medians over runs, in each against the run beside it of "
+        "the same load without speculation, or, for `prefix` and `turns`, without the prefix cache; above 1 is better.",
+        "",
     ]  # fmt: skip
     return "\n".join(lines)
 
