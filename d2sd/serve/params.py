@@ -104,7 +104,10 @@ class SamplingParams:
 
 
 def with_params(bundle: Bundle, request: Request, params: SamplingParams) -> list[Request]:
-    """`n` requests like `request`, whose stop tokens are the target's, with these parameters; its length is kept."""
+    """`n` requests like `request`, whose stop tokens are the target's, with these parameters.
+
+    Its length and its grammar are kept.
+    """
     bad_words = encode_bad_words(bundle.tokenizer, params.bad_words)
     request = replace(
         request,

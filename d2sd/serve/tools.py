@@ -13,7 +13,7 @@ from d2sd.runtime.grammar.guidance import SPACING
 from d2sd.serve.structured import StructuredOutputsParams
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+TOOL_CALL, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def tool_grammar(
     if not schemas:
         raise RequestError("A tool call is required, but there are no tools.", where="tool_choice", found=tool_choice)
     rules = [f"start: call{f' ({_quoted(chr(10))} call)*' if parallel else ''}"]
-    rules.append(f"call: {_quoted(_OPEN + chr(10))} body {_quoted(chr(10) + _CLOSE)}")
+    rules.append(f"call: {_quoted(TOOL_CALL + chr(10))} body {_quoted(chr(10) + _CLOSE)}")
     rules.append("body: " + " | ".join(f"tool_{index}" for index in range(len(schemas))))
     for index, (name, schema) in enumerate(schemas.items()):
         # each schema is a document of its own, so that its $ref finds its $defs
@@ -84,8 +84,8 @@ def tool_grammar(
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
     """The text outside of tool calls, stripped, and the calls. What is not a complete call stays in the text."""
     rest, calls, at = [], [], 0
-    while (start := text.find(_OPEN, at)) >= 0:
-        call, end = _parse_call(text, start + len(_OPEN))
+    while (start := text.find(TOOL_CALL, at)) >= 0:
+        call, end = _parse_call(text, start + len(TOOL_CALL))
         rest.append(text[at : end if call is None else start])
         at = end
         if call is not None:

@@ -251,7 +251,7 @@ def test_errors_in_a_stream_are_read(server: Running) -> None:
 def test_growth_compares_late_with_early_memory() -> None:
     flat = [(float(at), 1000 + at % 3) for at in range(50)]
     assert abs(growth(flat)) < 0.01
-    assert growth([(at, 1000 + (20 * at)) for at, _ in flat]) > 0.2
+    assert growth([(at, 1000 + int(20 * at)) for at, _ in flat]) > 0.2
     assert abs(growth([(at, 100 if at < 10 else 1000) for at, _ in flat])) < 0.01  # the warm-up
 
 

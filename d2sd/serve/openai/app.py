@@ -18,12 +18,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from d2sd.errors import RequestError
 from d2sd.serve.async_engine import AsyncEngine
-from d2sd.serve.openai import errors, requests
+from d2sd.serve.openai import errors
 from d2sd.serve.openai.formats import ChatFormat, CompletionFormat, Format
 from d2sd.serve.openai.generation import Generation
 from d2sd.serve.openai.metrics import Metrics
 from d2sd.serve.openai.middleware import Entrance
 from d2sd.serve.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from d2sd.serve.openai.requests import RequestMaker
 from d2sd.serve.openai.responses import Disconnected, EventStream, while_connected
 from d2sd.serve.openai.spans import Spans
 from d2sd.serve.openai.trace import make_recording, page_file, trace_events
@@ -49,6 +50,7 @@ class Server:
         self.created = int(time.time())
         files = ",".join(f"{name}={digest}" for name, digest in sorted(bundle.manifest.files.items()))
         self.fingerprint = f"d2sd-{version('d2sd')}-{hashlib.sha256(files.encode()).hexdigest()[:12]}"
+        self.requests = RequestMaker(bundle, settings.max_choices)
         self.show_token = token_text(bundle.tokenizer.decode)
         self._tokenizer_thread = ThreadPoolExecutor(1, "d2sd-tokenizer")
 
@@ -68,7 +70,7 @@ class Server:
         if body.stream_options is not None and not body.stream:
             raise RequestError("stream_options needs stream.", where="stream_options", fix="set stream to true")
         generation = await self._start(http, body, encode)
-        shape = made(self.settings.model, self.fingerprint, body.return_token_ids, self.show_token)
+        shape = made(self.settings.model, self.fingerprint, body, self.show_token)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return EventStream(_events(generation, shape, usage), generation.close)
@@ -85,7 +87,7 @@ class Server:
         if body.n not in (None, 1):
             raise RequestError("A trace has one answer.", where="n", found=body.n, expected=1)
         recording = make_recording(self.bundle)
-        generation = await self._start(http, body, requests.chat_requests, recording.add)
+        generation = await self._start(http, body, self.requests.chat, recording.add)
         return EventStream(trace_events(generation, recording), generation.close)
 
     async def _start(
@@ -99,7 +101,7 @@ class Server:
         self.check_model(body.model)
         facts = http.scope["state"]["facts"]
         facts |= {"model": self.settings.model, "stream": body.stream}
-        prepared = await self.tokenizing(encode, self.bundle, body, self.settings)
+        prepared = await self.tokenizing(encode, body)
         deadline = body.deadline or self.settings.request_timeout
         return Generation(self.engine, self.metrics, prepared, facts, deadline, watch)
 
@@ -138,11 +140,11 @@ def create_app(bundle: Bundle, engine: Engine, settings: ServerSettings) -> Fast
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, http: Request) -> Response:
-        return await server.answer(http, body, requests.chat_requests, ChatFormat)
+        return await server.answer(http, body, server.requests.chat, ChatFormat)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, http: Request) -> Response:
-        return await server.answer(http, body, requests.completion_requests, CompletionFormat)
+        return await server.answer(http, body, server.requests.completion, CompletionFormat)
 
     @app.post("/trace")
     async def trace(body: ChatBody, http: Request) -> Response:
@@ -168,7 +170,7 @@ def create_app(bundle: Bundle, engine: Engine, settings: ServerSettings) -> Fast
         server.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Give either a prompt or messages.", where="prompt")
-        tokens = await server.tokenizing(requests.encode, bundle, body)
+        tokens = await server.tokenizing(server.requests.encode, body)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": engine.limits.max_context}
 
     @app.post("/detokenize")

@@ -9,6 +9,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from d2sd.serve.openai.protocol import ChatBody, GenerationBody
+from d2sd.serve.tools import TOOL_CALL, ToolCall, parse_tool_calls
+
 if TYPE_CHECKING:
     from d2sd.runtime.sequence import Output, TokenLogprobs
     from d2sd.serve.openai.generation import Choice, Generation
@@ -24,9 +27,9 @@ class Format(ABC):
     object: str
     chunk_object: str
 
-    def __init__(self, model: str, fingerprint: str, token_ids: bool, show: Callable[[int], str]) -> None:
-        """`token_ids`: whether answers carry them; `show` turns a token id into text."""
-        self._token_ids, self._show = token_ids, show
+    def __init__(self, model: str, fingerprint: str, body: GenerationBody, show: Callable[[int], str]) -> None:
+        """`show` turns a token id into text."""
+        self._token_ids, self._show = body.return_token_ids, show
         self._head = {
             "id": f"{self.prefix}-{uuid4().hex}",
             "created": int(time.time()),
@@ -95,6 +98,7 @@ class Format(ABC):
             start = sum(map(len, choice.text)) - len(output.text)
             end = {"finish_reason": output.finish, "logprobs": self._logprobs(choice, output.logprobs, start)}
             seed = {"seed": choice.seed} if output.finish is not None else {}
+            # the delta may change the finish_reason
             yield self.chunk({"index": choice.index} | end | seed | ids | self.delta(choice, output))
 
 
@@ -103,9 +107,21 @@ class ChatFormat(Format):
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, model: str, fingerprint: str, body: GenerationBody, show: Callable[[int], str]) -> None:
+        super().__init__(model, fingerprint, body, show)
+        self._tools = isinstance(body, ChatBody) and bool(body.tools) and body.tool_choice != "none"
+        self._held: dict[int, str] = {}  # of a choice: text of a stream that may belong to a tool call
+
     def choice(self, choice: Choice) -> dict[str, Any]:
-        """The assistant's message."""
-        return {"message": {"role": "assistant", "content": "".join(choice.text), "refusal": None}}
+        """The assistant's message, with its tool calls."""
+        text = "".join(choice.text)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._tools and TOOL_CALL in text:
+            rest, calls = parse_tool_calls(text)
+            if calls:
+                message |= {"content": rest or None, "tool_calls": [_tool_call(call) for call in calls]}
+                return {"message": message, "finish_reason": "tool_calls"}
+        return {"message": message}
 
     def first(self, choice: Choice) -> Iterator[dict[str, Any]]:
         """The role."""
@@ -125,8 +141,24 @@ class ChatFormat(Format):
         return {"content": content, "refusal": None}
 
     def delta(self, choice: Choice, output: Output) -> dict[str, Any]:
-        """The text."""
-        return {"delta": {"content": output.text} if output.text else {}}
+        """The text; from the first tool call on it is held back and read at the end."""
+        if not self._tools:
+            return {"delta": {"content": output.text} if output.text else {}}
+        text = self._held.pop(choice.index, "") + output.text
+        if output.finish is None:
+            start = text.find(TOOL_CALL)
+            if start < 0:  # the end of the text may begin a call
+                start = len(text) - next(
+                    (n for n in range(len(TOOL_CALL) - 1, 0, -1) if text.endswith(TOOL_CALL[:n])), 0
+                )
+            text, self._held[choice.index] = text[:start], text[start:]
+            return {"delta": {"content": text} if text else {}}
+        rest, calls = parse_tool_calls(text) if TOOL_CALL in text else (text, [])
+        delta: dict[str, Any] = {"content": rest} if rest else {}
+        if not calls:
+            return {"delta": delta}
+        delta["tool_calls"] = [{"index": number} | _tool_call(call) for number, call in enumerate(calls)]
+        return {"delta": delta, "finish_reason": "tool_calls"}
 
 
 class CompletionFormat(Format):
@@ -155,3 +187,8 @@ class CompletionFormat(Format):
             "top_logprobs": [{self._show(t): max(value, _LEAST) for t, value in entry.top} for entry in entries],
             "text_offset": list(accumulate(map(len, tokens[:-1]), initial=start)) if tokens else [],
         }
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}

@@ -104,14 +104,10 @@ class Generation:
         """OpenAI's usage. A prompt counts once, however many answers it has."""
         prompts = {id(choice.stream.request.prompt): len(choice.stream.request.prompt) for choice in self.choices}
         prompt, completion = sum(prompts.values()), sum(len(choice.tokens) for choice in self.choices)
-        cached: dict[int, int] = {}  # by prompt: the most that one of its answers found in the prefix cache
-        for choice in self.choices:
-            if choice.stream.sequence is not None:
-                key = id(choice.stream.request.prompt)
-                cached[key] = max(cached.get(key, 0), choice.stream.sequence.stats.cached_tokens)
-        drafted = sum(
-            s.verified_nodes - s.steps for c in self.choices if c.stream.sequence for s in [c.stream.sequence.stats]
-        )
+        stats = [choice.stream.sequence.stats for choice in self.choices if choice.stream.sequence is not None]
+        drafted = sum(one.verified_nodes - one.steps for one in stats)
+        # of n answers to a prompt each may find it cached, but it counts once
+        cached = min(prompt, sum(one.cached_tokens for one in stats))
         accepted = sum(choice.accepted for choice in self.choices)
         return {
             "prompt_tokens": prompt,
@@ -121,7 +117,7 @@ class Generation:
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
             },
-            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
     async def _merged(self) -> AsyncIterator[tuple[Choice, Output]]:

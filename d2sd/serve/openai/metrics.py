@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.registry import Collector
 
-from d2sd.runtime.stats import FIRST_DRAFT
+from d2sd.runtime.stats import FIRST_DRAFT, EngineStats
 
 if TYPE_CHECKING:
     from d2sd.runtime.engine import Engine
@@ -24,16 +21,23 @@ class Metrics:
 
     def __init__(self, engine: Engine, model: str) -> None:
         self.registry = CollectorRegistry()
-        self._engine, self._model, self._policy = engine, model, ""
-        scheduler = engine.scheduler
-        pages = scheduler.page_count - 1
-        self._gauge("num_requests_running", "Requests in the running batch.", lambda: len(scheduler.running))
-        self._gauge("num_requests_waiting", "Requests that wait for the batch.", lambda: len(scheduler.waiting))
-        self._gauge("kv_cache_usage_perc", "Share of the K/V pages in use; 1 is all.", lambda: self._used() / pages)
-        self._gauge("kv_pages_used", "K/V pages in use.", self._used)
-        self._gauge("kv_pages", "K/V pages in each pool.", lambda: pages)
-        self._gauge("kv_pages_cached", "Idle K/V pages in the prefix cache.", lambda: engine.stats.pages_cached)
-        self.registry.register(_PrefixCache(engine, model))
+        self._engine, self._model = engine, model
+        self._state: EngineStats = engine.stats  # as of the last `text`
+        self._gauge("num_requests_running", "Requests in the running batch.", lambda: self._state.running)
+        self._gauge("num_requests_waiting", "Requests that wait for the batch.", lambda: self._state.waiting)
+        self._gauge(
+            "kv_cache_usage_perc", "Share of the K/V pages in use; 1 is all.",
+            lambda: self._state.pages_used / self._state.pages_total,
+        )  # fmt: skip
+        self._gauge("kv_pages", "K/V pages in each pool.", lambda: self._state.pages_total)
+        self._gauge("kv_pages_used", "K/V pages that running requests use.", lambda: self._state.pages_used)
+        self._gauge("kv_pages_cached", "K/V pages that only the prefix cache holds.", lambda: self._state.pages_cached)
+        self._totals = {
+            self._counter("prefix_cache_queries", "Prompt tokens looked up."): "prefix_queried_tokens",
+            self._counter("prefix_cache_hits", "Prompt tokens found."): "prefix_hit_tokens",
+            self._counter("prefill_tokens", "Prompt tokens computed."): "prefill_tokens",
+            self._counter("num_preemptions", "Requests preempted for lack of K/V pages."): "preemptions",
+        }
         self._in_force = Gauge(
             "d2sd_policy_in_force", "1 for the policy of the last step.", ["model_name", "policy"],
             registry=self.registry,
@@ -53,7 +57,6 @@ class Metrics:
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted, bonus excluded.")
         self._rows = self._counter("verified_rows", "Tree rows verified, the anchor's included.")
         self._rescues = self._counter("spec_decode_rescues", "Steps won by a branch of the second pass.")
-        self._preemptions = self._counter("num_preemptions", "Requests preempted for lack of K/V pages.")
         self._ended = Counter(
             "d2sd_request_success", "Requests that ended, by reason.", ["model_name", "finished_reason"],
             registry=self.registry,
@@ -61,11 +64,12 @@ class Metrics:
 
     def text(self) -> bytes:
         """The exposition text of Prometheus."""
-        policy = str(self._engine.policy)
-        if policy != self._policy:
-            self._in_force.clear()
-            self._in_force.labels(self._model, policy).set(1)
-            self._policy = policy
+        before, now = self._state, self._engine.stats
+        for counter, name in self._totals.items():
+            counter.inc(getattr(now, name) - getattr(before, name))
+        self._state = now
+        self._in_force.clear()
+        self._in_force.labels(self._model, now.policy).set(1)
         return generate_latest(self.registry)
 
     def ended(self, sequence: Sequence | None, reason: str) -> None:
@@ -84,10 +88,6 @@ class Metrics:
         self._drafted.inc(drafted)
         self._accepted.inc(stats.tokens - stats.steps)
         self._rescues.inc(sum(n for branch, n in stats.accepted_branches.items() if branch != FIRST_DRAFT))
-        self._preemptions.inc(stats.preemptions)
-
-    def _used(self) -> int:
-        return self._engine.scheduler.page_count - 1 - self._engine.scheduler.pages.free
 
     def _gauge(self, name: str, text: str, read: Any) -> None:
         gauge = Gauge(f"d2sd_{name}", text, ["model_name"], registry=self.registry)
@@ -99,25 +99,6 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: Any) -> Histogram:
         made = Histogram(f"d2sd_{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
         return made.labels(self._model)
-
-
-class _PrefixCache(Collector):
-    """What the prefix cache saved, read from the engine when it is asked for."""
-
-    def __init__(self, engine: Engine, model: str) -> None:
-        self._engine, self._model = engine, model
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        """The counters."""
-        stats = self._engine.stats
-        for name, text, value in (
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queried_tokens),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens),
-            ("prefill_tokens", "Tokens computed by prefill.", stats.prefill_tokens),
-        ):
-            family = CounterMetricFamily(f"d2sd_{name}", text, labels=["model_name"])
-            family.add_metric([self._model], value)
-            yield family
 
 
 class RequestTimer:

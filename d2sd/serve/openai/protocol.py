@@ -22,6 +22,16 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+class StructuredOutputs(Body):
+    """vLLM's extension: the form of an answer."""
+
+    json_schema: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class GenerationBody(Body):
     """The fields that chat and text completions share."""
 
@@ -48,10 +58,14 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     # of this server
     deadline: Annotated[float, Field(gt=0)] | None = None  # seconds
     return_token_ids: bool = False
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0  # lower values are served first
+    cache_salt: Annotated[str, Field(max_length=256)] = ""  # cached prefixes are shared within a salt only
 
     # accepted for their senders' sake, without effect on an answer
     user: str | None = None
@@ -117,6 +131,9 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
 
 
 class TokenizeBody(Body):

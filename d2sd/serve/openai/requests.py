@@ -1,4 +1,4 @@
-"""Turns request bodies into requests of the engine. Runs in the tokenizer's thread: it renders and encodes text."""
+"""Turns request bodies into requests of the engine. Runs in the tokenizer's thread."""
 
 from __future__ import annotations
 
@@ -8,75 +8,111 @@ from typing import TYPE_CHECKING, Any
 from d2sd.convert.bundle.chat import encode_chat, encode_prompt
 from d2sd.errors import RequestError
 from d2sd.runtime.request import Request
-from d2sd.serve.openai.protocol import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody, conversation
+from d2sd.serve.openai.protocol import ChatBody, CompletionBody, GenerationBody, TokenizeBody, conversation
 from d2sd.serve.params import SamplingParams, with_params
+from d2sd.serve.structured import GrammarCompiler, StructuredOutputsParams
+from d2sd.serve.tools import tool_grammar
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
-    from d2sd.serve.openai.settings import ServerSettings
 
-#: Fields that bodies and `SamplingParams` share; those left out take the defaults of the bundle's recipe.
-_SHARED = {field.name for field in fields(SamplingParams)} & set(GenerationBody.model_fields) - {"logit_bias"}
-
-
-def chat_requests(bundle: Bundle, body: ChatBody, settings: ServerSettings) -> list[Request]:
-    """The n requests of a conversation."""
-    if body.max_completion_tokens is not None and body.max_tokens is not None:
-        raise RequestError("Give max_tokens or max_completion_tokens, not both.", where="max_completion_tokens")
-    if body.top_logprobs is not None and not body.logprobs:
-        raise RequestError("top_logprobs needs logprobs.", where="top_logprobs", fix="set logprobs to true")
-    given = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
-    if body.max_completion_tokens is not None:
-        given["max_tokens"] = body.max_completion_tokens
-    return _requests(bundle, body, [encode_messages(bundle, body.messages)], given, settings)
+#: Fields that bodies and `SamplingParams` share as they are.
+_SHARED = {field.name for field in fields(SamplingParams)} & set(GenerationBody.model_fields)
+_SHARED -= {"logit_bias", "structured_outputs"}
 
 
-def completion_requests(bundle: Bundle, body: CompletionBody, settings: ServerSettings) -> list[Request]:
-    """n requests for each prompt, in the order of the prompts."""
-    prompts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else list(body.prompt)
-    if prompts and isinstance(prompts[0], int):
-        prompts = [prompts]
-    encoded = [encode_prompt(bundle.tokenizer, p) if isinstance(p, str) else p for p in prompts]
-    return _requests(bundle, body, encoded, {"logprobs": body.logprobs}, settings)
+class RequestMaker:
+    """Makes the requests of one bundle; parameters that a body leaves out take the defaults of the recipe."""
+
+    def __init__(self, bundle: Bundle, max_choices: int) -> None:
+        self._bundle, self._max_choices, self._grammars = bundle, max_choices, GrammarCompiler(bundle)
+
+    def chat(self, body: ChatBody) -> list[Request]:
+        """The n requests of a conversation."""
+        if body.max_completion_tokens is not None and body.max_tokens is not None:
+            raise RequestError("Give max_tokens or max_completion_tokens, not both.", where="max_completion_tokens")
+        if body.top_logprobs is not None and not body.logprobs:
+            raise RequestError("top_logprobs needs logprobs.", where="top_logprobs", fix="set logprobs to true")
+        given: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+        if body.max_completion_tokens is not None:
+            given["max_tokens"] = body.max_completion_tokens
+        demanded = tool_grammar(body.tools or [], body.tool_choice, parallel=body.parallel_tool_calls)
+        return self._requests(body, [self._encode_chat(body)], given, demanded)
+
+    def completion(self, body: CompletionBody) -> list[Request]:
+        """n requests for each prompt, in the order of the prompts."""
+        prompts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else list(body.prompt)
+        if prompts and isinstance(prompts[0], int):
+            prompts = [prompts]
+        tokenizer = self._bundle.tokenizer
+        encoded = [encode_prompt(tokenizer, p) if isinstance(p, str) else p for p in prompts]
+        return self._requests(body, encoded, {"logprobs": body.logprobs})
+
+    def encode(self, body: TokenizeBody) -> list[int]:
+        """Token ids of a prompt, or of a conversation in the chat template."""
+        if body.prompt is not None:
+            return encode_prompt(self._bundle.tokenizer, body.prompt)
+        return self._encode_chat(body)
+
+    def _encode_chat(self, body: ChatBody | TokenizeBody) -> list[int]:
+        bundle = self._bundle
+        if not bundle.tokenizer.chat_template:
+            raise RequestError("This model has no chat template.", where="messages", fix="use /v1/completions")
+        tools = body.tools if isinstance(body, ChatBody) and body.tool_choice != "none" else None
+        where = f"{bundle.recipe.name}: chat_template"
+        turns = conversation(body.messages or [])
+        return encode_chat(bundle.tokenizer, turns, bundle.recipe.target.template, where, tools)
+
+    def _requests(
+        self,
+        body: GenerationBody,
+        prompts: list[list[int]],
+        given: dict[str, Any],
+        demanded: StructuredOutputsParams | None = None,
+    ) -> list[Request]:
+        """The requests of `prompts`; `given` are parameters that chats and completions spell differently."""
+        count, bundle = body.n or 1, self._bundle
+        if not 0 < len(prompts) * count <= self._max_choices:
+            raise RequestError(
+                "The number of answers is out of range.", where="n", found=f"{len(prompts)} prompts, n = {count}",
+                expected=f"1 .. {self._max_choices} answers in all",
+            )  # fmt: skip
+        if body.stream and body.prompt_logprobs is not None:
+            raise RequestError(
+                "A stream does not report prompt_logprobs.", where="prompt_logprobs", fix="do not stream"
+            )
+        defaults = bundle.recipe.sampling
+        values = {"temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k} | given
+        values |= {name: value for name in _SHARED if (value := getattr(body, name)) is not None}
+        if body.logit_bias is not None:
+            values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+        where, form = _form(body, demanded)
+        params = SamplingParams(**values, structured_outputs=form)
+        grammar = None if form is None else self._grammars.compile(form, where)
+        made = []
+        for prompt in prompts:
+            room = max(1, bundle.recipe.limits.max_context - len(prompt))
+            length = min(defaults.max_new_tokens, room) if params.max_tokens is None else params.max_tokens
+            request = Request(
+                tuple(prompt), length, stop_tokens=frozenset(bundle.stop_token_ids), grammar=grammar,
+                priority=body.priority, cache_salt=body.cache_salt,
+            )  # fmt: skip
+            made += with_params(bundle, request, params)
+        return made
 
 
-def encode(bundle: Bundle, body: TokenizeBody) -> list[int]:
-    """Token ids of a prompt or a conversation."""
-    if body.prompt is not None:
-        return encode_prompt(bundle.tokenizer, body.prompt)
-    return encode_messages(bundle, body.messages or [])
-
-
-def encode_messages(bundle: Bundle, messages: list[Message]) -> list[int]:
-    """Token ids of a conversation in the target's chat template."""
-    if not bundle.tokenizer.chat_template:
-        raise RequestError("This model has no chat template.", where="messages", fix="use /v1/completions")
-    where = f"{bundle.recipe.name}: chat_template"
-    return encode_chat(bundle.tokenizer, conversation(messages), bundle.recipe.target.template, where)
-
-
-def _requests(
-    bundle: Bundle, body: GenerationBody, prompts: list[list[int]], given: dict[str, Any], settings: ServerSettings
-) -> list[Request]:
-    """The requests of `prompts`; `given` are parameters that chats and completions spell differently."""
-    count = body.n or 1
-    if not 0 < len(prompts) * count <= settings.max_choices:
+def _form(body: GenerationBody, demanded: StructuredOutputsParams | None) -> tuple[str, StructuredOutputsParams | None]:
+    """The field that demands a form of the answer, and the form."""
+    forms = {
+        "tool_choice": demanded,
+        "response_format": StructuredOutputsParams.of_response_format(body.response_format),
+    }
+    if body.structured_outputs is not None:
+        forms["structured_outputs"] = StructuredOutputsParams(**body.structured_outputs.model_dump(by_alias=True))
+    asked = [(where, form) for where, form in forms.items() if form is not None]
+    if len(asked) > 1:
         raise RequestError(
-            "The number of answers is out of range.", where="n", found=f"{len(prompts)} prompts, n = {count}",
-            expected=f"1 .. {settings.max_choices} answers in all",
+            "An answer has one form.", where=asked[1][0], found=" and ".join(where for where, _ in asked),
+            fix="give one of them",
         )  # fmt: skip
-    if body.stream and body.prompt_logprobs is not None:
-        raise RequestError("A stream does not report prompt_logprobs.", where="prompt_logprobs", fix="do not stream")
-    defaults = bundle.recipe.sampling
-    values = {"temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k} | given
-    values |= {name: value for name in _SHARED if (value := getattr(body, name)) is not None}
-    if body.logit_bias is not None:
-        values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
-    params = SamplingParams(**values)
-    made = []
-    for prompt in prompts:
-        room = max(1, bundle.recipe.limits.max_context - len(prompt))
-        length = min(defaults.max_new_tokens, room) if params.max_tokens is None else params.max_tokens
-        request = Request(tuple(prompt), length, stop_tokens=frozenset(bundle.stop_token_ids))
-        made += with_params(bundle, request, params)
-    return made
+    return asked[0] if asked else ("", None)

@@ -33,6 +33,10 @@ FLAGS = {
     "calibrate": {"bundle", "--prompts", "--exclude", "--count", "--max-new-tokens", "--out"},
     "convert": {"source", "--to", "-o", "--out", "--target", "--role"},
     "inspect": {"bundle"},
+    "serve": {
+        *("bundle", "--host", "--port", "--api-key", "--model", "--max-batch", "--max-waiting", "--max-body"),
+        *("--request-timeout", "--drain-timeout", "--policy", "--device", "--executor"),
+    },
     "train": {"recipe", "--work", "--out", "--plan"},
     "trtllm": set(),
 }

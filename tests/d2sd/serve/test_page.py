@@ -81,6 +81,20 @@ def test_metrics_count_what_was_answered(tiny_bundle: Path) -> None:
     assert 'd2sd_request_success_total{finished_reason="length",model_name="tiny"} 3.0' in text
 
 
+def test_a_prompt_that_is_cached_is_reported(tiny_bundle: Path) -> None:
+    with serving(tiny_bundle) as server:
+        body = {"prompt": list(range(3, 43)), "max_tokens": 2}
+        found = [server.http.post("/v1/completions", json=body | {"cache_salt": salt}).json() for salt in ("", "", "x")]
+        server.http.get("/metrics")  # reading twice counts nothing twice
+        text = server.http.get("/metrics").text
+    first, second, other = (one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in found)
+    assert (first, other) == (0, 0)
+    assert 0 < second < 40
+    assert found[0]["choices"][0]["text"] == found[1]["choices"][0]["text"]
+    assert f'd2sd_prefix_cache_hits_total{{model_name="tiny"}} {second}.0' in text
+    assert 'd2sd_prefix_cache_queries_total{model_name="tiny"} 117.0' in text
+
+
 def test_every_request_is_one_line_of_the_log(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "d2sd.serve.access"):
         answer = server.http.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "mine-1"})
