@@ -7,7 +7,7 @@ BUNDLE := bundles/smollm2-135m
 CONSTRAINTS := constraints/tested.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: demo test test-slow engines lint verify gpu-suite kernels consumers bench train ablation train-gpu data data-wheel wheel docs clean
+.PHONY: demo test test-slow engines lint verify gpu-suite kernels consumers bench bench-serving soak train ablation train-gpu data data-wheel wheel docs clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -72,6 +72,19 @@ bench: .venv/demo
 	  --methods lookup,chain,reanchor:64,d2sd:64,ddtree,hybrid --rows 16,64
 	$(BIN)/d2sd bench $(BUNDLE) --prompts $(PROMPTS)/gsm8k.jsonl --prompts $(PROMPTS)/mt_bench.jsonl \
 	  --out build/bench/serving --methods auto --concurrency 1,2,4,8,16 --max-new-tokens 48 --repeat 3
+
+## the server under load, with the prefix cache on and off, against the engine alone, and with sampling parameters: hours, resumable
+SERVING := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.serving $(BUNDLE) --out build/bench/server
+bench-serving: .venv/dev
+	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
+	$(SERVING) --repeat 3
+	$(SERVING) --overhead --policies off,hybrid --repeat 5
+	$(SERVING) --parameters --repeat 5
+
+## ten minutes of mixed load with disconnects, deadlines, kills and malformed requests, then SIGTERM and a fuzzer
+soak: .venv/dev
+	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
+	$(BIN)/python -m benchmarks.soak $(BUNDLE) --out build/soak
 
 ## train a pair from prompts to a measured folder on a CPU: hours, resumable
 TRAINING := training/smollm2-135m

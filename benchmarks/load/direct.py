@@ -157,6 +157,7 @@ class Overhead(BaseModel):
     server_tokens_per_second: float
     wall: float  # server / engine - 1; the client shares the machine
     cpu: float  # the same of the processor time of both processes
+    threads: float  # of the server alone: processor time of all threads over that of the engine's thread, less 1
 
 
 def measure_overhead(
@@ -171,20 +172,27 @@ def measure_overhead(
         engine = make_engine(bundle, policy=policy, max_batch=in_flight)
         options = ["--policy", policy, "--max-batch", str(in_flight)]
         with Server.start(folder, out / f"server-overhead-{policy}.log", options) as server:
-            alone, served = [], []
+            alone, served, threads = [], [], []
             for number in range(repeat + 1):
-                one, other = run(engine, asked, in_flight), asyncio.run(_ask(server, talks, in_flight))
+                before = server.thread_seconds()
+                if number % 2:  # ABBA: a drift of the machine cancels
+                    one, other = run(engine, asked, in_flight), asyncio.run(_ask(server, talks, in_flight))
+                else:
+                    other, one = asyncio.run(_ask(server, talks, in_flight)), run(engine, asked, in_flight)
+                spent = {thread: now - before.get(thread, 0.0) for thread, now in server.thread_seconds().items()}
                 if one.answers != other.answers:
                     raise D2SDError("The server's answers are not the engine's.", where=policy)
                 if number:  # the first pass warms up
                     alone.append(one)
                     served.append(other)
+                    threads.append(sum(spent.values()) / max(spent.values()) - 1)  # the engine's is the busiest
         pairs = list(zip(served, alone, strict=True))
         found.append(Overhead(
             policy=policy, in_flight=in_flight, tokens=alone[0].tokens,
             engine_tokens_per_second=median(one.tokens / one.wall for one in alone),
             server_tokens_per_second=median(one.tokens / one.wall for one in served),
             wall=median(a.wall / b.wall for a, b in pairs) - 1, cpu=median(a.cpu / b.cpu for a, b in pairs) - 1,
+            threads=median(threads),
         ))  # fmt: skip
     return found
 

@@ -82,6 +82,12 @@ class Server:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS
 
+    def thread_seconds(self) -> dict[int, float]:
+        """Processor time of every thread of the process, by its id."""
+        assert self.process is not None
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return {int(task.name): int((task / "schedstat").read_text().split()[0]) / 1e9 for task in tasks}
+
     def resident_bytes(self) -> int:
         """Resident memory of the process."""
         assert self.process is not None

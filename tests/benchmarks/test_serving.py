@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -246,6 +247,17 @@ def test_errors_in_a_stream_are_read(server: Running) -> None:
     assert found.error is not None
     assert found.error["code"] == "deadline_exceeded"
     assert not found.complete
+
+
+def test_usage_in_every_chunk(server: Running) -> None:
+    """What guidellm asks for."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "w5 w7", "max_tokens": 6, "stream": True, "stream_options": options}
+    lines = server.http.post("/v1/completions", json=body).text.split("\n\n")
+    counts = [json.loads(line[6:])["usage"]["completion_tokens"] for line in lines if line.startswith("data: {")]
+    assert counts == sorted(counts)
+    assert len(counts) > 2
+    assert counts[-1] == counts[-2] == 6
 
 
 def test_growth_compares_late_with_early_memory() -> None:
