@@ -26,13 +26,16 @@ from d2sd.recipe import Policy
 @click.option("--max-body", type=click.IntRange(1), default=4 << 20, show_default=True, help="Bytes of a request body.")
 @click.option("--request-timeout", type=click.FloatRange(0, min_open=True), help="Seconds.  [default: unlimited]")
 @click.option("--drain-timeout", type=click.FloatRange(0), default=30, show_default=True, help="Seconds at shutdown.")
+@click.option(
+    "--prefix-cache/--no-prefix-cache", default=None, help="Reuse K/V of shared prefixes.  [default: the bundle's]"
+)
 @policy_option
 @device_option
 @backend_option
 def serve(
     bundle: Path, host: str, port: int, api_keys: tuple[str, ...], model: str | None, max_batch: int | None,
-    max_waiting: int, max_body: int, request_timeout: float | None, drain_timeout: float, policy: Policy | None,
-    device: str, backend: BackendName,
+    max_waiting: int, max_body: int, request_timeout: float | None, drain_timeout: float,
+    prefix_cache: bool | None, policy: Policy | None, device: str, backend: BackendName,
 ) -> None:  # fmt: skip
     """Serve the bundle at BUNDLE over HTTP, as OpenAI's API.
 
@@ -47,4 +50,7 @@ def serve(
     from d2sd.serve.openai.settings import ServerSettings
 
     settings = ServerSettings(model or "", api_keys, max_body, max_waiting, 128, request_timeout, drain_timeout)
-    serve_bundle(bundle, settings, host, port, policy=policy, device=device, backend=backend, max_batch=max_batch)
+    serve_bundle(
+        bundle, settings, host, port,
+        policy=policy, device=device, backend=backend, max_batch=max_batch, prefix_cache=prefix_cache,
+    )  # fmt: skip
