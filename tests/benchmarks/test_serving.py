@@ -43,7 +43,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(bundle: Path) -> Iterator[Running]:
-    with serving(bundle, max_waiting=4, max_body_bytes=1 << 14) as running:
+    with serving(bundle, max_waiting=4, max_body=1 << 14) as running:
         yield running
 
 

@@ -71,7 +71,7 @@ class Entrance:
             )  # fmt: skip
             await refusal(scope, receive, send)
             return
-        limit = self.settings.max_body_bytes
+        limit = self.settings.max_body
         length = headers.get(b"content-length", b"0")
         too_large = f"The body is larger than {limit} bytes."
         if not length.isdigit() or int(length[:20]) > limit:

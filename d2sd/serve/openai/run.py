@@ -48,11 +48,13 @@ class DrainingServer(uvicorn.Server):
 def serve_bundle(path: Path, settings: ServerSettings, host: str, port: int, **engine: Any) -> None:
     """Serve a bundle until a signal; `engine` are options of `make_engine`. An empty model name takes the bundle's."""
     _log_to_stderr()
-    bundle = load_bundle(path, progress=bar)
-    settings = replace(settings, model=settings.model or bundle.recipe.name)
-    app = create_app(bundle, make_engine(bundle, **engine), settings)
-    with listen(host, port) as listener:
-        logger.info("serving %s at http://%s:%d", settings.model, *listener.getsockname()[:2])
+    with listen(host, port) as listener:  # before the bundle is loaded, which takes time
+        address = "http://{}:{}".format(*listener.getsockname()[:2])
+        logger.info("loading %s and measuring step costs, to serve it at %s", path, address)
+        bundle = load_bundle(path, progress=bar)
+        settings = replace(settings, model=settings.model or bundle.recipe.name)
+        app = create_app(bundle, make_engine(bundle, **engine), settings)
+        logger.info("serving %s at %s", settings.model, address)
         make_server(app, host, port).run([listener])
 
 

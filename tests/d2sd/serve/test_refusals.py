@@ -27,7 +27,7 @@ TEXT = {"prompt": "w5 w7", "max_tokens": 2}
 
 @pytest.fixture(scope="module")
 def server(tiny_bundle: Path) -> Iterator[Running]:
-    with serving(tiny_bundle, max_body_bytes=20_000, max_choices=8) as running:
+    with serving(tiny_bundle, max_body=20_000, max_choices=8) as running:
         yield running
 
 
