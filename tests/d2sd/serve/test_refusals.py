@@ -187,6 +187,13 @@ def test_large_bodies_are_refused_with_and_without_a_length(server: Running) -> 
     assert server.http.get("/health").json() == {"status": "ok"}
 
 
+def test_a_client_that_sends_a_large_body_first_can_read_the_refusal(server: Running) -> None:
+    client = connect(server, {"prompt": "w5 " * 6_000_000})  # raises if the connection is closed before all is sent
+    client.settimeout(10)
+    assert client.recv(64).startswith(b"HTTP/1.1 413 ")
+    client.close()
+
+
 def test_the_client_raises_openais_errors(server: Running) -> None:
     create: Any = server.openai.chat.completions.create
     with pytest.raises(openai.BadRequestError, match="temperature out of range") as raised:
