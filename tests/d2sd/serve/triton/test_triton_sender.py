@@ -12,11 +12,11 @@ from tests.d2sd.serve.triton.fake import ResponseSender, pb_utils
 def test_nothing_is_asked_of_triton_after_the_last_response() -> None:
     triton = ResponseSender(cancelled=True)
     sender = Sender(triton, pb_utils(), batched=False)
-    assert sender.cancelled
+    seen = [sender.cancelled]
     sender.send({"text_output": np.array([b"a"], np.object_)})
     sender.cancel()
     assert triton.ended
-    assert not sender.cancelled
+    assert [*seen, sender.cancelled] == [True, False]
     sender.end()
     sender.fail(RequestError("late"))
     sender.send({"text_output": np.array([b"b"], np.object_)}, final=True)
