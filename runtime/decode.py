@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from d2sd.policies import DrafterRole, FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.grammar.step import OFFERED
+from d2sd.runtime.grammar.step import OFFERED, StepGrammar, TreePaths
 from d2sd.runtime.sampling.logprobs import pack_logprobs, unpack_logprobs
 from d2sd.runtime.sequence import TokenLogprobs
 from d2sd.runtime.speculation.accept import Accepted, sample_target
@@ -79,43 +80,58 @@ def decode_step(
     takes it from the text, which is host work done before the step.
     """
     calibrated = calibration.apply if calibration is not None and policy.uses_probabilities else uncalibrated
-    grammar, width = batch.grammar, policy.topk
-    offered = width if grammar is None else max(width, OFFERED)
-    first, branches, second, mask = prompt_lookup, None, None, None
+    offered = policy.topk if batch.grammar is None else max(policy.topk, OFFERED)
+    guided = partial(_guided, batch.grammar, policy.topk, timer)
+    first, branches, second = prompt_lookup, None, None
     if policy.first_pass is FirstPass.DRAFTER:
         with timer("draft_first"):
             first = runner.draft_first(batch, offered)
-    if first is not None and grammar is not None:
-        with timer("grammar"):
-            first = grammar.guide(first, width)
-    if first is not None and policy.first_pass is FirstPass.DRAFTER:
-        first = calibrated(first, batch, DrafterRole.FIRST)
+        first = calibrated(guided(first), batch, DrafterRole.FIRST)
+    elif first is not None:
+        first = guided(first)
     if first is not None and policy.second_pass is not None:
         with timer("pick_boundaries"):
             branches = policy.branches(batch, first)
         with timer("draft_second"):
             second = runner.draft_second(batch, branches, policy.second_pass, offered)
-        if grammar is not None:
-            with timer("grammar"):
-                second = grammar.guide(second, width, branches)
-        second = calibrated(second, batch, policy.second_pass, branches)
+        second = calibrated(guided(second, branches), batch, policy.second_pass, branches)
     with timer("build_tree"):
         tree = policy.build(batch, first, branches, second)
-        paths = None if grammar is None else grammar.paths(tree)
+        paths = None if batch.grammar is None else batch.grammar.paths(tree)
     with timer("verify"):
         verified = runner.verify(batch, tree)
-    if grammar is not None and paths is not None:
-        with timer("grammar"):
-            mask = grammar.mask(paths, *verified.logits.shape).to(tree.tokens.device)
+    mask = _mask(batch.grammar, paths, verified.logits, timer)
     with timer("accept"):
         depths = min(runner.block_size, policy.num_nodes)
         accepted = sample_target(tree, verified.logits, batch.context_len, batch.sampling, depths, mask)
     with timer("commit"):
         runner.commit(batch, verified, accepted)
+    return StepResult(first, branches, second, tree, accepted, _packed(batch, verified.logits, accepted))
+
+
+def _guided(
+    grammar: StepGrammar | None, width: int, timer: Timer, draft: Draft, branches: Branches | None = None
+) -> Draft:
+    """The draft led along the grammars of the batch, if there are any, with `width` candidates a slot."""
+    if grammar is None:
+        return draft
+    with timer("grammar"):
+        return grammar.guide(draft, width, branches)
+
+
+def _mask(grammar: StepGrammar | None, paths: TreePaths | None, logits: Tensor, timer: Timer) -> Tensor | None:
+    """The mask of `sample_target`. On a GPU the host walks the trees while the target verifies them."""
+    if grammar is None or paths is None:
+        return None
+    with timer("grammar"):
+        return grammar.mask(paths, *logits.shape).to(logits.device)
+
+
+def _packed(batch: Batch, logits: Tensor, accepted: Accepted) -> Tensor:
+    """`StepResult.packed`, with log-probabilities if a request asks for them."""
     packed = accepted.packed()
-    if batch.sampling.logprobs is not None:
-        rows = torch.arange(len(packed), device=packed.device)[:, None]
-        path_logits = verified.logits[rows, accepted.path]
-        found = pack_logprobs(path_logits, accepted.tokens, batch.sampling.logprobs)
-        packed = torch.cat([packed, found.flatten(1)], dim=1)
-    return StepResult(first, branches, second, tree, accepted, packed)
+    if batch.sampling.logprobs is None:
+        return packed
+    rows = torch.arange(len(packed), device=packed.device)[:, None]
+    found = pack_logprobs(logits[rows, accepted.path], accepted.tokens, batch.sampling.logprobs)
+    return torch.cat([packed, found.flatten(1)], dim=1)

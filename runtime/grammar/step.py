@@ -24,6 +24,8 @@ from d2sd.runtime.speculation.tree import Tree
 OFFERED = 16
 
 Path = tuple[int, ...]
+#: Node index of every path, without the anchor, by row of the batch.
+TreePaths = dict[int, dict[Path, int]]
 
 
 class StepGrammar:
@@ -64,11 +66,11 @@ class StepGrammar:
             column[rows] = torch.tensor(values, dtype=column.dtype, device=column.device).view(column[rows].shape)
         return Draft(tokens, logprob)
 
-    def paths(self, tree: Tree) -> dict[int, dict[Path, int]]:
+    def paths(self, tree: Tree) -> TreePaths:
         """Node index of every path, without the anchor, of the trees of constrained requests. Reads from the device."""
         rows = torch.tensor(list(self._walkers), device=tree.tokens.device)
         columns = torch.stack([tree.tokens[rows], tree.parent[rows], tree.valid[rows].long()]).tolist()  # [3, C, N]
-        found: dict[int, dict[Path, int]] = {}
+        found: TreePaths = {}
         for row, tokens, parents, valid in zip(self._walkers, *columns, strict=True):
             paths: list[Path] = [()]
             for token, parent in zip(tokens[1:], parents[1:], strict=True):
@@ -76,7 +78,7 @@ class StepGrammar:
             found[row] = {path: node for node, path in enumerate(paths) if valid[node]}
         return found
 
-    def mask(self, paths: dict[int, dict[Path, int]], batch: int, nodes: int, vocab_size: int) -> Tensor:
+    def mask(self, paths: TreePaths, batch: int, nodes: int, vocab_size: int) -> Tensor:
         """The tokens that may follow every node: [B, N, W] int32 on the host, a bit for a token, the lowest first.
 
         All bits are set where nothing is constrained: for other requests, and for nodes whose path leaves the grammar
