@@ -22,6 +22,7 @@ COMMANDS = {
     "serve": "Serve the bundle at BUNDLE over HTTP, as OpenAI's API.",
     "train": "Train the drafters that RECIPE names.",
     "trtllm": "Compare the installed TensorRT-LLM with the version d2sd was written for.",
+    "worker": "Serve the bundle at BUNDLE as one worker behind Dynamo's frontend.",
 }
 
 

@@ -64,13 +64,17 @@ class Metrics:
 
     def text(self) -> bytes:
         """The exposition text of Prometheus."""
+        self.refresh()
+        return generate_latest(self.registry)
+
+    def refresh(self) -> None:
+        """Read the engine's counts into the registry; gauges read them at each collection."""
         before, now = self._state, self._engine.stats
         for counter, name in self._totals.items():
             counter.inc(getattr(now, name) - getattr(before, name))
         self._state = now
         self._in_force.clear()
         self._in_force.labels(self._model, now.policy).set(1)
-        return generate_latest(self.registry)
 
     def ended(self, sequence: Sequence | None, reason: str) -> None:
         """Count a request that has ended; `sequence` is None for one that never reached the engine."""
