@@ -14,17 +14,17 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from d2sd.errors import GenerationError, RequestError
+from d2sd.runtime.sequence import Output
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.dynamo.events import KVReporter
 from d2sd.serve.dynamo.requests import RequestReader, capacity, depends_on_prompt
 from d2sd.serve.errors import EngineFailed, QueueFull, ShuttingDown
 from d2sd.serve.openai.metrics import Metrics, RequestTimer
-from d2sd.serve.stream import Stream
+from d2sd.serve.stream import Stream, merge
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
     from d2sd.runtime.engine import Engine
-    from d2sd.runtime.sequence import Output
     from d2sd.serve.dynamo.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -33,10 +33,6 @@ logger = logging.getLogger(__name__)
 _REPORT = 0.02
 #: Seconds in which streams that the drain has ended reach the frontend.
 _FLUSH = 5.0
-_CANNOT_MOVE = (
-    "An answer with presence_penalty, frequency_penalty or min_tokens cannot move to another worker once it has begun: "
-    "the request that moves does not tell where the prompt ends."
-)
 
 
 class DynamoEngine:
@@ -94,31 +90,37 @@ class DynamoEngine:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def generate(self, message: Mapping[str, Any], context: Any) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the answer to one request in chunks of the tokens of one step or more."""
+        """Yield the answer to one request in chunks of the tokens of one step or more.
+
+        When this worker dies, the frontend asks another one to go on from the prompt and the tokens it has got, as one
+        prompt. The same noise belongs to the same positions, so the text is what it would have been; an answer that
+        depends on the end of the prompt is sent whole, and then the other worker begins it anew.
+        """
         assert self._service is not None
-        errors, name, sent = self._sdk.exceptions, context.id(), False
-        timer, stream, finish = RequestTimer(self._metrics), None, "cancelled"
+        errors, timer = self._sdk.exceptions, RequestTimer(self._metrics)
+        stream, finish, held = None, "cancelled", list[Output]()
         try:
             request = await asyncio.to_thread(self._reader.read, message)
             (stream,) = self._service.submit([request])
-            self._streams[name] = stream
+            self._streams[context.id()] = stream
             async for output in stream:
                 timer.output(output)
-                finish, sent = output.finish or finish, True
-                yield self._chunk(output)
+                finish = output.finish or finish
+                held.append(output)
+                if output.finish is not None or not depends_on_prompt(request):
+                    yield self._chunk(merge(held))
+                    held.clear()
         except RequestError as error:
             raise errors.InvalidArgument(str(error)) from None
         except QueueFull as error:
             raise errors.HttpError(429, str(error)) from None
         except (ShuttingDown, EngineFailed) as error:
-            if sent and depends_on_prompt(request):
-                raise errors.Unknown(f"{error} {_CANNOT_MOVE}") from None
             raise errors.EngineShutdown(str(error)) from None  # the frontend moves the stream to another worker
         except GenerationError as error:
             finish = "error"
             raise errors.Unknown(str(error)) from None
         finally:
-            self._streams.pop(name, None)
+            self._streams.pop(context.id(), None)
             if stream is not None:
                 stream.close()
                 timer.end(stream.sequence, finish)

@@ -49,10 +49,12 @@ def capacity(max_context: int, pages: int, page_size: int, block_size: int) -> i
 
 
 def depends_on_prompt(request: Request) -> bool:
-    """Whether the answer depends on where the prompt ends, which a request that has moved does not tell."""
+    """Whether the answer depends on where the prompt ends, which a request that has moved does not tell.
+
+    repetition_penalty counts prompt and answer alike. A grammar depends on it too, but such requests are not moved.
+    """
     sampling = request.sampling
-    counted = sampling.presence_penalty or sampling.frequency_penalty or sampling.min_tokens
-    return bool(counted) or request.grammar is not None
+    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.min_tokens)
 
 
 class RequestReader:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -47,15 +48,30 @@ def loopback(store: Path, home: Path) -> dict[str, str]:
 class Process:
     """One process of the fleet; its output is in `log`."""
 
-    child: subprocess.Popen[bytes]
+    pid: int
     log: Path
     port: int  # of its HTTP or system server
 
-    def end(self, sent: signal.Signals = signal.SIGKILL) -> None:
+    @property
+    def alive(self) -> bool:
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def end(self, sent: signal.Signals = signal.SIGKILL, timeout: float = 60) -> None:
         """Signal the process and wait for its end."""
-        if self.child.poll() is None:
-            self.child.send_signal(sent)
-        self.child.wait(60)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, sent)
+        end = time.monotonic() + timeout
+        while self.alive:
+            assert time.monotonic() < end, f"{self.pid} does not end\n{self.text()[-3000:]}"
+            time.sleep(0.02)
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -68,47 +84,63 @@ class Fleet:
     folder: Path
     model: str
     environment: dict[str, str]
+    nursery: subprocess.Popen[str]
     frontend: Process | None = None
-    workers: list[Process] = field(default_factory=list)
-    started: int = 0
+    workers: list[Process] = field(default_factory=list)  # that should be alive
+    ended: list[Process] = field(default_factory=list)
+    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start_frontend(self, *options: str) -> None:
-        port = free_port()
-        command = ["-m", "dynamo.frontend", "--http-port", str(port), "--discovery-backend", "file"]
-        self.frontend = self._start([*command, "--request-plane", "tcp", *options], port, {})
+        if self.frontend is not None:
+            self.frontend.end()
+        port, log = free_port(), self.folder / f"frontend{len(self.children)}.log"
+        command = [sys.executable, "-m", "dynamo.frontend", "--http-port", str(port), "--discovery-backend", "file"]
+        with log.open("wb") as out:
+            child = subprocess.Popen(
+                [*command, "--request-plane", "tcp", *options], env=self.environment, stdout=out, stderr=out,
+                cwd=self.folder,
+            )  # fmt: skip
+        self.children.append(child)
+        threading.Thread(target=child.wait, daemon=True).start()  # reaps it
+        self.frontend = Process(child.pid, log, port)
 
     def start_worker(self, bundle: Path, *options: str, **variables: str) -> Process:
-        port = free_port()
-        command = ["-c", "from d2sd.cli.main import main; main()", "worker", str(bundle), "--dynamo", "--model", self.model, *options]
-        worker = self._start(command, port, {"DYN_SYSTEM_PORT": str(port), **variables})
+        port, log = free_port(), self.folder / f"worker{len(self.workers) + len(self.ended)}.log"
+        order = {
+            "argv": ["worker", str(bundle), "--dynamo", "--model", self.model, *options],
+            "environ": self.environment | {"DYN_SYSTEM_PORT": str(port)} | variables,
+            "log": str(log),
+        }
+        assert self.nursery.stdin is not None
+        assert self.nursery.stdout is not None
+        self.nursery.stdin.write(json.dumps(order) + "\n")
+        self.nursery.stdin.flush()
+        worker = Process(int(self.nursery.stdout.readline()), log, port)
         self.workers.append(worker)
         return worker
 
-    def _start(self, command: list[str], port: int, variables: dict[str, str]) -> Process:
-        self.started += 1
-        log = self.folder / f"{self.started}.log"
-        with log.open("wb") as out:
-            child = subprocess.Popen(
-                [sys.executable, *command], env=self.environment | variables, stdout=out, stderr=out,
-                cwd=self.folder,
-            )  # fmt: skip
-        return Process(child, log, port)
+    def end_worker(self, worker: Process, sent: signal.Signals = signal.SIGKILL) -> None:
+        """Signal a worker and wait for its end; the frontend may learn of it later."""
+        self.workers.remove(worker)
+        self.ended.append(worker)
+        worker.end(sent)
 
     @property
     def url(self) -> str:
         assert self.frontend is not None
-        return f"http://127.0.0.1:{self.frontend.port}"
+        return self.frontend.url
 
-    def wait(self, workers: int | None = None) -> None:
-        """Until the frontend knows the model and as many workers as run."""
+    def wait(self) -> None:
+        """Until the frontend knows the model and exactly the workers that run."""
         end = time.monotonic() + _START
         while time.monotonic() < end:
             for process in [self.frontend, *self.workers]:
                 assert process is not None
-                assert process.child.poll() is None, process.text()[-4000:]
-            if len(self.instances()) == (len(self.workers) if workers is None else workers) and self._answers():
+                assert process.alive, process.text()[-4000:]
+            known = self.instances()
+            if len(known) == len(self.workers) and all(map(_listens, known)) and self._answers():
                 return
-            time.sleep(0.3)
+            time.sleep(0.2)
         raise AssertionError("\n".join(p.text()[-3000:] for p in [self.frontend, *self.workers] if p))
 
     def _answers(self) -> bool:
@@ -125,15 +157,13 @@ class Fleet:
             return []
         return [entry for entry in found if entry.get("endpoint") == "generate"]
 
-    def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric of the frontend."""
-        return metric(self.url, name, **labels)
-
     def end(self) -> None:
         """End every process that still runs, by its id."""
-        for process in [*self.workers, self.frontend]:
+        for process in [*self.workers, *self.ended, self.frontend]:
             if process is not None:
                 process.end()
+        self.nursery.kill()
+        self.nursery.wait()
 
 
 @contextmanager
@@ -141,11 +171,25 @@ def fleet(folder: Path, model: str = "tiny") -> Iterator[Fleet]:
     """An empty fleet in a new folder; every process is ended at the exit."""
     for name in ("store", "home"):
         (folder / name).mkdir(parents=True)
-    made = Fleet(folder, model, loopback(folder / "store", folder / "home"))
+    environment = loopback(folder / "store", folder / "home")
+    nursery = subprocess.Popen(
+        [sys.executable, "-m", "tests.d2sd.serve.dynamo.nursery"], env=environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    made = Fleet(folder, model, environment, nursery)
     try:
+        assert nursery.stdout is not None
+        assert nursery.stdout.readline() == "ready\n"
         yield made
     finally:
         made.end()
+
+
+def _listens(instance: Any) -> bool:
+    """Whether the worker is there: a killed one stays registered for some seconds."""
+    port = int(instance["transport"]["tcp"].split("/")[0].rsplit(":", 1)[1])
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def fetch(url: str) -> Any:
