@@ -85,9 +85,9 @@ class RequestReader:
         form = _form(_part(options, "guided_decoding"))
         grammar = None if form is None else self._grammars.compile(form, "guided_decoding")
         routing = _part(message, "routing")
-        room = max(1, self._capacity - len(prompt))
+        length = stops.get("max_tokens", max(1, self._capacity - len(prompt)))
         request = Request(
-            prompt, stops.get("max_tokens") or room, stop_tokens=own, grammar=grammar,
+            prompt, length, stop_tokens=own, grammar=grammar,
             priority=-(routing.get("priority") or 0), cache_salt=routing.get("cache_salt") or "",
         )  # fmt: skip
         return with_params(self._bundle, request, params)[0]

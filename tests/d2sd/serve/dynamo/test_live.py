@@ -174,3 +174,55 @@ def test_streams_survive_their_worker(
         live.wait()
     print(f"\n{sent.name} {sampling}: {KILLS} workers, {moved:.0f} streams moved")
     assert moved > 0
+
+
+def test_overload_is_refused_and_nothing_hangs(live: Fleet, bundle: Path, tmp_path: Path) -> None:
+    requests = requests_of(10, 12, **GREEDY)
+    wanted = expected(bundle, requests)
+    with fleet(tmp_path / "full") as full:
+        full.start_frontend("--migration-limit", "3")
+        for _ in range(2):
+            full.start_worker(bundle, "--max-batch", "2", "--max-waiting", "1")
+        full.wait()
+
+        def answer(index: int) -> int:
+            prompt, options = requests[index]
+            try:
+                assert complete(full.url, full.model, prompt, **options)[0].strip() == wanted[index]
+            except Refused as error:
+                return error.status
+            return 200
+
+        with ThreadPoolExecutor(len(requests)) as pool:
+            statuses = list(pool.map(answer, range(len(requests))))
+        assert statuses.count(200) >= 4
+        assert set(statuses) == {200, 529}
+        assert answer(0) == 200
+        print(f"\n12 requests, 2 workers of 2 running and 1 waiting: {sorted(statuses)}")
+
+
+def test_routing_by_prefix_raises_the_hit_rate(bundle: Path, tmp_path: Path) -> None:
+    """Twelve long prompts, each asked four times: with its own worker a prompt is computed once, else twice."""
+    rates, rounds = {}, 4
+    prompts = [prompt for prompt, _ in requests_of(11, 12)]
+    prompts = [" ".join([prompt] * 30)[:700].rsplit(" ", 1)[0] for prompt in prompts]
+    for mode in ("round-robin", "kv"):
+        with fleet(tmp_path / mode) as made:
+            made.start_frontend("--router-mode", mode, "--kv-cache-block-size", "16")
+            for _ in range(2):
+                made.start_worker(bundle)
+            made.wait()
+            for turn in range(rounds):
+                order = random.Random(turn).sample(prompts, len(prompts))
+                for number, prompt in enumerate(order):
+                    complete(made.url, made.model, f"{prompt} w{turn + 3} w{number + 3}", max_tokens=4, **GREEDY)
+                    time.sleep(0.1)  # K/V events are on their way
+            hits, queries = (
+                sum(metric(worker.url, f"d2sd_prefix_cache_{name}_total") for worker in made.workers)
+                for name in ("hits", "queries")
+            )
+            rates[mode] = hits / queries
+            logs = "".join(worker.text() for worker in made.workers)
+            assert "panicked" not in logs
+    print(f"\nprefix hit rate: {rates}")
+    assert rates["kv"] > rates["round-robin"] + 0.1
