@@ -72,7 +72,7 @@ class RequestReader:
         _refuse(message)
         options, stops = _part(message, "sampling_options"), _part(message, "stop_conditions")
         defaults, prompt = self._bundle.recipe.sampling, tuple(message["token_ids"])
-        values = {"temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k}
+        values: dict[str, Any] = {"temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k}
         values |= {name: options[name] for name in _SHARED if options.get(name) is not None}
         values |= {name: restored(values[name]) for name in _NUMBERS if name in values}
         ends = set[int]().union(*(value or () for name, value in stops.items() if name.startswith("stop_token_ids")))

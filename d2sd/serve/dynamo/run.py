@@ -44,9 +44,7 @@ def run_worker(path: Path, settings: WorkerSettings, **options: Any) -> None:
     bundle = load_bundle(path, progress=bar)
     settings = replace(settings, model=settings.model or bundle.recipe.name)
     # More requests than this get 529 from the frontend, unless another worker has room.
-    os.environ.setdefault(
-        "DYN_ENGINE_REQUEST_LIMIT", str(options.get("max_batch") or bundle.recipe.limits.max_batch)
-    )
+    os.environ.setdefault("DYN_ENGINE_REQUEST_LIMIT", str(options.get("max_batch") or bundle.recipe.limits.max_batch))
     os.environ.setdefault("DYN_DYNAMO_REQUEST_QUEUE_LIMIT", str(settings.max_waiting))
 
     def load() -> tuple[Bundle, Engine]:

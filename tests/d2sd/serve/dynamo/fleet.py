@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -37,7 +37,8 @@ def loopback(store: Path, home: Path) -> dict[str, str]:
     """The environment of every process: file discovery, and no port beyond the loopback interface."""
     old = tuple(map(int, version("ai-dynamo").split(".")[:2])) < (1, 6)
     return {
-        **os.environ, "DYN_FILE_KV": str(store), "HOME": str(home), "HF_HUB_OFFLINE": "1", "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
+        **os.environ, "DYN_FILE_KV": str(store), "HOME": str(home), "HF_HUB_OFFLINE": "1",
+        "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
         "DYN_HTTP_HOST": "127.0.0.1", "DYN_SYSTEM_HOST": "127.0.0.1", "DYN_TCP_RPC_HOST": "127.0.0.1",
         "DYN_TCP_RESPONSE_STREAM_HOST": "lo" if old else "127.0.0.1",  # before 1.6 the name of an interface
         "DYN_DISCOVERY_BACKEND": "file", "DYN_REQUEST_PLANE": "tcp", "OMP_NUM_THREADS": "1",
@@ -213,11 +214,9 @@ class Refused(Exception):
         self.status, self.body = status, body
 
 
-def post(url: str, path: str, body: dict[str, Any], timeout: float = 120) -> Iterator[dict[str, Any]]:
+def post(url: str, path: str, body: dict[str, Any], timeout: float = 120) -> Generator[dict[str, Any], None, None]:
     """The events of a streamed request, or its one answer. Raises `Refused`, also for an error in the stream."""
-    request = urllib.request.Request(
-        f"{url}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
+    request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"content-type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=timeout) as response:
             if not body.get("stream"):

@@ -132,9 +132,7 @@ def test_logprobs_are_those_of_the_answer(bundle: Bundle, engine: Engine) -> Non
             found = await chunks(made, sent)
             for chunk in found:
                 assert len(chunk["log_probs"]) == len(chunk["top_logprobs"]) == len(chunk["token_ids"])
-                for token, own, top in zip(
-                    chunk["token_ids"], chunk["log_probs"], chunk["top_logprobs"], strict=True
-                ):
+                for token, own, top in zip(chunk["token_ids"], chunk["log_probs"], chunk["top_logprobs"], strict=True):
                     assert [entry["rank"] for entry in top] == [1, 2]
                     assert (top[0]["token_id"], top[0]["token"]) == (token, f"w{token}")  # greedy
                     assert top[0]["logprob"] == own >= top[1]["logprob"]
@@ -154,9 +152,7 @@ def test_logprobs_are_those_of_the_answer(bundle: Bundle, engine: Engine) -> Non
         ({"sampling_options": {"guided_decoding": {"structural_tag": {}}}}, "guided_decoding.structural_tag"),
     ],
 )
-def test_a_refusal_is_an_invalid_argument(
-    bundle: Bundle, engine: Engine, changes: dict[str, Any], named: str
-) -> None:
+def test_a_refusal_is_an_invalid_argument(bundle: Bundle, engine: Engine, changes: dict[str, Any], named: str) -> None:
     async def test() -> None:
         async with worker(bundle, engine) as made:
             with pytest.raises(fakes.InvalidArgument, match=named):

@@ -28,10 +28,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.subprocess, pytest.mark.timeout(1800
 #: Workers killed in each of the fault tests; issue 15 asks for 50 in all.
 KILLS = int(os.environ.get("D2SD_KILLS", "2"))
 CLIENTS = 16
-SAMPLED = {"temperature": 0.7, "top_p": 0.9}
+SAMPLED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9}
 #: A worker that has no time to finish after SIGTERM.
 HASTY, NO_GRACE = ("--drain-timeout", "0.1"), {"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0"}
-GREEDY = {"temperature": 0.0}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def test_a_request_has_what_the_client_sent(reader: RequestReader) -> None:
     )  # fmt: skip
     request = reader.read(sent | {"routing": {"priority": 3, "cache_salt": "a"}})
     sampling = request.sampling
-    assert (request.prompt, request.max_new_tokens, request.stop_tokens) == ((3, 9), 7, {2, 8})
+    assert (request.prompt, request.max_new_tokens, request.stop_tokens) == ((3, 9), 7, frozenset({2, 8}))
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.7, 0.9, 5, 9)
     assert (sampling.min_p, sampling.repetition_penalty, sampling.presence_penalty) == (0.1, 1.3, 0.2)
     assert (sampling.min_tokens, request.priority, request.cache_salt) == (3, -3, "a")
