@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -74,8 +76,6 @@ def slow(engine: Engine) -> list[int]:
     step, steps = engine.step, list[int]()
 
     def stepped() -> list[Output]:
-        import time
-
         time.sleep(0.01)
         steps.append(1)
         return step()
@@ -186,7 +186,6 @@ def test_a_request_whose_client_left_is_cancelled(bundle: Bundle, engine: Engine
             await anext(stream)
             if aborted:
                 await made.abort(fakes.Context())
-                assert [chunk async for chunk in stream if "finish_reason" in chunk] == []
                 await made.abort(fakes.Context())
             else:
                 await stream.aclose()
@@ -194,6 +193,21 @@ def test_a_request_whose_client_left_is_cancelled(bundle: Bundle, engine: Engine
             await until(lambda: not engine.busy)
             assert len(steps) <= done + 1
             assert engine.scheduler.pages.used == 0
+
+    run(test())
+
+
+def test_abort_ends_a_stream_that_waits_for_a_step(bundle: Bundle, engine: Engine) -> None:
+    gate, step = Event(), engine.step
+    engine.step = lambda: (gate.wait(20), step())[1]  # type: ignore[method-assign]
+
+    async def test() -> None:
+        async with worker(bundle, engine) as made:
+            waiting = asyncio.ensure_future(chunks(made, message([3, 9], 60)))
+            await until(lambda: engine.scheduler.waiting)
+            await made.abort(fakes.Context())
+            assert await asyncio.wait_for(waiting, 5) == []
+            gate.set()
 
     run(test())
 
@@ -213,6 +227,26 @@ def test_the_drain_finishes_what_it_can_and_moves_the_rest(bundle: Bundle, engin
             else:
                 with pytest.raises(fakes.EngineShutdown):
                     task.result()
+
+    run(test())
+
+
+def test_a_slow_reader_hears_of_the_end_before_the_process_ends(bundle: Bundle, engine: Engine) -> None:
+    slow(engine)
+
+    async def test() -> None:
+        async with worker(bundle, engine, drain_timeout=0.01) as made:
+
+            async def read() -> None:
+                async for _ in made.generate(message([3, 9], 60), fakes.Context()):
+                    await asyncio.sleep(0.3)
+
+            task = asyncio.ensure_future(read())
+            await until(lambda: engine.scheduler.running)
+            await made.cleanup()
+            await asyncio.sleep(0)
+            assert task.done()
+            assert isinstance(task.exception(), fakes.EngineShutdown)
 
     run(test())
 
@@ -268,7 +302,7 @@ async def moved(bundle: Bundle, engine: Engine, sent: dict[str, Any], kill_at: i
         {"temperature": 0.699999988079071, "top_p": 0.8999999761581421, "seed": 11},
         {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.5},
         {"temperature": 0.7, "seed": 5, "presence_penalty": 1.0, "frequency_penalty": 0.5},
-        {"temperature": 1.5, "seed": 0, "min_tokens": 25},
+        {"temperature": 1.5, "seed": 18, "min_tokens": 23},  # ends with its 24th token
         {"tokens": None, "temperature": 0.7, "seed": 8, "ignore_eos": True},
     ],
 )
@@ -301,6 +335,9 @@ def test_kv_events_tell_the_router_what_is_cached(bundle: Bundle, engine: Engine
             await until(lambda: [salt for *_, salt in publisher.blocks.values()] == [None, None, "tenant", "tenant"])
             for start in range(10):
                 await chunks(made, message([(7 * start + 3 * i) % 60 for i in range(50)], 4))
+            # Two requests that write the same pages: one of them enters the cache.
+            both = message([5, 9], 40, ignore_eos=True, stop_token_ids=[])
+            await asyncio.gather(chunks(made, both, "one"), chunks(made, both, "two"))
             await until(lambda: not made._reporter._events)
             assert publisher.removed
             assert len(publisher.blocks) == len(cache._page_of)
