@@ -167,7 +167,7 @@ def test_a_full_queue_is_too_many_requests(bundle: Bundle, engine: Engine) -> No
 
     async def test() -> None:
         async with worker(bundle, engine) as made:
-            tasks = [asyncio.ensure_future(chunks(made, message([3, 9]), str(i))) for i in range(5)]
+            tasks = [asyncio.ensure_future(chunks(made, message([3, 9], 6), str(i))) for i in range(5)]
             found = await asyncio.gather(*tasks, return_exceptions=True)
             refused = [error for error in found if isinstance(error, fakes.HttpError)]
             assert [error.code for error in refused] == [429, 429]
