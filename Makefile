@@ -7,7 +7,7 @@ BUNDLE := bundles/smollm2-135m
 CONSTRAINTS := constraints/tested.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: demo test test-slow engines lint verify gpu-suite kernels consumers dynamo-test bench train ablation train-gpu data data-wheel wheel docs clean
+.PHONY: demo test test-slow engines lint verify gpu-suite kernels consumers dynamo-test bench bench-serving soak eval train ablation train-gpu data data-wheel wheel docs clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -101,6 +101,26 @@ bench: .venv/demo
 	$(BIN)/d2sd bench $(BUNDLE) --prompts $(PROMPTS)/gsm8k.jsonl --prompts $(PROMPTS)/mt_bench.jsonl \
 	  --out build/bench/serving --methods auto --concurrency 1,2,4,8,16 --max-new-tokens 48 --repeat 3
 
+## accuracy by lm-eval: GSM8K and log-likelihood tasks, plain decoding and speculation; LIMIT documents each, AGAINST=an FP8 bundle
+LIMIT ?= 32
+eval: .venv/demo
+	$(PIP_INSTALL) --editable ".[gguf,eval]"
+	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
+	$(BIN)/d2sd eval $(BUNDLE) $(if $(AGAINST),--compare "$(AGAINST)") --data $(dir $(PROMPTS)) --limit $(LIMIT)
+
+## the server under load, with the prefix cache on and off, against the engine alone, and with sampling parameters: hours, resumable
+SERVING := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.serving $(BUNDLE) --out build/bench/server
+bench-serving: .venv/dev
+	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
+	$(SERVING) --repeat 3
+	$(SERVING) --overhead --policies off,hybrid --repeat 5
+	$(SERVING) --parameters --repeat 5
+
+## ten minutes of mixed load with disconnects, deadlines, kills and malformed requests, then SIGTERM and a fuzzer
+soak: .venv/dev
+	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
+	$(BIN)/python -m benchmarks.soak $(BUNDLE) --out build/soak
+
 ## train a pair from prompts to a measured folder on a CPU: hours, resumable
 TRAINING := training/smollm2-135m
 train: .venv/demo
@@ -128,9 +148,9 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 .venv/demo: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
-	$(PIP_INSTALL) --editable ".[gguf,plots]"
+	$(PIP_INSTALL) --editable ".[gguf,plots,serve,structured]"
 	touch $@
 
 .venv/dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
-	$(PIP_INSTALL) --editable ".[gguf,plots,dev,fp8,engines]"
+	$(PIP_INSTALL) --editable ".[gguf,plots,serve,structured,dev,fp8,engines]"
 	touch .venv/demo $@

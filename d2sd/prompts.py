@@ -23,7 +23,7 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
 def read_turns(path: Path) -> list[tuple[str, list[str]]]:
     """(id, all user turns) of every line of a JSONL file of {id, turns}; raises D2SDError naming file and line."""
     prompts = []
-    for where, row in _rows(path):
+    for where, row in read_rows(path):
         turns = row.get("turns")
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             raise D2SDError(
@@ -34,12 +34,21 @@ def read_turns(path: Path) -> list[tuple[str, list[str]]]:
     return prompts
 
 
+def last_prompts(path: Path, exclude: Path | None, count: int) -> list[str]:
+    """The last `count` prompts whose ids are not in the file `exclude`; raises D2SDError if none is left."""
+    seen = read_ids(exclude) if exclude else set()
+    fresh = [text for name, text in read_prompts(path) if name not in seen][-count:]
+    if not fresh:
+        raise D2SDError("No prompt is left.", where=path, fix="name other prompts, or exclude fewer")
+    return fresh
+
+
 def read_ids(path: Path) -> set[str]:
     """Return the ids of a JSONL file of {id, ...}; raises D2SDError naming file and line."""
-    return {_id(row, where) for where, row in _rows(path)}
+    return {_id(row, where) for where, row in read_rows(path)}
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file:line, object) of every line that is not blank."""
     text = read_text(path, what="prompt file", max_bytes=_MAX_BYTES)
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a string may hold other line separators

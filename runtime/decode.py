@@ -103,7 +103,9 @@ def decode_step(
     mask = _mask(batch.grammar, paths, verified.logits, timer)
     with timer("accept"):
         depths = min(runner.block_size, policy.num_nodes)
-        accepted = sample_target(tree, verified.logits, batch.context_len, batch.sampling, depths, mask)
+        accepted = sample_target(
+            tree, verified.logits, batch.context_len, batch.sampling, depths, mask, static_shapes=runner.static_shapes
+        )
     with timer("commit"):
         runner.commit(batch, verified, accepted)
     return StepResult(first, branches, second, tree, accepted, _packed(batch, verified.logits, accepted))

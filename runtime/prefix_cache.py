@@ -51,7 +51,7 @@ class PrefixCache:
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # the next to evict first
-        #: What entered and left the cache, in order, for a router of requests. None: nobody reads it.
+        #: What entered and left the cache, in order, for a router of requests. None: not recorded.
         self.events: deque[Stored | Removed] | None = None
 
     def __contains__(self, page: int) -> bool:

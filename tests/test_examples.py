@@ -62,8 +62,10 @@ def test_every_example_is_tested() -> None:
 @pytest.mark.parametrize("document", ["README.md", "docs/index.md", "docs/python.md"])
 def test_python_of_the_documents(document: str, bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text("utf-8"), flags=re.S)
-    assert blocks
+    programs = [block for block in blocks if "LLM(" in block]  # the others are parts of one
+    assert programs
     for block in blocks:
-        assert "bundles/smollm2-135m" in block
-        exec(compile(block.replace("bundles/smollm2-135m", str(bundle)), document, "exec"), {})
-        assert capsys.readouterr().out.startswith("w")
+        code = compile(block.replace("bundles/smollm2-135m", str(bundle)), document, "exec")
+        if block in programs:
+            exec(code, {})
+            assert capsys.readouterr().out.startswith("w")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from d2sd.convert.bundle.backends import BackendName, make_runner
@@ -33,6 +34,7 @@ def make_engine(
     backend: BackendName = "torch",
     max_batch: int | None = None,
     calibrated: bool = True,
+    prefix_cache: bool | None = None,
     selector: PolicySelector | None = None,
 ) -> Engine:
     """Make an engine for the bundle's models; arguments that are not given default to the recipe's values.
@@ -55,11 +57,14 @@ def make_engine(
             found=f"{sum(d is not None for d in (bundle.first, bundle.second))}", fix="choose another with --policy",
         )  # fmt: skip
     models = [drafter for drafter in drafters if drafter is not None]
+    limits = Limits.of(recipe.limits, max_batch)
+    if prefix_cache is not None:
+        limits = replace(limits, prefix_cache=prefix_cache)
     file = bundle.calibration
     engine = Engine(
         make_runner(bundle, models, backend, device),
         candidates[-1],
-        Limits.of(recipe.limits, max_batch),
+        limits,
         decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),
         calibration=Calibration.of(file.slope, file.offset) if file and calibrated else None,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +40,13 @@ class Matrix:
             for method, rows in (("off", 1), *self._trees())
         )
         return list(dict.fromkeys(cells))
+
+    def plan(self, sets: Mapping[str, Sequence[object]], repeat: int) -> str:
+        """The cells with the prompts of their sets, a line each, and how many answers they make."""
+        keys = self.keys()
+        lines = [f"{key}: {len(sets[key.set])} prompts" for key in keys]
+        answers = sum(len(sets[key.set]) for key in keys) * repeat
+        return "\n".join([*lines, f"{len(keys)} cells, {answers} answers"])
 
     def _trees(self) -> Iterator[tuple[str, int]]:
         for written in self.methods:

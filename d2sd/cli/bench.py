@@ -99,7 +99,7 @@ def bench(
     wanted = methods or [name for name in get_args(Policy) if can_run(loaded, name)]
     matrix = Matrix(wanted, rows, list(sets), temperatures, concurrency, tree.block_size)
     if plan:
-        _show_plan(matrix, sets, repeat)
+        click.echo(matrix.plan(sets, repeat))
         return
     require_plots()  # now, not after hours of measuring
     settings = Settings(
@@ -109,10 +109,3 @@ def bench(
     out = out or Path("build/bench") / loaded.recipe.name
     for path in Run(loaded, matrix, sets, settings, repeat, device, backend, out).all():
         click.echo(path)
-
-
-def _show_plan(matrix: Matrix, sets: dict[str, list[tuple[str, str]]], repeat: int) -> None:
-    keys = matrix.keys()
-    for key in keys:
-        click.echo(f"{key}: {len(sets[key.set])} prompts")
-    click.echo(f"{len(keys)} cells, {sum(len(sets[key.set]) for key in keys) * repeat} answers")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -69,12 +70,8 @@ def generate(
             check_writable(path)
     loaded = load_bundle(bundle, progress=bar)
     defaults = loaded.recipe.sampling
-    sampling = SamplingParams(
-        temperature=defaults.temperature if temperature is None else temperature,
-        top_p=defaults.top_p if top_p is None else top_p,
-        top_k=defaults.top_k if top_k is None else top_k,
-        seed=defaults.seed if seed is None else seed,
-    )
+    given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    sampling = SamplingParams(**{n: getattr(defaults, n) if value is None else value for n, value in given.items()})
     length = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
     requests = [chat_request(loaded, text, sampling, length, raw=raw, stop=stop) for text in prompts]
     batch = min(len(prompts), loaded.recipe.limits.max_batch)

@@ -17,6 +17,7 @@ COMMANDS = {
     "calibrate": "Fit the drafters' confidence to what BUNDLE's target accepts.",
     "convert": "Convert the drafter in SOURCE to another checkpoint format.",
     "data": "Fill data/ with the prompt sets that recipes and benchmarks name.",
+    "eval": "Measure the accuracy of BUNDLE by lm-eval, with and without speculation; in fp32 no answer may differ.",
     "generate": "Generate text from the bundle at BUNDLE.",
     "inspect": "Verify BUNDLE and print what it holds.",
     "serve": "Serve the bundle at BUNDLE over HTTP, as OpenAI's API.",

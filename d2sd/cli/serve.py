@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -17,22 +18,22 @@ from d2sd.recipe import Policy
 @bundle_argument
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
-@click.option(
-    "--api-key", "api_keys", multiple=True, envvar="D2SD_API_KEY", help="Key that clients must send; repeatable."
-)
-@click.option("--model", help="Name in /v1/models.  [default: the bundle's]")
+@click.option("--api-key", "api_keys", multiple=True, envvar="D2SD_API_KEY", help="Key of a client; repeatable.")
+@click.option("--model", default="", help="Name in /v1/models.  [default: the bundle's]")
 @click.option("--max-batch", type=click.IntRange(1), help="Requests that decode together.  [default: the bundle's]")
 @click.option("--max-waiting", type=click.IntRange(0), default=256, show_default=True, help="Requests that may wait.")
 @click.option("--max-body", type=click.IntRange(1), default=4 << 20, show_default=True, help="Bytes of a request body.")
 @click.option("--request-timeout", type=click.FloatRange(0, min_open=True), help="Seconds.  [default: unlimited]")
 @click.option("--drain-timeout", type=click.FloatRange(0), default=30, show_default=True, help="Seconds at shutdown.")
+@click.option(
+    "--prefix-cache/--no-prefix-cache", default=None, help="Reuse K/V of shared prefixes.  [default: the bundle's]"
+)
 @policy_option
 @device_option
 @backend_option
 def serve(
-    bundle: Path, host: str, port: int, api_keys: tuple[str, ...], model: str | None, max_batch: int | None,
-    max_waiting: int, max_body: int, request_timeout: float | None, drain_timeout: float, policy: Policy | None,
-    device: str, backend: BackendName,
+    bundle: Path, host: str, port: int, max_batch: int | None, prefix_cache: bool | None, policy: Policy | None,
+    device: str, backend: BackendName, **settings: Any,
 ) -> None:  # fmt: skip
     """Serve the bundle at BUNDLE over HTTP, as OpenAI's API.
 
@@ -46,5 +47,7 @@ def serve(
     from d2sd.serve.openai.run import serve_bundle
     from d2sd.serve.openai.settings import ServerSettings
 
-    settings = ServerSettings(model or "", api_keys, max_body, max_waiting, 128, request_timeout, drain_timeout)
-    serve_bundle(bundle, settings, host, port, policy=policy, device=device, backend=backend, max_batch=max_batch)
+    serve_bundle(
+        bundle, ServerSettings(**settings), host, port,
+        policy=policy, device=device, backend=backend, max_batch=max_batch, prefix_cache=prefix_cache,
+    )  # fmt: skip

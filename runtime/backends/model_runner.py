@@ -74,6 +74,7 @@ class ModelRunner:
         self.max_prefill_requests = max_prefill_requests
         weight = target.embed_tokens.weight
         self.device, self._dtype = str(weight.device), weight.dtype
+        self.static_shapes = weight.device.type != "cpu"  # as a CUDA graph needs; a CPU leaves rows out instead
         self._drafters = [d for d in (first, second) if d is not None]
         if weight.device.type == "cpu":
             pack(target)

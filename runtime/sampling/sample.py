@@ -7,7 +7,8 @@ how many of them one step commits.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from d2sd.runtime.sampling.bias import TokenBias
 from d2sd.runtime.sampling.filters import apply_filters
 from d2sd.runtime.sampling.penalties import NO_TEXT, Penalties, Text
 from d2sd.runtime.sampling.philox import gumbel
+
+T = TypeVar("T", "Sampling", TokenBias, Penalties)
 
 # Shape letters: B requests, D distinct depths, V vocabulary.
 
@@ -102,6 +105,14 @@ class Sampling:
             penalties=self.penalties and self.penalties.after(token),
         )
 
+    def select(self, rows: Tensor) -> Sampling:
+        """The parameters of the requests `rows` [R]."""
+        return replace(
+            _select(self, rows),
+            bias=self.bias and _select(self.bias, rows),
+            penalties=self.penalties and _select(self.penalties, rows),
+        )
+
     def noise(self, context_len: Tensor, depths: int, vocab_size: int) -> Tensor | None:
         """Gumbel noise [B, D, V] of the tokens chosen at `depths` depths after `context_len` [B]; None if all greedy.
 
@@ -110,6 +121,13 @@ class Sampling:
         if not self.any_sampled:
             return None
         return gumbel(self.seed, context_len[:, None] + 1 + torch.arange(depths, device=self.seed.device), vocab_size)
+
+
+def _select(state: T, rows: Tensor) -> T:
+    """The same state with every tensor indexed by `rows`."""
+    values = ((field.name, getattr(state, field.name)) for field in fields(state))
+    selected: dict[str, Any] = {name: value[rows] for name, value in values if isinstance(value, Tensor)}
+    return replace(state, **selected)
 
 
 def token_scores(

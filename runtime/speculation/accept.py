@@ -58,40 +58,63 @@ def accept(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
 
 
 def sample_target(
-    tree: Tree, logits: Tensor, context_len: Tensor, sampling: Sampling, longest: int, mask: Tensor | None = None
+    tree: Tree,
+    logits: Tensor,
+    context_len: Tensor,
+    sampling: Sampling,
+    longest: int,
+    mask: Tensor | None = None,
+    *,
+    static_shapes: bool = True,
 ) -> Accepted:
     """Choose the target's tokens and accept along them; paths have at most `longest` nodes (γ).
 
     logits [B, N, V] fp32; context_len [B], the root's position. `mask` [B, N, ceil(V / 32)] int32 has a bit for each
     token that a grammar allows after the node, the lowest for token 0; -1 in the rows of unconstrained requests.
+    Without `static_shapes` the paths that have ended are left out of the levels below, which reads back from the
+    device: then a step chooses no more rows than plain decoding chooses for the same tokens.
     """
     if sampling.is_argmax and mask is None:
         return accept(tree, logits.argmax(-1), longest)
     batch, nodes, vocab_size = logits.shape
-    noise = sampling.noise(context_len, longest, vocab_size)
-    rows, numbers = torch.arange(batch, device=logits.device), torch.arange(nodes, device=logits.device)
+    noise = sampling.noise(context_len, longest, vocab_size) if static_shapes else None
+    row, numbers = torch.arange(batch, device=logits.device), torch.arange(nodes, device=logits.device)
     is_child = tree.valid & (numbers > 0)  # the root's parent is 0, itself
-    node = torch.zeros_like(context_len)
-    on_path = torch.ones_like(node, dtype=torch.bool)
-    path, tokens, count, last = [], [], torch.zeros_like(node), node
+    path, tokens = row.new_zeros(batch, longest), row.new_zeros(batch, longest)
+    count, last = torch.zeros_like(row), torch.zeros_like(row)
+    node, on_path = torch.zeros_like(row), torch.ones_like(row, dtype=torch.bool)  # of the requests `row`
     for depth in range(longest):
-        allowed = None if mask is None else unpack_bits(mask[rows, node], vocab_size)
-        level_noise = None if noise is None else noise[:, depth]
-        position = context_len + 1 + depth
-        scores = token_scores(logits[rows, node], position, sampling, level_noise, allowed)
-        chosen = scores.argmax(-1)
-        if allowed is not None:  # no token left: one outside the grammar, at which the host ends the request
-            dead = scores.gather(1, chosen[:, None])[:, 0] == float("-inf")
-            chosen = torch.where(dead, allowed.int().argmin(-1), chosen)
-        path.append(node.where(on_path, 0))
-        tokens.append(chosen)
-        count, last = count + on_path, node.where(on_path, last)
-        found = is_child & (tree.parent == node[:, None]) & (tree.tokens == chosen[:, None])
+        before = context_len[row] + depth
+        level_noise = sampling.noise(before, 1, vocab_size) if noise is None else noise[:, depth : depth + 1]
+        allowed = None if mask is None else unpack_bits(mask[row, node], vocab_size)
+        chosen = _choose(logits[row, node], before + 1, sampling, level_noise, allowed)
+        path[row, depth] = node.where(on_path, 0)
+        tokens[row, depth] = chosen
+        count[row] += on_path
+        last[row] = node.where(on_path, last[row])
+        found = is_child[row] & (tree.parent[row] == node[:, None]) & (tree.tokens[row] == chosen[:, None])
         on_path = on_path & found.any(-1)
         node = found.int().argmax(-1)
         sampling = sampling.after(chosen)
-    branch = tree.branch_id.gather(1, last[:, None])[:, 0]
-    return Accepted(torch.stack(path, 1), count, torch.stack(tokens, 1), branch)
+        if not static_shapes:
+            (alive,) = on_path.nonzero(as_tuple=True)
+            if not len(alive):
+                break
+            row, node, on_path, sampling = row[alive], node[alive], on_path[alive], sampling.select(alive)
+    return Accepted(path, count, tokens, tree.branch_id.gather(1, last[:, None])[:, 0])
+
+
+def _choose(
+    logits: Tensor, position: Tensor, sampling: Sampling, noise: Tensor | None, allowed: Tensor | None
+) -> Tensor:
+    """The tokens [R] at `position` [R]: logits [R, V], noise [R, 1, V] or None, allowed [R, V] or None."""
+    scores = token_scores(logits, position, sampling, None if noise is None else noise[:, 0], allowed)
+    chosen = scores.argmax(-1)
+    if allowed is None:
+        return chosen
+    # no token left: one outside the grammar, at which the host ends the request
+    dead = scores.gather(1, chosen[:, None])[:, 0] == float("-inf")
+    return torch.where(dead, allowed.int().argmin(-1), chosen)
 
 
 def unpack_bits(words: Tensor, size: int) -> Tensor:

@@ -73,6 +73,7 @@ def running(
     policy: PolicyName, *kinds: SamplingParams, batch: int = 3, calibration: Calibration | None = None
 ) -> Engine:
     engine = make_engine(honest(), policy, max_batch=batch, page_size=64, pages=6, calibration=calibration)
+    engine.runner.static_shapes = True  # as on CUDA
     for row in range(batch):
         engine.submit(Request((row + 1, 7, 2 * row), 30, kinds[row % len(kinds)]))
     return engine

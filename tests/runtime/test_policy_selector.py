@@ -157,6 +157,7 @@ class Scripted:
     device: str = "cpu"
     vocab_size: int = 32
     block_size: int = 4
+    static_shapes: bool = False
 
     def sync_drafters(self, drafters: Collection[int]) -> None:
         self.settled = tuple(drafters)

@@ -9,6 +9,8 @@ from typing import Literal
 from d2sd.calibration import CalibrationFile
 from d2sd.convert.bundle.load import Bundle
 from d2sd.convert.bundle.serving import make_engine
+from d2sd.convert.checkpoint.drafter import fingerprint
+from d2sd.errors import D2SDError
 from d2sd.policies import PolicyName
 from d2sd.progress import bar
 from d2sd.runtime.observe import NodeOutcome, StepObservation, run_observed
@@ -21,14 +23,34 @@ _NODE_BUDGET = 64
 _REGIMES: tuple[tuple[Literal["0", "1"], float], ...] = (("0", 0.0), ("1", 1.0))
 
 
+def fingerprints(bundle: Bundle) -> tuple[str, str | None]:
+    """Hashes of both drafters' weights, to which a calibration is tied. Call it before an engine packs the weights.
+
+    Raises D2SDError for a bundle without a drafter, and for weights that its precision has rounded.
+    """
+    if bundle.first is None:
+        raise D2SDError("The bundle has no drafter to calibrate.", where=bundle.path)
+    if bundle.recipe.precision == "fp16":
+        raise D2SDError(
+            "A calibration is tied to the drafters' weights, and fp16 rounds small ones.",
+            where=f"{bundle.path}: precision", found="fp16",
+            expected="fp32 or bf16", fix="build with --set precision=bf16 to calibrate",
+        )  # fmt: skip
+    if bundle.recipe.fp8 is not None and bundle.recipe.fp8.drafters:
+        raise D2SDError(
+            "A calibration is tied to the drafters' weights, and FP8 has rounded them.",
+            where=f"{bundle.path}: fp8.drafters", fix="calibrate a bundle without fp8; the calibration serves both",
+        )  # fmt: skip
+    return fingerprint(bundle.first), fingerprint(bundle.second) if bundle.second else None
+
+
 def fit_calibration(
-    bundle: Bundle, fingerprints: tuple[str, str | None], requests: Sequence[Request], device: str = "cpu"
+    bundle: Bundle, drafters: tuple[str, str | None], requests: Sequence[Request], device: str = "cpu"
 ) -> CalibrationFile:
     """Run all requests with the bundle's drafters, fit predicted to observed acceptance, and measure tokens per step by
     number of rows.
 
-    The requests' sampling is replaced: at T = 1 the seed is the request's index. Compute `fingerprints` before an
-    engine packs the weights.
+    The requests' sampling is replaced: at T = 1 the seed is the request's index.
     """
     assert bundle.first is not None
     outcomes: list[list[NodeOutcome]] = []
@@ -45,7 +67,7 @@ def fit_calibration(
     report: dict[str, float] = {"prompts": len(requests), "max_new_tokens": max(r.max_new_tokens for r in requests)}
     report |= _errors(outcomes, fitted, drafters=2 if bundle.second else 1)
     return CalibrationFile(
-        drafters=fingerprints, block_size=slots + 1, tau=tau, report=report,
+        drafters=drafters, block_size=slots + 1, tau=tau, report=report,
         slope=fitted.slope.double().round(decimals=4).tolist(),
         offset=fitted.offset.double().round(decimals=4).tolist(),
     )  # fmt: skip

@@ -23,7 +23,14 @@ from d2sd.serve.openai.formats import ChatFormat, CompletionFormat, Format
 from d2sd.serve.openai.generation import Generation
 from d2sd.serve.openai.metrics import Metrics
 from d2sd.serve.openai.middleware import Entrance
-from d2sd.serve.openai.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from d2sd.serve.openai.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    StreamOptions,
+    TokenizeBody,
+)
 from d2sd.serve.openai.requests import RequestMaker
 from d2sd.serve.openai.responses import Disconnected, EventStream, while_connected
 from d2sd.serve.openai.spans import Spans
@@ -72,8 +79,8 @@ class Server:
         generation = await self._start(http, body, encode)
         shape = made(self.settings.model, self.fingerprint, body, self.show_token)
         if body.stream:
-            usage = body.stream_options is not None and body.stream_options.include_usage
-            return EventStream(_events(generation, shape, usage), generation.close)
+            options = body.stream_options or StreamOptions()
+            return EventStream(_events(generation, shape, options), generation.close)
         try:
             await while_connected(http.receive, generation.run())
         except Disconnected:
@@ -106,15 +113,16 @@ class Server:
         return Generation(self.engine, self.metrics, prepared, facts, deadline, watch)
 
 
-async def _events(generation: Generation, shape: Format, usage: bool) -> AsyncIterator[dict[str, Any]]:
+async def _events(generation: Generation, shape: Format, options: StreamOptions) -> AsyncIterator[dict[str, Any]]:
     """The chunks of a stream."""
+    continuous = options.include_usage and options.continuous_usage_stats
     for choice in generation.choices:
         for event in shape.first(choice):
             yield event
     async for choice, output in generation.outputs():
         for event in shape.deltas(choice, output):
-            yield event
-    if usage:
+            yield event | {"usage": generation.usage()} if continuous else event
+    if options.include_usage:
         yield shape.chunk(usage=generation.usage())
 
 

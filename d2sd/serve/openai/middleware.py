@@ -10,6 +10,7 @@ import time
 from typing import Any
 from uuid import uuid4
 
+import anyio
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,6 +25,10 @@ access = logging.getLogger("d2sd.serve.access")
 #: Probes, and the files of the page at /, which hold no data.
 _OPEN_PATHS = {"/health", "/live", "/ready", "/", "/page.js", "/page.css"}
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+#: Of a body that is refused, at most this much is read, for at most this long.
+_DISCARD_BYTES, _DISCARD_SECONDS = 64 << 20, 5.0
 
 
 class Entrance:
@@ -71,10 +76,11 @@ class Entrance:
             )  # fmt: skip
             await refusal(scope, receive, send)
             return
-        limit = self.settings.max_body_bytes
+        limit = self.settings.max_body
         length = headers.get(b"content-length", b"0")
         too_large = f"The body is larger than {limit} bytes."
         if not length.isdigit() or int(length[:20]) > limit:
+            await _discard(receive)
             await respond(413, too_large, "body_too_large", {"connection": "close"})(scope, receive, send)
             return
         size = 0
@@ -84,6 +90,7 @@ class Entrance:
             message = await receive()
             size += len(message.get("body", b""))
             if size > limit:  # sent in chunks, without a length
+                await _discard(receive)
                 raise HTTPException(413, too_large, {"connection": "close"})
             return message
 
@@ -95,3 +102,14 @@ class Entrance:
         return (sum(hmac.compare_digest(key.strip(), known) for known in self._keys) > 0) & (
             scheme.lower() == b"bearer"
         )
+
+
+async def _discard(receive: Receive) -> None:
+    """Read the rest of a body. A client that is still sending when the connection closes would not see the refusal."""
+    size = 0
+    with anyio.move_on_after(_DISCARD_SECONDS):
+        while size < _DISCARD_BYTES:
+            message = await receive()
+            size += len(message.get("body", b""))
+            if not message.get("more_body"):
+                return

@@ -20,6 +20,7 @@ class StreamOptions(Body):
     """What a stream reports in addition to its deltas."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: usage in every chunk, if there is usage at all
 
 
 class StructuredOutputs(Body):

@@ -48,18 +48,29 @@ class DrainingServer(uvicorn.Server):
 def serve_bundle(path: Path, settings: ServerSettings, host: str, port: int, **engine: Any) -> None:
     """Serve a bundle until a signal; `engine` are options of `make_engine`. An empty model name takes the bundle's."""
     _log_to_stderr()
-    bundle = load_bundle(path, progress=bar)
-    settings = replace(settings, model=settings.model or bundle.recipe.name)
-    app = create_app(bundle, make_engine(bundle, **engine), settings)
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except OSError as error:
-            found = f"{host}:{port}: {error.strerror}"
-            raise D2SDError("The server cannot listen there.", found=found, fix="choose another --port") from None
-        logger.info("serving %s at http://%s:%d", settings.model, *listener.getsockname()[:2])
+    with listen(host, port) as listener:  # before the bundle is loaded, which takes time
+        address = "http://{}:{}".format(*listener.getsockname()[:2])
+        logger.info("loading %s and measuring step costs, to serve it at %s", path, address)
+        bundle = load_bundle(path, progress=bar)
+        settings = replace(settings, model=settings.model or bundle.recipe.name)
+        app = create_app(bundle, make_engine(bundle, **engine), settings)
+        logger.info("serving %s at %s", settings.model, address)
         make_server(app, host, port).run([listener])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises D2SDError if the address is not available."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only where the protocol is named; without it every write may wait 40 ms for an ACK.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        found = f"{host}:{port}: {error.strerror}"
+        raise D2SDError("The server cannot listen there.", found=found, fix="choose another --port") from None
+    return listener
 
 
 def make_server(app: FastAPI, host: str, port: int) -> DrainingServer:

@@ -11,7 +11,7 @@ class ServerSettings:
 
     model: str  # the name in /v1/models; requests may leave it out
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: every client is accepted
-    max_body_bytes: int = 4 << 20
+    max_body: int = 4 << 20  # bytes
     max_waiting: int = 256  # requests that wait in addition to those that run
     max_choices: int = 128  # most answers of one HTTP request: prompts times n
     request_timeout: float | None = None  # deadline of a request that has none of its own

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from torch import Tensor
 
 import d2sd.convert.validate.checks as checks
 from d2sd.cli.main import main
@@ -17,7 +16,7 @@ from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.errors import BuildError, D2SDError
 from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.runtime.request import SamplingParams
-from d2sd.runtime.speculation.accept import Accepted, accept
+from d2sd.runtime.speculation.accept import Accepted, sample_target
 from d2sd.runtime.speculation.tree import Tree
 from tests.convert.helpers import edit_json, write_project
 
@@ -115,13 +114,13 @@ def test_the_build_records_what_it_proved(bundle: Bundle) -> None:
 def test_a_build_that_would_lose_tokens_fails(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """A walk that accepts whatever was drafted must not get past the check."""
 
-    def careless(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
+    def careless(tree: Tree, *arguments: Any, **options: Any) -> Accepted:
         """Wrong tokens wherever anything was drafted."""
-        accepted = accept(tree, chosen, longest)
+        accepted = sample_target(tree, *arguments, **options)
         drafted = tree.tokens.shape[1] > 1
         return replace(accepted, tokens=(accepted.tokens + drafted) % 60)
 
-    monkeypatch.setattr("d2sd.runtime.decode.accept", careless)
+    monkeypatch.setattr("d2sd.runtime.decode.sample_target", careless)
     with pytest.raises(BuildError, match="does not produce the tokens of plain decoding"):
         checks.check_bundle(bundle)
 

@@ -26,6 +26,10 @@ FLAGS = {
     },
     "build": {"recipe", "--plan", "--set", "--out", "-v", "--verbose"},
     "data": {"--from", "--to"},
+    "eval": {
+        *("bundle", "--compare", "--task", "--limit", "--policy", "--chat", "--max-new-tokens", "--data", "--out"),
+        *("--device", "--executor"),
+    },
     "generate": {
         *("bundle", "-p", "--prompt", "--policy", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed"),
         *("--stop", "--raw", "--stats", "--show-tree", "--tree-svg", "--html", "--device", "--executor"),
@@ -33,6 +37,21 @@ FLAGS = {
     "calibrate": {"bundle", "--prompts", "--exclude", "--count", "--max-new-tokens", "--out"},
     "convert": {"source", "--to", "-o", "--out", "--target", "--role"},
     "inspect": {"bundle"},
+    "serve": {
+        *(
+            "bundle",
+            "--host",
+            "--port",
+            "--api-key",
+            "--model",
+            "--max-batch",
+            "--max-waiting",
+            "--no-prefix-cache",
+            "--prefix-cache",
+            "--max-body",
+        ),
+        *("--request-timeout", "--drain-timeout", "--policy", "--device", "--executor"),
+    },
     "train": {"recipe", "--work", "--out", "--plan"},
     "trtllm": set(),
 }

@@ -27,7 +27,7 @@ TEXT = {"prompt": "w5 w7", "max_tokens": 2}
 
 @pytest.fixture(scope="module")
 def server(tiny_bundle: Path) -> Iterator[Running]:
-    with serving(tiny_bundle, max_body_bytes=20_000, max_choices=8) as running:
+    with serving(tiny_bundle, max_body=20_000, max_choices=8) as running:
         yield running
 
 
@@ -185,6 +185,13 @@ def test_large_bodies_are_refused_with_and_without_a_length(server: Running) -> 
 
     is_error(server.http.post("/v1/completions", content=pieces(), headers={"content-type": "application/json"}), 413)
     assert server.http.get("/health").json() == {"status": "ok"}
+
+
+def test_a_client_that_sends_a_large_body_first_can_read_the_refusal(server: Running) -> None:
+    client = connect(server, {"prompt": "w5 " * 6_000_000})  # raises if the connection is closed before all is sent
+    client.settimeout(10)
+    assert client.recv(64).startswith(b"HTTP/1.1 413 ")
+    client.close()
 
 
 def test_the_client_raises_openais_errors(server: Running) -> None:

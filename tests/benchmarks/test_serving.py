@@ -1,0 +1,311 @@
+"""The serving benchmark: figures of known arrivals, and loads against a server of a tiny bundle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.load.answers import check_answers, reference
+from benchmarks.load.client import Reply, ask, connect, error_of
+from benchmarks.load.direct import compare_policies
+from benchmarks.load.figures import Figures, Sample, Slo
+from benchmarks.load.fuzz import fuzz
+from benchmarks.load.guests import Guests
+from benchmarks.load.malformed import malformed
+from benchmarks.load.plots import write_plots
+from benchmarks.load.report import markdown
+from benchmarks.load.result import Cell, Key, Result, Run, Variant
+from benchmarks.load.server import Server
+from benchmarks.load.traffic import closed_loop, open_loop
+from benchmarks.load.workloads import multi_turn, shared_prefix, single
+from benchmarks.serving import Benchmark
+from benchmarks.soak import bad_lines, growth
+from d2sd.bench.provenance import provenance
+from d2sd.errors import D2SDError
+from d2sd.serve.openai.run import listen
+from tests.d2sd.serve.conftest import build_tiny
+from tests.d2sd.serve.http import Running, serving
+
+SLO = Slo(ttft=0.15, itl=0.05)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    limits = {"max_batch": 4, "max_context": 256, "page_size": 4}
+    return build_tiny(tmp_path_factory.mktemp("serving"), limits=limits)
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Path) -> Iterator[Running]:
+    with serving(bundle, max_waiting=4, max_body=1 << 14) as running:
+        yield running
+
+
+def reply(arrivals: list[tuple[float, int]], end: float, cached: int = 0) -> Reply:
+    count = sum(tokens for _, tokens in arrivals)
+    usage = {
+        "prompt_tokens": 10,
+        "completion_tokens_details": {"accepted_prediction_tokens": count // 2},
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+    return Reply(200, arrivals, end, "text", list(range(count)), "length", usage)
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def test_latencies_are_of_tokens_not_of_chunks() -> None:
+    sample = Sample.of(reply([(0.1, 2), (0.2, 1), (0.5, 3)], 0.6, cached=4))
+    assert sample.ttft == 0.1
+    assert sample.itl == pytest.approx([0.1, 0.1, 0.1, 0.1])
+    assert (sample.e2e, sample.tokens, sample.accepted, sample.cached_tokens) == (0.6, 6, 3, 4)
+
+
+def test_figures_of_two_requests() -> None:
+    samples = [Sample.of(reply([(0.1, 1), (0.2, 4)], 0.2, cached=4)), Sample.of(reply([(0.2, 1), (0.4, 1)], 0.4))]
+    figures = Figures.of(samples, 2.0, 0.7, SLO)
+    assert figures.tokens_per_second == 7 / 2
+    assert figures.requests_per_second == 1.0
+    assert figures.goodput == 0.5  # the second request's first token came late
+    assert figures.accepted_length == 7 / (7 - 3)
+    assert (figures.prompt_tokens, figures.computed_prompt_tokens) == (20, 16)
+    assert figures.cpu_per_token == pytest.approx(100)
+    assert figures.ttft.mean == pytest.approx(150)
+    assert figures.itl.p50 == pytest.approx(25)
+    assert figures.itl.p99 > figures.itl.p90 > figures.itl.p50
+
+
+@pytest.mark.parametrize("slo", [Slo(ttft=0.05, itl=1), Slo(ttft=1, itl=0.05)])
+def test_both_bounds_count(slo: Slo) -> None:
+    assert not Sample.of(reply([(0.1, 1), (0.2, 1)], 0.2)).meets(slo)
+
+
+def test_a_failed_request_is_not_a_sample() -> None:
+    with pytest.raises(ValueError, match="429"):
+        Sample.of(Reply(429, error={"message": "full"}))
+
+
+def test_gains_are_medians_of_pairs(tmp_path: Path) -> None:
+    def cell(variant: Variant, amount: float, seconds: list[float]) -> Cell:
+        runs = [Run(samples=[Sample.of(reply([(s, 1), (2 * s, 1)], s))], seconds=s, cpu_seconds=s) for s in seconds]
+        return Cell.of(Key(variant, "prompts", amount), runs, SLO)
+
+    off, auto = Variant("off", True), Variant("auto", True)
+    # the last pair was slow: both took ten times as long
+    cells = [cell(off, 1, [2.0, 2.2, 20.0]), cell(auto, 1, [1.0, 1.0, 10.0]), cell(auto, 2, [1.0, 1.0, 1.0])]
+    made = provenance({"name": "tiny"}, "cpu")
+    result = Result(provenance=made, settings={}, slo=SLO, cells=cells)
+    assert result.gain(cells[1], "cpu_per_token") == result.gain(cells[1], "ttft.mean") == pytest.approx(2.0)
+    assert result.gain(cells[0], "cpu_per_token") is None
+    assert result.gain(cells[2], "cpu_per_token") is None
+    assert cells[1].figures.seconds == 1.0
+    assert markdown(result).count("| prompts, ") == 3
+    assert write_plots(Result.model_validate_json(result.model_dump_json()), tmp_path) == [tmp_path / "concurrency.png"]
+
+
+# -- loads -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_load_is_answered(server: Running) -> None:
+    parameters = {"max_tokens": 4, "temperature": 1.0}
+
+    async def loads() -> list[list[Reply]]:
+        async with connect(server.url) as client:
+            prefix = shared_prefix(5, parameters, 60, lambda text: len(text.split()), 0)
+            return [
+                (await closed_loop(client, single(4, parameters), 2))[0],
+                (await open_loop(client, single(4, parameters), 50.0))[0],
+                (await closed_loop(client, prefix, 2))[0],
+                (await closed_loop(client, multi_turn(2, parameters, 3, 0), 2))[0],
+            ]
+
+    closed, opened, prefix, turns = asyncio.run(loads())
+    assert [one.text for one in closed] == [one.text for one in opened]
+    assert all(sum(count for _, count in one.arrivals) == len(one.token_ids) == 4 for one in closed)
+    samples = [Sample.of(one) for one in prefix]
+    assert all(sample.cached_tokens > 40 for sample in samples[2:])
+    assert [one.usage["prompt_tokens"] for one in turns[:3]] == sorted(one.usage["prompt_tokens"] for one in turns[:3])
+    assert turns[2].usage["prompt_tokens"] > turns[0].usage["prompt_tokens"] + 8
+
+
+def test_poisson_arrivals_have_the_rate(server: Running) -> None:
+    async def load() -> float:
+        async with connect(server.url) as client:
+            return (await open_loop(client, single(4, {"max_tokens": 1}), 20.0, seed=3))[1]
+
+    assert 0.05 < asyncio.run(load()) < 3
+
+
+def test_answers_are_those_of_plain_decoding(server: Running, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_answers(bundle, [server.url], count=3, max_tokens=6)
+    monkeypatch.setattr("benchmarks.load.answers.reference", lambda *_: [(single(1, {"max_tokens": 2})[0], "no")])
+    with pytest.raises(D2SDError, match="not that of LLM"):
+        check_answers(bundle, [server.url])
+
+
+def test_finished_runs_are_not_measured_again(
+    bundle: Path, server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.serving.check_answers", lambda *_: None)
+    settings: dict[str, Any] = {
+        "policies": ["auto"], "concurrency": [1, 2], "rates": [], "workloads": ["prompts"], "temperature": 0.0,
+        "max_tokens": 2, "requests": 3,
+    }  # fmt: skip
+    first = Benchmark(bundle, tmp_path, server.url, (), settings, SLO, 2)
+    result = first.run()
+    assert [cell.key.amount for cell in result.cells] == [1, 2]
+    assert [len(cell.runs) for cell in result.cells] == [2, 2]
+    files = sorted(tmp_path.rglob("*.json"))
+    assert len(files) == 4
+    files[0].unlink()
+    again = Benchmark(bundle, tmp_path, server.url, (), settings, SLO, 2)
+    measured = [number for cell in again.run().cells for number in cell.runs]
+    kept = [run for cell in result.cells for run in cell.runs]
+    assert sum(one == other for one, other in zip(measured, kept, strict=True)) == 3
+
+
+def test_servers_are_compared_side_by_side(bundle: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "policies": ["off", "auto"], "concurrency": [1, 8], "rates": [2.0], "workloads": ["prompts", "prefix"],
+    }  # fmt: skip
+    keys = Benchmark(bundle, tmp_path, None, (), settings, SLO, 1).keys()
+    assert [str(key) for key in keys] == [
+        "prompts 1 in flight, off", "prompts 1 in flight, auto", "prompts 8 in flight, off",
+        "prompts 8 in flight, auto", "prefix 8 in flight, auto, no prefix cache", "prefix 8 in flight, auto",
+    ]  # fmt: skip
+    assert keys[4].variant.options == ["--policy", "auto", "--no-prefix-cache"]
+
+
+def test_policies_are_compared_with_parameters(bundle: Path) -> None:
+    found = compare_policies(bundle, ["none", "penalties"], [2], 3, 4, 1)
+    assert [(one.parameters, one.temperature) for one in found] == [
+        ("none", 0.0), ("none", 0.8), ("penalties", 0.0), ("penalties", 0.8),
+    ]  # fmt: skip
+    assert all(one.speedup > 0 and one.tokens <= 12 and sum(one.policies.values()) for one in found)
+
+
+# -- the soak test -----------------------------------------------------------------------------------------------------
+
+
+def test_the_fuzzer_repeats_itself_and_finds_refusals(server: Running) -> None:
+    assert [malformed(seed) for seed in range(50)] == [malformed(seed) for seed in range(50)]
+    outcomes, faults = asyncio.run(fuzz(server.url, range(60)))
+    assert faults == []
+    assert outcomes["status 400"] > 15
+    assert sum(outcomes.values()) == 60
+
+
+@pytest.mark.parametrize("body", [b"", b"no", b'{"error": "text"}', b'{"error": {"message": "m"}}', b"[1]"])
+def test_other_error_bodies_are_faults(body: bytes) -> None:
+    with pytest.raises(ValueError, match="not an error body"):
+        error_of(body)
+
+
+@pytest.mark.parametrize(
+    "kind", ["asks", "asks_whole", "disconnects", "has_a_deadline", "sends_too_much", "is_malformed", "is_killed"]
+)
+def test_guests(server: Running, bundle: Path, kind: str) -> None:
+    answers = reference(bundle, 3, 4) if kind.startswith("asks") else [(single(1, {"max_tokens": 64})[0], "w")]
+
+    async def visit() -> str:
+        async with connect(server.url) as client:
+            guests = Guests(server.url, client, answers, 1 << 14, 0.01)
+            if kind == "has_a_deadline":
+                guests.judge = lambda reply, text, refusals=(): str(reply.error or "text")  # type: ignore[method-assign]
+            done = await getattr(guests, kind)()
+            assert guests.faults == []
+            return str(done)
+
+    assert asyncio.run(visit())
+
+
+def test_a_wrong_answer_is_a_fault(server: Running) -> None:
+    answers = [(single(1, {"max_tokens": 4})[0], "not this")]
+
+    async def visit() -> None:
+        async with connect(server.url) as client:
+            await Guests(server.url, client, answers, 1, 0.01).asks()
+
+    with pytest.raises(ValueError, match="wrong answer"):
+        asyncio.run(visit())
+
+
+def test_errors_in_a_stream_are_read(server: Running) -> None:
+    async def too_late() -> Reply:
+        async with connect(server.url) as client:
+            body = single(1, {"max_tokens": 200, "deadline": 0.001, "ignore_eos": True})[0]
+            message = {"messages": [{"role": "user", "content": body.turns[0]}]}
+            return await ask(client, body.parameters | message)
+
+    found = asyncio.run(too_late())
+    assert found.error is not None
+    assert found.error["code"] == "deadline_exceeded"
+    assert not found.complete
+
+
+def test_usage_in_every_chunk(server: Running) -> None:
+    """What guidellm asks for."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "w5 w7", "max_tokens": 6, "stream": True, "stream_options": options}
+    lines = server.http.post("/v1/completions", json=body).text.split("\n\n")
+    counts = [json.loads(line[6:])["usage"]["completion_tokens"] for line in lines if line.startswith("data: {")]
+    assert counts == sorted(counts)
+    assert len(counts) > 2
+    assert counts[-1] == counts[-2] == 6
+
+
+def test_growth_compares_late_with_early_memory() -> None:
+    flat = [(float(at), 1000 + at % 3) for at in range(50)]
+    assert abs(growth(flat)) < 0.01
+    assert growth([(at, 1000 + int(20 * at)) for at, _ in flat]) > 0.2
+    assert abs(growth([(at, 100 if at < 10 else 1000) for at, _ in flat])) < 0.01  # the warm-up
+
+
+def test_internal_errors_are_found_in_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    fine = '{"level": "info", "status": 400}\n{"level": "warning", "message": "Invalid HTTP request received."}\n'
+    log.write_text(fine)
+    assert bad_lines(log) == []
+    bad = ['{"level": "info", "status": 500}', '{"level": "error", "error": "x"}', "Traceback (most recent call last):"]
+    log.write_text(fine + "\n".join(bad))
+    assert bad_lines(log) == bad
+
+
+def test_tokens_are_sent_at_once() -> None:
+    """Connections have TCP_NODELAY: without it a token waits for the client's delayed ACK, 40 ms."""
+    found = []
+
+    async def accept() -> None:
+        with listen("127.0.0.1", 0) as listener:
+
+            async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                connection = writer.get_extra_info("socket")
+                found.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+                writer.close()
+
+            async with await asyncio.start_server(connected, sock=listener):
+                reader, writer = await asyncio.open_connection(*listener.getsockname())
+                await reader.read()
+                writer.close()
+
+    asyncio.run(accept())
+    assert found == [1]
+
+
+@pytest.mark.subprocess
+@pytest.mark.slow
+def test_a_server_of_its_own(bundle: Path, tmp_path: Path) -> None:
+    with Server.start(bundle, tmp_path / "log", ["--policy", "off"]) as server:
+        assert server.model == "tiny"
+        assert (server.cpu_seconds() or 0) > 0
+        assert server.resident_bytes() > 1 << 20
+        assert server.metrics()["d2sd_kv_pages_used"] == 0
+    assert server.stop() == -15
+    with pytest.raises(D2SDError, match="did not start"):
+        Server.start(tmp_path, tmp_path / "log")
