@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -32,9 +33,8 @@ from d2sd.recipe import Policy
 @device_option
 @backend_option
 def worker(
-    bundle: Path, dynamo: bool, model: str, namespace: str, discovery: str, max_batch: int | None, max_waiting: int,
-    drain_timeout: float, kv_events: bool, disaggregation_mode: str, policy: Policy | None, device: str,
-    backend: BackendName,
+    bundle: Path, dynamo: bool, max_batch: int | None, disaggregation_mode: str, policy: Policy | None, device: str,
+    backend: BackendName, **settings: Any,
 ) -> None:  # fmt: skip
     """Serve the bundle at BUNDLE as one worker behind Dynamo's frontend.
 
@@ -53,5 +53,5 @@ def worker(
     from d2sd.serve.dynamo.run import run_worker
     from d2sd.serve.dynamo.settings import WorkerSettings
 
-    settings = WorkerSettings(model, namespace, discovery, max_waiting, drain_timeout, kv_events)
-    run_worker(bundle, settings, policy=policy, device=device, backend=backend, max_batch=max_batch)
+    options = {"policy": policy, "device": device, "backend": backend, "max_batch": max_batch}
+    run_worker(bundle, WorkerSettings(**settings), **options)
