@@ -40,7 +40,7 @@ def work(order: dict[str, object]) -> None:
     log = os.open(str(order["log"]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(log, stream)
-    os.close(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # not closed: uvloop aborts when it gets descriptor 0
     os.environ.update(order["environ"])  # type: ignore[call-overload]
     code = 1
     try:
