@@ -25,7 +25,7 @@ _START = 120.0
 
 
 def free_port() -> int:
-    """A free port below 32768: Dynamo 1.4 reads DYN_SYSTEM_PORT as a signed number of 16 bits."""
+    """A free port below 32768: Dynamo reads DYN_SYSTEM_PORT as a signed number of 16 bits."""
     for port in random.sample(range(20000, 32768), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
