@@ -7,7 +7,7 @@ BUNDLE := bundles/smollm2-135m
 CONSTRAINTS := constraints/tested.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: demo test test-slow engines lint verify gpu-suite kernels consumers triton-test bench bench-serving soak eval train ablation train-gpu data data-wheel wheel docs clean
+.PHONY: demo test test-slow engines lint verify gpu-suite kernels consumers triton-test dynamo-test bench bench-serving soak eval train ablation train-gpu data data-wheel wheel docs clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -75,6 +75,34 @@ $(TRITON)/installed: pyproject.toml $(CONSTRAINTS)
 	grep -v '^numpy' $(CONSTRAINTS) > $(TRITON)/constraints.txt
 	$(TRITON)/env/bin/python -m pip install --quiet --constraint $(TRITON)/constraints.txt \
 	  --editable ".[serve,structured,gguf]" nvidia-pytriton==0.7.0 pytest pytest-timeout filelock
+	touch $@
+
+## workers behind NVIDIA Dynamo's frontend, killed, drained and overloaded: half an hour, two environments of a gigabyte.
+## KILLS=13 kills and drains 52 workers
+KILLS ?= 2
+DYNAMO_TESTS := -m pytest -p no:cacheprovider -rA tests/d2sd/serve/dynamo
+dynamo-test: build/dynamo-1.4.2/ready build/dynamo-1.6.1/ready
+	D2SD_KILLS=$(KILLS) build/dynamo-1.4.2/bin/python $(DYNAMO_TESTS)
+	D2SD_KILLS=1 build/dynamo-1.6.1/bin/python $(DYNAMO_TESTS)
+
+# Dynamo needs an older pydantic than the tested set has. 1.4.2 is the newest release whose requirements are all on PyPI:
+# those of 1.6.1 are listed here.
+DYNAMO_PIP = $(@D)/bin/python -m pip install --quiet
+build/dynamo-%/environment: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(@D)
+	grep -v '^pydantic==' $(CONSTRAINTS) > $(@D)/constraints.txt
+	$(DYNAMO_PIP) --constraint $(@D)/constraints.txt 'pydantic<=2.13.5' --editable ".[gguf,structured,serve]" \
+	  pytest pytest-timeout hypothesis filelock
+	touch $@
+
+build/dynamo-1.4.2/ready: build/dynamo-1.4.2/environment
+	$(DYNAMO_PIP) --constraint $(@D)/constraints.txt ai-dynamo==1.4.2
+	touch $@
+
+build/dynamo-1.6.1/ready: build/dynamo-1.6.1/environment
+	$(DYNAMO_PIP) --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
+	$(DYNAMO_PIP) --constraint $(@D)/constraints.txt 'pydantic>=2.10.6,<=2.13.5' uvloop 'aiohttp>=3.14.3' \
+	  'kubernetes>=32,<33' msgspec pyzmq redis tqdm zstandard certifi
 	touch $@
 
 ## the results of the README: two hours on two cores, resumable; tables, JSON and plots in build/bench

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -285,3 +286,12 @@ def cache_folder() -> Path:
 def size_text(count: int) -> str:
     """A number of bytes, for people."""
     return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
+
+
+#: Control characters, which a terminal would execute.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: object) -> str:
+    """Text with control characters other than tab and newline replaced."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(text))

@@ -12,8 +12,9 @@ another order. A hit is one more such order: fp32 tokens stay the same, as they 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 
@@ -26,6 +27,23 @@ def extend_keys(keys: list[bytes], tokens: Sequence[int], page_size: int, count:
         keys.append(blake2b(parent + page.tobytes(), digest_size=32).digest())
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A page entered the cache."""
+
+    key: bytes
+    parent: bytes | None  # key of the page before it
+    tokens: tuple[int, ...]  # of this page
+    salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A page was evicted."""
+
+    key: bytes
+
+
 class PrefixCache:
     """Maps keys to pages. An *idle* page is used by no request, and can be evicted: least recently used first."""
 
@@ -33,6 +51,8 @@ class PrefixCache:
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # the next to evict first
+        #: What entered and left the cache, in order, for a router of requests. None: not recorded.
+        self.events: deque[Stored | Removed] | None = None
 
     def __contains__(self, page: int) -> bool:
         return page in self._key_of
@@ -55,10 +75,12 @@ class PrefixCache:
             pages.append(page)
         return pages
 
-    def add(self, page: int, key: bytes) -> None:
-        """Record that `page`, used by a request, holds this prefix. If another page does already, that one stays."""
-        if key not in self._page_of:
-            self._page_of[key], self._key_of[page] = page, key
+    def add(self, page: int, key: bytes) -> bool:
+        """Record that `page`, used by a request, holds this prefix. False: another page does already, and stays."""
+        if key in self._page_of:
+            return False
+        self._page_of[key], self._key_of[page] = page, key
+        return True
 
     def park(self, page: int) -> None:
         """The last request that used a cached page has left: it is idle, and the last to be evicted."""
@@ -71,5 +93,8 @@ class PrefixCache:
     def evict(self) -> int:
         """Remove the least recently used idle page from the index."""
         page, _ = self._idle.popitem(last=False)
-        del self._page_of[self._key_of.pop(page)]
+        key = self._key_of.pop(page)
+        del self._page_of[key]
+        if self.events is not None:
+            self.events.append(Removed(key))
         return page

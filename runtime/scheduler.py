@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from d2sd.errors import RequestError
 from d2sd.runtime.buckets import floor_bucket, prefill_rows
 from d2sd.runtime.pages import PageAllocator
-from d2sd.runtime.prefix_cache import extend_keys
+from d2sd.runtime.prefix_cache import Stored, extend_keys
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.stats import EngineStats
@@ -188,8 +188,15 @@ class Scheduler:
         count = min(sequence.cached, len(sequence.tokens)) // self._limits.page_size
         self._extend_keys(sequence, count)
         for index in range(sequence.keyed_pages, count):
-            self.pages.cache.add(sequence.pages[index], sequence.page_keys[index])
+            if self.pages.cache.add(sequence.pages[index], sequence.page_keys[index]):
+                self._report_stored(sequence, index)
         sequence.keyed_pages = max(sequence.keyed_pages, count)
+
+    def _report_stored(self, sequence: Sequence, index: int) -> None:
+        events, size = self.pages.cache.events, self._limits.page_size
+        if events is not None:
+            keys, tokens = sequence.page_keys, tuple(sequence.tokens[index * size : (index + 1) * size])
+            events.append(Stored(keys[index], keys[index - 1] if index else None, tokens, sequence.request.cache_salt))
 
     def _extend_keys(self, sequence: Sequence, count: int) -> None:
         salt = sequence.request.cache_salt

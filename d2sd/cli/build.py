@@ -9,9 +9,9 @@ import click
 
 from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
-from d2sd.cli.tables import show_plan
 from d2sd.convert.build import pipeline
 from d2sd.convert.build.plan import make_plan
+from d2sd.convert.build.tables import show_plan
 from d2sd.progress import bar
 from d2sd.recipe import load_recipe
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "train": "Train the drafters that RECIPE names.",
     "triton": "Write a model repository that serves the bundle at BUNDLE in Triton Inference Server.",
     "trtllm": "Compare the installed TensorRT-LLM with the version d2sd was written for.",
+    "worker": "Serve the bundle at BUNDLE as one worker behind Dynamo's frontend.",
 }
 
 

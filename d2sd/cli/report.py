@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -12,16 +11,10 @@ from typing import Any
 import click
 
 from d2sd.errors import D2SDError
+from d2sd.io import printable
 
 #: Exit codes: the user's input or machine, a bug in d2sd (EX_SOFTWARE), Ctrl-C.
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 70, 130
-#: Control characters, which a terminal would execute.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def printable(text: object) -> str:
-    """Text with control characters other than tab and newline replaced."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(text))
 
 
 class Reporting(click.Command):

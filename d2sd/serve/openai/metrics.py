@@ -68,7 +68,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def refresh(self) -> None:
-        """Read the engine's state into the gauges, and count what changed since the last call."""
+        """Read the engine's counts into the registry; gauges read them at each collection."""
         before, now = self._state, self._engine.stats
         for counter, name in self._totals.items():
             counter.inc(getattr(now, name) - getattr(before, name))

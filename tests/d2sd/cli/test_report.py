@@ -18,9 +18,10 @@ from rich.table import Table
 from d2sd.cli.bench import bench
 from d2sd.cli.main import main
 from d2sd.cli.options import device_option
-from d2sd.cli.report import Reporting, ReportingGroup, printable
-from d2sd.cli.tables import show_table
+from d2sd.cli.report import Reporting, ReportingGroup
+from d2sd.convert.build.tables import show_table
 from d2sd.errors import D2SDError
+from d2sd.io import printable
 
 #: Runs the command line as its program does; the arguments follow.
 PROGRAM = [sys.executable, "-c", "from d2sd.cli.main import main; main(prog_name='d2sd')"]

@@ -8,10 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from d2sd.cli.report import printable
 from d2sd.convert.build.memory_text import gpu_lines, kv_lines
 from d2sd.convert.build.plan import Plan
-from d2sd.io import size_text
+from d2sd.io import printable, size_text
 from d2sd.manifest import Manifest
 from d2sd.modeling.config import described
 from d2sd.recipe import Recipe

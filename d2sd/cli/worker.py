@@ -1,0 +1,57 @@
+"""`d2sd worker`: one worker of a fleet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from d2sd.cli.options import backend_option, bundle_argument, device_option, policy_option
+from d2sd.cli.report import Reporting
+from d2sd.convert.bundle.backends import BackendName
+from d2sd.errors import D2SDError
+from d2sd.extras import require
+from d2sd.recipe import Policy
+
+
+@click.command(cls=Reporting)
+@bundle_argument
+@click.option("--dynamo", is_flag=True, required=True, help="A worker of NVIDIA Dynamo.")
+@click.option("--model", default="", help="Name in /v1/models.  [default: the bundle's]")
+@click.option("--namespace", default="dynamo", envvar="DYN_NAMESPACE", show_default=True, help="Dynamo's namespace.")
+@click.option(
+    "--discovery", type=click.Choice(["kubernetes", "etcd", "file"]), default="etcd",
+    envvar="DYN_DISCOVERY_BACKEND", show_default=True, help="Where workers register.",
+)  # fmt: skip
+@click.option("--max-batch", type=click.IntRange(1), help="Requests that decode together.  [default: the bundle's]")
+@click.option("--max-waiting", type=click.IntRange(0), default=256, show_default=True, help="Requests that may wait.")
+@click.option("--drain-timeout", type=click.FloatRange(0), default=30, show_default=True, help="Seconds at shutdown.")
+@click.option("--kv-events/--no-kv-events", default=True, help="Report the prefix cache to the router.")
+@click.option("--disaggregation-mode", default="agg", hidden=True)
+@policy_option
+@device_option
+@backend_option
+def worker(
+    bundle: Path, dynamo: bool, max_batch: int | None, disaggregation_mode: str, policy: Policy | None, device: str,
+    backend: BackendName, **settings: Any,
+) -> None:  # fmt: skip
+    """Serve the bundle at BUNDLE as one worker behind Dynamo's frontend.
+
+    SIGTERM finishes running requests within the drain timeout; the rest move to other workers.
+
+    For example:
+
+        d2sd worker bundles/smollm2-135m --dynamo --discovery file
+    """
+    if disaggregation_mode != "agg":
+        raise D2SDError(
+            "Disaggregated serving is not supported: one worker computes prompts and answers.",
+            where="--disaggregation-mode", found=disaggregation_mode, expected="agg",
+        )  # fmt: skip
+    require("dynamo", ("dynamo", "prometheus_client"), "d2sd worker --dynamo")
+    from d2sd.serve.dynamo.run import run_worker
+    from d2sd.serve.dynamo.settings import WorkerSettings
+
+    options = {"policy": policy, "device": device, "backend": backend, "max_batch": max_batch}
+    run_worker(bundle, WorkerSettings(**settings), **options)

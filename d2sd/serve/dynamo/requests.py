@@ -1,0 +1,124 @@
+"""Turns the requests of Dynamo's frontend, token ids and options, into requests of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy
+
+from d2sd.errors import RequestError
+from d2sd.runtime.request import Request
+from d2sd.serve.params import SamplingParams, with_params
+from d2sd.serve.structured import GrammarCompiler, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from d2sd.convert.bundle.load import Bundle
+
+#: Sampling options that `SamplingParams` has under the same name; the numbers among them arrive as float32.
+_NUMBERS = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+_SHARED = (*_NUMBERS, "top_k", "seed", "include_stop_str_in_output")
+#: Options that are refused unless they have a value that changes nothing.
+_REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "sampling_options": {"n": (1,), "best_of": (1,), "use_beam_search": (False,), "length_penalty": (1.0,)},
+    "stop_conditions": {"max_thinking_tokens": ()},
+    "output_options": {"prompt_logprobs": ()},
+    "routing": {"lora_name": ()},
+}
+#: Parts of a request that are refused, by what they are for.
+_PARTS = {
+    "multi_modal_data": "images, audio and video",
+    "prompt_embeds": "prompts as embeddings",
+    "prefill_result": "disaggregated serving",
+    "bootstrap_info": "disaggregated serving",
+    "encoder_result": "disaggregated serving",
+}
+_FORMS = ("json", "regex", "choice", "grammar")
+
+
+def restored(value: float) -> float:
+    """The shortest decimal number that float32 stores as `value`: what the client sent."""
+    return float(str(numpy.float32(value)))
+
+
+def capacity(max_context: int, pages: int, page_size: int, block_size: int) -> int:
+    """Most tokens of one request: a decode step must fit its pages too."""
+    return min(max_context, pages * page_size - block_size)
+
+
+def depends_on_prompt(request: Request) -> bool:
+    """Whether the answer depends on where the prompt ends, which a request that has moved does not tell.
+
+    repetition_penalty counts prompt and answer alike. A grammar depends on it too, but such requests are not moved.
+    """
+    sampling = request.sampling
+    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.min_tokens)
+
+
+class RequestReader:
+    """Reads the requests for one bundle; options that a request leaves out take the defaults of the recipe.
+
+    Without max_tokens an answer ends at the `capacity`, as in vLLM: a default length would begin anew when a stream
+    moves to another worker.
+    """
+
+    def __init__(self, bundle: Bundle, capacity: int) -> None:
+        self._bundle, self._capacity, self._grammars = bundle, capacity, GrammarCompiler(bundle)
+
+    def read(self, message: Mapping[str, Any]) -> Request:
+        """The request of a message. Raises `RequestError`, also for what d2sd does not do."""
+        _refuse(message)
+        options, stops = _part(message, "sampling_options"), _part(message, "stop_conditions")
+        defaults, prompt = self._bundle.recipe.sampling, tuple(message["token_ids"])
+        values: dict[str, Any] = {"temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k}
+        values |= {name: options[name] for name in _SHARED if options.get(name) is not None}
+        values |= {name: restored(values[name]) for name in _NUMBERS if name in values}
+        ends = set[int]().union(*(value or () for name, value in stops.items() if name.startswith("stop_token_ids")))
+        own, ignored = frozenset(self._bundle.stop_token_ids), bool(stops.get("ignore_eos"))
+        params = SamplingParams(
+            **values, min_tokens=stops.get("min_tokens") or 0, ignore_eos=ignored,
+            stop_token_ids=sorted(ends - own if ignored else ends),
+            logprobs=_part(message, "output_options").get("logprobs"),
+        )  # fmt: skip
+        form = _form(_part(options, "guided_decoding"))
+        grammar = None if form is None else self._grammars.compile(form, "guided_decoding")
+        routing = _part(message, "routing")
+        length = stops.get("max_tokens", max(1, self._capacity - len(prompt)))
+        request = Request(
+            prompt, length, stop_tokens=own, grammar=grammar,
+            priority=-(routing.get("priority") or 0), cache_salt=routing.get("cache_salt") or "",
+        )  # fmt: skip
+        return with_params(self._bundle, request, params)[0]
+
+
+def _part(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part of a request; what the client left out is null."""
+    return {key: value for key, value in (message.get(name) or {}).items() if value is not None}
+
+
+def _refuse(message: Mapping[str, Any]) -> None:
+    """Raise RequestError for what d2sd does not do: Dynamo passes it on, and would not notice."""
+    for name, purpose in _PARTS.items():
+        if message.get(name):
+            raise RequestError(f"This worker does not support {purpose}.", where=name)
+    for part, names in _REFUSED.items():
+        given = _part(message, part)
+        for name, harmless in names.items():
+            if name in given and given[name] not in harmless:
+                raise RequestError(
+                    "This worker does not support the parameter.", where=name, found=given[name],
+                    expected=f"{harmless[0]}, or nothing" if harmless else "nothing",
+                )  # fmt: skip
+
+
+def _form(guided: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """The form of the answer that `guided_decoding` demands."""
+    if unknown := sorted(set(guided) - {*_FORMS, "backend"}):
+        raise RequestError(
+            "This worker does not support the form.", where=f"guided_decoding.{unknown[0]}",
+            expected=", ".join(_FORMS),
+        )  # fmt: skip
+    forms = {name: guided[name] for name in _FORMS if name in guided}
+    return StructuredOutputsParams(**forms) if forms else None

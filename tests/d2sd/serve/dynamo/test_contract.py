@@ -1,0 +1,69 @@
+"""What the adapter assumes of Dynamo, checked against the installed one: run on 1.4.2 and on 1.6.1."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+pytest.importorskip("dynamo.common.backend", reason="needs ai-dynamo: make dynamo-test")
+
+from d2sd.serve.dynamo.engine import DynamoEngine
+from d2sd.serve.dynamo.run import load_sdk
+from tests.d2sd.serve.dynamo import fakes
+
+
+@pytest.fixture(scope="module")
+def sdk() -> Any:
+    return load_sdk()
+
+
+def names(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_the_methods_are_those_of_dynamos_base_class(sdk: Any) -> None:
+    own = {name for name, value in vars(DynamoEngine).items() if callable(value) and not name.startswith("_")}
+    for name in own:
+        base, made = getattr(sdk.LLMEngine, name), getattr(DynamoEngine, name)
+        assert inspect.iscoroutinefunction(made) == inspect.iscoroutinefunction(base), name
+        assert inspect.isasyncgenfunction(made) == inspect.isasyncgenfunction(base), name
+        assert len(names(made)) == len(names(base)), name
+    assert sdk.LLMEngine.__abstractmethods__ <= {*own, "from_args"}
+
+
+def test_the_records_have_the_fields_that_are_set(sdk: Any) -> None:
+    assert {"context_length", "kv_cache_block_size", "total_kv_blocks", "max_num_seqs", "max_num_batched_tokens"} <= {
+        field.name for field in fields(sdk.LlmRegistration)
+    }
+    assert {"model", "served_model_name", "llm"} <= {field.name for field in fields(sdk.EngineConfig)}
+    assert {"namespace", "component", "endpoint", "model_name", "served_model_name", "endpoint_types",
+            "discovery_backend"} <= {field.name for field in fields(sdk.WorkerConfig)}  # fmt: skip
+    assert [field.name for field in fields(sdk.ComponentSnapshot)] == [
+        "kv_used_blocks", "kv_total_blocks", "gpu_cache_usage", "dp_rank", "kv_cache_hit_rate",
+    ]  # fmt: skip
+    assert [field.name for field in fields(sdk.PushSource)] == ["on_ready", "dp_rank"]
+
+
+def test_the_errors_are_there_and_the_fakes_too(sdk: Any) -> None:
+    for name in vars(fakes.sdk().exceptions):
+        raised = getattr(sdk.exceptions, name)
+        assert issubclass(raised, Exception)
+    assert sdk.exceptions.HttpError(429, "full").code == 429
+    assert set(vars(fakes.sdk())) <= set(vars(sdk))
+
+
+def test_the_probe_is_a_request_of_one_token(sdk: Any) -> None:
+    payload = sdk.build_health_check_payload(5)
+    assert (payload["token_ids"], payload["stop_conditions"]["max_tokens"]) == ([5], 1)
+
+
+def test_the_publisher_takes_what_is_published() -> None:
+    from dynamo.llm import KvEventPublisher
+
+    stored = KvEventPublisher.publish_stored.__text_signature__
+    for name in ("token_ids", "num_block_tokens", "block_hashes", "parent_hash", "cache_salt"):
+        assert name in stored
+    assert "block_hashes" in KvEventPublisher.publish_removed.__text_signature__
