@@ -38,23 +38,18 @@ FLAGS = {
     "convert": {"source", "--to", "-o", "--out", "--target", "--role"},
     "inspect": {"bundle"},
     "serve": {
-        *(
-            "bundle",
-            "--host",
-            "--port",
-            "--api-key",
-            "--model",
-            "--max-batch",
-            "--max-waiting",
-            "--no-prefix-cache",
-            "--prefix-cache",
-            "--max-body",
-        ),
+        *("bundle", "--host", "--port", "--api-key", "--model", "--max-batch", "--max-waiting", "--max-body"),
+        *("--prefix-cache", "--no-prefix-cache"),
         *("--request-timeout", "--drain-timeout", "--policy", "--device", "--executor"),
     },
     "train": {"recipe", "--work", "--out", "--plan"},
     "triton": {"bundle", "-o", "--out", "--name", "--gpu", "--batched", "--set"},
     "trtllm": set(),
+    "worker": {
+        *("bundle", "--dynamo", "--model", "--namespace", "--discovery", "--max-batch", "--max-waiting"),
+        *("--drain-timeout", "--kv-events", "--no-kv-events", "--disaggregation-mode"),
+        *("--policy", "--device", "--executor"),
+    },
 }
 
 
