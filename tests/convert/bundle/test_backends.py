@@ -34,7 +34,7 @@ from tests.tiny import pool_for, random_tokens, tiny_decoder
 onnx = pytest.importorskip("onnx", reason="the extra engines is not installed")
 pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
 pytest.importorskip("tensorrt_rtx", reason="the extra engines is not installed")
-pytestmark = pytest.mark.export
+pytestmark = [pytest.mark.export, pytest.mark.slow]
 
 
 def no_engines(jobs: list[Job], *rest: Any, **options: Any) -> list[Report]:

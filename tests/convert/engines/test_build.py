@@ -23,6 +23,7 @@ from tests.modeling.test_fp8 import fp8_decoder
 
 pytest.importorskip("tensorrt_rtx", reason="the extra engines is not installed")
 #: Of the shared pair of Qwen3.
+pytestmark = pytest.mark.slow
 LAYERS = {"target": 3, "drafter": 2}
 
 

@@ -22,7 +22,7 @@ from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, expected, models, som
 from tests.tiny import random_tokens, tiny_drafter
 
 pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
-pytestmark = pytest.mark.export
+pytestmark = [pytest.mark.export, pytest.mark.slow]
 PAGE = 4
 
 

@@ -20,6 +20,7 @@ from tests.convert.helpers import tree_bytes, write_project
 
 pytest.importorskip("modelopt", reason="the extra fp8 is not installed")
 #: Prompts of the words that the tiny tokenizer knows.
+pytestmark = pytest.mark.slow
 WORDS = [" ".join(f"w{(7 * i + 3 * j) % 60}" for j in range(6)) for i in range(8)]
 
 
