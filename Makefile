@@ -5,7 +5,8 @@ BUNDLE := bundles/smollm2-135m
 
 # The versions tested together; docs/install.md has other ways to install.
 CONSTRAINTS := constraints/tested.txt
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
+# Modules are compiled when first imported: compiling all of torch takes as long as installing it.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS)
 
 .PHONY: demo test test-slow engines lint verify gpu-suite kernels consumers triton-test dynamo-test bench bench-serving soak eval train ablation train-gpu data data-wheel wheel docs clean
 

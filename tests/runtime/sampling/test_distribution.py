@@ -25,6 +25,8 @@ from tests.runtime.oracle import allowed, chi_square_p
 from tests.tiny import full_logits, tiny_decoder, tiny_drafter
 
 SEEDS, VOCAB, PROMPT, BLOCK = 20_000, 16, 3, 4
+#: What the engine writes is compared seed by seed, not as a distribution: fewer are enough.
+ENGINE_SEEDS = 4_000
 KINDS = {
     "T=1": SamplingParams(temperature=1.0),
     "T=0.7 top-p 0.95": SamplingParams(temperature=0.7, top_p=0.95),
@@ -93,14 +95,14 @@ def test_the_test_would_notice() -> None:
 
 @pytest.mark.parametrize("policy", ["off", "d2sd", "hybrid"])
 def test_the_engine_writes_the_same_texts(policy: PolicyName) -> None:
-    """Every seed as a request of its own: with and without speculation the sample is the one tested above."""
+    """A seed is a request of its own: with and without speculation its text is the one of the sample tested above."""
     kinds = list(KINDS.values())
     first = tiny_drafter(target().config, layers=1, block_size=BLOCK)
     second = tiny_drafter(target().config, layers=1, block_size=BLOCK, role="variable_prefix", seed=5)
     made = make_policy(policy, block_size=BLOCK, branches=2, row_budget=16)
     limits = Limits(max_batch=1024, max_context=4, page_size=4, prefill_chunk=1)
     engine = Engine(ModelRunner(deepcopy(target()), first, second), made, limits)
-    mixed = [kinds[seed % len(kinds)] for seed in range(SEEDS)]
+    mixed = [kinds[seed % len(kinds)] for seed in range(ENGINE_SEEDS)]
     sequences = engine.generate(
         Request((PROMPT,), 3, SamplingParams(k.temperature, k.top_p, k.top_k, seed)) for seed, k in enumerate(mixed)
     )
@@ -110,5 +112,5 @@ def test_the_engine_writes_the_same_texts(policy: PolicyName) -> None:
     assert different == []
     stats = SequenceStats.merged(s.stats for s in sequences)
     if policy != "off":
-        assert sum(n for length, n in stats.accepted.items() if length > 1) > 2000  # drafts did take part
+        assert sum(n for length, n in stats.accepted.items() if length > 1) > 400  # drafts did take part
         assert stats.accepted_branches.keys() == {0, 1, 2}
