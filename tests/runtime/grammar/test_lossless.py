@@ -1,24 +1,20 @@
-"""Speculation under a grammar equals plain decoding under it, and requests without one notice nothing."""
+"""Speculation under a grammar equals plain decoding under it, in trees inside it; others notice nothing."""
 
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from functools import cache
 
 import pytest
 
-from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.grammar.step import StepGrammar
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.stats import SequenceStats
-from tests.runtime.cheating import CheatingRunner
 from tests.runtime.grammar.oracle import constrained_text
-from tests.runtime.grammar.tokens import END, guidance, ids, text_of, vocab_size
+from tests.runtime.grammar.tokens import END, guidance, ids, text_of
+from tests.runtime.grammar.watched import WatchedRunner, models
 from tests.runtime.helpers import all_pages, free_pages, make_engine, run_staggered
-from tests.tiny import tiny_decoder, tiny_drafter
 
 SCHEMA = {
     "type": "object",
@@ -29,13 +25,6 @@ SCHEMA = {
     "required": ["name", "ages"],
     "additionalProperties": False,
 }
-
-
-@cache
-def models() -> tuple[Decoder, Drafter, Drafter]:
-    target = tiny_decoder("qwen3", layers=2, vocab=vocab_size())
-    first = tiny_drafter(target.config, block_size=5, layers=1)
-    return target, first, tiny_drafter(target.config, block_size=5, layers=1, role="variable_prefix", seed=2)
 
 
 @cache
@@ -75,11 +64,14 @@ def run(
     """Run requests under a policy whose drafters are often right; returns the statistics of constrained ones."""
     wanted = {r.sampling.seed: answer for r, answer in zip(requests(), expected(), strict=True)}
     texts = {r.sampling.seed: [*r.prompt, *wanted[r.sampling.seed], *[7] * 32] for r in kept}
-    runner = CheatingRunner(*deepcopy(models()), texts, first_errors=errors, second_errors=errors)
+    runner = WatchedRunner(kept, texts, errors)
     engine = make_engine(runner, policy, max_batch=8, pages=pages)
+    runner.policy = engine.policy
     sequences = run_staggered(engine, kept, gap=1)
     assert [s.answer for s in sequences] == [wanted[r.sampling.seed] for r in kept]
     assert free_pages(engine) == all_pages(engine)
+    assert runner.outside == 0, f"of {runner.inside + runner.outside} nodes"
+    assert runner.inside > 0 or policy in ("off", "lookup") or all(r.grammar is None for r in kept)
     return SequenceStats.merged(s.stats for s in sequences if s.request.grammar is not None)
 
 
