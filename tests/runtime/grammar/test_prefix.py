@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -11,14 +10,14 @@ import pytest
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
-from d2sd.runtime.stats import SequenceStats
+from d2sd.runtime.scheduler import Scheduler
+from d2sd.runtime.sequence import Sequence
 from tests.runtime.grammar.oracle import constrained_text
 from tests.runtime.grammar.tokens import END, guidance, ids
 from tests.runtime.grammar.watched import WatchedRunner, models
 from tests.runtime.helpers import all_pages, free_pages, make_engine, run_staggered
 from tests.runtime.nan_pages import NaNPages
 
-FAST: tuple[PolicyName, ...] = ("off", "d2sd", "hybrid")
 PREFIX = ids("Who is Ann? Oslo")  # three pages of 4, and a few tokens
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["Ann", 1]}}, "required": ["a"], "additionalProperties": False}
 
@@ -67,30 +66,40 @@ def engine_for(policy: PolicyName, pages: int | None = None) -> Engine:
     return engine
 
 
-def check(engine: Engine, turns: Sequence[Request], gap: int) -> list[SequenceStats]:
+def check(engine: Engine, turns: tuple[Request, ...], gap: int) -> list[Sequence]:
     sequences = run_staggered(engine, turns, gap=gap)
     assert [tuple(one.answer) for one in sequences] == [answer(turn) for turn in turns]
     assert free_pages(engine) == all_pages(engine)
-    return [one.stats for one in sequences]
+    return sequences
 
 
-@pytest.mark.parametrize("policy", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in NAMES])
+@pytest.mark.parametrize(
+    "policy", [pytest.param(name, marks=[] if name in ("d2sd", "hybrid") else pytest.mark.slow) for name in NAMES]
+)
 def test_hits_give_the_tokens_of_misses(policy: PolicyName) -> None:
     engine = engine_for(policy)
-    assert check(engine, first_turns(), gap=0)[0].cached_tokens == 0
-    for turn, stats in zip(first_turns(), check(engine, first_turns(), gap=1), strict=True):
-        assert stats.cached_tokens == (len(turn.prompt) - 1) // 4 * 4
-    for turn, stats in zip(first_turns(), check(engine, second_turns(), gap=2), strict=True):
-        assert stats.cached_tokens >= (len(turn.prompt) + len(answer(turn)) - 1) // 4 * 4
+    assert check(engine, first_turns(), gap=0)[0].stats.cached_tokens == 0
+    for turn, one in zip(first_turns(), check(engine, first_turns(), gap=1), strict=True):
+        assert one.stats.cached_tokens == (len(turn.prompt) - 1) // 4 * 4
+    for turn, one in zip(first_turns(), check(engine, second_turns(), gap=2), strict=True):
+        assert one.stats.cached_tokens >= (len(turn.prompt) + len(answer(turn)) - 1) // 4 * 4
 
 
-@pytest.mark.parametrize("policy", ["d2sd", "hybrid"])
-def test_hits_under_eviction_and_preemption(policy: PolicyName) -> None:
-    """A constrained request loses its pages in the middle of its answer and goes on after another hit."""
-    engine = engine_for(policy, pages=13)
+@pytest.mark.parametrize("policy", ["d2sd", pytest.param("hybrid", marks=pytest.mark.slow)])
+def test_hits_under_eviction_and_preemption(policy: PolicyName, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A constrained request loses its pages in the middle of its answer, and goes on with what it finds of them."""
+    lost: list[Sequence] = []
+    preempt = Scheduler._preempt
+
+    def spied(self: Scheduler, sequence: Sequence) -> None:
+        if sequence.matcher is not None and len(sequence.answer) > 2:
+            lost.append(sequence)
+        preempt(self, sequence)
+
+    monkeypatch.setattr(Scheduler, "_preempt", spied)
+    engine = engine_for(policy, pages=14)
     check(engine, first_turns(), gap=0)
-    turns = second_turns()[::-1]
-    found = list(zip(turns, check(engine, turns, gap=1), strict=True))
-    assert any(stats.preemptions for turn, stats in found if turn.grammar is not None)
-    assert all(stats.cached_tokens >= 12 for _, stats in found)
-    assert engine.stats.prefill_tokens > 13 * 4, "pages were evicted"
+    found = check(engine, second_turns()[::-1], gap=1)
+    assert any(one in lost for one in found)
+    assert all(one.stats.cached_tokens >= 12 for one in found)
+    assert engine.stats.prefill_tokens > 14 * 4, "pages were evicted"

@@ -61,15 +61,25 @@ class WatchedRunner(CheatingRunner):
         return super().verify(batch, tree)
 
     def _count(self, tree: Tree, row: int, request: Request, answer: Sequence[int]) -> None:
-        """Walk every path from the beginning of the answer by a fresh matcher."""
-        assert request.grammar is not None
-        tokens, parents = tree.tokens[row].tolist(), tree.parent[row].tolist()
-        paths: list[list[int]] = [[]]
-        for node in range(1, int(tree.valid[row].sum())):
-            paths.append([*paths[parents[node]], tokens[node]])
-            matcher = request.grammar.matcher()
-            assert all(matcher.consume(token) for token in answer)
-            *before, last = paths[node]
-            fits = all(token != END and matcher.consume(token) for token in before) and has(matcher.allowed(), last)
+        for path in drafted(tree, row):
+            fits = is_inside(request, answer, path)
             self.inside += fits
             self.outside += not fits
+
+
+def drafted(tree: Tree, row: int) -> list[list[int]]:
+    """Paths of a request's nodes, without the root."""
+    tokens, parents = tree.tokens[row].tolist(), tree.parent[row].tolist()
+    paths: list[list[int]] = [[]]
+    for node in range(1, int(tree.valid[row].sum())):
+        paths.append([*paths[parents[node]], tokens[node]])
+    return paths[1:]
+
+
+def is_inside(request: Request, answer: Sequence[int], path: Sequence[int]) -> bool:
+    """Whether the grammar allows `path` after `answer`, by a fresh matcher."""
+    assert request.grammar is not None
+    matcher = request.grammar.matcher()
+    assert all(matcher.consume(token) for token in answer)
+    *before, last = path
+    return all(token != END and matcher.consume(token) for token in before) and has(matcher.allowed(), last)
