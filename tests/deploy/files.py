@@ -27,7 +27,7 @@ def one(path: str, kind: str) -> Document:
 
 
 MANIFESTS = sorted(path.relative_to(DEPLOY).as_posix() for path in DEPLOY.rglob("*.yaml"))
-#: What each manifest calls itself: name, pod template, and the container of the server.
+#: The manifests of a server.
 SERVERS = ("serve.yaml", "triton.yaml", "dynamo.yaml")
 
 
