@@ -7,13 +7,12 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 
-from d2sd.convert.bundle.load import Bundle, load_bundle
+from d2sd.convert.bundle.load import Bundle
 from d2sd.convert.bundle.serving import make_engine
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.sequence import Output
@@ -23,16 +22,6 @@ from d2sd.serve.dynamo.settings import WorkerSettings
 from tests.d2sd.serve.dynamo import fakes
 
 SETTINGS = WorkerSettings("tiny", max_waiting=1, drain_timeout=5)
-
-
-@pytest.fixture(scope="module")
-def bundle(tiny_bundle: Path) -> Bundle:
-    return load_bundle(tiny_bundle)
-
-
-@pytest.fixture
-def engine(bundle: Bundle) -> Engine:
-    return make_engine(bundle)
 
 
 def message(prompt: list[int], tokens: int = 20, **sampling: Any) -> dict[str, Any]:
