@@ -111,7 +111,7 @@ class RegistryClient:
         """Store a manifest under its digest or a tag."""
 
         def attempt() -> None:
-            headers = {"Content-Type": MANIFEST_TYPE}
+            headers = {"Content-Type": MANIFEST_TYPE, "Content-Length": str(len(data))}
             with self._send("PUT", f"manifests/{reference}", headers=headers, content=lambda: iter([data])) as response:
                 _expect(response, 201, self._reference.host)
 
@@ -144,7 +144,7 @@ class RegistryClient:
                 file.seek(have)
                 file.truncate()
                 if response.status_code != 416:  # the blob ends here
-                    for chunk in response.iter_raw(_CHUNK):
+                    for chunk in response.iter_raw():  # with a size it would hold back what precedes a drop
                         if have + len(chunk) > size:
                             raise _wrong_size(partial, digest, "more", size)
                         file.write(chunk)
