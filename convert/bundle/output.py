@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from d2sd.convert.bundle.load import list_bundle
+from d2sd.convert.bundle.files import list_bundle
 from d2sd.errors import BuildError, BundleError
 from d2sd.io import remove
 from d2sd.manifest import NAME, load_manifest

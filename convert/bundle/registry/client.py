@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -24,6 +25,8 @@ from d2sd.extras import require
 from d2sd.io import parse_json
 
 if TYPE_CHECKING:
+    import ssl
+
     import httpx
 
 Result = TypeVar("Result")
@@ -51,8 +54,9 @@ class RegistryClient:
         self._base = self._origin.join(f"/v2/{reference.name}/")
         self._authorization: str | None = None
         self._http = httpx.Client(
-            timeout=httpx.Timeout(_SILENCE, connect=_CONNECT), max_redirects=5, event_hooks={"request": [self._guard]},
-            trust_env=not reference.loopback, headers={"User-Agent": "d2sd", "Accept-Encoding": "identity"},
+            verify=_tls(), timeout=httpx.Timeout(_SILENCE, connect=_CONNECT), max_redirects=5,
+            event_hooks={"request": [self._guard]}, trust_env=not reference.loopback,
+            headers={"User-Agent": "d2sd", "Accept-Encoding": "identity"},
         )  # fmt: skip
 
     def __enter__(self) -> RegistryClient:
@@ -264,6 +268,14 @@ class RegistryClient:
         finally:
             response.close()
         return str(token)
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """Reading the certificates of all authorities takes longer than the requests of a small artifact."""
+    import httpx
+
+    return httpx.create_ssl_context()
 
 
 class _Busy(Exception):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from d2sd.convert.bundle.load import list_bundle
+from d2sd.convert.bundle.files import list_bundle
 from d2sd.convert.bundle.output import output_path, publish
 from d2sd.convert.bundle.registry.artifact import (
     Artifact,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from d2sd.convert.bundle.load import verify_files
+from d2sd.convert.bundle.files import verify_files
 from d2sd.convert.bundle.registry.artifact import EMPTY, artifact_of, digest_of
 from d2sd.convert.bundle.registry.client import RegistryClient
 from d2sd.convert.bundle.registry.hooks import run_hook

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from d2sd.convert.build import build
 from d2sd.convert.bundle.registry import client, credentials
 from d2sd.convert.bundle.registry.push import push
-from d2sd.recipe import load_recipe
+from d2sd.io import hash_files, list_files, write_json
+from d2sd.manifest import NAME, Manifest, TargetGeometry
+from d2sd.recipe import Recipe
 from tests.convert.bundle.registry.fake import Registry, running
-from tests.convert.helpers import write_project
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +28,24 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("travel")
-    build(load_recipe(write_project(folder / "project")), folder / "bundle", validate=False)
-    return folder / "bundle"
+    """A bundle as far as its files go: no model could be loaded from it, and none is."""
+    folder = tmp_path_factory.mktemp("travel") / "bundle"
+    generator = Random(0)
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        for part in ("target", "drafter_first"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+            size = 80_000 if name.endswith("safetensors") else 500
+            (folder / part / name).write_bytes(generator.randbytes(size))
+    manifest = Manifest(
+        recipe=Recipe.model_validate({"d2sd": 1, "name": "tiny", "target": {"path": "target"}}),
+        target=TargetGeometry(
+            family="llama", num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=64,
+            parameters=29_920,
+        ),
+        first=None, second=None, versions={}, checks={}, files=hash_files(folder, list_files(folder)),
+    )  # fmt: skip
+    write_json(folder / NAME, manifest.model_dump(mode="json"))
+    return folder
 
 
 @pytest.fixture(scope="session")

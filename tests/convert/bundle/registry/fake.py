@@ -86,6 +86,7 @@ def running(registry: Registry) -> Iterator[Registry]:
 class _Handler(BaseHTTPRequestHandler):
     served: Registry
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def log_message(self, format: str, *args: Any) -> None: ...
 

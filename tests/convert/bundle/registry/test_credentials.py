@@ -110,7 +110,8 @@ def test_a_configuration_that_cannot_be_used_is_an_error_without_secrets(
 def test_where_there_is_nothing_there_are_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_credentials("h:1") is None
     helper(tmp_path, monkeypatch, "echo credentials not found in native keychain; exit 1")
-    for config in ({}, {"auths": []}, {"auths": {"h:2": {"auth": BASIC}}}, {"credsStore": "test"}):
+    configs: list[dict[str, Any]] = [{}, {"auths": []}, {"auths": {"h:2": {"auth": BASIC}}}, {"credsStore": "test"}]
+    for config in configs:
         docker(tmp_path, **config)
         assert find_credentials("h:1") is None
     docker(tmp_path, auths={"https://index.docker.io/v1/": {"auth": BASIC}, "https://h:1": {"auth": BASIC}})

@@ -22,7 +22,7 @@ Change = Callable[[Registry], object]
 
 def layer(registry: Registry, name: str = WEIGHTS) -> dict[str, Any]:
     layers = json.loads(registry.manifests["1"])["layers"]
-    return next(one for one in layers if one["annotations"][TITLE] == name)  # type: ignore[no-any-return]
+    return next(one for one in layers if one["annotations"][TITLE] == name)
 
 
 def blob(change: Callable[[bytes], bytes]) -> Change:

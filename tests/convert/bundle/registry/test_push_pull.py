@@ -149,7 +149,7 @@ def test_a_full_disk_is_an_error(registry: Registry, tmp_path: Path, monkeypatch
     def full(file: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(client.os, "fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     ended = d2sd("pull", registry.reference(), "-o", tmp_path / "out")
     assert ended.exit_code == 2
     assert "The disk filled up" in ended.stderr
