@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -58,7 +57,7 @@ def stored(bundle: Path) -> Registry:
 @pytest.fixture
 def registry(stored: Registry) -> Iterator[Registry]:
     """A registry with the bundle under tag 1."""
-    copy = replace(stored, blobs=dict(stored.blobs), manifests=dict(stored.manifests), log=[], authorizations=[])
+    copy = Registry(blobs=dict(stored.blobs), manifests=dict(stored.manifests))
     with running(copy) as served:
         yield served
 

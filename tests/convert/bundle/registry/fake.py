@@ -34,7 +34,7 @@ class Registry:
     drops: dict[str, list[int]] = field(default_factory=dict)  # digest -> bytes after which the next answers end
     statuses: dict[str, list[int]] = field(default_factory=dict)  # "PUT manifests/1" -> the next answers
     ranges: bool = True
-    redirect: str = ""  # blobs are at this address
+    redirect: str = ""  # blobs are at this address, those that are sent too
 
     @property
     def host(self) -> str:
@@ -110,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
         if what == "token":
             self._token(body)
         elif self._allowed(what):
-            location = "/v2/models/tiny/blobs/uploads/7?_state=a%3Db"
+            location = f"{self.served.redirect}/v2/models/tiny/blobs/uploads/7?_state=a%3Db"
             self._answer(202, headers={"Location": location})
 
     def do_PUT(self) -> None:

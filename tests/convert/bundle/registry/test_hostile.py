@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from d2sd.cli.main import main
 from d2sd.convert.bundle.registry.pull import pull
+from d2sd.convert.bundle.registry.push import push
 from d2sd.errors import D2SDError
 from tests.convert.bundle.registry.fake import Registry, digest_of, running
 
@@ -181,16 +182,18 @@ def test_a_manifest_is_read_within_bounds(registry: Registry, tmp_path: Path, mo
 
 
 def test_a_storage_host_gets_no_credentials(
-    registry: Registry, stored: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    registry: Registry, stored: Registry, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("D2SD_REGISTRY_USERNAME", "anna")
     monkeypatch.setenv("D2SD_REGISTRY_PASSWORD", "s3cret:word")
     registry.auth = "Bearer"
-    with running(Registry(blobs=stored.blobs)) as storage:
+    with running(Registry(blobs=dict(stored.blobs))) as storage:
         registry.redirect = storage.url
         pull(registry.reference(), tmp_path / "out")
+        storage.blobs.clear()
+        push(bundle, registry.reference(":2"))
         assert {header for _, header in storage.authorizations} == {""}
-        assert storage.sent()
+        assert {line.partition(" ")[0] for line in storage.sent()} == {"GET", "PUT"}
 
 
 def test_a_redirect_to_another_host_without_tls_is_refused(registry: Registry, tmp_path: Path) -> None:
