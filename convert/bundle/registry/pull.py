@@ -16,7 +16,6 @@ from pathlib import Path
 from d2sd.convert.bundle.files import list_bundle
 from d2sd.convert.bundle.output import output_path, publish
 from d2sd.convert.bundle.registry.artifact import (
-    Artifact,
     Descriptor,
     check_layers,
     digest_of,
@@ -43,7 +42,7 @@ def pull(
     """
     parsed = parse_reference(reference)
     output = output_path(output)
-    with RegistryClient(parsed, plain_http=plain_http) as client:
+    with RegistryClient(parsed, "pull", plain_http=plain_http) as client:
         data = client.manifest(parsed.digest or parsed.tag)
         pinned = parsed.pinned(digest_of(data))
         if parsed.digest not in (None, digest_of(data)):
@@ -54,7 +53,7 @@ def pull(
             run_hook(verify_command, pinned, "--verify-command")
         with _work_folder(output) as work:
             with progress(f"pulling {output.name}", artifact.size) as advance:
-                _fetch_all(client, artifact, layers, output, work, advance, pinned)
+                _fetch_all(client, layers, output, work, advance, pinned)
             publish(work / "bundle", output, work)
     return pinned
 
@@ -75,9 +74,8 @@ def _work_folder(output: Path) -> Iterator[Path]:
 
 
 def _fetch_all(
-    client: RegistryClient, artifact: Artifact, layers: dict[str, Descriptor], output: Path, work: Path,
-    advance: Advance, where: str,
-) -> None:  # fmt: skip
+    client: RegistryClient, layers: dict[str, Descriptor], output: Path, work: Path, advance: Advance, where: str
+) -> None:
     bundle = work / "bundle"
     if layers[NAME].size > MAX_BYTES:
         raise RegistryError("manifest.json is too large.", where=where, expected=f"at most {MAX_BYTES:,} bytes")
@@ -85,8 +83,11 @@ def _fetch_all(
         _fetch(client, layers[NAME], bundle / NAME, output / NAME, work, advance)
         check_layers(layers, load_manifest(bundle), where)
         _prune(work, layers)
-    arrived = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
-    with disk_space(work, artifact.size - arrived, "the pull"):
+    absent = [
+        one for name, one in layers.items() if not (_has_size(bundle / name, one) or _has_size(output / name, one))
+    ]
+    arrived = sum(path.stat().st_size for path in (work / "partial").iterdir())
+    with disk_space(work, sum(layer.size for layer in absent) - arrived, "the pull"):
         for name, layer in layers.items():
             if name != NAME:
                 _fetch(client, layer, bundle / name, output / name, work, advance)
@@ -94,30 +95,32 @@ def _fetch_all(
         raise RegistryError("Another program changed the files that were pulled.", where=bundle)
 
 
-def _fetch(
-    client: RegistryClient, layer: Descriptor, file: Path, before: Path, work: Path, advance: Advance
-) -> None:  # fmt: skip
+def _fetch(client: RegistryClient, layer: Descriptor, file: Path, before: Path, work: Path, advance: Advance) -> None:
     """Make `file` what `layer` is: as it is, from the bundle `before` it, or from the registry."""
-    expected = layer.digest.removeprefix("sha256:")
     file.parent.mkdir(parents=True, exist_ok=True)
-    if not _is_complete(file, layer.size, expected):
-        file.unlink(missing_ok=True)
-        if _is_complete(before, layer.size, expected) and _linked(before, file):
-            advance(layer.size)
-            return
-        partial = work / "partial" / expected
-        client.download(layer.digest, layer.size, partial, advance)
-        found = sha256(partial)
-        if found != expected:
-            partial.unlink()
-            raise RegistryError("A file arrived with a wrong hash.", where=layer.title, found=found, expected=expected)
-        partial.replace(file)
-    else:
+    if _is_complete(file, layer):
         advance(layer.size)
+        return
+    file.unlink(missing_ok=True)
+    if _is_complete(before, layer) and _linked(before, file):
+        advance(layer.size)
+        return
+    expected = layer.digest.removeprefix("sha256:")
+    partial = work / "partial" / expected
+    client.download(layer.digest, layer.size, partial, advance)
+    found = sha256(partial)
+    if found != expected:
+        partial.unlink()
+        raise RegistryError("A file arrived with a wrong hash.", where=layer.title, found=found, expected=expected)
+    partial.replace(file)
 
 
-def _is_complete(file: Path, size: int, expected: str) -> bool:
-    return file.is_file() and not file.is_symlink() and file.stat().st_size == size and sha256(file) == expected
+def _has_size(file: Path, layer: Descriptor) -> bool:
+    return file.is_file() and not file.is_symlink() and file.stat().st_size == layer.size
+
+
+def _is_complete(file: Path, layer: Descriptor) -> bool:
+    return _has_size(file, layer) and f"sha256:{sha256(file)}" == layer.digest
 
 
 def _linked(source: Path, file: Path) -> bool:

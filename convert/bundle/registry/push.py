@@ -31,7 +31,7 @@ def push(
     artifact = artifact_of(bundle, manifest)
     data = artifact.canonical()
     digest = digest_of(data)
-    with RegistryClient(parsed, plain_http=plain_http) as client:
+    with RegistryClient(parsed, "pull,push", plain_http=plain_http) as client:
         if not client.has_blob(artifact.config.digest):
             client.upload(artifact.config.digest, artifact.config.size, EMPTY, lambda count: None)
         with progress(f"pushing {bundle.name}", artifact.size) as advance:
@@ -40,8 +40,8 @@ def push(
                     advance(layer.size)
                 else:
                     client.upload(layer.digest, layer.size, bundle / layer.title, advance)
-        client.put_manifest(digest, data)
         if sign_command:
+            client.put_manifest(digest, data)
             run_hook(sign_command, parsed.pinned(digest), "--sign-command")
         client.put_manifest(parsed.tag, data)
     return parsed.pinned(digest)

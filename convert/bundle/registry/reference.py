@@ -33,17 +33,6 @@ class Reference:
         """The reference of one content of this repository."""
         return f"{self.host}/{self.name}@{digest}"
 
-    @property
-    def loopback(self) -> bool:
-        """Whether the host is this machine."""
-        name = self.host.rpartition(":")[0] if re.search(r":[0-9]+$", self.host) else self.host
-        if name == "localhost":
-            return True
-        try:
-            return ip_address(name.strip("[]")).is_loopback
-        except ValueError:
-            return False
-
     def __str__(self) -> str:
         return self.pinned(self.digest) if self.digest else f"{self.host}/{self.name}:{self.tag}"
 
@@ -59,3 +48,14 @@ def parse_reference(text: str) -> Reference:
             expected="HOST[:PORT]/NAME[:TAG] or HOST[:PORT]/NAME@sha256:...",
         )  # fmt: skip
     return Reference(found["host"], found["name"], found["tag"] or DEFAULT_TAG, found["digest"])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether HOST[:PORT] is this machine."""
+    name = host.rpartition(":")[0] if re.search(r":[0-9]+$", host) else host
+    if name == "localhost":
+        return True
+    try:
+        return ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False

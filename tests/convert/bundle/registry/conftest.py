@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from d2sd.convert.bundle.registry import client, credentials
+from d2sd.convert.bundle.registry import connection, credentials
 from d2sd.convert.bundle.registry.push import push
 from d2sd.io import hash_files, list_files, write_json
 from d2sd.manifest import NAME, Manifest, TargetGeometry
@@ -22,7 +22,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in (credentials.USERNAME, credentials.PASSWORD):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
-    monkeypatch.setattr(client, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(connection, "PAUSES", (0.0, 0.0))
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ class Registry:
     log: list[str] = field(default_factory=list)  # "GET blobs/sha256:..." and the Range, in order
     authorizations: list[tuple[str, str]] = field(default_factory=list)  # path and Authorization header
     url: str = ""
-    auth: str = ""  # "Bearer" or "Basic": credentials are required
+    auth: str = ""  # "Bearer" or "Basic": credentials are required; other text is a challenge nobody can answer
     drops: dict[str, list[int]] = field(default_factory=dict)  # digest -> bytes after which the next answers end
     statuses: dict[str, list[int]] = field(default_factory=dict)  # "PUT manifests/1" -> the next answers
     ranges: bool = True
@@ -118,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._allowed(what):
             return
         if what.startswith("manifests/"):
-            registry.manifests[what[10:]] = body
+            registry.manifests |= {what[10:]: body, digest_of(body): body}
         else:
             query = parse_qs(urlsplit(self.path).query)
             assert query["_state"] == ["a=b"]
@@ -143,21 +143,18 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(statuses.pop(0), b'{"errors": [{"code": "X", "message": "because\\u001b[31m"}]}')
             return False
         basic = base64.b64encode(f"{USER}:{SECRET}".encode()).decode()
-        challenge = {
-            "Bearer": f'Bearer realm="{registry.url}/token",service="s",scope="a:b"',
-            "Basic": 'Basic realm="r"',
-        }
-        if (
-            not registry.auth
-            or authorization == {"Bearer": f"Bearer {TOKEN}", "Basic": f"Basic {basic}"}[registry.auth]
-        ):
+        bearer = f'Bearer realm="{registry.url}/token",service="s",scope="a:b"'
+        accepted = {"": authorization, "Bearer": f"Bearer {TOKEN}", "Basic": f"Basic {basic}"}
+        if authorization == accepted.get(registry.auth):
             return True
-        self._answer(401, headers={"WWW-Authenticate": challenge[registry.auth]})
+        challenge = {"Bearer": bearer, "Basic": 'Basic realm="r"'}.get(registry.auth, registry.auth)
+        self._answer(401, headers={"WWW-Authenticate": challenge})
         return False
 
     def _token(self, form: bytes = b"") -> None:
         query = parse_qs(form.decode() or urlsplit(self.path).query)
-        assert (query["service"], query["scope"]) == (["s"], ["a:b"])
+        assert query["service"] == ["s"]
+        assert query["scope"] in (["repository:models/tiny:pull"], ["repository:models/tiny:pull,push"])
         basic = base64.b64encode(f"{USER}:{SECRET}".encode()).decode()
         known = self.headers.get("Authorization") == f"Basic {basic}" or query.get("refresh_token") == [SECRET]
         self._answer(200 if known else 401, json.dumps({"token": TOKEN}).encode())

@@ -14,7 +14,7 @@ from d2sd.cli.main import main
 from d2sd.convert.bundle.registry.credentials import PASSWORD, USERNAME, find_credentials
 from d2sd.convert.bundle.registry.pull import pull
 from d2sd.convert.bundle.registry.push import push
-from d2sd.convert.bundle.registry.reference import Reference, parse_reference
+from d2sd.convert.bundle.registry.reference import Reference, is_loopback, parse_reference
 from d2sd.errors import D2SDError, RegistryError
 from tests.convert.bundle.registry.fake import SECRET, TOKEN, USER, Registry
 
@@ -163,4 +163,4 @@ def test_a_password_in_a_reference_is_not_repeated() -> None:
      ("localhost.x.com:80", False), ("10.0.0.1", False), ("[::2]:80", False)],
 )  # fmt: skip
 def test_plain_http_is_for_this_machine(host: str, expected: bool) -> None:
-    assert parse_reference(f"{host}/b").loopback == expected
+    assert is_loopback(parse_reference(f"{host}/b").host) == expected

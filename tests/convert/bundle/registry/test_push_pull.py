@@ -77,6 +77,7 @@ def test_a_damaged_bundle_is_not_sent(bundle: Path, empty: Registry, tmp_path: P
 
 
 def test_an_upload_that_fails_is_sent_again_from_its_start(bundle: Path, empty: Registry) -> None:
+    empty.blobs[digest_of(b"{}")] = b"{}"
     empty.statuses["PUT blobs/uploads/7"] = [503, 429]
     counted: dict[str, int] = {}
 
