@@ -8,7 +8,6 @@ pays, plain decoding is served.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,7 +86,7 @@ def profile_step_cost(
     advance: Callable[[int], None] = lambda buckets: None,
     calibration: Calibration | None = None,
 ) -> dict[tuple[Policy, int], float]:
-    """Median seconds of a step of every policy that may pay, by batch bucket 1, 2, 4, … up to the limits' batch.
+    """Seconds of a step of every policy that may pay, by batch bucket 1, 2, 4, … up to the limits' batch.
 
     `policies` are sorted by their nodes: once a tree costs more than its best forecast gains, larger trees of the same
     policy are skipped. The runner's pools must be allocated; only page 0 is written.
@@ -110,7 +109,10 @@ def profile_step_cost(
 
 
 def _time(runner: ModelRunner, policy: Policy, batch: Batch, calibration: Calibration | None) -> float:
-    """Median seconds of a decode step as the engine serves it; the first run is a warm-up."""
+    """Least seconds of a decode step as the engine serves it: other work on the machine only ever adds to it.
+
+    The first run is a warm-up.
+    """
     taken = []
     for _ in range(1 + _REPEATS):
         _wait(runner)
@@ -119,7 +121,7 @@ def _time(runner: ModelRunner, policy: Policy, batch: Batch, calibration: Calibr
         decode_step(runner, policy, batch, calibration)
         _wait(runner)
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
+    return min(taken[1:])
 
 
 def _dummy_batch(runner: ModelRunner, limits: Limits, size: int) -> Batch:
