@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from tests.convert.bundle.registry.fake import Registry, digest_of, running
 
 TITLE = "org.opencontainers.image.title"
 WEIGHTS = "target/model.safetensors"
+#: A file that no test writes.
+EVIL = f"{tempfile.gettempdir()}/evil-{os.getpid()}"
 Change = Callable[[Registry], object]
 
 
@@ -107,13 +111,13 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "manifest.json lists itself": (
         lambda r: r.edit_bundle(lambda values: values["files"].update({"manifest.json": "0" * 64})), "not those of",
     ),
-    "name absolute": (renamed("/tmp/evil"), "leaves the bundle"),
+    "name absolute": (renamed(EVIL), "leaves the bundle"),
     "name with ..": (renamed("target/../../evil"), "leaves the bundle"),
     "name with NUL": (renamed("target/a\0b"), "leaves the bundle"),
     "name with a backslash": (renamed("..\\evil"), "leaves the bundle"),
     "name of a file that is a folder": (renamed("target/config.json/x"), "a file and a folder"),
     "name too long": (renamed("x" * 300), "File name too long"),
-    "title absolute": (only_titled("/tmp/evil"), "not those of"),
+    "title absolute": (only_titled(EVIL), "not those of"),
     "title with ..": (only_titled("../evil"), "not those of"),
     "title of another file": (only_titled("target/config.json"), "one name"),
     "title missing": (only_titled(""), "no name"),
@@ -148,7 +152,8 @@ def test_a_fault_is_a_message_and_leaves_nothing(fault: str, registry: Registry,
     assert "\x1b" not in ended.stderr
     assert not out.exists()
     assert {path.name for path in tmp_path.iterdir()} <= {"work"}
-    assert not Path("/tmp/evil").exists()
+    assert not Path(EVIL).exists()
+    assert not list(tmp_path.rglob("evil"))
 
 
 def test_a_file_that_arrived_wrong_is_fetched_anew(registry: Registry, tmp_path: Path) -> None:
