@@ -250,7 +250,7 @@ def exclusive(lock: Path, *, wait: bool) -> Iterator[None]:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            raise BuildError("Another build of this output is running.", where=lock.parent) from None
+            raise BuildError("Another command that writes this output is running.", where=lock.parent) from None
         yield
 
 

@@ -20,7 +20,8 @@ NAME = "manifest.json"
 
 def _inside(name: str) -> str:
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\\" in name or path.as_posix() != name or name in ("", "."):
+    strange = path.is_absolute() or ".." in path.parts or set(name) & {"\\", "\0"}
+    if strange or path.as_posix() != name or name in ("", "."):
         raise ValueError(f"file name {name!r} leaves the bundle")
     return name
 

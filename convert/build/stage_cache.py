@@ -20,10 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from d2sd.convert.bundle.load import list_bundle
-from d2sd.errors import BuildError, BundleError, D2SDError
+from d2sd.convert.bundle.output import output_path, publish
+from d2sd.errors import D2SDError
 from d2sd.io import digest, disk_space, exclusive, hash_files, list_files, read_json, remove, write_json
-from d2sd.manifest import NAME, load_manifest
 from d2sd.progress import Progress
 
 #: Writes a stage's folder and returns figures to keep in its marker.
@@ -51,11 +50,7 @@ class StageCache:
     @classmethod
     def for_output(cls, output: Path, progress: Progress, finished: Callable[[str], None]) -> StageCache:
         """Prepare the work folder of `output`. Raises `BuildError` if the existing output could not be replaced."""
-        try:
-            output = output.resolve()
-            check_replaceable(output)
-        except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL, half a surrogate pair
-            raise BuildError("The output path cannot be used.", where=ascii(str(output)), found=error) from None
+        output = output_path(output)
         return cls(output, output.with_name(f".{output.name}.building"), progress, finished)
 
     @property
@@ -116,13 +111,7 @@ class StageCache:
 
     def publish(self) -> None:
         """Rename the bundle to the output. After a kill between the renames, every stage is still finished."""
-        check_replaceable(self.output)  # again: files may have been added in the meantime
-        replaced = self.folder / "replaced"
-        remove(replaced)
-        if self.output.exists():
-            self.output.replace(replaced)
-        self.bundle.replace(self.output)
-        remove(self.folder)
+        publish(self.bundle, self.output, self.folder)
 
     def _resume(self, path: Path, root: Path, name: str, inputs: str) -> Marker | None:
         try:
@@ -134,29 +123,3 @@ class StageCache:
     def _hashes(self, root: Path, name: str) -> dict[str, str]:
         files = [f"{name}/{file}" for file in list_files(root / name)]
         return hash_files(root, files, self.progress)
-
-
-def check_replaceable(output: Path) -> None:
-    """Raise `BuildError` unless `output` is absent, an empty folder, or a bundle that holds only files of its own.
-
-    Publishing deletes the existing output, so a file that d2sd did not write is an error.
-    """
-    if not (output.exists() or output.is_symlink()) or (output.is_dir() and not any(output.iterdir())):
-        return
-    fix = "choose another output, or move it away"
-    if not (output / NAME).is_file():
-        raise BuildError("The output path exists and is not a bundle.", where=output, fix=fix)
-    try:
-        files = load_manifest(output).files
-        strange = sorted(set(list_bundle(output)) - files.keys() - {NAME})
-    except BundleError as error:
-        where = error.where or output
-        raise BuildError(
-            f"The output path exists and is not a bundle that can be replaced. {error.what}", where=where,
-            found=error.found, expected=error.expected, fix=fix,
-        ) from None  # fmt: skip
-    if strange:
-        raise BuildError(
-            "The bundle at the output path holds files that its manifest does not list.", where=output,
-            found=", ".join(strange), fix=fix,
-        )  # fmt: skip

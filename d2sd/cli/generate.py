@@ -10,9 +10,9 @@ from typing import Any
 import click
 from rich.console import Console
 
+from d2sd.bench.speculation_table import show_stats
 from d2sd.cli.options import FilePath, backend_option, bundle_argument, device_option, policy_option
 from d2sd.cli.report import Reporting
-from d2sd.cli.stats import show_stats
 from d2sd.convert.bundle.backends import BackendName
 from d2sd.convert.bundle.load import load_bundle
 from d2sd.convert.bundle.serving import chat_request, make_engine

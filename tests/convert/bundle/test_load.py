@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from d2sd.convert.build import build
-from d2sd.convert.bundle.load import load_bundle, verify_files
+from d2sd.convert.bundle.files import verify_files
+from d2sd.convert.bundle.load import load_bundle
 from d2sd.errors import BundleError
 from d2sd.manifest import load_manifest
 from d2sd.recipe import load_recipe
