@@ -44,7 +44,7 @@ def test_rates_are_of_counters_and_means_of_gauges(expression: str) -> None:
                 if isinstance(argument, promql_parser.MatrixSelector)
                 else argument.expr.name
             )
-            counts = bool(re.search("_(total|bucket|sum|count)$", name))
+            counts = bool(re.search("_(total|bucket|sum|count)$", str(name)))
             assert counts == (call.func.name != "avg_over_time"), name
 
 
