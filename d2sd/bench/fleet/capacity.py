@@ -84,7 +84,7 @@ def compute(
     count = 2 if policy == "auto" else len(FACTS[policy].required_drafters)
     plan = replace(plan, drafters=plan.drafters[:count])
     recipe = plan.recipe
-    limits = Limits.of(recipe.limits, max_batch)
+    limits = replace(Limits.of(recipe.limits, max_batch), prefix_cache=False)  # prompts share nothing
     request = Request((0,) * demand.prompt_tokens, demand.output_tokens)
     limits.check(request, 1)
     pages = fitting_pages(plan, gpu, limits)

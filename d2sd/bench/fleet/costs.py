@@ -70,7 +70,7 @@ class StepCosts(_Part):
 
 def load_costs(path: Path) -> StepCosts:
     """Read and validate; raises D2SDError naming file and key."""
-    fix = "write it with python -m benchmarks.fleet profile"
+    fix = "write it with python -m benchmarks.fleet"
     return read_model(StepCosts, path, error=D2SDError, what="file of step costs", fix=fix)
 
 

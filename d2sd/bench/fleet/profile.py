@@ -21,8 +21,8 @@ from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.recipe import Policy
 from d2sd.runtime.buckets import buckets
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.policy_selector import Forecast, profile_step_cost
-from d2sd.runtime.request import Limits, SamplingParams
+from d2sd.runtime.policy_selector import PolicySelector, profile_step_cost
+from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.speculation.policy import Off
 from d2sd.runtime.speculation.policy import Policy as TreePolicy
 
@@ -67,15 +67,17 @@ def _measure(bundle: Bundle, policy: Policy, new_tokens: int) -> EngineCosts:
     engine = make_engine(bundle, policy=policy, prefix_cache=False)
     sizes, temperature = buckets(engine.limits.max_batch), bundle.recipe.sampling.temperature
     served = dict.fromkeys(sizes, engine.policy)
-    if engine.selector is not None:  # chosen anew, by processor time
-        timed = _timed(engine, engine.selector.policies, engine.limits, engine.selector.forecast)
-        selector, engine.selector = replace(engine.selector, seconds=timed), None
+    selector, engine.selector = engine.selector, None
+    if selector is not None:  # chosen again by processor time, among plain decoding and what `auto` has chosen
+        chosen = dict.fromkeys([selector.off, *(selector.choose(size, temperature) for size in sizes)])
+        timed = {(one, size): lines for one in chosen for size, lines in _decode(engine, one).items()}
+        seconds = {key: empty + slope * _CONTEXTS[1] for key, (empty, slope) in timed.items()}
+        selector = PolicySelector(list(chosen), seconds, selector.forecast)
         served = {size: selector.choose(size, temperature) for size in sizes}
     costs = {}
     for one in dict.fromkeys(served.values()):
-        costs[str(one)] = PolicyCosts(
-            seconds=_decode(engine, one), accepted=_accepted(bundle, engine, one, temperature, new_tokens)
-        )
+        accepted = _accepted(bundle, engine, one, temperature, new_tokens)
+        costs[str(one)] = PolicyCosts(seconds=_decode(engine, one), accepted=accepted)
     rows = [count for count in buckets(engine.limits.prefill_chunk) if count >= 8]
     deep = engine.limits.max_context // 2
     calls = [(count, _prefill(engine, served[1], count, 0)) for count in rows]
@@ -92,8 +94,13 @@ def _decode(engine: Engine, policy: TreePolicy) -> dict[int, tuple[float, float]
     found = []
     for context in _CONTEXTS:
         limits = replace(engine.limits, max_context=context)
-        both = [plain] if policy is plain else [plain, policy]
-        rounds = [_timed(engine, both, limits, {}) for _ in range(_ROUNDS)]
+        rounds = [
+            profile_step_cost(
+                engine.runner, list(dict.fromkeys([plain, policy])), {}, limits, calibration=engine.calibration,
+                clock=time.process_time,
+            )
+            for _ in range(_ROUNDS)
+        ]  # fmt: skip
         found.append({size: min(timed[policy, size] for timed in rounds) for size in buckets(limits.max_batch)})
     short, long = _CONTEXTS
     lines = {}
@@ -101,14 +108,6 @@ def _decode(engine: Engine, policy: TreePolicy) -> dict[int, tuple[float, float]
         slope = max(0.0, (found[1][size] - seconds) / (long - short))
         lines[size] = max(0.0, seconds - slope * short), slope
     return lines
-
-
-def _timed(
-    engine: Engine, policies: Sequence[TreePolicy], limits: Limits, forecast: Forecast
-) -> dict[tuple[TreePolicy, int], float]:
-    return profile_step_cost(
-        engine.runner, policies, forecast, limits, calibration=engine.calibration, clock=time.process_time
-    )
 
 
 def _prefill(engine: Engine, policy: TreePolicy, rows: int, context: int) -> float:

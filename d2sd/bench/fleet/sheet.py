@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from d2sd.bench.fleet.capacity import REQUESTS, SHARE, Demand, Option
-from d2sd.bench.fleet.roofline import PEAKS
+from d2sd.bench.fleet.roofline import LAYER_SECONDS, PEAKS
 from d2sd.bench.latency import Spread
 from d2sd.bench.markdown import table
 from d2sd.convert.build.plan import GPUS
@@ -30,7 +30,7 @@ class Sheet(BaseModel):
         bounds = f"TTFT at most {1e3 * targets.ttft:g} ms and mean ITL at most {1e3 * targets.itl:g} ms"
         lines = [
             f"# Capacity: {self.name} on {self.gpu}", "",
-            f"**This is arithmetic and simulation; nothing was measured.** {load}, {bounds} for {SHARE:.0%} of them.", "",
+            f"**This is arithmetic and simulation; nothing was measured.** {load}; {bounds}, for {SHARE:.0%}.", "",
             table([("", _rows(self.options[0])[0]), *((one.policy, _rows(one)[1]) for one in self.options)]), "",
             "What it assumes:", "", *(f"- {line}" for line in self._assumptions()), "",
         ]  # fmt: skip
@@ -41,7 +41,8 @@ class Sheet(BaseModel):
         return [
             f"A step reaches {self.efficiency:g} of the {self.gpu}'s peaks: {peaks.bandwidth / 1e12:g} TB/s, and "
             f"{peaks.half / 1e12:g} TFLOP/s in 16 bits ({peaks.fp8 / 1e12:g} in FP8, {peaks.fp32 / 1e12:g} in fp32). "
-            "Each pass reads its weights once and the K/V of its context. Host, network and tokenizer take no time.",
+            f"Each pass reads its weights once and the K/V of its context; a layer takes {1e6 * LAYER_SECONDS:.0f} µs "
+            "more for small kernels. Host, network and tokenizer take no time.",
             f"Weights and K/V fill at most four fifths of {GPUS[self.gpu] // 10**9} GB; precision {self.precision}; at "
             f"most {self.max_batch} requests decode together (`limits.max_batch`).",
             "Tokens a step are the calibration's forecast, or the given ones; each further draft is accepted with the "

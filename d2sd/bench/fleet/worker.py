@@ -91,7 +91,11 @@ class Worker:
 
     def begin_step(self) -> float | None:
         """Schedule a step and return its seconds; None if there is nothing to do."""
+        if not self.streams:
+            return None
         schedule = self.scheduler.schedule()
+        while not schedule.prefill and not schedule.decode:  # it preempted the only request that runs
+            schedule = self.scheduler.schedule()
         budget, seconds = self.limits.prefill_chunk, 0.0
         for chunks in prefill_calls(schedule.prefill, budget, lambda rows: sys.maxsize):
             rows = bucket(len(chunks)) * prefill_rows(max(tokens for _, tokens in chunks), budget)
@@ -101,8 +105,6 @@ class Worker:
         self._decoding, totals = schedule.decode, self.totals
         if self._decoding:
             seconds += self.model.decode_seconds(len(self._decoding), sum(s.cached for s in self._decoding))
-        if not seconds and not self._decoding:
-            return None
         totals.busy += seconds
         totals.request_steps += len(self._decoding)
         totals.prefill_tokens += sum(tokens for _, tokens in schedule.prefill)
