@@ -32,15 +32,11 @@ from d2sd.recipe import Policy
 from d2sd.runtime.request import Limits
 from d2sd.schema import read_model
 
-#: What fleets are simulated with.
-SWEPT: tuple[Policy, ...] = ("off", "auto")
-
-
 @click.command(cls=Reporting)
 @click.argument("bundle", type=FilePath)
 @click.option("--out", type=FilePath, required=True, help="Folder of the results.")
 @click.option(
-    "--policies", type=Listed(str), default="off,auto,hybrid", show_default=True, help="Measured and checked."
+    "--policies", type=Listed(str), default="off,auto", show_default=True, help="Engines."
 )
 @click.option("--workers", type=Listed(click.IntRange(1)), default="1,2,4,8,16,32,64", show_default=True)
 @click.option("--concurrency", type=Listed(click.IntRange(1)), default="1,4,8", show_default=True, help="Of the check.")
@@ -67,10 +63,9 @@ def main(
     pages = limits.max_batch * limits.pages_for(limits.max_context + loaded.recipe.tree.block_size)
     sweep = Sweep(costs, limits, pages)
     rate = SHARE * sweep.saturated("off")
-    swept = [policy for policy in policies if policy in SWEPT]
     cells = []
-    with bar("simulating", len(swept) * len(workers)) as advance:
-        for policy in swept:
+    with bar("simulating", len(policies) * len(workers)) as advance:
+        for policy in policies:
             for count in workers:
                 cells.append(sweep.cell(policy, count, rate))
                 advance(1)

@@ -20,7 +20,7 @@ def markdown(results: Results) -> str:
         "## Measured: step costs", f"{results.costs.source}; processor time.", _costs(results),
         "## Measured against simulated", _checks(results),
         "## Simulation: 1 to 64 workers",
-        f"Poisson arrivals of {first.rate / first.workers:.3f} requests/s a worker, {PROMPT} prompt and {ANSWER} answer "
+        f"Poisson arrivals of {first.rate / first.workers:.3f} requests/s a worker, {PROMPT} prompt and {ANSWER} output "
         f"tokens, each ± {SPREAD:.0%}; {SECONDS:.0f} s, of which the first {BEFORE:.0f} are not counted; least-loaded. "
         f"Goodput: TTFT at most {SLO.ttft:g} s and mean ITL at most {1e3 * SLO.itl:g} ms.",
         _sizes(results.cells),

@@ -68,16 +68,17 @@ def _measure(bundle: Bundle, policy: Policy, new_tokens: int) -> EngineCosts:
     sizes, temperature = buckets(engine.limits.max_batch), bundle.recipe.sampling.temperature
     served = dict.fromkeys(sizes, engine.policy)
     selector, engine.selector = engine.selector, None
+    found = {} if selector else {engine.policy: _decode(engine, engine.policy)}
     if selector is not None:  # chosen again by processor time, among plain decoding and what `auto` has chosen
         chosen = dict.fromkeys([selector.off, *(selector.choose(size, temperature) for size in sizes)])
-        timed = {(one, size): lines for one in chosen for size, lines in _decode(engine, one).items()}
-        seconds = {key: empty + slope * _CONTEXTS[1] for key, (empty, slope) in timed.items()}
+        found = {one: _decode(engine, one) for one in chosen}
+        seconds = {(p, n): empty + slope * _CONTEXTS[1] for p in chosen for n, (empty, slope) in found[p].items()}
         selector = PolicySelector(list(chosen), seconds, selector.forecast)
         served = {size: selector.choose(size, temperature) for size in sizes}
     costs = {}
     for one in dict.fromkeys(served.values()):
         accepted = _accepted(bundle, engine, one, temperature, new_tokens)
-        costs[str(one)] = PolicyCosts(seconds=_decode(engine, one), accepted=accepted)
+        costs[str(one)] = PolicyCosts(seconds=found[one], accepted=accepted)
     rows = [count for count in buckets(engine.limits.prefill_chunk) if count >= 8]
     deep = engine.limits.max_context // 2
     calls = [(count, _prefill(engine, served[1], count, 0)) for count in rows]

@@ -114,7 +114,7 @@ class Worker:
 
     def end_step(self, now: float) -> list[Stream]:
         """Deliver the tokens of the step; returns the streams that it finished."""
-        self.stepping, finished = False, []
+        self.stepping, finished = False, list[Stream]()
         if not self._decoding:
             return finished
         lengths = self.model.lengths(len(self._decoding))

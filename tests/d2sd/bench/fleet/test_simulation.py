@@ -10,7 +10,7 @@ import pytest
 
 from d2sd.bench.fleet.load import Load
 from d2sd.bench.fleet.outcome import figures
-from d2sd.bench.fleet.routing import ROUTER_MODES
+from d2sd.bench.fleet.routing import ROUTER_MODES, RouterMode
 from d2sd.bench.fleet.simulate import Fleet, Kill, Simulation
 from d2sd.bench.fleet.worker import Stream, Worker
 from d2sd.bench.latency import Slo
@@ -106,7 +106,7 @@ def test_a_worker_takes_the_steps_of_the_engine(pages: int | None, monkeypatch: 
 
 @pytest.mark.parametrize("router", ROUTER_MODES)
 @pytest.mark.parametrize("seed", range(3))
-def test_every_request_ends_once_and_no_token_is_lost(router: str, seed: int) -> None:
+def test_every_request_ends_once_and_no_token_is_lost(router: RouterMode, seed: int) -> None:
     """Few pages, a short queue, shared prefixes, and three kills."""
     load = Load(
         requests=150, prompt_tokens=60, output_tokens=30, length_spread=0.8, rate=2.0, shared_tokens=40, groups=3,
