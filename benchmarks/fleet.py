@@ -32,15 +32,14 @@ from d2sd.recipe import Policy
 from d2sd.runtime.request import Limits
 from d2sd.schema import read_model
 
+
 @click.command(cls=Reporting)
 @click.argument("bundle", type=FilePath)
 @click.option("--out", type=FilePath, required=True, help="Folder of the results.")
-@click.option(
-    "--policies", type=Listed(str), default="off,auto", show_default=True, help="Engines."
-)
+@click.option("--policies", type=Listed(str), default="off,auto", show_default=True, help="Engines.")
 @click.option("--workers", type=Listed(click.IntRange(1)), default="1,2,4,8,16,32,64", show_default=True)
 @click.option("--concurrency", type=Listed(click.IntRange(1)), default="1,4,8", show_default=True, help="Of the check.")
-@click.option("--requests", type=click.IntRange(1), default=16, show_default=True, help="Of the check.")
+@click.option("--requests", type=click.IntRange(1), default=8, show_default=True, help="Of the check.")
 @click.option("--max-tokens", type=click.IntRange(1), default=32, show_default=True, help="Of the check.")
 def main(
     bundle: Path, out: Path, policies: list[Policy], workers: list[int], concurrency: list[int], requests: int,

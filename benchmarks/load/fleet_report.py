@@ -20,8 +20,8 @@ def markdown(results: Results) -> str:
         "## Measured: step costs", f"{results.costs.source}; processor time.", _costs(results),
         "## Measured against simulated", _checks(results),
         "## Simulation: 1 to 64 workers",
-        f"Poisson arrivals of {first.rate / first.workers:.3f} requests/s a worker, {PROMPT} prompt and {ANSWER} output "
-        f"tokens, each ± {SPREAD:.0%}; {SECONDS:.0f} s, of which the first {BEFORE:.0f} are not counted; least-loaded. "
+        f"Poisson arrivals of {first.rate / first.workers:.3f} requests/s a worker, {PROMPT} prompt and {ANSWER} "
+        f"output tokens, each ± {SPREAD:.0%}; {SECONDS:.0f} s, the first {BEFORE:.0f} not counted; least-loaded router. "
         f"Goodput: TTFT at most {SLO.ttft:g} s and mean ITL at most {1e3 * SLO.itl:g} ms.",
         _sizes(results.cells),
         "## Simulation: a killed worker",

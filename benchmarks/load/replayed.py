@@ -1,8 +1,8 @@
 """The engine and the simulation on the same requests: how far is the simulation off?
 
 Times are processor time of this process, in which the engine runs alone with one thread: on a machine with other work
-wall time says more about that work. Acceptance was measured on the same prompts, so what is checked is the time model,
-the scheduling and the batching.
+wall time says more about that work. Acceptance was measured on the same prompts, and `auto` serves what it served when
+the costs were measured: what is checked is the time model, the scheduling and the batching.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from d2sd.bench.fleet.simulate import Fleet, Simulation
 from d2sd.bench.fleet.worker import Stream
 from d2sd.bench.latency import Spread, token_latencies
 from d2sd.convert.bundle.load import Bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.convert.bundle.serving import candidate_policies, make_engine
 from d2sd.recipe import Policy
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence as Running
 from d2sd.serve.params import SamplingParams
@@ -70,7 +71,8 @@ class Check(BaseModel):
 
 def check(bundle: Bundle, policy: Policy, costs: EngineCosts, concurrency: int, requests: int, tokens: int) -> Check:
     """Run the engine and then the simulation."""
-    engine = make_engine(bundle, policy=policy, prefix_cache=False)
+    selector = _selector(bundle, costs) if policy == "auto" else None
+    engine = make_engine(bundle, policy=policy, prefix_cache=False, selector=selector)
     asked = requests_of(bundle, requests, SamplingParams(temperature=0.0, max_tokens=tokens))
     engine.generate([asked[0]] * min(2, concurrency))  # warm-up
     served, seconds = _serve(engine, asked, concurrency)
@@ -86,6 +88,16 @@ def check(bundle: Bundle, policy: Policy, costs: EngineCosts, concurrency: int, 
         policy=policy, concurrency=concurrency, measured=Figures.of(served, seconds),
         simulated=Figures.of(streams, run.now),
     )  # fmt: skip
+
+
+def _selector(bundle: Bundle, costs: EngineCosts) -> PolicySelector:
+    """Chooses at every batch size what the costs say is served there."""
+    tree, drafters = bundle.recipe.tree, sum(one is not None for one in (bundle.first, bundle.second))
+    names = set(costs.policies) | {"off"}
+    known = [p for p in candidate_policies(tree, drafters, "auto", tree.row_budget) if str(p) in names]
+    never = 1e9
+    seconds = {(one, size): 1.0 if str(one) == name else never for one in known for size, name in costs.served.items()}
+    return PolicySelector(known, seconds, {})
 
 
 def _serve(engine: Engine, requests: Sequence[Request], concurrency: int) -> tuple[list[Stream], float]:

@@ -147,9 +147,19 @@ def test_a_stream_goes_on_with_the_same_text_after_its_worker_was_killed() -> No
     assert len(moved) > 2
     # Accepted lengths are a function of the text: the interrupted step is taken again elsewhere, with the same result.
     assert [[k for _, k in one.chunks] for one in killed] == [[k for _, k in one.chunks] for one in undisturbed]
-    # Prompt and answer so far of the moved ones were prefilled again: all but the last token, and not from a cache.
-    first = sum(len(one.prompt) - 1 for one in killed)
-    assert sum(worker.totals.prefill_tokens for worker in simulation.workers) > first
+    once = sum(len(one.prompt) - 1 for one in killed)
+    assert sum(worker.totals.prefill_tokens for worker in simulation.workers) > once
+
+
+def test_a_moved_stream_is_prefilled_with_its_answer_so_far() -> None:
+    worker = Worker(model(step=0.5, prefill=0.01), LIMITS, 100, max_waiting=0)
+    worker.submit(Stream(0, 0.0, (1,) * 30, 40, 0, [0] * 40, delivered=20))
+    assert worker.begin_step() == pytest.approx(0.64 + 0.5)  # 49 tokens in 64 rows; the last one is the anchor
+    assert worker.totals.prefill_tokens == 49
+    for _ in range(20):
+        finished = worker.end_step(1.0)
+        worker.begin_step()
+    assert [stream.delivered for stream in finished] == [40]
 
 
 def test_a_lone_worker_that_is_killed_refuses_until_it_is_back() -> None:
