@@ -21,8 +21,8 @@ def markdown(results: Results) -> str:
         "## Measured against simulated", _checks(results),
         "## Simulation: 1 to 64 workers",
         f"Poisson arrivals of {first.rate / first.workers:.3f} requests/s a worker, {PROMPT} prompt and {ANSWER} "
-        f"output tokens, each ± {SPREAD:.0%}; {SECONDS:.0f} s, the first {BEFORE:.0f} not counted; least-loaded router. "
-        f"Goodput: TTFT at most {SLO.ttft:g} s and mean ITL at most {1e3 * SLO.itl:g} ms.",
+        f"output tokens, each ± {SPREAD:.0%}, for {SECONDS:.0f} s, of which the first {BEFORE:.0f} are not counted; "
+        f"router least-loaded. Goodput: TTFT at most {SLO.ttft:g} s and mean ITL at most {1e3 * SLO.itl:g} ms.",
         _sizes(results.cells),
         "## Simulation: a killed worker",
         f"The same requests again, with a SIGKILL of one worker at {BEFORE:.0f} s that is back after 30 s: figures of "
