@@ -8,7 +8,6 @@ pays, plain decoding is served.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,7 +87,7 @@ def profile_step_cost(
     calibration: Calibration | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[tuple[Policy, int], float]:
-    """Median seconds of a step of every policy that may pay, by batch bucket 1, 2, 4, … up to the limits' batch.
+    """Seconds of a step of every policy that may pay, by batch bucket 1, 2, 4, … up to the limits' batch.
 
     `policies` are sorted by their nodes: once a tree costs more than its best forecast gains, larger trees of the same
     policy are skipped. The runner's pools must be allocated; only page 0 is written. `clock` gives seconds.
@@ -113,7 +112,10 @@ def profile_step_cost(
 def _time(
     runner: ModelRunner, policy: Policy, batch: Batch, calibration: Calibration | None, clock: Callable[[], float]
 ) -> float:
-    """Median seconds of a decode step as the engine serves it; the first run is a warm-up."""
+    """Least seconds of a decode step as the engine serves it: other work on the machine only ever adds to it.
+
+    The first run is a warm-up.
+    """
     taken = []
     for _ in range(1 + _REPEATS):
         _wait(runner)
@@ -122,7 +124,7 @@ def _time(
         decode_step(runner, policy, batch, calibration)
         _wait(runner)
         taken.append(clock() - start)
-    return statistics.median(taken[1:])
+    return min(taken[1:])
 
 
 def _dummy_batch(runner: ModelRunner, limits: Limits, size: int) -> Batch:

@@ -16,6 +16,18 @@ from tests.wheel import build_smollm2, build_wheel, install_wheel
 # Tiny matrices gain nothing from threads, and threads that wait for each other on a busy machine cost a hundredfold.
 torch.set_num_threads(1)
 
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The test that builds SmolLM2's bundle goes first and those that need the bundle last: no worker waits for it."""
+
+    def turn(item: pytest.Item) -> int:
+        needed: list[str] = getattr(item, "fixturenames", [])
+        return 0 if "wheel_bundle" in needed else 2 if {"smollm2_bundle", "smollm2_dir"} & set(needed) else 1
+
+    items.sort(key=turn)
+
+
 #: Builds what a name stands for into an empty folder, once a run, and returns the folder.
 Once = Callable[[str, Callable[[Path], object]], Path]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +25,7 @@ from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.speculation.policy import Off
 from d2sd.runtime.speculation.policy import Policy as TreePolicy
 
-#: Each time is the least of so many medians of processor time: other work on the machine only adds to it.
+#: Each time is the least of so many rounds, in processor time: other work on the machine only adds to it.
 _ROUNDS = 3
 #: Context lengths that a step is timed at; its time is taken to be linear in between and beyond.
 _CONTEXTS = (32, 256)
@@ -112,7 +111,7 @@ def _decode(engine: Engine, policy: TreePolicy) -> dict[int, tuple[float, float]
 
 
 def _prefill(engine: Engine, policy: TreePolicy, rows: int, context: int) -> float:
-    """Median seconds of a prefill call of one request, and of injecting its context into the policy's drafters."""
+    """Least seconds of a prefill call of one request, and of injecting its context into the policy's drafters."""
     runner, zeros = engine.runner, torch.zeros(1, rows, dtype=torch.long)
     table = torch.zeros(1, engine.limits.pages_for(context + rows), dtype=torch.long)
     taken = []
@@ -121,7 +120,7 @@ def _prefill(engine: Engine, policy: TreePolicy, rows: int, context: int) -> flo
         runner.prefill(zeros, torch.tensor([rows]), table, torch.tensor([context]))
         runner.sync_drafters(policy.required_drafters)
         taken.append(time.process_time() - start)
-    return min(statistics.median(taken[1 + start :: _ROUNDS]) for start in range(_ROUNDS))
+    return min(taken[1:])
 
 
 def _accepted(
