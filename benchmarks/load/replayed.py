@@ -75,7 +75,8 @@ def check(bundle: Bundle, policy: Policy, costs: EngineCosts, concurrency: int, 
     engine = make_engine(bundle, policy=policy, prefix_cache=False, selector=selector)
     asked = requests_of(bundle, requests, SamplingParams(temperature=0.0, max_tokens=tokens))
     engine.generate([asked[0]] * min(2, concurrency))  # warm-up
-    served, seconds = _serve(engine, asked, concurrency)
+    passes = [_serve(engine, asked, concurrency) for _ in range(2)]
+    served, seconds = min(passes, key=lambda one: one[1])  # other work on the machine only adds
     draw = np.random.default_rng(0)
     streams = [
         Stream(one.id, 0.0, one.prompt, one.delivered, one.id, draw.integers(DRAWS, size=one.delivered).tolist())

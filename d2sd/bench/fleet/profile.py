@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 
 import torch
 
-from d2sd.bench.fleet.accepted import shares
+from d2sd.bench.fleet.accepted import mean_length, shares
 from d2sd.bench.fleet.costs import EngineCosts, PolicyCosts, StepCosts, load_costs, save_costs
 from d2sd.bench.provenance import provenance
 from d2sd.convert.bundle.load import Bundle
@@ -67,25 +68,43 @@ def _measure(bundle: Bundle, policy: Policy, new_tokens: int) -> EngineCosts:
     sizes, temperature = buckets(engine.limits.max_batch), bundle.recipe.sampling.temperature
     served = dict.fromkeys(sizes, engine.policy)
     selector, engine.selector = engine.selector, None
-    found = {} if selector else {engine.policy: _decode(engine, engine.policy)}
-    if selector is not None:  # chosen again by processor time, among plain decoding and what `auto` has chosen
-        chosen = dict.fromkeys([selector.off, *(selector.choose(size, temperature) for size in sizes)])
-        found = {one: _decode(engine, one) for one in chosen}
-        seconds = {(p, n): empty + slope * _CONTEXTS[1] for p in chosen for n, (empty, slope) in found[p].items()}
-        selector = PolicySelector(list(chosen), seconds, selector.forecast)
+    if selector is not None:
         served = {size: selector.choose(size, temperature) for size in sizes}
-    costs = {}
-    for one in dict.fromkeys(served.values()):
-        accepted = _accepted(bundle, engine, one, temperature, new_tokens)
-        costs[str(one)] = PolicyCosts(seconds=found[one], accepted=accepted)
+    chosen = list(dict.fromkeys([*([selector.off] if selector else []), *served.values()]))
+    costs = {
+        one: PolicyCosts(seconds=_decode(engine, one), accepted=_accepted(bundle, engine, one, temperature, new_tokens))
+        for one in chosen
+    }
+    if selector is not None:
+        served = _served(selector, costs, sizes, temperature)
     rows = [count for count in buckets(engine.limits.prefill_chunk) if count >= 8]
     deep = engine.limits.max_context // 2
     calls = [(count, _prefill(engine, served[1], count, 0)) for count in rows]
     slope = (_prefill(engine, served[1], rows[-1], deep) - calls[-1][1]) / (rows[-1] * deep)
     return EngineCosts(
-        served={size: str(one) for size, one in served.items()}, policies=costs,
+        served={size: str(one) for size, one in served.items()},
+        policies={str(one): costs[one] for one in dict.fromkeys(served.values())},
         prefill=calls, prefill_context=max(0.0, slope),
     )  # fmt: skip
+
+
+def _served(
+    selector: PolicySelector, costs: Mapping[TreePolicy, PolicyCosts], sizes: Sequence[int], temperature: float
+) -> dict[int, TreePolicy]:
+    """What `auto` comes to serve: it corrects its forecast by the acceptance that it observes."""
+    seconds = {
+        (one, size): empty + slope * _CONTEXTS[1]
+        for one, measured in costs.items()
+        for size, (empty, slope) in measured.seconds.items()
+    }
+    found = PolicySelector(list(costs), seconds, selector.forecast)
+    observed = [
+        (mean([mean_length(one) for one in measured.accepted]) - 1) / (found.expected(policy, temperature) - 1)
+        for policy, measured in costs.items()
+        if policy is not found.off
+    ]
+    found.acceptance_scale = mean(observed) if observed else 1.0
+    return {size: found.choose(size, temperature) for size in sizes}
 
 
 def _decode(engine: Engine, policy: TreePolicy) -> dict[int, tuple[float, float]]:
