@@ -29,8 +29,8 @@ def markdown(results: Results) -> str:
         f"the requests that arrived in the {MINUTE:.0f} s after it, without and with the kill.",
         _kills(results.cells),
         "## Simulation: routers",
-        "Eight workers, prompts of 600 tokens in eight groups that share 512 each; a worker's pages hold the prefixes "
-        "of three groups.",
+        "Eight workers, prompts of 600 tokens in eight groups that share 512 each; a worker's pages hold four requests, "
+        "or the prefixes of five groups.",
         _routers(results),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
@@ -80,10 +80,10 @@ def _kills(cells: list[Cell]) -> str:
         rows.append((
             f"{cell.policy}, {cell.workers}", f"{a.ttft.p99:.0f} → {b.ttft.p99:.0f}",
             f"{a.itl.p99:.0f} → {b.itl.p99:.0f}", f"{a.goodput:.2f} → {b.goodput:.2f}",
-            str(cell.extra_tokens), str(cell.moved), str(b.refused), str(cell.failed),
+            str(cell.lost_tokens), str(cell.moved), str(b.refused), str(cell.failed),
         ))  # fmt: skip
     headings = (
-        "engine, workers", "TTFT p99, ms", "ITL p99, ms", "goodput", "tokens prefilled again", "moved",
+        "engine, workers", "TTFT p99, ms", "ITL p99, ms", "goodput", "context tokens lost", "moved",
         "refused", "failed",
     )  # fmt: skip
     return _table(headings, rows)
@@ -126,6 +126,7 @@ def plot(results: Results, path: Path) -> None:
         panel.set_xlabel("workers")
         panel.set_xscale("log", base=2)
         panel.set_xticks(sizes, [str(size) for size in sizes])
-        panel.set_yscale("log")
+        panel.set_yscale("log", base=2)
+        panel.yaxis.set_major_formatter("{x:,.0f}")
         panel.minorticks_off()
     style.finish(figure, "Simulation: the same load for each worker, 1 to 64 workers", path)

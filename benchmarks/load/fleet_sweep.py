@@ -32,7 +32,7 @@ class Cell(BaseModel):
     figures: FleetFigures  # after BEFORE
     minute: FleetFigures  # of the requests of the minute in which the other run has its kill
     killed: FleetFigures  # of that minute
-    extra_tokens: int  # prefilled in the run with the kill and not in the other
+    lost_tokens: int  # of context, computed by the killed worker: prefilled again for the streams that moved
     moved: int  # requests that lost their worker
     failed: int  # of these, the ones that no worker could take
 
@@ -79,13 +79,13 @@ class Sweep:
         return Cell(
             policy=policy, workers=workers, rate=load.rate or 0.0,
             figures=figures(*undisturbed, SLO, (BEFORE, SECONDS)),
-            minute=one, killed=other, extra_tokens=other.prefill_tokens - one.prefill_tokens,
+            minute=one, killed=other, lost_tokens=sum(worker.totals.lost_tokens for worker in killed[0].workers),
             moved=sum(one.moves > 0 for one in streams), failed=sum(one.outcome == "failed" for one in streams),
         )  # fmt: skip
 
     def routed(self, router: RouterMode, rate: float) -> Routed:
-        """Prompts that share prefixes; a worker's pages hold its requests and the prefixes of three groups."""
-        pages = self.limits.max_batch * self.limits.pages_for(700) + 3 * self.limits.pages_for(512)
+        """Prompts that share prefixes; a worker's pages hold four requests, or the prefixes of five groups."""
+        pages = 4 * self.limits.pages_for(704)
         load = self._load(
             requests=round(SECONDS * 8 * rate), rate=8 * rate, prompt_tokens=600, length_spread=0.05,
             shared_tokens=512, groups=8,

@@ -52,6 +52,7 @@ class Totals:
     prefill_tokens: int = 0  # computed: not found in the prefix cache
     queried_tokens: int = 0  # prompt tokens looked up in the prefix cache
     hit_tokens: int = 0
+    lost_tokens: int = 0  # of context, computed or in computation when the worker was killed
     preemptions: int = 0
     pages: list[int] = field(default_factory=list)  # in use, step by step
 
@@ -145,6 +146,7 @@ class Worker:
         """SIGKILL: K/V, queue and the step in progress are gone. Returns the streams that were here."""
         lost = list(self.streams.values())
         self.totals = self.counted()
+        self.totals.lost_tokens += sum(sequence.cached for sequence in self.streams)
         self.alive, self.stepping = False, False
         self.generation += 1
         self._begin()

@@ -148,7 +148,8 @@ def test_a_stream_goes_on_with_the_same_text_after_its_worker_was_killed() -> No
     # Accepted lengths are a function of the text: the interrupted step is taken again elsewhere, with the same result.
     assert [[k for _, k in one.chunks] for one in killed] == [[k for _, k in one.chunks] for one in undisturbed]
     once = sum(len(one.prompt) - 1 for one in killed)
-    assert sum(worker.totals.prefill_tokens for worker in simulation.workers) > once
+    again = sum(worker.totals.prefill_tokens for worker in simulation.workers) - once
+    assert 0 < again <= sum(worker.totals.lost_tokens for worker in simulation.workers)
 
 
 def test_a_moved_stream_is_prefilled_with_its_answer_so_far() -> None:
