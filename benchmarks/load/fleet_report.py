@@ -29,8 +29,8 @@ def markdown(results: Results) -> str:
         f"the requests that arrived in the {MINUTE:.0f} s after it, without and with the kill.",
         _kills(results.cells),
         "## Simulation: routers",
-        "Eight workers, prompts of 600 tokens in eight groups that share 512 each; a worker's pages hold four requests, "
-        "or the prefixes of five groups.",
+        "Eight workers, prompts of 600 tokens in eight groups that share 512 each; a worker's pages hold four "
+        "requests, or the prefixes of five groups.",
         _routers(results),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
