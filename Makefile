@@ -8,7 +8,7 @@ CONSTRAINTS := constraints/tested.txt
 # Modules are compiled when first imported: compiling all of torch takes as long as installing it.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS)
 
-.PHONY: demo test test-slow engines lint verify gpu-suite kernels consumers triton-test dynamo-test bench bench-serving fleet soak eval train ablation train-gpu data data-wheel wheel docs clean
+.PHONY: demo test test-slow engines lint verify gpu-suite kernels consumers triton-test dynamo-test dynamo-schema bench bench-serving fleet soak eval train ablation train-gpu data data-wheel wheel docs clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -81,7 +81,7 @@ $(TRITON)/installed: pyproject.toml $(CONSTRAINTS)
 ## workers behind NVIDIA Dynamo's frontend, killed, drained and overloaded: half an hour, two environments of a gigabyte.
 ## KILLS=13 kills and drains 52 workers
 KILLS ?= 2
-DYNAMO_TESTS := -m pytest -p no:cacheprovider -rA tests/d2sd/serve/dynamo
+DYNAMO_TESTS := -m pytest -p no:cacheprovider -rA tests/d2sd/serve/dynamo tests/deploy/test_dynamo.py
 dynamo-test: build/dynamo-1.4.2/ready build/dynamo-1.6.1/ready
 	D2SD_KILLS=$(KILLS) build/dynamo-1.4.2/bin/python $(DYNAMO_TESTS)
 	D2SD_KILLS=1 build/dynamo-1.6.1/bin/python $(DYNAMO_TESTS)
@@ -105,6 +105,18 @@ build/dynamo-1.6.1/ready: build/dynamo-1.6.1/environment
 	$(DYNAMO_PIP) --constraint $(@D)/constraints.txt 'pydantic>=2.10.6,<=2.13.5' uvloop 'aiohttp>=3.14.3' \
 	  'kubernetes>=32,<33' msgspec pyzmq redis tqdm zstandard certifi
 	touch $@
+
+## deploy/dynamo.yaml against the operator's schema of Dynamo 1.4, fetched from its repository; CRD=FILE takes a copy
+CRD ?= build/dynamographdeployments.yaml
+dynamo-schema: .venv/dev $(CRD)
+	echo "055d7331cfbf1cca6864ee9005239de7e869dd79d69418126a52634d009c55d8  $(CRD)" | sha256sum --check --quiet
+	$(PIP_INSTALL) jsonschema
+	D2SD_DYNAMO_CRD="$(CRD)" $(BIN)/pytest -rs tests/deploy/test_dynamo.py
+
+DYNAMO_CRDS := https://raw.githubusercontent.com/ai-dynamo/dynamo/2a6da14c83617f5412caba5777dbf0e2399e9c5f/deploy/operator/config/crd/bases
+build/dynamographdeployments.yaml:
+	mkdir -p $(@D)
+	curl --fail --silent --show-error --location --output $@ $(DYNAMO_CRDS)/nvidia.com_dynamographdeployments.yaml
 
 ## the results of the README: two hours on two cores, resumable; tables, JSON and plots in build/bench
 bench: .venv/demo

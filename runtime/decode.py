@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from d2sd.policies import DrafterRole, FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.grammar.step import OFFERED, StepGrammar, TreePaths
+from d2sd.runtime.grammar.step import OFFERED, SPARE, StepGrammar, TreePaths
 from d2sd.runtime.sampling.logprobs import pack_logprobs, unpack_logprobs
 from d2sd.runtime.sequence import TokenLogprobs
 from d2sd.runtime.speculation.accept import Accepted, sample_target
@@ -95,9 +95,7 @@ def decode_step(
         with timer("draft_second"):
             second = runner.draft_second(batch, branches, policy.second_pass, offered)
         second = calibrated(guided(second, branches), batch, policy.second_pass, branches)
-    with timer("build_tree"):
-        tree = policy.build(batch, first, branches, second)
-        paths = None if batch.grammar is None else batch.grammar.paths(tree)
+    tree, paths = _built(policy, batch, first, branches, second, timer)
     with timer("verify"):
         verified = runner.verify(batch, tree)
     mask = _mask(batch.grammar, paths, verified.logits, timer)
@@ -121,8 +119,23 @@ def _guided(
         return grammar.guide(draft, width, branches)
 
 
+def _built(
+    policy: Policy, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None, timer: Timer
+) -> tuple[Tree, TreePaths | None]:
+    """The tree of `policy`; trees of constrained requests are taken from larger ones, to stay inside their grammars."""
+    with timer("build_tree"):
+        tree = policy.build(batch, first, branches, second)
+        if batch.grammar is None:
+            return tree, None
+        slots = 0 if first is None else first.tokens.shape[1]
+        most = max(SPARE * policy.num_nodes, 1 + (1 + policy.num_branches) * slots)  # the latter: all candidates' nodes
+        larger = replace(policy, num_nodes=most).build(batch, first, branches, second)
+    with timer("grammar"):
+        return batch.grammar.prune(tree, larger)
+
+
 def _mask(grammar: StepGrammar | None, paths: TreePaths | None, logits: Tensor, timer: Timer) -> Tensor | None:
-    """The mask of `sample_target`. On a GPU the host walks the trees while the target verifies them."""
+    """The mask of `sample_target`. On a GPU the host walks the leaves while the target verifies the trees."""
     if grammar is None or paths is None:
         return None
     with timer("grammar"):

@@ -17,7 +17,6 @@ from tests.wheel import build_smollm2, build_wheel, install_wheel
 torch.set_num_threads(1)
 
 
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The test that builds SmolLM2's bundle goes first and those that need the bundle last: no worker waits for it."""
 

@@ -34,7 +34,7 @@ HEAVY = {"torch", "numpy", "triton", "tensorrt", "tensorrt_rtx", "transformers"}
 TOP_LEVEL = {
     "pyproject.toml", "README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff",
     "Makefile", "mkdocs.yml", "zensical.toml",
-    "d2sd", *TOP_ROOMS, "recipes", "models", "tests", "benchmarks", "docs", "examples", "constraints",
+    "d2sd", *TOP_ROOMS, "recipes", "models", "tests", "benchmarks", "docs", "examples", "constraints", "deploy",
 }  # fmt: skip
 
 

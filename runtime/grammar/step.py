@@ -1,7 +1,8 @@
-"""The grammars of one decode step: drafts are led along them, and every node of a tree gets its mask.
+"""The grammars of one decode step: drafts are led along them, trees stay inside them, and every node gets its mask.
 
-Only requests with a grammar are touched. For those the host reads the draft and the tree before the target runs; on a
-GPU it walks the tree while the target verifies. A step without a grammar reads nothing back and can be captured.
+Only requests with a grammar are touched. For those the host reads the draft and the tree before the target runs, and
+walks the tree's inner nodes; on a GPU it walks the leaves while the target verifies. A step without a grammar reads
+nothing back and can be captured.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from torch import Tensor
 from d2sd.runtime.grammar.grammar import PathWalker, forced, has
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.draft import Branches, Draft
-from d2sd.runtime.speculation.tree import Tree
+from d2sd.runtime.speculation.tree import Tree, replace_rows
 
 # Shape letters: B requests, C of them with a grammar, K branches, S slots, M candidates a slot, N nodes, V vocabulary,
 # W = ceil(V / 32) words of a mask.
 
 #: Candidates of every slot that are offered to a grammar, of which the policy's number is kept.
 OFFERED = 16
+#: Times the policy's nodes that are offered to a grammar, of which the policy's number is kept.
+SPARE = 2
 
 Path = tuple[int, ...]
-#: Node index of every path, without the anchor, by row of the batch.
+#: Node index of every path, without the anchor, of the trees of constrained requests, by row of the batch.
 TreePaths = dict[int, dict[Path, int]]
 
 
@@ -66,37 +69,51 @@ class StepGrammar:
             column[rows] = torch.tensor(values, dtype=column.dtype, device=column.device).view(column[rows].shape)
         return Draft(tokens, logprob)
 
-    def paths(self, tree: Tree) -> TreePaths:
-        """Node index of every path, without the anchor, of the trees of constrained requests. Reads from the device."""
+    def prune(self, tree: Tree, larger: Tree) -> tuple[Tree, TreePaths]:
+        """`tree` [B, N] with other trees of constrained requests: the first N nodes of `larger` that can be accepted.
+
+        These have been proposed (their score is finite), and the grammar allows their path. Reads from the device.
+        """
         rows = torch.tensor(list(self._walkers), device=tree.tokens.device)
-        columns = torch.stack([tree.tokens[rows], tree.parent[rows], tree.valid[rows].long()]).tolist()  # [3, C, N]
-        found: TreePaths = {}
-        for row, tokens, parents, valid in zip(self._walkers, *columns, strict=True):
-            paths: list[Path] = [()]
-            for token, parent in zip(tokens[1:], parents[1:], strict=True):
-                paths.append((*paths[parent], token))
-            found[row] = {path: node for node, path in enumerate(paths) if valid[node]}
-        return found
+        proposed = larger.valid[rows] & (larger.score[rows] > -math.inf)
+        columns = torch.stack([larger.tokens[rows], larger.parent[rows], proposed.long()], 1).tolist()  # [C, 3, F]
+        kept, found = torch.zeros(proposed.shape, dtype=torch.bool), TreePaths()
+        for number, ((row, walker), nodes) in enumerate(zip(self._walkers.items(), columns, strict=True)):
+            inside = _inside(walker, nodes, tree.tokens.shape[1])
+            kept[number, list(inside)] = True
+            found[row] = {path: node for node, path in enumerate(inside.values())}
+        return replace_rows(tree, rows, larger, kept.to(rows.device)), found
 
     def mask(self, paths: TreePaths, batch: int, nodes: int, vocab_size: int) -> Tensor:
         """The tokens that may follow every node: [B, N, W] int32 on the host, a bit for a token, the lowest first.
 
-        All bits are set where nothing is constrained: for other requests, and for nodes whose path leaves the grammar
-        or is complete. The former can never be accepted, because an ancestor's mask excludes them.
+        All bits are set where nothing is constrained: for other requests, for padding and behind the end of an answer.
         """
         words = -(-vocab_size // 32)
         mask = torch.full((batch, nodes, words), -1, dtype=torch.int32)
         for row, walker in self._walkers.items():
-            reached: dict[Path, bytes] = {}
             for path, node in sorted(paths[row].items()):  # depth first: a path is followed by its continuations
-                if path and not has(reached.get(path[:-1], b""), path[-1]):
-                    continue
                 if bits := walker.allowed(path):  # empty after an end token
-                    reached[path] = bits
                     padded = bytearray(bits[: 4 * words].ljust(4 * words, b"\0"))
                     mask[row, node] = torch.frombuffer(padded, dtype=torch.int32)
             walker.reset()
         return mask
+
+
+def _inside(walker: PathWalker, nodes: list[list[int]], budget: int) -> dict[int, Path]:
+    """Paths of the first `budget` proposed nodes that the grammar allows, by their index, in its order.
+
+    `nodes` holds the tokens, the parents' indices, and whether they have been proposed.
+    """
+    tokens, parents, proposed = nodes
+    paths: dict[int, Path] = {0: ()}
+    for node in range(1, len(tokens)):
+        if len(paths) == budget:
+            break
+        path = paths.get(parents[node])
+        if path is not None and proposed[node] and has(walker.allowed(path), tokens[node]):
+            paths[node] = (*path, tokens[node])
+    return paths
 
 
 def _prefixes(branches: Branches, rows: Tensor) -> list[list[Path]]:

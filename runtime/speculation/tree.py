@@ -98,6 +98,34 @@ def from_scored_nodes(
     return _tree(tokens, parent, depth, valid, branch_id, score[:, :budget], deepest)
 
 
+def replace_rows(tree: Tree, rows: Tensor, larger: Tree, kept: Tensor) -> Tree:
+    """`tree` [B, N] with new trees of the requests `rows` [C]: the first N nodes `kept` [C, F] of `larger` [B, F].
+
+    Every kept node's parent is kept as well; the nodes that are not are gone, or padding. F is at least N.
+    """
+    size = tree.tokens.shape[1]
+    order = kept.logical_not().int().argsort(dim=-1, stable=True)  # stable: a parent stays before its children
+    parent = order.argsort(-1).gather(1, larger.parent[rows]).gather(1, order)[:, :size]
+    order = order[:, :size]
+    valid, at = kept.gather(1, order), (rows[:, None], order)
+    self_only = torch.eye(size, dtype=torch.bool, device=order.device)
+    attn_mask = larger.attn_mask[rows[:, None, None], order[:, :, None], order[:, None]]
+
+    def replaced(column: Tensor, new: Tensor) -> Tensor:
+        return column.index_copy(0, rows, new)
+
+    return Tree(
+        replaced(tree.tokens, larger.tokens[at].where(valid, 0)),
+        replaced(tree.parent, parent),
+        replaced(tree.depth, larger.depth[at]),
+        replaced(tree.valid, valid),
+        replaced(tree.attn_mask, attn_mask.where(valid[..., None], self_only)),
+        replaced(tree.branch_id, larger.branch_id[at].where(valid, 0)),
+        replaced(tree.score, larger.score[at].masked_fill(~valid, float("-inf"))),
+        replaced(tree.num_merged, larger.num_merged[rows]),
+    )
+
+
 def _tree(
     tokens: Tensor, parent: Tensor, depth: Tensor, valid: Tensor, branch_id: Tensor, score: Tensor, deepest: int,
     merged: Tensor | None = None,

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
 
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.backends import model_runner as module
-from d2sd.runtime.backends.model_runner import ModelRunner, Verified
-from d2sd.runtime.batch import Batch
+from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.sequence import Sequence as Running
-from d2sd.runtime.speculation.accept import Accepted
-from d2sd.runtime.speculation.tree import Tree
-from tests.runtime.cheating import CheatingRunner
 from tests.runtime.helpers import (
     BLOCK,
     all_pages,
@@ -31,9 +26,9 @@ from tests.runtime.helpers import (
     free_pages,
     make_engine,
     plain,
-    poison,
     run_staggered,
 )
+from tests.runtime.nan_pages import NaNPages
 
 PREFIX = tuple(random.Random(11).randrange(64) for _ in range(13))  # three pages of 4, and one token
 KINDS = (SamplingParams(), SamplingParams(1.0), SamplingParams(0.8, top_p=0.9), SamplingParams(1.0, top_k=9))
@@ -57,42 +52,6 @@ def second_turns() -> tuple[Request, ...]:
         Request((*turn.prompt, *expected(turn), 7, 7), 8, replace(turn.sampling, seed=100 + turn.sampling.seed))
         for turn in first_turns()
     )
-
-
-class NaNPages(CheatingRunner):
-    """All pages hold NaN until they are written, and again when they are given up; page 0 after every write."""
-
-    def allocate(self, pages: int, page_size: int) -> None:
-        super().allocate(pages, page_size)
-        poison(self, slice(None))
-
-    def forget(self, pages: Sequence[int]) -> None:
-        super().forget(pages)
-        for page in pages:
-            poison(self, slice(page, page + 1))
-
-    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> Tensor:
-        hidden = super().prefill(tokens, length, page_table, context_len)
-        poison(self, 0)
-        return hidden
-
-    def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
-        super().commit(batch, verified, accepted)
-        poison(self, 0)
-
-    def sync_drafters(self, drafters: Collection[int]) -> None:
-        super().sync_drafters(drafters)
-        poison(self, 0)
-
-    def verify(self, batch: Batch, tree: Tree) -> Verified:
-        verified = super().verify(batch, tree)
-        assert not verified.logits.isnan().any()
-        return verified
-
-    def _draft(self, which: int, batch: Batch, blocks: Tensor) -> Tensor:
-        logits = super()._draft(which, batch, blocks)
-        assert not logits.isnan().any()
-        return logits
 
 
 def nan_pages() -> NaNPages:

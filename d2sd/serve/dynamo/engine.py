@@ -74,10 +74,10 @@ class DynamoEngine:
             end = time.monotonic() + _FLUSH
             while self._streams and time.monotonic() < end:
                 await asyncio.sleep(0.01)
+            if self._watch is not None:
+                self._watch.cancel()  # first: a stopped engine looks like a failed one
             await self._service.stop()
             self._service = None
-        if self._watch is not None:
-            self._watch.cancel()
 
     async def _report(self, service: AsyncEngine) -> None:
         """Publish what the engine did; when it has failed, end the process as SIGTERM does: its streams move."""

@@ -40,6 +40,7 @@ def run_worker(path: Path, settings: WorkerSettings, **options: Any) -> None:
     """Serve a bundle until SIGTERM; `options` are those of `make_engine`. An empty model name takes the bundle's."""
     sdk = load_sdk()
     from dynamo.common.backend.run import run
+    from dynamo.common.utils.namespace import get_worker_namespace
 
     bundle = load_bundle(path, progress=bar)
     settings = replace(settings, model=settings.model or bundle.recipe.name)
@@ -54,7 +55,8 @@ def run_worker(path: Path, settings: WorkerSettings, **options: Any) -> None:
         # Its own methods first; what they leave out is the default of Dynamo's base class.
         kind = type("D2SDEngine", (DynamoEngine, sdk.LLMEngine), {"from_args": None})
         return kind(settings, load, sdk), sdk.WorkerConfig(
-            namespace=settings.namespace, component="d2sd", endpoint="generate",
+            # With the suffix that the operator gives each rollout: a stream does not move to workers of another bundle.
+            namespace=get_worker_namespace(settings.namespace), component="d2sd", endpoint="generate",
             model_name=str(path / "target"), served_model_name=settings.model,
             endpoint_types="chat,completions" if bundle.tokenizer.chat_template else "completions",
             discovery_backend=settings.discovery,

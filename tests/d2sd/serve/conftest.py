@@ -1,4 +1,4 @@
-"""A tiny bundle with a chat template, as `LLM` opens it."""
+"""A tiny bundle with a chat template, as `LLM` and engines open it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from d2sd.convert.build.pipeline import build
+from d2sd.convert.bundle.load import Bundle, load_bundle
+from d2sd.convert.bundle.serving import make_engine
 from d2sd.modeling.decoder import Decoder
 from d2sd.recipe import load_recipe
+from d2sd.runtime.engine import Engine
 from tests.convert.helpers import write_project
 
 #: Every turn is its role's word and its content; two turns of one role in a row are refused, as by many real templates.
@@ -43,3 +46,13 @@ def build_tiny(
 @pytest.fixture(scope="session")
 def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny(tmp_path_factory.mktemp("llm"))
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_bundle: Path) -> Bundle:
+    return load_bundle(tiny_bundle)
+
+
+@pytest.fixture
+def engine(bundle: Bundle) -> Engine:
+    return make_engine(bundle)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 
-from d2sd.convert.bundle.load import Bundle, load_bundle
+from d2sd.convert.bundle.load import Bundle
 from d2sd.convert.bundle.serving import make_engine
 from d2sd.errors import GenerationError, RequestError
 from d2sd.runtime.engine import Engine
@@ -22,16 +21,6 @@ from d2sd.serve.errors import DeadlineExceeded, EngineFailed, QueueFull, Shuttin
 
 #: Greedy, and long enough to be in the middle for a while.
 LONG = Request((5, 7), 40)
-
-
-@pytest.fixture(scope="module")
-def bundle(tiny_bundle: Path) -> Bundle:
-    return load_bundle(tiny_bundle)
-
-
-@pytest.fixture
-def engine(bundle: Bundle) -> Engine:
-    return make_engine(bundle)
 
 
 class Gate:

@@ -1,24 +1,23 @@
-"""Speculation under a grammar equals plain decoding under it, and requests without one notice nothing."""
+"""Speculation under a grammar equals plain decoding under it, in trees inside it; others notice nothing."""
 
 from __future__ import annotations
 
 import json
-from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
-from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
 from d2sd.policies import NAMES, PolicyName
+from d2sd.runtime.decode import decode_step
+from d2sd.runtime.engine import Engine
 from d2sd.runtime.grammar.step import StepGrammar
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.stats import SequenceStats
-from tests.runtime.cheating import CheatingRunner
 from tests.runtime.grammar.oracle import constrained_text
-from tests.runtime.grammar.tokens import END, guidance, ids, text_of, vocab_size
-from tests.runtime.helpers import all_pages, free_pages, make_engine, run_staggered
-from tests.tiny import tiny_decoder, tiny_drafter
+from tests.runtime.grammar.tokens import END, guidance, ids, text_of
+from tests.runtime.grammar.watched import WatchedRunner, drafted, is_inside, models
+from tests.runtime.helpers import BUDGET, all_pages, free_pages, make_engine, run_staggered
 
 SCHEMA = {
     "type": "object",
@@ -29,13 +28,6 @@ SCHEMA = {
     "required": ["name", "ages"],
     "additionalProperties": False,
 }
-
-
-@cache
-def models() -> tuple[Decoder, Drafter, Drafter]:
-    target = tiny_decoder("qwen3", layers=2, vocab=vocab_size())
-    first = tiny_drafter(target.config, block_size=5, layers=1)
-    return target, first, tiny_drafter(target.config, block_size=5, layers=1, role="variable_prefix", seed=2)
 
 
 @cache
@@ -69,17 +61,37 @@ def test_answers_are_worth_running() -> None:
     assert answers[3][0] in ("yes", "no, never", "maybe")
 
 
+def answers() -> dict[int, list[int]]:
+    return {request.sampling.seed: answer for request, answer in zip(requests(), expected(), strict=True)}
+
+
+def engine_for(
+    policy: PolicyName,
+    kept: tuple[Request, ...],
+    *,
+    pages: int | None = None,
+    errors: float = 0.3,
+    row_budget: int = BUDGET,
+) -> Engine:
+    texts = {r.sampling.seed: [*r.prompt, *answers()[r.sampling.seed], *[7] * 32] for r in kept}
+    runner = WatchedRunner(kept, texts, errors)
+    engine = make_engine(runner, policy, max_batch=8, pages=pages, row_budget=row_budget)
+    runner.policy = engine.policy
+    return engine
+
+
 def run(
     policy: PolicyName, kept: tuple[Request, ...], *, pages: int | None = None, errors: float = 0.3
 ) -> SequenceStats:
     """Run requests under a policy whose drafters are often right; returns the statistics of constrained ones."""
-    wanted = {r.sampling.seed: answer for r, answer in zip(requests(), expected(), strict=True)}
-    texts = {r.sampling.seed: [*r.prompt, *wanted[r.sampling.seed], *[7] * 32] for r in kept}
-    runner = CheatingRunner(*deepcopy(models()), texts, first_errors=errors, second_errors=errors)
-    engine = make_engine(runner, policy, max_batch=8, pages=pages)
+    engine = engine_for(policy, kept, pages=pages, errors=errors)
     sequences = run_staggered(engine, kept, gap=1)
-    assert [s.answer for s in sequences] == [wanted[r.sampling.seed] for r in kept]
+    assert [s.answer for s in sequences] == [answers()[r.sampling.seed] for r in kept]
     assert free_pages(engine) == all_pages(engine)
+    runner = engine.runner
+    assert isinstance(runner, WatchedRunner)
+    assert runner.outside == 0, f"of {runner.inside + runner.outside} nodes"
+    assert runner.inside > 0 or policy in ("off", "lookup") or all(r.grammar is None for r in kept)
     return SequenceStats.merged(s.stats for s in sequences if s.request.grammar is not None)
 
 
@@ -92,6 +104,27 @@ def test_speculation_equals_plain_decoding(policy: PolicyName) -> None:
 @pytest.mark.parametrize("policy", ["off", "d2sd", "hybrid"])
 def test_preempted_answers_stay_in_their_grammar(policy: PolicyName) -> None:
     assert run(policy, requests(), pages=18).preemptions > 0
+
+
+def test_a_small_tree_is_filled() -> None:
+    """No node is left empty while the drafts have another one inside the grammar."""
+    kept = tuple(request for request in requests() if request.grammar is not None)
+    engine = engine_for("d2sd", kept, row_budget=9, errors=0.9)
+    for request in kept:
+        engine.submit(request)
+    moved_up = 0
+    for _ in range(12):
+        running = engine.admit()
+        batch, _ = engine.prepare(running)
+        result = decode_step(engine.runner, engine.policy, batch)
+        everything = replace(engine.policy, num_nodes=100).build(batch, result.first, result.branches, result.second)
+        for row, one in enumerate(running):
+            paths = drafted(everything, row)
+            inside = [path for path in paths if is_inside(one.request, one.answer, path)]
+            assert drafted(result.tree, row) == inside[:8]
+            moved_up += inside[:8] != [path for path in paths[:8] if path in inside]
+        engine.retire(running, result)
+    assert moved_up > 2
 
 
 @pytest.mark.parametrize("policy", ["chain", "hybrid"])

@@ -1,4 +1,4 @@
-"""One step's drafts and masks: constrained rows follow their grammar, the other rows keep every bit."""
+"""One step's drafts, trees and masks: constrained rows follow their grammar, the other rows keep every bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.accept import sample_target
 from d2sd.runtime.speculation.draft import Branches, Draft
-from d2sd.runtime.speculation.tree import from_chain
+from d2sd.runtime.speculation.tree import from_candidates, from_chain
+from tests.runtime.drafts import nodes_of
 from tests.runtime.grammar.tokens import END, guidance, ids, vocab_size
 
 A, B, C, D = (ids(letter)[0] for letter in "abcd")
@@ -59,11 +60,36 @@ def test_a_branch_is_led_from_its_prefix() -> None:
     assert led.tokens[0].tolist() == [[[C], [C]]] * 2
 
 
+def test_the_forbidden_and_the_unproposed_make_room() -> None:
+    """The first candidate leaves the grammar after a, the second proposes nothing after b; the third takes their place.
+
+    The other request has the same tree without a change.
+    """
+    candidates = torch.tensor([[[9, A, D, B], [9, B, C, D], [9, A, C, D]]] * 2)
+    score = torch.zeros(2, 3, 4)
+    score[:, 1, 2:] = -math.inf
+    usual, larger = (from_candidates(candidates, score, nodes) for nodes in (5, 10))
+    tree, paths = step("[ab]c[ad]").prune(usual, larger)
+    assert paths == {1: {(): 0, (A,): 1, (B,): 2, (A, C): 3, (A, C, D): 4}}
+    nodes = nodes_of(tree, 1)
+    assert [node.path[1:] for node in nodes] == [(), (A,), (B,), (A, C), (A, C, D)]
+    assert [node.branch_id for node in nodes] == [0, 0, 1, 2, 2]
+    assert nodes_of(tree, 0) == nodes_of(usual, 0)
+
+
+def test_nothing_follows_the_end() -> None:
+    chain = from_chain(torch.tensor([[9, A, END, A]] * 2), torch.zeros(2, 4))
+    tree, paths = step("a").prune(chain, chain)
+    assert list(paths[1]) == [(), (A,), (A, END)]
+    assert tree.valid.sum(1).tolist() == [4, 3]
+
+
 def test_masks_of_a_tree() -> None:
-    """a b d: the grammar leaves after b, so d and what follows it have no mask of their own."""
+    """a b d: the grammar is left after b, so d and its child are not in the tree."""
     tree = from_chain(torch.tensor([[9, A, B, D, A]] * 2), torch.zeros(2, 5))
     grammar = step("a[bc]c")
-    mask = grammar.mask(grammar.paths(tree), 2, 5, vocab_size())
+    _, paths = grammar.prune(tree, tree)
+    mask = grammar.mask(paths, 2, 5, vocab_size())
     assert mask.shape == (2, 5, -(-vocab_size() // 32))
     assert (mask[0] == -1).all()
     assert (mask[1, 3:] == -1).all()
@@ -75,7 +101,7 @@ def test_a_mask_of_a_smaller_or_larger_vocabulary() -> None:
     tree = from_chain(torch.tensor([[9, A]] * 2), torch.zeros(2, 2))
     for size in (A + 1, vocab_size() + 200):
         grammar = step("[ab]*")
-        mask = grammar.mask(grammar.paths(tree), 2, 2, size)
+        mask = grammar.mask(grammar.prune(tree, tree)[1], 2, 2, size)
         assert mask.shape[2] == -(-size // 32)
         row = mask[1, 1].numpy().tobytes()
         assert has(row, A)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import random
+from dataclasses import fields
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d2sd.runtime.speculation.tree import Tree, from_candidates, from_chain, max_nodes
+from d2sd.runtime.speculation.tree import Tree, from_candidates, from_chain, max_nodes, replace_rows
 from tests.runtime import oracle
 from tests.runtime.drafts import nodes_of
 from tests.runtime.helpers import STEADY
@@ -58,6 +60,28 @@ def test_fewer_rows_are_the_beginning_of_more(candidates: list[list[list[int]]],
     small, large = (from_candidates(tokens, scores, rows) for rows in (budget, budget + more))
     for b in range(len(candidates)):
         assert nodes_of(small, b) == nodes_of(large, b)[:budget]
+
+
+@STEADY
+@given(candidate_sets(), st.integers(1, 30), st.randoms(use_true_random=False))
+def test_nodes_that_are_not_kept_make_room_for_later_ones(
+    candidates: list[list[list[int]]], budget: int, dice: random.Random
+) -> None:
+    """Of the last request a third of the nodes goes, and with each all behind it; the others keep every bit."""
+    tokens, scores = torch.tensor(candidates), torch.tensor(scores_for(candidates))
+    usual, larger = (from_candidates(tokens, scores, rows) for rows in (budget, max(budget, 21)))
+    last = len(candidates) - 1
+    nodes = nodes_of(larger, last)
+    left = {node.path for node in nodes[:1]}
+    for node in nodes[1:]:
+        if node.path[:-1] in left and dice.random() < 0.7:
+            left.add(node.path)
+    kept = torch.zeros(1, larger.tokens.shape[1], dtype=torch.bool)
+    kept[0, : len(nodes)] = torch.tensor([node.path in left for node in nodes])
+    tree = replace_rows(usual, torch.tensor([last]), larger, kept)
+    assert nodes_of(tree, last) == [node for node in nodes if node.path in left][:budget]
+    for field in fields(Tree):
+        assert getattr(tree, field.name)[:last].equal(getattr(usual, field.name)[:last]), field.name
 
 
 def merged(candidates: list[list[list[int]]] | Tensor, budget: int) -> Tree:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 pytest.importorskip("dynamo.common.backend", reason="needs ai-dynamo: make dynamo-test")
 
 from d2sd.serve.dynamo.engine import DynamoEngine
-from d2sd.serve.dynamo.run import load_sdk
+from d2sd.serve.dynamo.run import load_sdk, run_worker
+from d2sd.serve.dynamo.settings import WorkerSettings
 from tests.d2sd.serve.dynamo import fakes
 
 
@@ -67,3 +71,15 @@ def test_the_publisher_takes_what_is_published() -> None:
     for name in ("token_ids", "num_block_tokens", "block_hashes", "parent_hash", "cache_salt"):
         assert name in stored
     assert "block_hashes" in KvEventPublisher.publish_removed.__text_signature__
+
+
+def test_workers_of_a_rollout_have_a_namespace_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_NAMESPACE_WORKER_SUFFIX", "1a2b")
+    for limit in ("DYN_ENGINE_REQUEST_LIMIT", "DYN_DYNAMO_REQUEST_QUEUE_LIMIT"):
+        monkeypatch.setenv(limit, "1")  # run_worker sets them; undone after the test
+    made: list[Any] = []
+    monkeypatch.setattr("dynamo.common.backend.run.run", lambda kind, engine_factory: made.append(engine_factory))
+    monkeypatch.setattr("d2sd.serve.dynamo.run.load_bundle", MagicMock())
+    run_worker(Path("/bundle"), WorkerSettings("m", namespace="fleet"))
+    _, config = asyncio.run(made[0](None))
+    assert config.namespace == "fleet-1a2b"

@@ -7,32 +7,22 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 
-from d2sd.convert.bundle.load import Bundle, load_bundle
+from d2sd.convert.bundle.load import Bundle
 from d2sd.convert.bundle.serving import make_engine
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.sequence import Output
+from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.dynamo.engine import DynamoEngine
 from d2sd.serve.dynamo.requests import RequestReader
 from d2sd.serve.dynamo.settings import WorkerSettings
 from tests.d2sd.serve.dynamo import fakes
 
 SETTINGS = WorkerSettings("tiny", max_waiting=1, drain_timeout=5)
-
-
-@pytest.fixture(scope="module")
-def bundle(tiny_bundle: Path) -> Bundle:
-    return load_bundle(tiny_bundle)
-
-
-@pytest.fixture
-def engine(bundle: Bundle) -> Engine:
-    return make_engine(bundle)
 
 
 def message(prompt: list[int], tokens: int = 20, **sampling: Any) -> dict[str, Any]:
@@ -249,6 +239,28 @@ def test_a_slow_reader_hears_of_the_end_before_the_process_ends(bundle: Bundle, 
             assert isinstance(task.exception(), fakes.EngineShutdown)
 
     run(test())
+
+
+def test_a_worker_that_is_slow_to_stop_ends_once(
+    bundle: Bundle, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: list[int] = []
+    monkeypatch.setattr("signal.raise_signal", signals.append)
+    monkeypatch.setattr("d2sd.serve.dynamo.engine._REPORT", 0.001)
+    stop = AsyncEngine.stop
+
+    async def slowly(service: AsyncEngine) -> None:
+        await stop(service)
+        await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(AsyncEngine, "stop", slowly)
+
+    async def test() -> None:
+        async with worker(bundle, engine) as made:
+            await chunks(made, message([5, 6], 3))
+
+    run(test())
+    assert signals == []
 
 
 def test_a_failed_engine_moves_its_streams_and_ends_the_worker(

@@ -1,0 +1,85 @@
+"""A runner that checks every tree before it is verified: inside the grammar, and unchanged for requests without one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import fields
+from functools import cache
+
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from d2sd.policies import FirstPass
+from d2sd.runtime.backends.model_runner import Verified
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.grammar.grammar import has
+from d2sd.runtime.request import Request
+from d2sd.runtime.speculation.draft import Branches, Draft
+from d2sd.runtime.speculation.policy import Policy
+from d2sd.runtime.speculation.tree import Tree
+from tests.runtime.cheating import CheatingRunner
+from tests.runtime.grammar.tokens import END, vocab_size
+from tests.tiny import tiny_decoder, tiny_drafter
+
+
+@cache
+def models() -> tuple[Decoder, Drafter, Drafter]:
+    target = tiny_decoder("qwen3", layers=2, vocab=vocab_size())
+    first = tiny_drafter(target.config, block_size=5, layers=1)
+    return target, first, tiny_drafter(target.config, block_size=5, layers=1, role="variable_prefix", seed=2)
+
+
+class WatchedRunner(CheatingRunner):
+    """Set `policy` before the first step. `requests` have the seeds of `texts`."""
+
+    policy: Policy
+
+    def __init__(self, requests: Sequence[Request], texts: Mapping[int, Sequence[int]], errors: float = 0.3) -> None:
+        super().__init__(*deepcopy(models()), texts, first_errors=errors, second_errors=errors)
+        self._requests = {request.sampling.seed: request for request in requests}
+        self._branches: Branches | None = None
+        self.inside = self.outside = 0  # drafted nodes of constrained requests
+
+    def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
+        self._branches = branches
+        return super().draft_second(batch, branches, drafter, width)
+
+    def verify(self, batch: Batch, tree: Tree) -> Verified:
+        usual = None
+        if self.policy.first_pass is not FirstPass.PROMPT_LOOKUP:
+            drafts = (self._first, self._second) if self._first else (None, None)
+            width = self.policy.topk
+            first, second = (d and Draft(d.tokens[..., :width], d.logprob[..., :width]) for d in drafts)
+            usual = self.policy.build(batch, first, self._branches, second)
+        for row, text, start, _ in self._known(batch, "unused"):
+            request = self._requests[int(batch.sampling.seed[row])]
+            if request.grammar is not None:
+                self._count(tree, row, request, text[len(request.prompt) : start + 1])
+            elif usual is not None:
+                for field in fields(Tree):
+                    assert getattr(tree, field.name)[row].equal(getattr(usual, field.name)[row]), field.name
+        return super().verify(batch, tree)
+
+    def _count(self, tree: Tree, row: int, request: Request, answer: Sequence[int]) -> None:
+        for path in drafted(tree, row):
+            fits = is_inside(request, answer, path)
+            self.inside += fits
+            self.outside += not fits
+
+
+def drafted(tree: Tree, row: int) -> list[list[int]]:
+    """Paths of a request's nodes, without the root."""
+    tokens, parents = tree.tokens[row].tolist(), tree.parent[row].tolist()
+    paths: list[list[int]] = [[]]
+    for node in range(1, int(tree.valid[row].sum())):
+        paths.append([*paths[parents[node]], tokens[node]])
+    return paths[1:]
+
+
+def is_inside(request: Request, answer: Sequence[int], path: Sequence[int]) -> bool:
+    """Whether the grammar allows `path` after `answer`, by a fresh matcher."""
+    assert request.grammar is not None
+    matcher = request.grammar.matcher()
+    assert all(matcher.consume(token) for token in answer)
+    *before, last = path
+    return all(token != END and matcher.consume(token) for token in before) and has(matcher.allowed(), last)

@@ -1,0 +1,50 @@
+"""A runner whose pools are full of NaN wherever no request or cached prefix is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
+from d2sd.runtime.backends.model_runner import Verified
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.speculation.accept import Accepted
+from d2sd.runtime.speculation.tree import Tree
+from tests.runtime.cheating import CheatingRunner
+from tests.runtime.helpers import poison
+
+
+class NaNPages(CheatingRunner):
+    """All pages hold NaN until they are written, and again when they are given up; page 0 after every write."""
+
+    def allocate(self, pages: int, page_size: int) -> None:
+        super().allocate(pages, page_size)
+        poison(self, slice(None))
+
+    def forget(self, pages: Sequence[int]) -> None:
+        super().forget(pages)
+        for page in pages:
+            poison(self, slice(page, page + 1))
+
+    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> Tensor:
+        hidden = super().prefill(tokens, length, page_table, context_len)
+        poison(self, 0)
+        return hidden
+
+    def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
+        super().commit(batch, verified, accepted)
+        poison(self, 0)
+
+    def sync_drafters(self, drafters: Collection[int]) -> None:
+        super().sync_drafters(drafters)
+        poison(self, 0)
+
+    def verify(self, batch: Batch, tree: Tree) -> Verified:
+        verified = super().verify(batch, tree)
+        assert not verified.logits.isnan().any()
+        return verified
+
+    def _draft(self, which: int, batch: Batch, blocks: Tensor) -> Tensor:
+        logits = super()._draft(which, batch, blocks)
+        assert not logits.isnan().any()
+        return logits
