@@ -110,8 +110,8 @@ def plot(results: Results, path: Path) -> None:
     figure, axes = style.panels(1, 3, 4.4)
     panels: list[tuple[str, Callable[[FleetFigures], float]]] = [
         ("tokens a second", lambda f: f.tokens_per_second),
-        ("TTFT p99, ms (dotted: minute after a kill)", lambda f: f.ttft.p99),
-        ("ITL p99, ms (dotted: minute after a kill)", lambda f: f.itl.p99),
+        ("TTFT p99, ms (dotted: with a kill)", lambda f: f.ttft.p99),
+        ("ITL p99, ms (dotted: with a kill)", lambda f: f.itl.p99),
     ]
     for number, (panel, (title, value)) in enumerate(zip(axes[0], panels, strict=True)):
         for policy in dict.fromkeys(cell.policy for cell in results.cells):
@@ -126,7 +126,10 @@ def plot(results: Results, path: Path) -> None:
         panel.set_xlabel("workers")
         panel.set_xscale("log", base=2)
         panel.set_xticks(sizes, [str(size) for size in sizes])
-        panel.set_yscale("log", base=2)
+        if number == len(panels) - 1:
+            panel.set_ylim(bottom=0)
+        else:
+            panel.set_yscale("log", base=2)
         panel.yaxis.set_major_formatter("{x:,.0f}")
         panel.minorticks_off()
     style.finish(figure, "Simulation: the same load for each worker, 1 to 64 workers", path)
