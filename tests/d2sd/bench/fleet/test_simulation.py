@@ -172,6 +172,14 @@ def test_a_lone_worker_that_is_killed_refuses_until_it_is_back() -> None:
     }
 
 
+def test_the_step_that_a_kill_interrupted_does_not_end_the_next_one() -> None:
+    streams = [Stream(number, arrival, (1,), 1, 0, [0]) for number, arrival in enumerate((0.0, 7.0))]
+    fleet = Fleet(limits=LIMITS, pages=100, kills=(Kill(5.0),), restart_seconds=1.0)
+    Simulation(model(step=10.0), fleet).run(streams)
+    assert streams[0].outcome == "failed"
+    assert streams[1].chunks == [(17.0, 1)]
+
+
 # -- routers -----------------------------------------------------------------------------------------------------------
 
 
