@@ -8,7 +8,7 @@ CONSTRAINTS := constraints/tested.txt
 # Modules are compiled when first imported: compiling all of torch takes as long as installing it.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS)
 
-.PHONY: demo test test-slow engines lint verify gpu-suite kernels consumers triton-test dynamo-test dynamo-schema bench bench-serving soak eval train ablation train-gpu data data-wheel wheel docs clean
+.PHONY: demo test test-slow engines lint verify gpu-suite kernels consumers triton-test dynamo-test dynamo-schema bench bench-serving fleet soak eval train ablation train-gpu data data-wheel wheel docs clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -140,6 +140,11 @@ bench-serving: .venv/dev
 	$(SERVING) --repeat 3
 	$(SERVING) --overhead --policies off,hybrid --repeat 5
 	$(SERVING) --parameters --repeat 5
+
+## step costs of this machine, the simulation against the engine, and 1 to 64 workers simulated: minutes, resumable
+fleet: .venv/dev
+	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fleet $(BUNDLE) --out build/fleet
 
 ## ten minutes of mixed load with disconnects, deadlines, kills and malformed requests, then SIGTERM and a fuzzer
 soak: .venv/dev

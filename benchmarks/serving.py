@@ -30,12 +30,13 @@ from pydantic import BaseModel
 from benchmarks.load import direct, report, workloads
 from benchmarks.load.answers import check_answers
 from benchmarks.load.client import connect
-from benchmarks.load.figures import Sample, Slo
+from benchmarks.load.figures import Sample
 from benchmarks.load.plots import write_plots
 from benchmarks.load.result import Cell, Key, Result, Run, Variant, Workload
 from benchmarks.load.server import Server
 from benchmarks.load.traffic import closed_loop, open_loop
 from benchmarks.load.workloads import Conversation
+from d2sd.bench.latency import Slo
 from d2sd.bench.provenance import provenance
 from d2sd.cli.bench import Listed
 from d2sd.cli.options import FilePath

@@ -85,22 +85,23 @@ def profile_step_cost(
     limits: Limits,
     advance: Callable[[int], None] = lambda buckets: None,
     calibration: Calibration | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[tuple[Policy, int], float]:
     """Seconds of a step of every policy that may pay, by batch bucket 1, 2, 4, … up to the limits' batch.
 
     `policies` are sorted by their nodes: once a tree costs more than its best forecast gains, larger trees of the same
-    policy are skipped. The runner's pools must be allocated; only page 0 is written.
+    policy are skipped. The runner's pools must be allocated; only page 0 is written. `clock` gives seconds.
     """
     (off,) = (policy for policy in policies if isinstance(policy, Off))
     found: dict[tuple[Policy, int], float] = {}
     for bucket in buckets(limits.max_batch):
         batch = _dummy_batch(runner, limits, bucket)
-        plain = found[off, bucket] = _time(runner, off, batch, calibration)
+        plain = found[off, bucket] = _time(runner, off, batch, calibration, clock)
         pruned: set[str] = set()
         for policy in policies:
             if policy is off or policy.name in pruned:
                 continue
-            seconds = found[policy, bucket] = _time(runner, policy, batch, calibration)
+            seconds = found[policy, bucket] = _time(runner, policy, batch, calibration, clock)
             best = max(max(curve) for curve in forecast.get(policy.name, ([1.0],)))
             if seconds > best * plain:
                 pruned.add(policy.name)
@@ -108,7 +109,9 @@ def profile_step_cost(
     return found
 
 
-def _time(runner: ModelRunner, policy: Policy, batch: Batch, calibration: Calibration | None) -> float:
+def _time(
+    runner: ModelRunner, policy: Policy, batch: Batch, calibration: Calibration | None, clock: Callable[[], float]
+) -> float:
     """Least seconds of a decode step as the engine serves it: other work on the machine only ever adds to it.
 
     The first run is a warm-up.
@@ -116,11 +119,11 @@ def _time(runner: ModelRunner, policy: Policy, batch: Batch, calibration: Calibr
     taken = []
     for _ in range(1 + _REPEATS):
         _wait(runner)
-        start = time.perf_counter()
+        start = clock()
         runner.sync_drafters(policy.required_drafters)
         decode_step(runner, policy, batch, calibration)
         _wait(runner)
-        taken.append(time.perf_counter() - start)
+        taken.append(clock() - start)
     return min(taken[1:])
 
 

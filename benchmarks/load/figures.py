@@ -1,25 +1,13 @@
-"""The figures of a measured load.
-
-TTFT: from sending a request to the arrival of its first tokens. ITL, inter-token latency, is of tokens and not of
-chunks: k tokens that arrive t after the chunk before them are k latencies of t / k. The tokens of the first chunk have
-none. E2E: from sending to the end of the response. A request meets the SLO if its TTFT and its mean ITL do.
-"""
+"""The figures of a measured load: TTFT and ITL as in `d2sd.bench.latency`; E2E: to the response's end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from pydantic import BaseModel
 
 from benchmarks.load.client import Reply
-
-
-class Slo(BaseModel):
-    """Bounds in seconds of a request that counts for goodput."""
-
-    ttft: float
-    itl: float
+from d2sd.bench.latency import Slo, Spread, token_latencies
 
 
 class Sample(BaseModel):
@@ -38,9 +26,7 @@ class Sample(BaseModel):
         """The sample of a complete reply; raises ValueError for one that is not."""
         if not reply.complete or not reply.arrivals:
             raise ValueError(f"a request failed: status {reply.status}, {reply.error}")
-        latencies = []
-        for (before, _), (now, count) in zip(reply.arrivals, reply.arrivals[1:], strict=False):
-            latencies += [round((now - before) / count, 6)] * count
+        latencies = [round(one, 6) for one in token_latencies(reply.arrivals)]
         details = reply.usage.get("completion_tokens_details") or {}
         prompt = reply.usage.get("prompt_tokens_details") or {}
         return cls(
@@ -50,24 +36,7 @@ class Sample(BaseModel):
         )  # fmt: skip
 
     def meets(self, slo: Slo) -> bool:
-        mean = sum(self.itl) / len(self.itl) if self.itl else 0.0
-        return self.ttft <= slo.ttft and mean <= slo.itl
-
-
-class Spread(BaseModel):
-    """Of a latency, in milliseconds."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread:
-        """All zero if there is no value."""
-        values = 1e3 * np.asarray(seconds if len(seconds) else [0.0])
-        p50, p90, p99 = np.percentile(values, [50, 90, 99])
-        return cls(mean=float(values.mean()), p50=float(p50), p90=float(p90), p99=float(p99))
+        return slo.met(self.ttft, self.itl)
 
 
 class Figures(BaseModel):

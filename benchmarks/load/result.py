@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
-from benchmarks.load.figures import Figures, Sample, Slo
+from benchmarks.load.figures import Figures, Sample
+from d2sd.bench.latency import Slo
 from d2sd.bench.result import Provenance
 
 Workload = Literal["prompts", "poisson", "prefix", "turns"]

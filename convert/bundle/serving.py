@@ -11,7 +11,7 @@ from d2sd.convert.bundle.chat import Messages, encode_chat, encode_prompt
 from d2sd.errors import BundleError, RequestError
 from d2sd.policies import FACTS
 from d2sd.progress import bar
-from d2sd.recipe import Policy
+from d2sd.recipe import Policy, Tree
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
@@ -49,7 +49,7 @@ def make_engine(
 
     recipe = bundle.recipe
     name, rows = policy or recipe.tree.policy, row_budget or recipe.tree.row_budget
-    candidates = _policies(bundle, name, rows)
+    candidates = candidate_policies(recipe.tree, sum(d is not None for d in (bundle.first, bundle.second)), name, rows)
     drafters = [bundle.first, bundle.second][: max(len(candidate.required_drafters) for candidate in candidates)]
     if None in drafters:
         raise BundleError(
@@ -83,11 +83,9 @@ def can_run(bundle: Bundle, name: Policy) -> bool:
     return sum(drafter is not None for drafter in (bundle.first, bundle.second)) >= needed
 
 
-def _policies(bundle: Bundle, name: Policy, rows: int) -> list[TreePolicy]:
-    """The named policy; for `auto` all that the bundle can run, by number of nodes. The engine starts with the last."""
+def candidate_policies(tree: Tree, drafters: int, name: Policy, rows: int) -> list[TreePolicy]:
+    """The named policy; for `auto` all that `drafters` drafters can run, by nodes. The engine starts with the last."""
     from d2sd.runtime.speculation.policy import make_policy
-
-    tree = bundle.recipe.tree
 
     def made(name: PolicyName, rows: int) -> TreePolicy:
         return make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=rows)
@@ -95,8 +93,8 @@ def _policies(bundle: Bundle, name: Policy, rows: int) -> list[TreePolicy]:
     if name != "auto":
         return [made(name, rows)]
     found = [made("off", 1)]
-    if bundle.first is not None:
-        trees: list[PolicyName] = ["ddtree"] if bundle.second is None else ["ddtree", "hybrid"]
+    if drafters:
+        trees: list[PolicyName] = ["ddtree"] if drafters == 1 else ["ddtree", "hybrid"]
         found.append(made("chain", rows))
         found += [made(tree, size) for size in _ROWS if size <= rows for tree in trees]
     return found

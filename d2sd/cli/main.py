@@ -15,6 +15,7 @@ COMMANDS = {
     "bench": "Measure BUNDLE: tokens per step, acceptance, cost and speed of every method.",
     "build": "Build the serving bundle that RECIPE describes.",
     "calibrate": "Fit the drafters' confidence to what BUNDLE's target accepts.",
+    "capacity": "Compute how many GPUs serve a load within latency targets, with and without speculation.",
     "convert": "Convert the drafter in SOURCE to another checkpoint format.",
     "data": "Fill data/ with the prompt sets that recipes and benchmarks name.",
     "eval": "Measure the accuracy of BUNDLE by lm-eval, with and without speculation; in fp32 no answer may differ.",

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.load.answers import check_answers, reference
 from benchmarks.load.client import Reply, ask, connect, error_of
 from benchmarks.load.direct import compare_policies
-from benchmarks.load.figures import Figures, Sample, Slo
+from benchmarks.load.figures import Figures, Sample
 from benchmarks.load.fuzz import fuzz
 from benchmarks.load.guests import Guests
 from benchmarks.load.malformed import malformed
@@ -26,6 +26,7 @@ from benchmarks.load.traffic import closed_loop, open_loop
 from benchmarks.load.workloads import multi_turn, shared_prefix, single
 from benchmarks.serving import Benchmark
 from benchmarks.soak import bad_lines, growth
+from d2sd.bench.latency import Slo
 from d2sd.bench.provenance import provenance
 from d2sd.errors import D2SDError
 from d2sd.serve.openai.run import listen

@@ -35,6 +35,10 @@ FLAGS = {
         *("--stop", "--raw", "--stats", "--show-tree", "--tree-svg", "--html", "--device", "--executor"),
     },
     "calibrate": {"bundle", "--prompts", "--exclude", "--count", "--max-new-tokens", "--out"},
+    "capacity": {
+        *("source", "--gpu", "--rate", "--prompt-tokens", "--output-tokens", "--ttft", "--itl", "--max-batch"),
+        *("--policy", "--tau", "--efficiency", "--out"),
+    },
     "convert": {"source", "--to", "-o", "--out", "--target", "--role"},
     "inspect": {"bundle"},
     "pull": {"reference", "-o", "--out", "--plain-http", "--verify-command"},

@@ -1,0 +1,48 @@
+"""The fleet benchmark: a sweep of made-up costs becomes tables and a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.load import fleet_report, fleet_sweep
+from benchmarks.load.fleet_sweep import Results, Sweep
+from benchmarks.load.replayed import Check, Figures
+from d2sd.bench.fleet.costs import StepCosts
+from d2sd.bench.latency import Spread
+from d2sd.bench.provenance import provenance
+from d2sd.runtime.request import Limits
+from tests.d2sd.bench.fleet.helpers import engine_costs
+
+
+def test_a_sweep_becomes_tables_and_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_sweep, "SECONDS", 60.0)
+    monkeypatch.setattr(fleet_sweep, "BEFORE", 20.0)
+    monkeypatch.setattr(fleet_sweep, "MINUTE", 20.0)
+    monkeypatch.setattr(fleet_sweep, "ANSWER", 8)
+    limits = Limits(max_batch=4, max_context=1024, page_size=16, prefill_chunk=128)
+    costs = StepCosts(kind="measured", source="made up", engines={"off": engine_costs(0.2, 4, prefill=0.001)})
+    sweep = Sweep(costs, limits, 256)
+    rate = 0.7 * sweep.saturated("off")
+    cells = [sweep.cell("off", workers, rate) for workers in (2, 4)]
+    for cell in cells:
+        assert cell.rate == pytest.approx(rate * cell.workers)
+        assert cell.moved
+        assert cell.lost_tokens > 50 * cell.moved / 2
+        assert cell.killed.ttft.p99 > cell.minute.ttft.p99
+        assert cell.figures.tokens_per_second == pytest.approx(8 * cell.rate, rel=0.3)
+    spread = Spread(mean=1, p50=1, p90=1, p99=1)
+    figures = Figures(tokens=10, tokens_per_second=10.0, steps=10, ttft=spread, itl=spread)
+    slower = figures.model_copy(update={"tokens_per_second": 8.0})
+    check = Check(policy="off", concurrency=4, measured=figures, simulated=slower)
+    assert check.errors()["tokens/s"] == pytest.approx(-0.2)
+    results = Results(
+        provenance=provenance({"name": "tiny"}, "cpu"), costs=costs, checks=[check], limits=limits, cells=cells,
+        routers=[sweep.routed("kv", rate / 8)],
+    )  # fmt: skip
+    text = fleet_report.markdown(results)
+    assert text.count("## Simulation") == 3
+    assert "-20%" in text
+    fleet_report.plot(results, tmp_path / "fleet.png")
+    assert (tmp_path / "fleet.png").stat().st_size > 10_000

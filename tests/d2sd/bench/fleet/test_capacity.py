@@ -1,0 +1,98 @@
+"""The capacity sheet: GPUs for a load, from a recipe or a bundle, and targets that cannot be met."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from d2sd.bench.fleet.capacity import read_plan
+from d2sd.cli.main import main
+from d2sd.convert.build.plan import GPUS
+from tests.convert.helpers import add_calibration, write_project
+from tests.d2sd.serve.conftest import build_tiny
+
+LOAD = {
+    "--gpu": "H100", "--rate": 2000, "--prompt-tokens": 20, "--output-tokens": 8, "--ttft": 0.02, "--itl": 0.01,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer requests than for a sheet that somebody reads."""
+    monkeypatch.setattr("d2sd.bench.fleet.capacity.REQUESTS", 80)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_project(tmp_path_factory.mktemp("capacity") / "project")
+    add_calibration(path)
+    return path
+
+
+def capacity(source: Path, **changed: object) -> Result:
+    options = LOAD | {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
+    flat = [str(part) for pair in options.items() for part in pair]
+    return CliRunner().invoke(main, ["capacity", str(source), *flat], catch_exceptions=False)
+
+
+def test_a_sheet_says_what_it_is_and_is_written(recipe: Path, tmp_path: Path) -> None:
+    found = capacity(recipe, out=tmp_path / "sheet.json")
+    assert found.exit_code == 0, found.output
+    assert "arithmetic and simulation; nothing was measured" in found.output
+    assert "0.8 of the H100's peaks" in found.output
+    sheet = json.loads((tmp_path / "sheet.json").read_text())
+    assert sheet["label"] == "arithmetic and simulation, not measured"
+    assert [one["policy"] for one in sheet["options"]] == ["off", "auto"]
+    for one in sheet["options"]:
+        figures = one["figures"]
+        assert one["gpus"] * one["most_rate"] >= 2000 > (one["gpus"] - 1) * one["most_rate"]
+        assert figures["attainment"] >= 0.95
+        assert figures["pages"] <= one["pages"]
+        assert figures["requests"] == figures["finished"]
+    plain, auto = sheet["options"]
+    assert auto["weight_bytes"] > plain["weight_bytes"]
+
+
+def test_more_load_takes_more_gpus(recipe: Path, tmp_path: Path) -> None:
+    counts = []
+    for rate in (500, 20_000):
+        assert capacity(recipe, rate=rate, policy="off", out=tmp_path / "sheet.json").exit_code == 0
+        counts.append(json.loads((tmp_path / "sheet.json").read_text())["options"][0]["gpus"])
+    assert counts[0] < counts[1]
+
+
+@pytest.mark.slow
+def test_a_bundle_has_the_plan_of_its_recipe(tmp_path: Path) -> None:
+    bundle = build_tiny(tmp_path)
+    built, planned = read_plan(bundle), read_plan(tmp_path / "project" / "recipe.yaml")
+    for one, other in zip(built.parts, planned.parts, strict=True):
+        assert (one.config, one.weight_bytes, one.kv_token_bytes) == (
+            other.config, other.weight_bytes, other.kv_token_bytes,
+        )  # fmt: skip
+    assert built.recipe.limits == planned.recipe.limits
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"ttft": 1e-6}, "one request alone on a GPU misses the TTFT"),
+        ({"itl": 1e-6}, "one request alone on a GPU misses the ITL"),
+        ({"prompt_tokens": 60}, "does not fit the context"),
+        ({"out": "sheet.txt"}, "a name in .md or .json"),
+        ({"tau": 9.0}, "out of range"),
+    ],
+)
+def test_what_cannot_be_met_names_the_bound(recipe: Path, changed: dict[str, object], message: str) -> None:
+    found = capacity(recipe, **changed)
+    assert found.exit_code == 2
+    assert message in found.output
+
+
+def test_a_model_too_large_for_the_gpu_is_refused(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GPUS, "H100", 40_000)
+    found = capacity(recipe)
+    assert found.exit_code == 2
+    assert "does not fit on one H100" in found.output

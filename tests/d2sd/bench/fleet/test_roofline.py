@@ -1,0 +1,90 @@
+"""Arithmetic of step costs: bytes and products of a known geometry."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from d2sd.bench.fleet.accepted import mean_length
+from d2sd.bench.fleet.roofline import LAYER_SECONDS, PEAKS, Roofline, arithmetic_costs
+from d2sd.convert.build.plan import GPUS, Part, Plan
+from d2sd.errors import D2SDError
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
+from d2sd.recipe import Recipe
+from d2sd.runtime.speculation.policy import make_policy
+
+RECIPE = Recipe.model_validate({
+    "d2sd": 1, "name": "qwen3-8b", "target": {"path": "t"}, "precision": "bf16",
+    "drafters": {"first": {"path": "f"}, "second": {"path": "s"}},
+    "tree": {"block_size": 16, "branches": 4, "row_budget": 64},
+    "limits": {"max_batch": 16, "max_context": 8192, "prefill_chunk": 512},
+})  # fmt: skip
+
+
+def body(layers: int) -> BodyConfig:
+    return BodyConfig(4096, 12288, layers, 32, 8, 128, 1e-6, RopeConfig(1e6), 40960, True, False, False)
+
+
+def drafter(name: str) -> Part:
+    config = DrafterConfig(body(5), 151_936, 16, 151_669, (1, 9, 17, 25, 33), 36, "first")
+    return Part(name, "", config, 1_048_626_432, 2 * 1_048_626_432, 20_480)
+
+
+TARGET = Part("target", "", DecoderConfig("qwen3", body(36), 151_936, False), 8_190_735_360, 2 * 8_190_735_360, 147_456)
+PLAN = Plan(RECIPE, None, TARGET, (drafter("drafter_first"), drafter("drafter_second")))
+ROOFLINE = Roofline(PLAN, "H100", 1.0)
+HEAD = 151_936 * 4096
+OFF = make_policy("off", block_size=16, branches=4, row_budget=64)
+TREE = make_policy("d2sd", block_size=16, branches=4, row_budget=64)
+
+
+def test_every_gpu_of_the_plan_has_peaks() -> None:
+    assert PEAKS.keys() == GPUS.keys()
+
+
+def test_plain_decoding_reads_the_weights_and_the_context_once() -> None:
+    read = 2 * (8_190_735_360 - HEAD)  # the embedding is looked up
+    assert read / 1e9 == pytest.approx(15.14, abs=0.01)
+    layers = 36 * LAYER_SECONDS
+    assert ROOFLINE.decode_seconds(OFF, 1, 0) == pytest.approx(read / 3.35e12 + layers)
+    assert ROOFLINE.decode_seconds(OFF, 8, 1000) == pytest.approx((read + 8000 * 147_456) / 3.35e12 + layers)
+    assert Roofline(PLAN, "H100", 0.5).decode_seconds(OFF, 1, 0) == pytest.approx(2 * read / 3.35e12 + layers)
+
+
+def test_a_tree_adds_two_drafters_that_read_the_head_again() -> None:
+    read = 2 * (8_190_735_360 - HEAD) + 2 * 2 * (1_048_626_432 + HEAD)
+    assert ROOFLINE.decode_seconds(TREE, 1, 0) == pytest.approx(read / 3.35e12 + 46 * LAYER_SECONDS)
+
+
+def test_many_rows_are_bound_by_products() -> None:
+    weights = 8_190_735_360 - 2 * HEAD
+    attention = 4 * 512 * 1000 * 32 * 128 * 36
+    found = ROOFLINE.prefill_seconds(512, 1000)
+    assert found == pytest.approx((2 * 512 * weights + attention) / 989e12 + 36 * LAYER_SECONDS)
+
+
+def test_fp8_layers_read_half_and_compute_twice_as_fast() -> None:
+    layers = 8_190_735_360 - 2 * HEAD
+    narrow = replace(PLAN, target=replace(TARGET, weight_bytes=layers + 4 * HEAD))
+    roofline = Roofline(narrow, "H100", 1.0)
+    assert roofline.decode_seconds(OFF, 1, 0) == pytest.approx((layers + 2 * HEAD) / 3.35e12 + 36 * LAYER_SECONDS)
+    assert roofline.prefill_seconds(512, 0) == pytest.approx(2 * 512 * layers / 1979e12 + 36 * LAYER_SECONDS)
+
+
+def test_auto_chooses_by_batch_and_serves_plain_decoding_where_nothing_pays() -> None:
+    costs = arithmetic_costs(ROOFLINE, "auto", 16, 1000, tau=4.0).engines["auto"]
+    assert costs.served[1] == "hybrid of 64 rows"
+    assert mean_length(costs.policies["hybrid of 64 rows"].accepted[0]) == pytest.approx(4.0)
+    empty, slope = costs.policies["hybrid of 64 rows"].seconds[4]
+    assert slope > 0
+    largest = make_policy("hybrid", block_size=16, branches=4, row_budget=64)
+    assert empty + 1000 * slope == pytest.approx(ROOFLINE.decode_seconds(largest, 4, 1000))
+    assert set(arithmetic_costs(ROOFLINE, "auto", 16, 1000, tau=1.05).engines["auto"].served.values()) == {"off"}
+
+
+def test_unknown_tokens_a_step_are_asked_for() -> None:
+    with pytest.raises(D2SDError, match=r"(?s)tokens a step are unknown.*--tau"):
+        arithmetic_costs(ROOFLINE, "auto", 16, 1000)
+    with pytest.raises(D2SDError, match=r"(?s)out of range.*1 \.\. 16"):
+        arithmetic_costs(ROOFLINE, "auto", 16, 1000, tau=17)
