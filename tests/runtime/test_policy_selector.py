@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -196,20 +195,20 @@ class Scripted:
 
 
 def measured(
-    monkeypatch: pytest.MonkeyPatch, runner: Scripted, policies: Sequence[Policy], forecast: Any, max_batch: int = 1,
+    runner: Scripted, policies: Sequence[Policy], forecast: Any, max_batch: int = 1,
     advance: Callable[[int], None] = lambda count: None,
 ) -> dict[tuple[Policy, int], float]:  # fmt: skip
-    monkeypatch.setattr("d2sd.runtime.policy_selector.time", SimpleNamespace(perf_counter=lambda: runner.now))
-    return profile_step_cost(cast(ModelRunner, runner), policies, forecast, Limits(max_batch, 64, 4, 16), advance)
+    limits = Limits(max_batch, 64, 4, 16)
+    return profile_step_cost(cast(ModelRunner, runner), policies, forecast, limits, advance, clock=lambda: runner.now)
 
 
-def test_costs_are_those_of_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_those_of_whole_steps() -> None:
     """Both passes, the target, the commit; in every bucket; and one bar's advance a bucket."""
     told: list[int] = []
     runner = Scripted(lambda rows, size: rows * size)
     trees = (CHAIN, LARGE, Hybrid(8, 2))
     forecast = {policy.name: ([9.0], [9.0]) for policy in trees}
-    found = measured(monkeypatch, runner, (OFF, *trees), forecast, 3, told.append)
+    found = measured(runner, (OFF, *trees), forecast, 3, told.append)
     passes = {OFF: 0, CHAIN: 1, LARGE: 1, trees[2]: 2}
     assert found == {
         (policy, size): policy.num_nodes * size + passes[policy] + 0.25
@@ -219,26 +218,26 @@ def test_costs_are_those_of_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None
     assert told == [1, 1, 1]
 
 
-def test_a_hiccup_of_the_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hiccup_of_the_machine_is_not_measured() -> None:
     runner = Scripted(lambda rows, size: 1.0, slow=frozenset(range(12)) - {3, 11})  # all but one of five
-    found = measured(monkeypatch, runner, (OFF, CHAIN), {"chain": ([2.0], [2.0])})
+    found = measured(runner, (OFF, CHAIN), {"chain": ([2.0], [2.0])})
     assert found == {(OFF, 1): 1.25, (CHAIN, 1): 2.25}
 
 
-def test_trees_larger_than_one_that_cannot_pay_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_larger_than_one_that_cannot_pay_are_not_tried() -> None:
     """Alone everything pays; at two, a tree of 4 rows takes longer than its best forecast allows: 8 is left out there.
 
     Another kind of tree is tried nevertheless, and so is the same one at the next size.
     """
     runner = Scripted(lambda rows, size: 1.0 if size != 2 or rows == 1 else 10.0)
     forecast = {"chain": ([9.0], [9.0]), "ddtree": ([1.0, 2.0], [1.0, 4.0])}
-    found = measured(monkeypatch, runner, POLICIES, forecast, 4)
+    found = measured(runner, POLICIES, forecast, 4)
     assert found.keys() == {(policy, size) for policy in POLICIES for size in (1, 2, 4)} - {(LARGE, 2)}
     assert (8, 2) not in runner.verified
 
 
-def test_a_policy_without_a_forecast_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measured(monkeypatch, Scripted(lambda rows, size: 1.0), POLICIES, {"chain": ([9.0], [9.0])})
+def test_a_policy_without_a_forecast_is_given_up_at_once() -> None:
+    found = measured(Scripted(lambda rows, size: 1.0), POLICIES, {"chain": ([9.0], [9.0])})
     assert found.keys() == {(OFF, 1), (CHAIN, 1), (SMALL, 1)}
     assert PolicySelector(POLICIES, found, {}).choose(1, 0.0) == OFF
 
@@ -246,9 +245,9 @@ def test_a_policy_without_a_forecast_is_given_up_at_once(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("max_batch", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 4]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 16])]
 )
-def test_buckets_hold_every_batch(monkeypatch: pytest.MonkeyPatch, max_batch: int, sizes: list[int]) -> None:
+def test_buckets_hold_every_batch(max_batch: int, sizes: list[int]) -> None:
     assert buckets(max_batch) == sizes
-    found = measured(monkeypatch, Scripted(lambda rows, size: 1.0), (OFF,), {}, max_batch)
+    found = measured(Scripted(lambda rows, size: 1.0), (OFF,), {}, max_batch)
     assert found == {(OFF, size): 1.25 for size in sizes}
 
 
