@@ -211,8 +211,16 @@ def test_trainings_differ_by_their_model_alone() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("name", "drafters"), [*((name, "first") for name in NAMES), ("llama-3.1-8b", "both")])
-@pytest.mark.parametrize("precision", BUILT)
+@pytest.mark.parametrize(
+    ("name", "drafters", "precision"),
+    [
+        pytest.param(
+            name, drafters, precision, marks=[] if precision == "bf16" or name == NAMES[-1] else pytest.mark.slow
+        )
+        for precision in BUILT
+        for name, drafters in [*((name, "first") for name in NAMES), ("llama-3.1-8b", "both")]
+    ],
+)
 def test_build_and_generate(tmp_path: Path, name: str, drafters: str, precision: str) -> None:
     """As shipped, with the first drafter alone, and with the second as the header says; smaller in tokens only."""
     write_shrunken(lay_out(tmp_path) / "checkpoints", name)

@@ -34,6 +34,7 @@ def test_the_first_process_leads() -> None:
     assert [Dist(rank, 3).is_main for rank in range(3)] == [True, False, False]
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
     """A sequence at a time, so that both ways add up the same numbers: what is left is the order of a sum of four.
 

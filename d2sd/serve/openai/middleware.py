@@ -90,7 +90,8 @@ class Entrance:
             message = await receive()
             size += len(message.get("body", b""))
             if size > limit:  # sent in chunks, without a length
-                await _discard(receive)
+                if message.get("more_body"):
+                    await _discard(receive)
                 raise HTTPException(413, too_large, {"connection": "close"})
             return message
 

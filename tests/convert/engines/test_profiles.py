@@ -79,6 +79,7 @@ def pair(export_once: ExportOnce) -> Exported:
     return export_once("llama", torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.export
 @pytest.mark.parametrize("builder", ["tensorrt-rtx", "tensorrt"])
 @pytest.mark.parametrize("policy", ["off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid"])

@@ -72,6 +72,7 @@ def test_interrupted_anywhere_it_ends_in_the_same_bytes(
     assert trained(finished) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_killed_by_the_kernel_in_the_middle_of_training_it_resumes(finished: Path, expected: dict[str, bytes]) -> None:
     undo(finished, "first")
