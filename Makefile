@@ -8,7 +8,7 @@ CONSTRAINTS := constraints/tested.txt
 # Modules are compiled when first imported: compiling all of torch takes as long as installing it.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS)
 
-.PHONY: demo test test-slow engines lint verify gpu-suite kernels consumers triton-test dynamo-test dynamo-schema bench bench-serving fleet soak eval train ablation train-gpu data data-wheel wheel docs clean
+.PHONY: demo test fast-tests test-slow engines lint verify gpu-suite kernels consumers triton-test dynamo-test dynamo-schema bench bench-serving fleet soak eval train ablation train-gpu data data-wheel wheel docs clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -21,7 +21,10 @@ demo: .venv/demo
 ## lint, types, and the tests of every change: minutes, one worker per core (WORKERS=0 for one process)
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=worksteal
-test: lint
+test: .venv/dev
+	$(MAKE) --no-print-directory --jobs=2 lint fast-tests
+
+fast-tests: .venv/dev
 	$(PYTEST) -m "not slow"
 
 ## the other tests, also run by CI: real models, engines of three architectures, full products of what `test` samples

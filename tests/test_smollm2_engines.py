@@ -1,4 +1,4 @@
-"""Engines of a whole bundle's models, built on a CPU: of SmolLM2, and of a tiny Qwen3 with heads of the same size.
+"""Engines of a target and its drafter, built on a CPU: of SmolLM2, and of a tiny Qwen3 with heads of the same size.
 
 The tiny models are built for any GPU and for two architectures, in fp16 and FP8. Building all six for SmolLM2 takes
 longer than CI has: `make test-slow` builds one of them, `make engines` the others.
@@ -15,6 +15,7 @@ from d2sd.convert.engines.build import build_engines
 from d2sd.convert.engines.profiles import make_profiles
 from d2sd.convert.engines.worker import Job
 from d2sd.convert.onnx.export import export_drafter, export_target
+from d2sd.modeling.config import DecoderConfig, DrafterConfig, described
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.fp8 import linear_names
@@ -31,16 +32,14 @@ ROOT = Path(__file__).parents[1]
 
 
 def build_all(
-    folder: Path, recipe: Recipe, target: Decoder, drafters: dict[str, Drafter], computes: tuple[Compute, ...] = COMPUTE
+    folder: Path, recipe: Recipe, target: Decoder, drafter: Drafter, computes: tuple[Compute, ...] = COMPUTE
 ) -> None:
-    """Build graphs and engines of all models; check that every attention became our plugin."""
-    page, layers = recipe.limits.page_size, {"target": target.config.body.num_layers}
-    aux_layer_ids = next(iter(drafters.values())).config.target_layer_ids
-    export_target(target, aux_layer_ids, page, folder / "target.onnx")
-    for name, drafter in drafters.items():
-        export_drafter(drafter, page, folder / f"{name}.onnx")
-        layers[name] = drafter.config.body.num_layers
-    configs = {"target": target.config} | {name: drafter.config for name, drafter in drafters.items()}
+    """Build graphs and engines of both models; check that every attention became our plugin."""
+    page = recipe.limits.page_size
+    export_target(target, drafter.config.target_layer_ids, page, folder / "target.onnx")
+    export_drafter(drafter, page, folder / "drafter.onnx")
+    configs: dict[str, DecoderConfig | DrafterConfig] = {"target": target.config, "drafter": drafter.config}
+    layers = {name: config.body.num_layers for name, config in configs.items()}
     jobs = [
         Job(
             str(folder / f"{name}.onnx"), str(folder / f"{name}.{compute}"), str(folder / f"{name}.{compute}.json"),
@@ -75,20 +74,19 @@ def test_smollm2(smollm2_bundle: Path, tmp_path: Path, fp8: bool, compute: Compu
     bundle = load_bundle(smollm2_bundle, verify=False)
     assert bundle.first is not None
     assert bundle.second is not None
-    target, pair = bundle.target.half(), {"drafter_first": bundle.first.half(), "drafter_second": bundle.second.half()}
+    assert described(bundle.second.config) == described(bundle.first.config), "one engine stands for both"
+    target, drafter = bundle.target.half(), bundle.first.half()
     if fp8:
-        target = in_fp8(target, linear_names(target), cache=True)
-        pair = {name: narrow(drafter) for name, drafter in pair.items()}
-    build_all(tmp_path, load_recipe(ROOT / "recipes" / "smollm2-135m.yaml"), target, pair, (compute,))
+        target, drafter = in_fp8(target, linear_names(target), cache=True), narrow(drafter)
+    build_all(tmp_path, load_recipe(ROOT / "recipes" / "smollm2-135m.yaml"), target, drafter, (compute,))
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["fp16", "fp8"])
 def test_tiny_qwen3(tmp_path: Path, fp8: bool) -> None:
     target = tiny_decoder("qwen3", layers=2, heads=9, kv_heads=3, head_dim=64).half()  # SmolLM2's attention
-    pair = {name: tiny_drafter(target.config).half() for name in ("drafter_first", "drafter_second")}
+    drafter = tiny_drafter(target.config).half()
     if fp8:
-        target = in_fp8(target, linear_names(target))
-        pair = {name: narrow(drafter) for name, drafter in pair.items()}
+        target, drafter = in_fp8(target, linear_names(target)), narrow(drafter)
     recipe = Recipe.model_validate(
         {
             "d2sd": 1, "name": "tiny", "target": {"path": "target"}, "drafters": {"first": {"path": "first"}},
@@ -96,4 +94,4 @@ def test_tiny_qwen3(tmp_path: Path, fp8: bool) -> None:
             "sampling": {"max_new_tokens": 8},
         }
     )  # fmt: skip
-    build_all(tmp_path, recipe, target, pair)
+    build_all(tmp_path, recipe, target, drafter)
