@@ -12,7 +12,7 @@ from d2sd.runtime.batch import Batch, prefill_inputs
 from d2sd.runtime.buckets import bucket
 from d2sd.runtime.decode import StepResult, decode_step
 from d2sd.runtime.memory import free_memory, plan_kv_memory
-from d2sd.runtime.policy_selector import Forecast, PolicySelector, profile_step_cost
+from d2sd.runtime.policy_selector import Forecast, PolicySelector, profile_context_cost, profile_step_cost
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling.logprobs import prompt_logprobs
 from d2sd.runtime.scheduler import Scheduler, prefill_calls
@@ -62,7 +62,8 @@ class Engine:
         `policies` include plain decoding and are sorted by their nodes.
         """
         seconds = profile_step_cost(self.runner, policies, forecast, self.limits, advance, self.calibration)
-        self.selector = PolicySelector(policies, seconds, forecast)
+        context = profile_context_cost(self.runner, seconds, self.limits)
+        self.selector = PolicySelector(policies, seconds, forecast, context)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -153,7 +154,8 @@ class Engine:
         Also returns the first draft of prompt lookup. Runs outside the captured graph: its shapes vary per step.
         """
         if self.selector is not None:
-            self.policy = self.selector.choose(bucket(len(sequences)), _temperature(sequences))
+            context = sum(s.cached for s in sequences) / len(sequences)
+            self.policy = self.selector.choose(bucket(len(sequences)), _temperature(sequences), context)
         with self.clock.stage("commit"):
             self.runner.sync_drafters(self.policy.required_drafters)
         batch = Batch.pack(sequences, self.runner.vocab_size, self.runner.device)

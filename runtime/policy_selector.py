@@ -32,8 +32,9 @@ _EMA_WINDOW = 32
 #: Steps of plain decoding until the correction decays back to 1 and speculation is retried; a retry has a cost too.
 _DECAY_STEPS = 2048
 _REPEATS = 5
-#: Context tokens of the requests that are timed: a chat turn. Longer contexts slow all policies alike.
-_CONTEXT = 256
+#: Context tokens of the requests that are timed. Longer contexts add the same time to a step of every policy, which is
+#: measured on plain decoding: they make trees cheaper against it.
+_CONTEXT, _LONG_CONTEXT = 64, 512
 
 
 @dataclass(slots=True)
@@ -43,15 +44,24 @@ class PolicySelector:
     policies: Sequence[Policy]
     seconds: Mapping[tuple[Policy, int], float]  # of a step, by policy and batch bucket; pruned policies are missing
     forecast: Forecast
+    context_seconds: Mapping[int, float] = field(default_factory=dict)  # of a token more of context, by batch bucket
     acceptance_scale: float = 1.0  # accepted drafts, observed over forecast
     off: Policy = field(init=False)
 
     def __post_init__(self) -> None:
         (self.off,) = (policy for policy in self.policies if isinstance(policy, Off))
 
-    def choose(self, bucket: int, temperature: float) -> Policy:
-        """The policy with the most tokens a second for a batch of `bucket` requests of mean `temperature`."""
-        rates = {p: self.expected(p, temperature) / s for p in self.policies if (s := self.seconds.get((p, bucket)))}
+    def choose(self, bucket: int, temperature: float, context: float = 0) -> Policy:
+        """The policy with the most tokens a second for a batch of `bucket` requests.
+
+        `temperature` and `context`, in tokens, are the means of its requests.
+        """
+        added = self.context_seconds.get(bucket, 0.0) * max(0.0, context - _CONTEXT)
+        rates = {
+            policy: self.expected(policy, temperature) / (seconds + added)
+            for policy in self.policies
+            if (seconds := self.seconds.get((policy, bucket)))
+        }
         best = max(rates, key=lambda policy: rates[policy])
         return best if rates[best] > MARGIN * rates[self.off] else self.off
 
@@ -86,16 +96,18 @@ def profile_step_cost(
     advance: Callable[[int], None] = lambda buckets: None,
     calibration: Calibration | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    context: int = _CONTEXT,
 ) -> dict[tuple[Policy, int], float]:
     """Seconds of a step of every policy that may pay, by batch bucket 1, 2, 4, … up to the limits' batch.
 
     `policies` are sorted by their nodes: once a tree costs more than its best forecast gains, larger trees of the same
-    policy are skipped. The runner's pools must be allocated; only page 0 is written. `clock` gives seconds.
+    policy are skipped. The runner's pools must be allocated; only page 0 is written. `clock` gives seconds; `context`
+    is in tokens a request.
     """
     (off,) = (policy for policy in policies if isinstance(policy, Off))
     found: dict[tuple[Policy, int], float] = {}
     for bucket in buckets(limits.max_batch):
-        batch = _dummy_batch(runner, limits, bucket)
+        batch = _dummy_batch(runner, limits, bucket, context)
         plain = found[off, bucket] = _time(runner, off, batch, calibration, clock)
         pruned: set[str] = set()
         for policy in policies:
@@ -107,6 +119,18 @@ def profile_step_cost(
                 pruned.add(policy.name)
         advance(1)
     return found
+
+
+def profile_context_cost(
+    runner: ModelRunner, seconds: Mapping[tuple[Policy, int], float], limits: Limits
+) -> dict[int, float]:
+    """Seconds that a token more of context adds to a step, by batch bucket; `seconds` of `profile_step_cost`."""
+    tokens = min(_LONG_CONTEXT, limits.max_context) - _CONTEXT
+    if tokens <= 0:
+        return {}
+    off = next(policy for policy, _ in seconds if isinstance(policy, Off))
+    longer = profile_step_cost(runner, [off], {}, limits, context=_LONG_CONTEXT)
+    return {size: max(0.0, longer[off, size] - seconds[off, size]) / tokens for _, size in longer}
 
 
 def _time(
@@ -127,9 +151,9 @@ def _time(
     return min(taken[1:])
 
 
-def _dummy_batch(runner: ModelRunner, limits: Limits, size: int) -> Batch:
-    """Greedy requests with `_CONTEXT` tokens of context, or fewer if the limits are lower."""
-    pages = limits.pages_for(min(_CONTEXT, limits.max_context)) + 1
+def _dummy_batch(runner: ModelRunner, limits: Limits, size: int, context: int) -> Batch:
+    """Greedy requests with `context` tokens of context, or fewer if the limits are lower."""
+    pages = limits.pages_for(min(context, limits.max_context)) + 1
     return Batch.dummy(size, pages, (pages - 1) * limits.page_size, runner.vocab_size, runner.device)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -112,15 +111,14 @@ def _decode(engine: Engine, policy: TreePolicy) -> dict[int, tuple[float, float]
     plain = policy if isinstance(policy, Off) else Off(1)
     found = []
     for context in _CONTEXTS:
-        limits = replace(engine.limits, max_context=context)
         rounds = [
             profile_step_cost(
-                engine.runner, list(dict.fromkeys([plain, policy])), {}, limits, calibration=engine.calibration,
-                clock=time.process_time,
+                engine.runner, list(dict.fromkeys([plain, policy])), {}, engine.limits, calibration=engine.calibration,
+                clock=time.process_time, context=context,
             )
             for _ in range(_ROUNDS)
         ]  # fmt: skip
-        found.append({size: min(timed[policy, size] for timed in rounds) for size in buckets(limits.max_batch)})
+        found.append({size: min(timed[policy, size] for timed in rounds) for size in buckets(engine.limits.max_batch)})
     short, long = _CONTEXTS
     lines = {}
     for size, seconds in found[0].items():
