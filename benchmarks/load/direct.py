@@ -27,6 +27,7 @@ from d2sd.progress import bar
 from d2sd.recipe import Policy
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request
+from d2sd.runtime.sequence import Sequence as Running
 from d2sd.serve.params import SamplingParams, with_params
 from d2sd.serve.structured import GrammarCompiler, StructuredOutputsParams
 
@@ -69,20 +70,45 @@ def requests_of(bundle: Bundle, count: int, params: SamplingParams, seed: int = 
     return made
 
 
+class _Pass:
+    """A pass of an engine over some requests, `in_flight` at a time, a step at a time."""
+
+    def __init__(self, engine: Engine, requests: Sequence[Request], in_flight: int) -> None:
+        self._engine, self._waiting, self._in_flight = engine, deque(requests), in_flight
+        self._sequences: list[Running] = []
+        self._running = 0
+        self.cpu = self.wall = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def step(self) -> None:
+        cpu, wall = time.process_time(), time.perf_counter()
+        while self._waiting and self._running < self._in_flight:
+            self._sequences.append(self._engine.submit(self._waiting.popleft()))
+            self._running += 1
+        self._running -= sum(output.finish is not None for output in self._engine.step())
+        self.cpu += time.process_time() - cpu
+        self.wall += time.perf_counter() - wall
+
+    def passed(self) -> Passed:
+        answers = [sequence.answer for sequence in self._sequences]
+        policies = sum((sequence.stats.policies for sequence in self._sequences), Counter[str]())
+        return Passed(self.cpu, self.wall, sum(map(len, answers)), answers, policies)
+
+
 def run(engine: Engine, requests: Sequence[Request], in_flight: int) -> Passed:
     """Answer all requests, `in_flight` at a time."""
-    waiting, sequences = deque(requests), []
-    cpu, wall = time.process_time(), time.perf_counter()
-    running = 0
-    while waiting or running:
-        while waiting and running < in_flight:
-            sequences.append(engine.submit(waiting.popleft()))
-            running += 1
-        running -= sum(output.finish is not None for output in engine.step())
-    seconds = time.process_time() - cpu, time.perf_counter() - wall
-    answers = [sequence.answer for sequence in sequences]
-    policies = sum((sequence.stats.policies for sequence in sequences), Counter[str]())
-    return Passed(*seconds, sum(map(len, answers)), answers, policies)
+    return run_together({"": engine}, requests, in_flight)[""]
+
+
+def run_together(engines: dict[str, Engine], requests: Sequence[Request], in_flight: int) -> dict[str, Passed]:
+    """The same pass by every engine, in turns of a step: a machine that is slow for a second is slow for all."""
+    passes = {name: _Pass(engine, requests, in_flight) for name, engine in engines.items()}
+    while busy := [one for one in passes.values() if one.busy]:
+        min(busy, key=lambda one: one.cpu).step()
+    return {name: one.passed() for name, one in passes.items()}
 
 
 class Comparison(BaseModel):
@@ -94,14 +120,14 @@ class Comparison(BaseModel):
     tokens: int
     plain_tokens_per_second: float  # of processor time, median
     auto_tokens_per_second: float
-    speedup: float  # median over the passes of plain / auto processor time; each pair was measured in turn
+    speedup: float  # median over the passes of plain / auto processor time; a pass of both is made in turns of a step
     policies: dict[str, int]  # steps of a request under auto, by the policy that it chose
 
 
 def compare_policies(
     folder: Path, names: Sequence[str], in_flight: Sequence[int], requests: int, max_tokens: int, repeat: int
 ) -> list[Comparison]:
-    """Measure every set of parameters at every concurrency, in turns of the two policies.
+    """Measure every set of parameters at every concurrency, both policies in turns of a step.
 
     Raises D2SDError if an answer differs from plain decoding's.
     """
@@ -125,13 +151,12 @@ def _compare(
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, **PARAMETERS[name])
     asked = requests_of(bundle, max(requests, in_flight), params)
     passes: dict[str, list[Passed]] = {policy: [] for policy in engines}
-    with bar(f"{name}, T = {temperature:g}, {in_flight} in flight", 2 * repeat + 2) as advance:
+    with bar(f"{name}, T = {temperature:g}, {in_flight} in flight", repeat + 1) as advance:
         for number in range(repeat + 1):
-            for policy in sorted(engines, reverse=bool(number % 2)):  # ABBA: a drift of the machine cancels
-                done = run(engines[policy], asked if number else asked[:in_flight], in_flight)
+            for policy, done in run_together(engines, asked if number else asked[:in_flight], in_flight).items():
                 if number:  # the first pass warms up
                     passes[policy].append(done)
-                advance(1)
+            advance(1)
     off, auto = passes["off"], passes["auto"]
     for plain, one in zip(off, auto, strict=True):
         if plain.answers != one.answers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from itertools import count
 from urllib.parse import urlsplit
 
 import httpx
@@ -15,17 +16,28 @@ from benchmarks.load.malformed import Malformed, malformed
 _HANG = 60.0
 
 
+#: A request that httpx itself refuses to send.
+_NOT_SENT = "not sent: the client refuses it"
+
+
 async def fuzz(url: str, seeds: range, *, at_once: int = 4) -> tuple[Counter[str], list[str]]:
-    """Outcomes by name, and the faults; a fault names its seed."""
+    """Outcomes by name, and the faults; a fault names its seed.
+
+    As many requests are sent as there are `seeds`: those that the client refuses are replaced by later seeds.
+    """
     outcomes: Counter[str] = Counter()
     faults: list[str] = []
-    waiting = iter(seeds)
+    numbers, left = count(seeds.start), len(seeds)
 
     async def sender() -> None:
         async with httpx.AsyncClient(base_url=url, timeout=_HANG) as client:
-            for seed in waiting:
+            nonlocal left
+            while left > 0:
+                left, seed = left - 1, next(numbers)
                 try:
-                    outcomes[await asyncio.wait_for(_one(client, url, malformed(seed)), _HANG)] += 1
+                    outcome = await asyncio.wait_for(_one(client, url, malformed(seed)), _HANG)
+                    outcomes[outcome] += 1
+                    left += outcome == _NOT_SENT
                 except Exception as error:
                     faults.append(f"seed {seed}: {type(error).__name__}: {error}")
 
@@ -39,7 +51,7 @@ async def _one(client: httpx.AsyncClient, url: str, request: Malformed) -> str:
     try:
         response = await client.request(request.method, request.path, headers=request.headers, content=request.body)
     except (httpx.LocalProtocolError, httpx.InvalidURL, UnicodeError):
-        return "not sent: the client refuses it"
+        return _NOT_SENT
     status = response.status_code
     if status >= 500:
         raise ValueError(f"status {status}: {response.text[:200]}")

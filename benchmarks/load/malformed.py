@@ -6,6 +6,7 @@ import json
 import random
 import string
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 #: Values that a parameter should not have, or that lie at the edge of what it may.
@@ -56,6 +57,11 @@ def _post(path: str, body: bytes, kind: str = "application/json") -> Malformed:
     return Malformed("POST", path, {"content-type": kind}, body)
 
 
+def _value(draw: random.Random) -> Any:
+    """A copy: the next mutation may change it in its place."""
+    return deepcopy(draw.choice(_VALUES))
+
+
 def _field(draw: random.Random) -> Malformed:
     """A valid body with some fields replaced, removed or invented."""
     path, body = _valid(draw)
@@ -64,11 +70,11 @@ def _field(draw: random.Random) -> Malformed:
             case 0:
                 body.pop(draw.choice(list(body)), None) if body else None
             case 1:
-                body["".join(draw.choices(string.printable, k=draw.randint(0, 12)))] = draw.choice(_VALUES)
+                body["".join(draw.choices(string.printable, k=draw.randint(0, 12)))] = _value(draw)
             case 2 if isinstance(messages := body.get("messages"), list) and messages and isinstance(messages[0], dict):
-                messages[0][draw.choice(["role", "content", "name", "tool_calls", "x"])] = draw.choice(_VALUES)
+                messages[0][draw.choice(["role", "content", "name", "tool_calls", "x"])] = _value(draw)
             case _:
-                body[draw.choice(_FIELDS)] = draw.choice(_VALUES)
+                body[draw.choice(_FIELDS)] = _value(draw)
     return _post(path, json.dumps(body).encode())
 
 
