@@ -195,7 +195,9 @@ def test_policies_are_compared_with_parameters(bundle: Path) -> None:
 
 
 def test_the_fuzzer_repeats_itself_and_finds_refusals(server: Running) -> None:
-    assert [malformed(seed) for seed in range(1000)] == [malformed(seed) for seed in range(1000)]
+    first = [malformed(seed) for seed in range(50)]
+    malformed(9289)  # replaces a field inside a value that it has just put there
+    assert [malformed(seed) for seed in range(50)] == first
     outcomes, faults = asyncio.run(fuzz(server.url, range(60)))
     assert faults == []
     assert outcomes["status 400"] > 15
