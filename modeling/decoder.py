@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import Layer, RMSNorm
+from d2sd.modeling.native import NativeLayers
 from d2sd.modeling.rope import Rotary
 from d2sd.modeling.rows import Rows
 
@@ -34,7 +35,7 @@ class TargetModel(nn.Module):
     config: DecoderConfig
     embed_tokens: nn.Embedding
     lm_head: nn.Linear  # missing where `config.tie_word_embeddings`
-    packed_head: nn.Module | None  # see d2sd.modeling.packed
+    packed_head: Callable[[Tensor], Tensor] | None  # see d2sd.modeling.packed
 
     @property
     def head(self) -> Tensor:
@@ -45,7 +46,7 @@ class TargetModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., E] -> [..., V] in fp32, so that the argmax breaks ties at the same precision everywhere."""
         logits = F.linear(hidden, self.head) if self.packed_head is None else self.packed_head(hidden)
-        return cast(Tensor, logits).float()
+        return logits.float()
 
     def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
         """tokens [B, T]; `aux_layer_ids` are layer ids whose outputs the drafters read (see
@@ -66,11 +67,15 @@ class Decoder(TargetModel):
         self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
         self.rotary = Rotary(body.rope, body.head_dim)
         self.packed_head = None
+        self.native: NativeLayers | None = None  # in place of `layers`, see d2sd.modeling.packed
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(body.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
         x = self.embed_tokens(tokens)
+        if self.native is not None:
+            out = self.native(x, self.rotary(rows.positions, torch.float32), rows, pool, aux_layer_ids)
+            return DecoderOutput(*out)
         cos_sin = self.rotary(rows.positions, x.dtype)
         attend = pool.attend(rows)
         aux_outputs: dict[int, Tensor] = {}

@@ -1,36 +1,48 @@
-"""Linear layers in oneDNN's blocked layout, for inference on a CPU.
+"""Layers packed for inference on a CPU.
 
-PyTorch multiplies fp32 with MKL and plain weights. For the few rows of a decode step oneDNN with weights packed once is
-two to three times faster (36 rows on one core of an AMD EPYC with AVX-512: 119 against 41 GFLOP/s). The operators are
-those torch.compile uses. Half precision is not packed: PyTorch uses oneDNN for it already, where the processor can.
-FP8 weights are converted once to the type in which they are multiplied.
+Where there is a C compiler the layers of a model run as compiled kernels (`d2sd.plugins.cpu`). Otherwise fp32 products
+take oneDNN's blocked layout: for the few rows of a decode step it is two to three times faster than plain weights on
+some processors (36 rows on one core of an AMD EPYC with AVX-512: 119 against 41 GFLOP/s). FP8 weights are converted
+once to the type in which they are multiplied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from d2sd.modeling.decoder import TargetModel
-from d2sd.modeling.drafter import DraftModel
+from d2sd.modeling.decoder import Decoder, TargetModel
+from d2sd.modeling.drafter import Drafter, DraftModel
 from d2sd.modeling.fp8 import Fp8Linear, carried_product, carrier
+from d2sd.modeling.layers import Layer
+from d2sd.modeling.native import NativeLayers, supported
+from d2sd.plugins.cpu import library
+
+
+def packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """x [..., in] -> x Wᵀ + b by the fastest kernels of this machine; the compiled ones return fp32."""
+    if weight.dtype in library.TYPES and library.available():
+        return library.PackedLinear.of(weight, bias)
+    if weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        return lambda x: torch.ops.mkldnn._linear_pointwise(x, blocked, bias, "none", [], "")
+    return partial(F.linear, weight=weight, bias=bias)
 
 
 class PackedLinear(nn.Module):
-    """y = x Wᵀ + b with W [out, in] packed; holds no parameters, so it cannot be trained or saved."""
+    """y = x Wᵀ + b with packed W; holds no parameters, so it cannot be trained or saved."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
-        self._bias = None if bias is None else bias.detach()
+        self._product = packed_product(weight.detach(), None if bias is None else bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return out
+        return self._product(x).to(x.dtype)
 
 
 class PackedFp8Linear(nn.Module):
@@ -47,25 +59,33 @@ class PackedFp8Linear(nn.Module):
 
 
 def pack(model: TargetModel | DraftModel) -> None:
-    """Replace every linear layer of a CPU model in place, and give a target's head a packed copy.
+    """Replace the layers of a CPU model in place, and give a target's head a packed copy.
 
     Packing twice is fine. Afterwards `state_dict` lacks the replaced weights: a packed model can only serve.
     """
     weight = next(model.parameters(), None)
     if weight is None:
         return
-    blocked = weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if isinstance(model, Decoder | Drafter) and _compiled(model, weight.dtype):
+        body, layers = model.config.body, cast("Sequence[Layer]", model.layers)
+        model.native = NativeLayers(body, layers, model.norm, context=isinstance(model, Drafter))
+        model.layers = nn.ModuleList()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Fp8Linear):
                 setattr(parent, name, PackedFp8Linear(child, weight.dtype))
-            elif isinstance(child, nn.Linear) and name != "lm_head" and blocked:
+            elif isinstance(child, nn.Linear) and name != "lm_head":
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
-    if blocked and isinstance(model, TargetModel) and model.packed_head is None:
-        model.packed_head = PackedLinear(model.head)
+    if isinstance(model, TargetModel) and model.packed_head is None:
+        model.packed_head = packed_product(model.head.detach(), None)
+
+
+def _compiled(model: Decoder | Drafter, dtype: torch.dtype) -> bool:
+    """Whether the compiled kernels run this model, and do not yet."""
+    return len(model.layers) > 0 and supported(model.config.body, model.layers, dtype)
 
 
 def reduced_head(target: TargetModel, ids: Tensor) -> Callable[[Tensor], Tensor]:
     """The target's head over `ids [Vd]`: [..., E] -> [..., Vd]. A copy of its rows, packed where the head is."""
     weight = target.head.detach()[ids]
-    return partial(F.linear, weight=weight) if target.packed_head is None else PackedLinear(weight)
+    return partial(F.linear, weight=weight) if target.packed_head is None else packed_product(weight, None)

@@ -1,0 +1,123 @@
+"""The layers of a model as one call of the compiled CPU kernels (`d2sd.plugins.cpu`), for inference."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from d2sd.modeling.config import BodyConfig
+from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.layers import Attention, Layer, RMSNorm
+from d2sd.modeling.rope import CosSin, rotate
+from d2sd.modeling.rows import Rows
+from d2sd.plugins.cpu import library
+from d2sd.plugins.cpu.library import PANEL, PackedLinear, address
+
+# Shape letters: B requests, T rows, E hidden, L layers, Hkv K/V heads, D head size, n auxiliary layers.
+
+
+def supported(body: BodyConfig, layers: Sequence[nn.Module], dtype: torch.dtype) -> bool:
+    """Whether the kernels take layers of this geometry and type on this machine."""
+    fp8 = any(isinstance(part, (Fp8Linear, Fp8Cache)) for layer in layers for part in layer.modules())
+    size = body.head_dim
+    fits = size % library.HEAD_STEP == 0 and size <= library.LARGEST_HEAD
+    return fits and not fp8 and dtype in library.TYPES and library.available()
+
+
+class NativeLayers:
+    """Copies of a model's layers and last norm, packed. They hold no parameters: they can only serve."""
+
+    def __init__(self, body: BodyConfig, layers: Sequence[Layer], norm: RMSNorm, *, context: bool = False) -> None:
+        """`context`: for drafters, which make keys and values of a context too."""
+        self._config = body
+        self._dtype = layers[0].self_attn.o_proj.weight.dtype
+        self._kept: list[object] = []  # what the library points to
+        self._layers = (library.Layer * len(layers))(*map(self._packed, layers))
+        self._body = library.Body(
+            len(layers), body.hidden_size, body.intermediate_size, body.num_heads, body.num_kv_heads, body.head_dim,
+            library.TYPES[self._dtype], self._wide(norm.weight), self._layers, body.rms_norm_eps,
+        )  # fmt: skip
+        self._memory = library.Memory()
+        self._contexts = [_context(layer.self_attn) for layer in layers] if context else []
+
+    def __del__(self) -> None:
+        if hasattr(self, "_memory"):
+            library.functions().d2sd_free(ctypes.byref(self._memory))
+
+    def _packed(self, layer: Layer) -> library.Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
+        q_rows = _padded(q.weight)
+        weight = torch.cat([q_rows, k.weight, v.weight])
+        bias = None if q.bias is None else torch.cat([_padded(q.bias), k.bias, v.bias])
+        gate, up = (_padded(part.weight).unflatten(0, (-1, PANEL)) for part in (mlp.gate_proj, mlp.up_proj))
+        norms = [layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm]
+        products = [
+            PackedLinear.of(weight, bias),
+            PackedLinear.of(attention.o_proj.weight, attention.o_proj.bias),
+            PackedLinear.of(torch.stack([gate, up], 1).flatten(0, 2)),
+            PackedLinear.of(mlp.down_proj.weight),
+        ]
+        self._kept.extend(products)
+        return library.Layer(
+            *(self._wide(norm.weight) if isinstance(norm, RMSNorm) else None for norm in norms),
+            *(product.struct for product in products),
+        )
+
+    def _wide(self, weight: Tensor) -> int | None:
+        wide = weight.detach().float().contiguous()
+        self._kept.append(wide)
+        return address(wide)
+
+    def __call__(
+        self, x: Tensor, cos_sin: CosSin, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [B, T, E], fp32 cos and sin [B, T, 1, D] -> hidden [B, T, E], features [B, T, n·E], k, v [L, B, T, Hkv, D]."""
+        body, dtype = self._config, self._dtype
+        batch, count, hidden = x.shape
+        assert pool.k.dtype == dtype and rows.attn_mask.shape == (batch, count, count)
+        x = x.to(torch.float32, copy=True).contiguous()
+        cos, sin = (part.contiguous() for part in cos_sin)
+        mask = rows.attn_mask if rows.attn_mask.stride(2) == 1 else rows.attn_mask.contiguous()
+        table, context = rows.page_table.long().contiguous(), rows.context_len.long().contiguous()
+        aux = torch.tensor(aux_layer_ids, dtype=torch.long)
+        k, v = torch.empty(2, body.num_layers, batch, count, body.num_kv_heads, body.head_dim, dtype=dtype)
+        features = torch.empty(batch, count, len(aux_layer_ids) * hidden, dtype=dtype)
+        out = torch.empty(batch, count, hidden, dtype=dtype)
+        arguments = library.Pass(
+            batch, count, address(x), address(cos), address(sin),
+            mask.data_ptr(), mask.stride(0), mask.stride(1),
+            address(pool.k), address(pool.v), *pool.k.shape[1:3],
+            address(table), table.shape[1], address(context), address(k), address(v),
+            address(aux), len(aux_layer_ids), address(features), address(out),
+        )  # fmt: skip
+        functions, threads = library.functions(), torch.get_num_threads()
+        functions.d2sd_layers(
+            ctypes.byref(self._body), ctypes.byref(arguments), ctypes.byref(self._memory), threads
+        )
+        return out, features, k, v
+
+
+    def keys_values(self, context: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
+        """context [B, C, E] -> rotated keys and values of every layer [L, B, C, Hkv, D]."""
+        pairs = []
+        for product, norm in self._contexts:
+            k, v = product(context).to(context.dtype).unflatten(-1, (2, -1, self._config.head_dim)).unbind(-3)
+            pairs.append((rotate(norm(k), cos_sin), v))
+        return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
+
+
+def _context(attention: Attention) -> tuple[PackedLinear, nn.Module]:
+    """The product that makes keys and values [2·Hkv·D] of a context, and the norm of its keys."""
+    k, v = attention.k_proj, attention.v_proj
+    bias = None if k.bias is None else torch.cat([k.bias, v.bias])
+    return PackedLinear.of(torch.cat([k.weight, v.weight]), bias), attention.k_norm
+
+
+def _padded(weight: Tensor) -> Tensor:
+    """Zero outputs after the last, up to a whole panel."""
+    return torch.cat([weight, weight.new_zeros(-len(weight) % PANEL, *weight.shape[1:])])

@@ -1,0 +1,13 @@
+"""Compiled CPU kernels: all layers of a target or drafter in one call, and single linear layers.
+
+    vector.h      sixteen floats, number types
+    threads.h     the threads of a pass and their barrier
+    linear.h      products of any number of rows with packed weights
+    attention.h   one row over its paged context and the new rows that it sees
+    layers.c      the layers, and the functions that Python calls
+    compiler.py   finds a C compiler and builds the library, once per machine
+    library.py    the library's structures and functions
+
+A row's result does not depend on the rows that are computed beside it, nor on the number of threads: sums are made in
+the order of inputs and positions, whatever the tiles. Where no C compiler is found the models run as PyTorch operators.
+"""

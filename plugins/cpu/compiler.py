@@ -1,0 +1,81 @@
+"""Finds a C compiler, and builds the library of CPU kernels once per machine.
+
+The library is built for this processor and kept in the user's cache folder, under the hash of its sources, the compiler
+and the processor's features. The compiler is the command in D2SD_CC, or else `cc`, or else that of the package
+`ziglang` (pip install 'd2sd[cpu]'). An empty D2SD_CC means none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+COMMAND = "D2SD_CC"
+_FLAGS = ("-O3", "-ffp-contract=off", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
+_SOURCES = Path(__file__).parent
+_SECONDS = 120
+
+
+def compiler() -> list[str] | None:
+    """The command of a C compiler for this processor, or None."""
+    asked = os.environ.get(COMMAND)
+    if asked is not None:
+        return [*shlex.split(asked), "-march=native"] if asked.strip() else None
+    if shutil.which("cc"):
+        return ["cc", "-march=native"]
+    if find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "cc", "-mcpu=native"]
+    return None
+
+
+@cache
+def build() -> Path | str:
+    """The library, built if it is not in the cache yet; or the reason why there is none."""
+    command = compiler()
+    if command is None:
+        return "no C compiler is installed (pip install 'd2sd[cpu]' brings one)"
+    sources = sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.c")])
+    known = "\n".join([*command, *_FLAGS, platform.machine(), _features(), *(file.read_text() for file in sources)])
+    try:
+        library = cache_folder() / f"cpu-{hashlib.sha256(known.encode()).hexdigest()[:24]}.so"
+        if not library.exists():
+            _compile([*command, *_FLAGS], library)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        return f"the C compiler failed ({shlex.join(command)}): {said.strip()[-500:]}"
+    return library
+
+
+def cache_folder() -> Path:
+    """d2sd's folder for what can be made again: $XDG_CACHE_HOME/d2sd."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "d2sd"
+
+
+def _compile(command: list[str], library: Path) -> None:
+    """Build in a temporary file and rename, so that two processes may build at once."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        subprocess.run(
+            [*command, str(_SOURCES / "layers.c"), "-o", str(made), "-lm"],
+            check=True, capture_output=True, text=True, timeout=_SECONDS,
+        )  # fmt: skip
+        made.replace(library)
+
+
+def _features() -> str:
+    """The processor's instruction sets, as the kernel lists them: a cache folder may be shared by machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

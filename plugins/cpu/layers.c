@@ -1,0 +1,331 @@
+/* The transformer layers of a target or drafter on a CPU: x [M, E] through all layers in one call.
+
+   Residual stream and sums are fp32. What a linear layer reads is fp32, or bf16 for BF16 weights; keys, values, features
+   and the last hidden states have the weights' type. Structures mirror `d2sd.plugins.cpu.library`. */
+
+#include "attention.h"
+#include "linear.h"
+
+struct layer {
+    const float *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be NULL */
+    struct linear qkv;     /* outputs q, padded to a panel, then k and v */
+    struct linear o;
+    struct linear gate_up; /* panels of gate and up in turns */
+    struct linear down;
+};
+
+struct body {
+    long layers, hidden, intermediate, heads, kv_heads, head_dim;
+    long type;
+    const float *norm;
+    const struct layer *layer;
+    double eps;
+};
+
+struct pass {
+    long batch, rows;      /* B, T */
+    float *x;              /* [B, T, E], overwritten */
+    const float *cos, *sin; /* [B, T, D] */
+    const uint8_t *mask;   /* [B, T, T] with these strides, the last one 1 */
+    long mask_batch, mask_row;
+    const void *k_pages, *v_pages; /* [L, P, Z, Hkv, D] */
+    long pages, page_size;
+    const int64_t *table;  /* [B, M] */
+    long table_width;
+    const int64_t *context; /* [B] */
+    void *k, *v;           /* [L, B, T, Hkv, D], written */
+    const int64_t *aux;    /* ascending numbers of layers whose outputs are features */
+    long aux_count;
+    void *features;        /* [B, T, n E], written */
+    void *hidden;          /* [B, T, E], normed, written */
+};
+
+struct run {
+    const struct body *body;
+    const struct pass *pass;
+    long width, stride;    /* of qkv and of inputs to linear layers, in elements */
+    char *input;           /* [M, stride] of what the next linear layer reads */
+    float *qkv;            /* [M, width] */
+    int32_t *seen, *count; /* [M, T] and [M]: the new rows that a row sees */
+    float *scores;         /* a share of `room` * HEADS a thread */
+    long room;
+};
+
+INLINE long even(long n) { return n + (n & 1); }
+INLINE long whole_panels(long n) { return (n + PANEL - 1) / PANEL * PANEL; }
+
+/* Store a row for a linear layer to read. */
+INLINE void put_input(const struct run *run, long row, long column, const float *x, long count) {
+    store(run->body->type == BF16 ? BF16 : F32, run->input, row * run->stride + column, x, count);
+}
+
+static void rms_norm(const float *x, const float *weight, float eps, float *out, long size) {
+    f32x16 squares = splat(0);
+    float rest = 0;
+    long i = 0;
+    for (; i + LANES <= size; i += LANES) squares = fma16(*(f32x16 *)(x + i), *(f32x16 *)(x + i), squares);
+    for (long j = i; j < size; j++) rest += x[j] * x[j];
+    const float scale = 1.0f / sqrtf((sum16(squares) + rest) / (float)size + eps);
+    for (i = 0; i < size; i++) out[i] = x[i] * scale * weight[i];
+}
+
+static void norm_rows(const struct run *run, const float *weight, const struct share *share) {
+    const long size = run->body->hidden;
+    float normed[size];
+    long first, last;
+    divide(run->pass->batch * run->pass->rows, share, &first, &last);
+    for (long row = first; row < last; row++) {
+        rms_norm(run->pass->x + row * size, weight, (float)run->body->eps, normed, size);
+        put_input(run, row, 0, normed, size);
+    }
+}
+
+/* --- what becomes of the sums of each linear layer --- */
+
+struct target {
+    const struct run *run;
+    const struct linear *layer;
+    float *out;
+    long stride, size; /* columns of `out`, and how many of them are real */
+};
+
+static void write_sums(void *to, const float *sum, const float *gate, long row, int rows, long column) {
+    const struct target *target = to;
+    const float *bias = target->layer->bias;
+    const long many = target->size - column < PANEL ? target->size - column : PANEL;
+    for (int m = 0; m < rows; m++) {
+        float *out = target->out + (row + m) * target->stride + column;
+        for (long n = 0; n < many; n++) out[n] = sum[m * PANEL + n] + (bias ? bias[column + n] : 0);
+    }
+}
+
+static void add_sums(void *to, const float *sum, const float *gate, long row, int rows, long column) {
+    const struct target *target = to;
+    const float *bias = target->layer->bias;
+    const long many = target->size - column < PANEL ? target->size - column : PANEL;
+    for (int m = 0; m < rows; m++) {
+        float *out = target->out + (row + m) * target->stride + column;
+        for (long n = 0; n < many; n++) out[n] += sum[m * PANEL + n] + (bias ? bias[column + n] : 0);
+    }
+}
+
+static void silu_times(void *to, const float *up, const float *gate, long row, int rows, long column) {
+    const struct run *run = to;
+    const long left = run->body->intermediate - column;
+    float product[PANEL];
+    for (int m = 0; m < rows; m++) {
+        for (int half = 0; half < PANEL; half += LANES) {
+            const f32x16 g = *(f32x16 *)(gate + m * PANEL + half), u = *(f32x16 *)(up + m * PANEL + half);
+            const f32x16 e = exp16(select16(g > splat(0), -g, g)); /* e^-|g| */
+            const f32x16 sigmoid = select16(g > splat(0), splat(1), e) / (splat(1) + e);
+            *(f32x16 *)(product + half) = g * sigmoid * u;
+        }
+        put_input(run, row + m, column, product, left < PANEL ? left : PANEL);
+    }
+}
+
+/* --- phases of a layer --- */
+
+static void rotate(float *x, const float *cos, const float *sin, long size) {
+    const long half = size / 2;
+    for (long i = 0; i < half; i++) {
+        const float a = x[i], b = x[half + i];
+        x[i] = a * cos[i] - b * sin[i];
+        x[half + i] = b * cos[half + i] + a * sin[half + i];
+    }
+}
+
+/* Norms and rotates the heads of this thread's rows; stores their keys and values. */
+static void heads_of_rows(const struct run *run, long number, const struct share *share) {
+    const struct body *body = run->body;
+    const struct pass *pass = run->pass;
+    const struct layer *layer = body->layer + number;
+    const long size = body->head_dim, kv = body->kv_heads * size, all = pass->batch * pass->rows;
+    const long keys = whole_panels(body->heads * size);
+    long first, last;
+    divide(all, share, &first, &last);
+    for (long row = first; row < last; row++) {
+        float *q = run->qkv + row * run->width, *k = q + keys;
+        for (long h = 0; h < body->heads + body->kv_heads; h++) {
+            float *head = h < body->heads ? q + h * size : k + (h - body->heads) * size;
+            const float *weight = h < body->heads ? layer->q_norm : layer->k_norm;
+            if (weight) rms_norm(head, weight, (float)body->eps, head, size);
+            rotate(head, pass->cos + row * size, pass->sin + row * size, size);
+        }
+        store((int)body->type, pass->k, (number * all + row) * kv, k, kv);
+        store((int)body->type, pass->v, (number * all + row) * kv, k + kv, kv);
+    }
+}
+
+INLINE void attend_some(
+    int heads, const int size, const int type, const float *q, const struct keys *k, const struct keys *v,
+    float *scores, long room, float *out) {
+    switch (heads) {
+    case 1: attend(size, 1, type, q, k, v, scores, room, out); break;
+    case 2: attend(size, 2, type, q, k, v, scores, room, out); break;
+    case 3: attend(size, 3, type, q, k, v, scores, room, out); break;
+    default: attend(size, 4, type, q, k, v, scores, room, out);
+    }
+}
+
+static __attribute__((noinline)) void attend_heads(
+    int heads, int size, int type, const float *q, const struct keys *k, const struct keys *v, float *scores,
+    long room, float *out) {
+#define USE(SIZE, TYPE) \
+    if (size == SIZE && type == TYPE) { attend_some(heads, SIZE, TYPE, q, k, v, scores, room, out); return; }
+    USE(64, F32) USE(64, BF16) USE(128, F32) USE(128, BF16)
+#undef USE
+    attend(size, heads, type, q, k, v, scores, room, out);
+}
+
+static void attend_rows(const struct run *run, long number, const struct share *share) {
+    const struct body *body = run->body;
+    const struct pass *pass = run->pass;
+    const long size = body->head_dim, group = body->heads / body->kv_heads, all = pass->batch * pass->rows;
+    const long row_bytes = body->kv_heads * size * type_size(body->type);
+    const long layer_bytes = pass->pages * pass->page_size * row_bytes;
+    const long at_once = size <= 64 ? HEADS : size <= 128 ? 2 : 1;
+    float *scores = run->scores + share->thread * HEADS * run->room, out[HEADS * MOST_SIZE];
+    long first, last;
+    divide(all * body->kv_heads, share, &first, &last);
+    for (long item = first; item < last; item++) {
+        const long b = item / (body->kv_heads * pass->rows), h = item / pass->rows % body->kv_heads;
+        const long row = b * pass->rows + item % pass->rows;
+        struct keys k = {
+            .pages = (const char *)pass->k_pages + number * layer_bytes,
+            .rows = (const char *)pass->k + (number * all + b * pass->rows) * row_bytes,
+            .table = pass->table + b * pass->table_width, .page_size = pass->page_size, .context = pass->context[b],
+            .seen = run->seen + row * pass->rows, .count = run->count[row],
+            .heads = body->kv_heads, .head = h, .type = (int)body->type,
+        };
+        struct keys v = k;
+        v.pages = (const char *)pass->v_pages + number * layer_bytes;
+        v.rows = (const char *)pass->v + (number * all + b * pass->rows) * row_bytes;
+        for (long done = 0; done < group; done += at_once) {
+            const long heads = group - done < at_once ? group - done : at_once, column = (h * group + done) * size;
+            attend_heads((int)heads, (int)size, (int)body->type, run->qkv + row * run->width + column, &k, &v, scores,
+                         run->room, out);
+            put_input(run, row, column, out, heads * size);
+        }
+    }
+}
+
+static void list_seen(const struct run *run, const struct share *share) {
+    const struct pass *pass = run->pass;
+    long first, last;
+    divide(pass->batch * pass->rows, share, &first, &last);
+    for (long row = first; row < last; row++) {
+        const uint8_t *mask = pass->mask + row / pass->rows * pass->mask_batch + row % pass->rows * pass->mask_row;
+        int32_t *seen = run->seen + row * pass->rows, count = 0;
+        for (long u = 0; u < pass->rows; u++)
+            if (mask[u]) seen[count++] = (int32_t)u;
+        run->count[row] = count;
+    }
+}
+
+static void forward(void *arguments, struct share *share) {
+    const struct run *run = arguments;
+    const struct body *body = run->body;
+    const struct pass *pass = run->pass;
+    const long all = pass->batch * pass->rows, hidden = body->hidden;
+    long aux = 0, first, last;
+    divide(all, share, &first, &last);
+    list_seen(run, share);
+    for (long number = 0; number < body->layers; number++) {
+        const struct layer *layer = body->layer + number;
+        struct target qkv = {run, &layer->qkv, run->qkv, run->width, run->width};
+        struct target o = {run, &layer->o, pass->x, hidden, hidden}, down = {run, &layer->down, pass->x, hidden, hidden};
+        norm_rows(run, layer->input_norm, share);
+        barrier(share);
+        each_tile(&layer->qkv, run->input, run->stride, all, 0, write_sums, &qkv, share);
+        barrier(share);
+        heads_of_rows(run, number, share);
+        barrier(share);
+        attend_rows(run, number, share);
+        barrier(share);
+        each_tile(&layer->o, run->input, run->stride, all, 0, add_sums, &o, share);
+        barrier(share);
+        norm_rows(run, layer->post_norm, share);
+        barrier(share);
+        /* The product is written where nothing is read any more: into the second half of the inputs. */
+        struct run second = *run;
+        second.input += all * run->stride * input_size(layer->down.type);
+        each_tile(&layer->gate_up, run->input, run->stride, all, 1, silu_times, &second, share);
+        barrier(share);
+        each_tile(&layer->down, second.input, run->stride, all, 0, add_sums, &down, share);
+        barrier(share);
+        if (aux < pass->aux_count && pass->aux[aux] == number) {
+            for (long row = first; row < last; row++)
+                store((int)body->type, pass->features, (row * pass->aux_count + aux) * hidden, pass->x + row * hidden,
+                      hidden);
+            aux++;
+        }
+    }
+    float normed[hidden];
+    for (long row = first; row < last; row++) {
+        rms_norm(pass->x + row * hidden, body->norm, (float)body->eps, normed, hidden);
+        store((int)body->type, pass->hidden, row * hidden, normed, hidden);
+    }
+}
+
+static void *scratch(void **kept, size_t *held, size_t bytes) {
+    if (*held < bytes) {
+        free(*kept);
+        if (posix_memalign(kept, 64, bytes)) abort();
+        *held = bytes;
+    }
+    return *kept;
+}
+
+/* All layers. `memory` belongs to the model: it grows to what its largest pass needs. */
+struct memory {
+    void *at;
+    size_t bytes;
+};
+
+void d2sd_layers(const struct body *body, const struct pass *pass, struct memory *memory, int threads) {
+    const long all = pass->batch * pass->rows, size = body->head_dim;
+    long widest = body->hidden > body->intermediate ? body->hidden : body->intermediate;
+    if (widest < body->heads * size) widest = body->heads * size;
+    long longest = 0;
+    for (long b = 0; b < pass->batch; b++) longest = pass->context[b] > longest ? pass->context[b] : longest;
+    struct run run = {.body = body, .pass = pass, .stride = even(widest), .room = longest + pass->rows + LANES};
+    run.width = body->layer[0].qkv.out;
+    pthread_mutex_lock(&pool.pass);
+    const long inputs = 2 * all * run.stride * 4, qkv = all * run.width * 4, seen = all * pass->rows * 4;
+    char *at = scratch(&memory->at, &memory->bytes, inputs + qkv + seen + all * 4 + threads * HEADS * run.room * 4 + 64);
+    if (body->type == BF16) memset(at, 0, inputs); /* an odd last column is read as a pair */
+    run.input = at;
+    run.qkv = (float *)(at += inputs);
+    run.seen = (int32_t *)(at += qkv);
+    run.count = (int32_t *)(at += seen);
+    run.scores = (float *)(at + all * 4);
+    run_pass(forward, &run, threads);
+    pthread_mutex_unlock(&pool.pass);
+}
+
+struct product {
+    const struct linear *layer;
+    const void *x;
+    long stride, rows;
+    struct target target;
+};
+
+static void product(void *arguments, struct share *share) {
+    const struct product *one = arguments;
+    each_tile(one->layer, one->x, one->stride, one->rows, 0, write_sums, (void *)&one->target, share);
+}
+
+/* out [rows, size] = x [rows, stride] W^T + b; `size` may cut off the padding of the outputs. */
+void d2sd_linear(const struct linear *layer, const void *x, long stride, long rows, float *out, long size, int threads) {
+    struct product one = {layer, x, stride, rows, {NULL, layer, out, size, size}};
+    pthread_mutex_lock(&pool.pass);
+    run_pass(product, &one, threads);
+    pthread_mutex_unlock(&pool.pass);
+}
+
+void d2sd_free(struct memory *memory) {
+    free(memory->at);
+    memory->at = NULL;
+    memory->bytes = 0;
+}

@@ -1,0 +1,155 @@
+"""The compiled library: its structures and functions, and the packed form of weights.
+
+Arguments are checked here: the library trusts its pointers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_double, c_int, c_long, c_size_t, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from d2sd.plugins.cpu.compiler import build
+
+# Shape letters: P panels, N outputs, K inputs.
+
+#: Outputs a panel, as in linear.h.
+PANEL = 32
+#: Numbers of the types that weights may have, as in vector.h.
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: Head sizes that the attention takes: multiples of the first, up to the second.
+HEAD_STEP, LARGEST_HEAD = 16, 256
+
+
+class Linear(Structure):
+    """`struct linear`."""
+
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("inputs", c_long), ("outputs", c_long), ("type", c_int)]
+
+
+class Layer(Structure):
+    """`struct layer`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, Linear) for name in ("qkv", "o", "gate_up", "down")),
+    ]
+
+
+class Body(Structure):
+    """`struct body`."""
+
+    _fields_ = [
+        *((name, c_long) for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "type")),
+        ("norm", c_void_p),
+        ("layer", POINTER(Layer)),
+        ("eps", c_double),
+    ]
+
+
+class Pass(Structure):
+    """`struct pass`."""
+
+    _fields_ = [
+        ("batch", c_long), ("rows", c_long), ("x", c_void_p), ("cos", c_void_p), ("sin", c_void_p),
+        ("mask", c_void_p), ("mask_batch", c_long), ("mask_row", c_long),
+        ("k_pages", c_void_p), ("v_pages", c_void_p), ("pages", c_long), ("page_size", c_long),
+        ("table", c_void_p), ("table_width", c_long), ("context", c_void_p), ("k", c_void_p), ("v", c_void_p),
+        ("aux", c_void_p), ("aux_count", c_long), ("features", c_void_p), ("hidden", c_void_p),
+    ]  # fmt: skip
+
+
+class Memory(Structure):
+    """`struct memory`."""
+
+    _fields_ = [("at", c_void_p), ("bytes", c_size_t)]
+
+
+@cache
+def load() -> ctypes.CDLL | str:
+    """The library, or the reason why there is none."""
+    found = build()
+    if not isinstance(found, Path):
+        return found
+    try:
+        library = ctypes.CDLL(str(found))
+    except OSError as error:
+        return str(error)
+    library.d2sd_layers.argtypes = [POINTER(Body), POINTER(Pass), POINTER(Memory), c_int]
+    library.d2sd_linear.argtypes = [POINTER(Linear), c_void_p, c_long, c_long, c_void_p, c_long, c_int]
+    library.d2sd_free.argtypes = [POINTER(Memory)]
+    for function in (library.d2sd_layers, library.d2sd_linear, library.d2sd_free):
+        function.restype = None
+    return library
+
+
+def available() -> bool:
+    """Whether the kernels can be used on this machine."""
+    return isinstance(load(), ctypes.CDLL)
+
+
+def functions() -> ctypes.CDLL:
+    """The library, where it is `available`."""
+    library = load()
+    assert isinstance(library, ctypes.CDLL), library
+    return library
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Of a contiguous CPU tensor's data."""
+    if tensor is None:
+        return None
+    assert tensor.device.type == "cpu" and tensor.is_contiguous()
+    return tensor.data_ptr()
+
+
+def in_panels(weight: Tensor) -> Tensor:
+    """[N, K] -> [P, K, 32], or [P, ceil(K / 2), 32, 2] for bf16; missing outputs and inputs are zeros."""
+    outputs, inputs = weight.shape
+    pairs = weight.dtype == torch.bfloat16
+    padded = F.pad(weight.detach(), (0, inputs % 2 if pairs else 0, 0, -outputs % PANEL))
+    if not pairs:
+        return padded.view(-1, PANEL, inputs).transpose(1, 2).contiguous()
+    return padded.view(-1, PANEL, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """A linear layer in panels."""
+
+    weight: Tensor  # of `in_panels`
+    bias: Tensor | None  # [outputs] fp32, padded
+    outputs: int  # without padding
+    inputs: int
+
+    @staticmethod
+    def of(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """weight [N, K] in a type of `TYPES`, bias [N]."""
+        padded = None if bias is None else F.pad(bias.detach().float(), (0, -len(bias) % PANEL)).contiguous()
+        return PackedLinear(in_panels(weight), padded, *weight.shape)
+
+    @property
+    def struct(self) -> Linear:
+        """For the library; `self` must outlive it."""
+        panels, depth = self.weight.shape[:2]
+        depth *= 2 if self.weight.dtype == torch.bfloat16 else 1
+        return Linear(address(self.weight), address(self.bias), depth, panels * PANEL, TYPES[self.weight.dtype])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., K] in any type -> x Wᵀ + b, [..., N] fp32. bf16 layers round x to bf16."""
+        assert x.shape[-1] == self.inputs
+        pairs = self.weight.dtype == torch.bfloat16
+        rows = x.reshape(-1, self.inputs).to(torch.bfloat16 if pairs else torch.float32)
+        rows = F.pad(rows, (0, self.inputs % 2)) if pairs and self.inputs % 2 else rows.contiguous()
+        out = torch.empty(len(rows), self.outputs)
+        functions().d2sd_linear(
+            byref(self.struct), address(rows), rows.shape[1], len(rows), address(out), self.outputs,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out.view(*x.shape[:-1], self.outputs)

@@ -1,0 +1,119 @@
+/* y = x Wᵀ + b for any number of rows, each row's bits the same whatever the number.
+
+   W [out, in] is packed in panels of 32 outputs, so that a panel is read from memory in order, once:
+
+       F32, F16   [out / 32][in][32]
+       BF16       [out / 32][in / 2][32][2]        pairs, as the dot product of AVX512-BF16 takes them
+
+   A tile is up to 12 rows by one panel. It keeps its sums in registers and adds the inputs in their order: so neither
+   the tile's rows nor the panel's thread can change a sum. Rows are fp32, or bf16 for BF16 weights. */
+#pragma once
+
+#include "threads.h"
+#include "vector.h"
+
+#define PANEL 32
+#define TILE_ROWS 12
+/* Rows that stay in the second-level cache while the panels go by. */
+#define BLOCK_ROWS 96
+
+struct linear {
+    const void *weight; /* packed */
+    const float *bias;  /* [out] or NULL */
+    long in, out;       /* `out` a multiple of PANEL, `in` even for BF16; both padded with zeros */
+    int type;
+};
+
+INLINE long input_size(int type) { return type == BF16 ? 2 : 4; }
+
+/* `rows` and `type` are constants where this is inlined. x: [rows, stride]; sum: [rows, PANEL]. */
+INLINE void tile(const int rows, const int type, const char *x, long stride, const char *panel, long in, float *sum) {
+    f32x16 sums[TILE_ROWS][2];
+    UNROLL for (int m = 0; m < rows; m++) sums[m][0] = sums[m][1] = splat(0);
+    const long step = type == BF16 ? 2 : 1, line = PANEL * step * type_size(type);
+    stride *= input_size(type);
+    for (long k = 0; k < in; k += step, panel += line, x += step * input_size(type)) {
+        __builtin_prefetch(panel + 16 * line);
+        if (line > 64) __builtin_prefetch(panel + 16 * line + 64);
+        if (type != BF16) {
+            const f32x16 w0 = load16(type, panel), w1 = load16(type, panel + line / 2);
+            UNROLL for (int m = 0; m < rows; m++) {
+                const f32x16 value = splat(*(const float *)(x + m * stride));
+                sums[m][0] = fma16(value, w0, sums[m][0]);
+                sums[m][1] = fma16(value, w1, sums[m][1]);
+            }
+            continue;
+        }
+        const u32x16 w0 = *(const u32x16 *)panel, w1 = *(const u32x16 *)(panel + line / 2);
+        UNROLL for (int m = 0; m < rows; m++) {
+            uint32_t pair;
+            memcpy(&pair, x + m * stride, 4);
+#ifdef __AVX512BF16__
+            const __m512bh both = (__m512bh)_mm512_set1_epi32((int)pair);
+            sums[m][0] = (f32x16)_mm512_dpbf16_ps((__m512)sums[m][0], both, (__m512bh)w0);
+            sums[m][1] = (f32x16)_mm512_dpbf16_ps((__m512)sums[m][1], both, (__m512bh)w1);
+#else
+            const uint32_t bits[2] = {pair << 16, pair & 0xffff0000u};
+            float even, odd;
+            memcpy(&even, bits, 4);
+            memcpy(&odd, bits + 1, 4);
+            sums[m][0] = fma16(splat(even), (f32x16)(w0 << 16), sums[m][0]);
+            sums[m][1] = fma16(splat(even), (f32x16)(w1 << 16), sums[m][1]);
+            sums[m][0] = fma16(splat(odd), (f32x16)(w0 & 0xffff0000u), sums[m][0]);
+            sums[m][1] = fma16(splat(odd), (f32x16)(w1 & 0xffff0000u), sums[m][1]);
+#endif
+        }
+    }
+    UNROLL for (int m = 0; m < rows; m++) {
+        *(f32x16 *)(sum + m * PANEL) = sums[m][0];
+        *(f32x16 *)(sum + m * PANEL + LANES) = sums[m][1];
+    }
+}
+
+INLINE void tile_of(int rows, const int type, const char *x, long stride, const char *panel, long in, float *sum) {
+    switch (rows) {
+#define CASE(n) case n: tile(n, type, x, stride, panel, in, sum); break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
+    }
+}
+
+/* The sums of up to TILE_ROWS rows of x and panel `number` of a layer: [rows, PANEL]. */
+static __attribute__((noinline)) void
+multiply(const struct linear *layer, const void *x, long stride, int rows, long number, float *sum) {
+    const char *panel = (const char *)layer->weight + number * layer->in * PANEL * type_size(layer->type);
+    if (layer->type == F32) tile_of(rows, F32, x, stride, panel, layer->in, sum);
+    else if (layer->type == BF16) tile_of(rows, BF16, x, stride, panel, layer->in, sum);
+    else tile_of(rows, F16, x, stride, panel, layer->in, sum);
+}
+
+/* Rows of the next tile, of `left` rows: as even as possible. */
+INLINE int tile_rows(long left) {
+    const long tiles = (left + TILE_ROWS - 1) / TILE_ROWS;
+    return (int)((left + tiles - 1) / tiles);
+}
+
+/* What becomes of a tile's sums. */
+typedef void (*finish)(void *to, const float *sum, const float *gate, long row, int rows, long column);
+
+/* This thread's share of the panels, tile by tile. With `gated`, panels alternate between gate and up. */
+static void each_tile(
+    const struct linear *layer, const void *x, long stride, long rows, int gated, finish finish, void *to,
+    const struct share *share) {
+    float sum[TILE_ROWS * PANEL], gate[TILE_ROWS * PANEL];
+    long first, last;
+    divide(layer->out / PANEL / (gated ? 2 : 1), share, &first, &last);
+    for (long block = 0; block < rows; block += BLOCK_ROWS) {
+        const long end = block + BLOCK_ROWS < rows ? block + BLOCK_ROWS : rows;
+        for (long panel = first; panel < last; panel++) {
+            for (long row = block; row < end;) {
+                const int count = tile_rows(end - row);
+                const char *at = (const char *)x + row * stride * input_size(layer->type);
+                if (gated) multiply(layer, at, stride, count, 2 * panel, gate);
+                multiply(layer, at, stride, count, gated ? 2 * panel + 1 : panel, sum);
+                finish(to, sum, gate, row, count, panel * PANEL);
+                row += count;
+            }
+        }
+    }
+}

@@ -1,0 +1,117 @@
+/* Sixteen floats, the number types that weights and K/V are stored in, and one rule:
+
+   every operation here rounds the same way wherever it is inlined (-ffp-contract=off, FMA only by name), so a result
+   depends on the numbers that went into it and on their order, never on what was computed beside it. */
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+#define LANES 16
+#define INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+typedef float f32x16 __attribute__((vector_size(64), aligned(4), may_alias));
+typedef float f32x8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float f32x4 __attribute__((vector_size(16), aligned(4), may_alias));
+typedef int32_t i32x16 __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2), may_alias));
+
+/* How a tensor is stored. Sums are always fp32. */
+enum type { F32 = 0, BF16 = 1, F16 = 2 };
+
+INLINE long type_size(int type) { return type == F32 ? 4 : 2; }
+
+INLINE f32x16 splat(float x) { return (f32x16){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+
+/* `a` where all bits of the mask are set, `b` where none is. */
+INLINE f32x16 select16(i32x16 mask, f32x16 a, f32x16 b) {
+    return (f32x16)((mask & (i32x16)a) | (~mask & (i32x16)b));
+}
+
+/* a * b + c, rounded once where the processor can. */
+INLINE f32x16 fma16(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    union { f32x16 whole; __m256 half[2]; } x = {a}, y = {b}, z = {c};
+    z.half[0] = _mm256_fmadd_ps(x.half[0], y.half[0], z.half[0]);
+    z.half[1] = _mm256_fmadd_ps(x.half[1], y.half[1], z.half[1]);
+    return z.whole;
+#else
+    return a * b + c;
+#endif
+}
+
+/* The sum of all lanes, halves first. */
+INLINE float sum16(f32x16 x) {
+    union { f32x16 whole; f32x8 half[2]; } a = {x};
+    union { f32x8 whole; f32x4 half[2]; } b = {a.half[0] + a.half[1]};
+    f32x4 c = b.half[0] + b.half[1];
+    return (c[0] + c[2]) + (c[1] + c[3]);
+}
+
+/* Sixteen numbers as fp32. */
+INLINE f32x16 load16(int type, const void *at) {
+    if (type == F32) return *(const f32x16 *)at;
+    if (type == BF16) return (f32x16)(__builtin_convertvector(*(const u16x16 *)at, u32x16) << 16);
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
+#elif defined(__F16C__)
+    union { f32x16 whole; __m256 half[2]; } x;
+    x.half[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
+    x.half[1] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at + 1));
+    return x.whole;
+#else
+    f32x16 x;
+    for (int i = 0; i < LANES; i++) x[i] = ((const _Float16 *)at)[i];
+    return x;
+#endif
+}
+
+/* fp32 to bf16, to nearest even; NaN stays NaN. */
+INLINE uint16_t bf16_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (x != x) return (uint16_t)(bits >> 16 | 64);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* Store `count` floats as `type`. */
+INLINE void store(int type, void *at, long offset, const float *x, long count) {
+    if (type == F32) {
+        memcpy((float *)at + offset, x, count * sizeof *x);
+    } else if (type == BF16) {
+        for (long i = 0; i < count; i++) ((uint16_t *)at)[offset + i] = bf16_of(x[i]);
+    } else {
+        for (long i = 0; i < count; i++) ((_Float16 *)at)[offset + i] = (_Float16)x[i];
+    }
+}
+
+/* e^x for x <= 0: 2^n times a polynomial of the rest (Cephes' expf). */
+INLINE f32x16 exp16(f32x16 x) {
+    const f32x16 least = splat(-87.0f);
+    x = select16(x > least, x, least);
+    f32x16 n = x * splat(1.44269504088896341f);
+    i32x16 whole = __builtin_convertvector(n - splat(0.5f), i32x16); /* truncates: to nearest, as x <= 0 */
+    n = __builtin_convertvector(whole, f32x16);
+    f32x16 r = fma16(n, splat(-0.693359375f), x);
+    r = fma16(n, splat(2.12194440e-4f), r);
+    f32x16 p = splat(1.9875691500e-4f);
+    p = fma16(p, r, splat(1.3981999507e-3f));
+    p = fma16(p, r, splat(8.3334519073e-3f));
+    p = fma16(p, r, splat(4.1665795894e-2f));
+    p = fma16(p, r, splat(1.6666665459e-1f));
+    p = fma16(p, r, splat(5.0000001201e-1f));
+    p = fma16(p, r * r, r + splat(1.0f));
+    return p * (f32x16)((whole + 127) << 23);
+}
