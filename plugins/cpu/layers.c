@@ -223,7 +223,7 @@ static void list_seen(const struct run *run, const struct share *share) {
     }
 }
 
-static void forward(void *arguments, struct share *share) {
+static void forward(void *arguments, const struct share *share) {
     const struct run *run = arguments;
     const struct body *body = run->body;
     const struct pass *pass = run->pass;
@@ -291,7 +291,6 @@ void d2sd_layers(const struct body *body, const struct pass *pass, struct memory
     for (long b = 0; b < pass->batch; b++) longest = pass->context[b] > longest ? pass->context[b] : longest;
     struct run run = {.body = body, .pass = pass, .stride = even(widest), .room = longest + pass->rows + LANES};
     run.width = body->layer[0].qkv.out;
-    pthread_mutex_lock(&pool.pass);
     const long inputs = 2 * all * run.stride * 4, qkv = all * run.width * 4, seen = all * pass->rows * 4;
     char *at = scratch(&memory->at, &memory->bytes, inputs + qkv + seen + all * 4 + threads * HEADS * run.room * 4 + 64);
     if (body->type == BF16) memset(at, 0, inputs); /* an odd last column is read as a pair */
@@ -301,7 +300,6 @@ void d2sd_layers(const struct body *body, const struct pass *pass, struct memory
     run.count = (int32_t *)(at += seen);
     run.scores = (float *)(at + all * 4);
     run_pass(forward, &run, threads);
-    pthread_mutex_unlock(&pool.pass);
 }
 
 struct product {
@@ -311,7 +309,7 @@ struct product {
     struct target target;
 };
 
-static void product(void *arguments, struct share *share) {
+static void product(void *arguments, const struct share *share) {
     const struct product *one = arguments;
     each_tile(one->layer, one->x, one->stride, one->rows, 0, write_sums, (void *)&one->target, share);
 }
@@ -319,9 +317,7 @@ static void product(void *arguments, struct share *share) {
 /* out [rows, size] = x [rows, stride] W^T + b; `size` may cut off the padding of the outputs. */
 void d2sd_linear(const struct linear *layer, const void *x, long stride, long rows, float *out, long size, int threads) {
     struct product one = {layer, x, stride, rows, {NULL, layer, out, size, size}};
-    pthread_mutex_lock(&pool.pass);
     run_pass(product, &one, threads);
-    pthread_mutex_unlock(&pool.pass);
 }
 
 void d2sd_free(struct memory *memory) {

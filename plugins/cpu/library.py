@@ -65,6 +65,12 @@ class Pass(Structure):
     ]  # fmt: skip
 
 
+class OpenMP(Structure):
+    """`struct openmp`."""
+
+    _fields_ = [(name, c_void_p) for name in ("parallel", "barrier", "thread", "threads")]
+
+
 class Memory(Structure):
     """`struct memory`."""
 
@@ -84,9 +90,20 @@ def load() -> ctypes.CDLL | str:
     library.d2sd_layers.argtypes = [POINTER(Body), POINTER(Pass), POINTER(Memory), c_int]
     library.d2sd_linear.argtypes = [POINTER(Linear), c_void_p, c_long, c_long, c_void_p, c_long, c_int]
     library.d2sd_free.argtypes = [POINTER(Memory)]
-    for function in (library.d2sd_layers, library.d2sd_linear, library.d2sd_free):
+    library.d2sd_use_openmp.argtypes = [POINTER(OpenMP)]
+    for function in (library.d2sd_layers, library.d2sd_linear, library.d2sd_free, library.d2sd_use_openmp):
         function.restype = None
+    library.d2sd_use_openmp(byref(_openmp()))
     return library
+
+
+def _openmp() -> OpenMP:
+    """The functions of the OpenMP that PyTorch has loaded: GNU's, or another's with its interface. Zeros: not found."""
+    process = ctypes.CDLL(None)
+    names = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+    if not all(hasattr(process, name) for name in names):
+        return OpenMP()
+    return OpenMP(*(ctypes.cast(getattr(process, name), c_void_p) for name in names))
 
 
 def available() -> bool:
