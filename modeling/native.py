@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from d2sd.plugins.cpu.library import PANEL, PackedLinear, address
 # Shape letters: B requests, T rows, E hidden, L layers, Hkv K/V heads, D head size, n auxiliary layers.
 
 
-def supported(body: BodyConfig, layers: Sequence[nn.Module], dtype: torch.dtype) -> bool:
+def supported(body: BodyConfig, layers: Iterable[nn.Module], dtype: torch.dtype) -> bool:
     """Whether the kernels take layers of this geometry and type on this machine."""
     fp8 = any(isinstance(part, (Fp8Linear, Fp8Cache)) for layer in layers for part in layer.modules())
     size = body.head_dim
@@ -49,12 +49,12 @@ class NativeLayers:
             library.functions().d2sd_free(ctypes.byref(self._memory))
 
     def _packed(self, layer: Layer) -> library.Layer:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp, body = layer.self_attn, layer.mlp, self._config
         q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
         q_rows = _padded(q.weight)
         weight = torch.cat([q_rows, k.weight, v.weight])
         bias = None if q.bias is None else torch.cat([_padded(q.bias), k.bias, v.bias])
-        gate, up = (_padded(part.weight).unflatten(0, (-1, PANEL)) for part in (mlp.gate_proj, mlp.up_proj))
+        gate, up = (_padded(part.weight).view(-1, PANEL, body.hidden_size) for part in (mlp.gate_proj, mlp.up_proj))
         norms = [layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm]
         products = [
             PackedLinear.of(weight, bias),
@@ -76,14 +76,16 @@ class NativeLayers:
     def __call__(
         self, x: Tensor, cos_sin: CosSin, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [B, T, E], fp32 cos and sin [B, T, 1, D] -> hidden [B, T, E], features [B, T, n·E], k, v [L, B, T, Hkv, D]."""
+        """x [B, T, E], cos and sin [B, T, 1, D] fp32 -> the fields of `DecoderOutput`."""
         body, dtype = self._config, self._dtype
         batch, count, hidden = x.shape
-        assert pool.k.dtype == dtype and rows.attn_mask.shape == (batch, count, count)
+        assert pool.k.dtype == dtype
+        assert rows.attn_mask.shape == (batch, count, count)
         x = x.to(torch.float32, copy=True).contiguous()
         cos, sin = (part.contiguous() for part in cos_sin)
         mask = rows.attn_mask if rows.attn_mask.stride(2) == 1 else rows.attn_mask.contiguous()
         table, context = rows.page_table.long().contiguous(), rows.context_len.long().contiguous()
+        assert int(context.max()) <= table.shape[1] * pool.page_size, "the context is longer than its pages"
         aux = torch.tensor(aux_layer_ids, dtype=torch.long)
         k, v = torch.empty(2, body.num_layers, batch, count, body.num_kv_heads, body.head_dim, dtype=dtype)
         features = torch.empty(batch, count, len(aux_layer_ids) * hidden, dtype=dtype)
@@ -96,17 +98,15 @@ class NativeLayers:
             address(aux), len(aux_layer_ids), address(features), address(out),
         )  # fmt: skip
         functions, threads = library.functions(), torch.get_num_threads()
-        functions.d2sd_layers(
-            ctypes.byref(self._body), ctypes.byref(arguments), ctypes.byref(self._memory), threads
-        )
+        functions.d2sd_layers(ctypes.byref(self._body), ctypes.byref(arguments), ctypes.byref(self._memory), threads)
         return out, features, k, v
-
 
     def keys_values(self, context: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """context [B, C, E] -> rotated keys and values of every layer [L, B, C, Hkv, D]."""
         pairs = []
         for product, norm in self._contexts:
-            k, v = product(context).to(context.dtype).unflatten(-1, (2, -1, self._config.head_dim)).unbind(-3)
+            shape = *context.shape[:-1], 2, -1, self._config.head_dim
+            k, v = product(context).to(context.dtype).view(shape).unbind(-3)
             pairs.append((rotate(norm(k), cos_sin), v))
         return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
 

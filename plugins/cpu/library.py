@@ -122,7 +122,8 @@ def address(tensor: Tensor | None) -> int | None:
     """Of a contiguous CPU tensor's data."""
     if tensor is None:
         return None
-    assert tensor.device.type == "cpu" and tensor.is_contiguous()
+    assert tensor.device.type == "cpu"
+    assert tensor.is_contiguous()
     return tensor.data_ptr()
 
 

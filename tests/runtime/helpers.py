@@ -45,7 +45,7 @@ _KINDS = (
 @cache
 def models() -> tuple[Decoder, Drafter, Drafter]:
     """As they were made, for the oracle; executors repack the layers of what they are given, so they get `copies`."""
-    target = tiny_decoder("qwen3", layers=2)
+    target = tiny_decoder("qwen3", layers=2, head_dim=16)  # which the compiled kernels take
     first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
     second = tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
     return target, first, second

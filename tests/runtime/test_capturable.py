@@ -50,6 +50,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
+pytestmark = pytest.mark.usefixtures("layers_of_pytorch")
+
+
+@pytest.fixture
+def layers_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the compiled layers of a CPU hide their operators."""
+    monkeypatch.setattr("d2sd.plugins.cpu.library.available", lambda: False)
+
+
 def check_same(steps: list[Kernels]) -> None:
     """Without the pages of difference that two lists of kernels would print."""
     different = [n for n, step in enumerate(steps) if step != steps[0]]

@@ -97,9 +97,9 @@ def test_held_text_comes_out_at_the_end() -> None:
 
 
 def test_held_text_comes_out_before_a_stop_token() -> None:
-    whole = expected(base(2))
+    whole = expected(base(3))
     before = letters(whole[:3])
-    request = replace(base(2), stop=(before[-1] + "!",), stop_tokens=frozenset({whole[3]}))
+    request = replace(base(3), stop=(before[-1] + "!",), stop_tokens=frozenset({whole[3]}))
     tokens, got, last = collect(perfect(request), request)
     assert tokens == whole[:4]
     assert (got, last.finish) == (before, "stop")

@@ -148,8 +148,8 @@ def check_what_took_part(policy: PolicyName, stats: SequenceStats, runner: Cheat
     wins, siblings = (
         sum(n for branch_id, n in c.items() if branch_id > 0) for c in (stats.accepted_branches, runner.siblings)
     )
-    assert wins > {"chain": -1, "ddtree": -1, "samples": 4}.get(policy, 15)
-    assert siblings > 4 if policy in ("samples", "hybrid") else siblings == 0
+    assert wins > {"chain": -1, "ddtree": -1, "samples": 3}.get(policy, 15)
+    assert siblings > 2 if policy in ("samples", "hybrid") else siblings == 0
     assert runner.siblings[0] > 5 if policy in ("ddtree", "hybrid") else runner.siblings[0] == 0
 
 

@@ -23,7 +23,7 @@ from d2sd.runtime.speculation.draft import Branches, Draft, candidates
 from tests.runtime import test_capturable
 from tests.runtime.backends.test_model_runner import TABLE, TEXTS, prefilled
 from tests.runtime.helpers import BLOCK, BRANCHES, STEADY, copies, expected, plain, some_requests
-from tests.runtime.test_capturable import HOT, check_same, record, running
+from tests.runtime.test_capturable import HOT, check_same, layers_of_pytorch, record, running  # noqa: F401, a fixture
 from tests.runtime.test_lossless import DRAFTING, WAYS
 
 Ids = tuple[int, ...] | None
@@ -221,6 +221,7 @@ def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> No
         )
 
 
+@pytest.mark.usefixtures("layers_of_pytorch")
 @pytest.mark.parametrize("policy", ["chain", "hybrid"])
 def test_nothing_is_read_back(policy: PolicyName, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with vocabularies can be captured in a graph like any other."""

@@ -1,0 +1,159 @@
+"""Layers as one call of the compiled kernels: the values are PyTorch's, and the bits are each row's own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from d2sd.modeling.config import Family
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.packed import pack
+from d2sd.modeling.rows import Rows
+from d2sd.plugins.cpu import library
+from tests.tiny import random_tokens, tiny_decoder, tiny_drafter
+
+pytestmark = pytest.mark.skipif(not library.available(), reason=f"no CPU kernels: {library.load()}")
+
+AUX = (0, 2)
+#: Heads, K/V heads and their size: sizes with kernels of their own and others, groups of 1 to 6 query heads.
+HEADS = [(4, 2, 16), (3, 3, 16), (6, 1, 32), (9, 3, 64), (5, 1, 64), (4, 2, 128), (3, 1, 256)]
+
+
+def packed(model: Decoder) -> Decoder:
+    made = copy.deepcopy(model)
+    pack(made)
+    assert made.native is not None
+    return made
+
+
+def filled(decoder: Decoder, tokens: torch.Tensor, page_size: int = 4) -> tuple[KVPool, torch.Tensor]:
+    """A pool with the K/V of tokens [B, S] in pages out of order, and the page table [B, M] with room for more."""
+    batch, length = tokens.shape
+    width = (length + 64) // page_size
+    weight = decoder.embed_tokens.weight
+    pool = KVPool.for_body(decoder.config.body, 1 + batch * width, page_size, weight.dtype, "cpu")
+    pool.k.fill_(torch.nan)
+    pool.v.fill_(torch.nan)
+    table = 1 + torch.randperm(batch * width).view(batch, width)
+    rows = Rows.chain(length, table, torch.zeros(batch, dtype=torch.long))
+    out = decoder(tokens, rows, pool, AUX)
+    pool.write(out.k, out.v, table, rows.positions, torch.ones(batch, length, dtype=torch.bool))
+    return pool, table
+
+
+def random_tree(batch: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Depths [B, T] and ancestor masks [B, T, T] of random trees."""
+    depth, mask = torch.zeros(batch, count, dtype=torch.long), torch.eye(count, dtype=torch.bool).repeat(batch, 1, 1)
+    for b in range(batch):
+        for t in range(1, count):
+            parent = int(torch.randint(max(0, t - 4), t, ()))
+            depth[b, t] = depth[b, parent] + 1
+            mask[b, t] |= mask[b, parent]
+    return depth, mask
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_every_family_gives_the_values_of_pytorch(family: Family) -> None:
+    hidden = 64 if family == "qwen2" else 40
+    plain = tiny_decoder(family, hidden=hidden, heads=4, kv_heads=2, head_dim=16, attention_bias=family != "qwen2")
+    compare(plain)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), HEADS)
+def test_every_geometry_of_heads(heads: int, kv_heads: int, size: int) -> None:
+    compare(tiny_decoder("qwen3", heads=heads, kv_heads=kv_heads, head_dim=size))
+
+
+def compare(plain: Decoder) -> None:
+    """Trees behind contexts of different lengths."""
+    native, tokens = packed(plain), random_tokens(plain, 3, 33)
+    pools = [filled(model, tokens) for model in (plain, native)]
+    depth, mask = random_tree(3, 14)
+    context = torch.tensor([33, 1, 17])
+    rows = random_tokens(plain, 3, 14)
+    outs = [
+        model(rows, Rows(context[:, None] + depth, mask, table, context), pool, AUX)
+        for model, (pool, table) in zip((plain, native), pools, strict=True)
+    ]
+    for name in ("hidden", "features", "k", "v"):
+        torch.testing.assert_close(getattr(outs[1], name), getattr(outs[0], name), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_near_the_same_weights_in_fp32(dtype: torch.dtype) -> None:
+    plain = tiny_decoder("qwen3", head_dim=16).to(dtype)
+    tokens = random_tokens(plain, 2, 12)
+    wide = copy.deepcopy(plain).float().full_pass(tokens)
+    found = packed(plain).full_pass(tokens)
+    assert found.hidden.dtype == found.k.dtype == dtype
+    scale = wide.hidden.abs().max()
+    assert (found.hidden.float() - wide.hidden).abs().max() < scale * (0.03 if dtype == torch.bfloat16 else 0.004)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [16, 64])
+def test_bits_of_a_row_are_its_own(dtype: torch.dtype, size: int) -> None:
+    """In a tree beside other requests, with any threads and pages: as one token after the other."""
+    decoder = packed(tiny_decoder("qwen3", head_dim=size, heads=6).to(dtype))
+    context, text, count = 21, random_tokens(decoder, 1, 60), 60
+    pool, table = filled(decoder, text[:, :context])
+    path = text[0, context:].tolist()
+    alone = one_by_one(decoder, text, context)
+    depth, mask = random_tree(1, count)
+    leaf = int(depth.argmax())
+    chain = mask[0, leaf].nonzero()[:, 0]  # of the deepest node
+    tokens = random_tokens(decoder, 1, count)
+    tokens[0, chain] = torch.tensor(path[: len(chain)])
+    length = torch.tensor([context])
+    tree = decoder(tokens, Rows(length[:, None] + depth, mask, table, length), pool, AUX)
+    assert len(chain) >= 8
+    for place, node in enumerate(chain.tolist()):
+        assert torch.equal(tree.hidden[0, node], alone[place][0]), place
+        assert torch.equal(tree.k[:, 0, node], alone[place][1]), place
+
+
+def one_by_one(decoder: Decoder, text: torch.Tensor, context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Hidden states and keys of the tokens past the context, each alone in its pass, in pages of another size."""
+    pool, table = filled(decoder, text[:, :1], page_size=16)
+    found = []
+    for place in range(1, text.shape[1]):
+        rows = Rows.chain(1, table, torch.tensor([place]))
+        out = decoder(text[:, place : place + 1], rows, pool, AUX)
+        pool.write(out.k, out.v, table, rows.positions, torch.ones(1, 1, dtype=torch.bool))
+        found.append((out.hidden[0, 0], out.k[:, 0, 0]))
+    return found[context - 1 :]
+
+
+def test_threads_and_neighbours_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = packed(tiny_decoder("llama", head_dim=16).bfloat16())
+    tokens = random_tokens(decoder, 7, 19)
+    alone = [decoder.full_pass(row[None], AUX) for row in tokens]
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        together = decoder.full_pass(tokens, AUX)
+        for number, one in enumerate(alone):
+            assert torch.equal(together.hidden[number], one.hidden[0])
+            assert torch.equal(together.features[number], one.features[0])
+
+
+def test_a_packed_drafter_drafts_the_same() -> None:
+    target = tiny_decoder("qwen3", head_dim=16).config
+    plain = tiny_drafter(target)
+    native = copy.deepcopy(plain)
+    pack(native)
+    assert native.native is not None
+    features, places = torch.randn(1, 9, plain.fc.in_features), torch.arange(9)[None]
+    embedded = torch.randn(1, 4, target.body.hidden_size)
+    table, length = torch.tensor([[1, 2, 3, 4]]), torch.tensor([9])
+    mask = torch.ones(1, 4, 4, dtype=torch.bool)
+    found = []
+    for drafter in (plain, native):
+        pool = KVPool.for_body(plain.config.body, 5, 4, torch.float32, "cpu")
+        k, v = drafter.context_keys_values(features, places)
+        pool.write(k, v, table, places, torch.ones(1, 9, dtype=torch.bool))
+        found.append((k, v, drafter.draft(embedded, Rows(length[:, None] + places[:, :4], mask, table, length), pool)))
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
