@@ -58,6 +58,8 @@ class TargetModel(nn.Module):
 class Decoder(TargetModel):
     """Parameter names equal Hugging Face's without their leading `model.`."""
 
+    native: NativeLayers | None
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
@@ -67,14 +69,16 @@ class Decoder(TargetModel):
         self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
         self.rotary = Rotary(body.rope, body.head_dim)
         self.packed_head = None
-        self.native: NativeLayers | None = None  # in place of `layers`, see d2sd.modeling.packed
+        self.register_module("native", None)  # in place of `layers`, see d2sd.modeling.packed
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(body.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
         x = self.embed_tokens(tokens)
         if self.native is not None:
-            out = self.native(x, self.rotary(rows.positions, torch.float32), rows, pool, aux_layer_ids)
+            out: tuple[Tensor, ...] = self.native(
+                x, self.rotary(rows.positions, torch.float32), rows, pool, aux_layer_ids
+            )
             return DecoderOutput(*out)
         cos_sin = self.rotary(rows.positions, x.dtype)
         attend = pool.attend(rows)

@@ -46,6 +46,8 @@ class DraftModel(nn.Module):
 class Drafter(DraftModel):
     """Parameter names equal the z-lab checkpoint layout."""
 
+    native: NativeLayers | None
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
@@ -55,7 +57,7 @@ class Drafter(DraftModel):
         self.layers = nn.ModuleList(Layer(body) for _ in range(body.num_layers))
         self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
         self.rotary = Rotary(body.rope, body.head_dim)
-        self.native: NativeLayers | None = None  # in place of `layers`, see d2sd.modeling.packed
+        self.register_module("native", None)  # in place of `layers`, see d2sd.modeling.packed
         ids = config.draft_vocabulary
         with torch.device("cpu"):  # the ids are known even under torch.device("meta")
             self.register_buffer("draft_ids", None if ids is None else torch.tensor(ids), persistent=False)
@@ -80,6 +82,7 @@ class Drafter(DraftModel):
 
     def draft(self, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         if self.native is not None:
-            return self.native(embedded, self.rotary(rows.positions, torch.float32), rows, pool)[0]
+            out: tuple[Tensor, ...] = self.native(embedded, self.rotary(rows.positions, torch.float32), rows, pool)
+            return out[0]
         hidden: Tensor = self(embedded, rows.positions, pool.attend(rows))
         return hidden

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.config import BodyConfig
-from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import Attention, Layer, RMSNorm
 from d2sd.modeling.rope import CosSin, rotate
@@ -22,17 +21,24 @@ from d2sd.plugins.cpu.library import PANEL, PackedLinear, address
 
 def supported(body: BodyConfig, layers: Iterable[nn.Module], dtype: torch.dtype) -> bool:
     """Whether the kernels take layers of this geometry and type on this machine."""
-    fp8 = any(isinstance(part, (Fp8Linear, Fp8Cache)) for layer in layers for part in layer.modules())
     size = body.head_dim
     fits = size % library.HEAD_STEP == 0 and size <= library.LARGEST_HEAD
-    return fits and not fp8 and dtype in library.TYPES and library.available()
+    return fits and dtype in library.TYPES and all(map(_is_plain, layers)) and library.available()
 
 
-class NativeLayers:
+def _is_plain(layer: nn.Module) -> bool:
+    """Neither FP8 nor with layers of somebody else in place of linear ones, as ModelOpt puts them to calibrate."""
+    names = *(f"self_attn.{part}_proj" for part in "qkvo"), *(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
+    plain = all(type(layer.get_submodule(name)) is nn.Linear for name in names)
+    return plain and type(layer.get_submodule("self_attn.k_cache")) is nn.Identity
+
+
+class NativeLayers(nn.Module):
     """Copies of a model's layers and last norm, packed. They hold no parameters: they can only serve."""
 
     def __init__(self, body: BodyConfig, layers: Sequence[Layer], norm: RMSNorm, *, context: bool = False) -> None:
         """`context`: for drafters, which make keys and values of a context too."""
+        super().__init__()
         self._config = body
         self._dtype = layers[0].self_attn.o_proj.weight.dtype
         self._kept: list[object] = []  # what the library points to
@@ -73,7 +79,7 @@ class NativeLayers:
         self._kept.append(wide)
         return address(wide)
 
-    def __call__(
+    def forward(
         self, x: Tensor, cos_sin: CosSin, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [B, T, E], cos and sin [B, T, 1, D] fp32 -> the fields of `DecoderOutput`."""

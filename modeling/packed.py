@@ -8,8 +8,9 @@ once to the type in which they are multiplied.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import cast
 
 import torch
@@ -70,14 +71,21 @@ def pack(model: TargetModel | DraftModel) -> None:
         body, layers = model.config.body, cast("Sequence[Layer]", model.layers)
         model.native = NativeLayers(body, layers, model.norm, context=isinstance(model, Drafter))
         model.layers = nn.ModuleList()
+    elif not library.available():
+        _say_why(str(library.load()))
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Fp8Linear):
                 setattr(parent, name, PackedFp8Linear(child, weight.dtype))
-            elif isinstance(child, nn.Linear) and name != "lm_head":
+            elif type(child) is nn.Linear and name != "lm_head":
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
     if isinstance(model, TargetModel) and model.packed_head is None:
         model.packed_head = packed_product(model.head.detach(), None)
+
+
+@cache
+def _say_why(reason: str) -> None:
+    print(f"d2sd: layers run as PyTorch operators, about three times slower: {reason}", file=sys.stderr, flush=True)
 
 
 def _compiled(model: Decoder | Drafter, dtype: torch.dtype) -> bool:

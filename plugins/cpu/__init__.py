@@ -8,6 +8,6 @@
     compiler.py   finds a C compiler and builds the library, once per machine
     library.py    the library's structures and functions
 
-A row's result does not depend on the rows that are computed beside it, nor on the number of threads: sums are made in
-the order of inputs and positions, whatever the tiles. Where no C compiler is found the models run as PyTorch operators.
+A row's result depends neither on the other rows of its pass nor on the number of threads: sums are made in the order of
+inputs and positions, whatever the tiles. Where no C compiler is found the models run as PyTorch operators.
 """

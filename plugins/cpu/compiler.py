@@ -42,7 +42,7 @@ def build() -> Path | str:
     """The library, built if it is not in the cache yet; or the reason why there is none."""
     command = compiler()
     if command is None:
-        return "no C compiler is installed (pip install 'd2sd[cpu]' brings one)"
+        return f"no C compiler: pip install 'd2sd[cpu]' brings one, or set {COMMAND}"
     sources = sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.c")])
     known = "\n".join([*command, *_FLAGS, platform.machine(), _features(), *(file.read_text() for file in sources)])
     try:
