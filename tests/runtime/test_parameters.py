@@ -53,7 +53,7 @@ KINDS: dict[str, Any] = {
     "encouraged repetition": {"repetition_penalty": 0.4},
     "presence": {"presence_penalty": 2.0},
     "frequency": {"frequency_penalty": 2.0},
-    "favoured": {"frequency_penalty": -1.5, "presence_penalty": -1.0},
+    "favoured": {"frequency_penalty": -2.0, "presence_penalty": -2.0},
     "bias": _biased,
     "bad words": _banned,
     "min tokens": {"min_tokens": 8},
