@@ -76,7 +76,7 @@ def requests(every: bool = False) -> dict[str, Request]:
         "hot": Request(PROMPT, LENGTH, SamplingParams(1.0, seed=77)),
     }
     for place, name in enumerate(KINDS):
-        heats = (0.9,) if name in FILTERS else (0.0, 0.5)
+        heats = (0.9,) if name in FILTERS else (0.0, 0.7)
         for heat in heats if every or name == "all" else heats[place % len(heats) :][:1]:
             sampling = made_of(name, heat)
             text = plain(PROMPT, replace(sampling, min_tokens=0), LENGTH)
