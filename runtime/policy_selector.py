@@ -25,8 +25,9 @@ from d2sd.runtime.speculation.policy import Off, Policy
 #: Tokens a step at T = 0 and at T = 1 by policy name; entry n is for n + 1 nodes.
 Forecast = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
-#: Forecast speedup over plain decoding that speculation must exceed: forecasts and clocks err.
-MARGIN = 1.05
+#: Forecast speedup over plain decoding that speculation must exceed to start, and to go on: forecasts and clocks err,
+#: and the first step after plain decoding has the drafters' pending context to compute.
+START, STAY = 1.1, 1.03
 #: EMA window in request-steps for the acceptance correction: a few answers.
 _EMA_WINDOW = 32
 #: Steps of plain decoding until the correction decays back to 1 and speculation is retried; a retry has a cost too.
@@ -46,6 +47,7 @@ class PolicySelector:
     forecast: Forecast
     context_seconds: Mapping[int, float] = field(default_factory=dict)  # of a token more of context, by batch bucket
     acceptance_scale: float = 1.0  # accepted drafts, observed over forecast
+    speculating: bool = False  # the last choice was not plain decoding
     off: Policy = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +65,8 @@ class PolicySelector:
             if (seconds := self.seconds.get((policy, bucket)))
         }
         best = max(rates, key=lambda policy: rates[policy])
-        return best if rates[best] > MARGIN * rates[self.off] else self.off
+        self.speculating = rates[best] > (STAY if self.speculating else START) * rates[self.off]
+        return best if self.speculating else self.off
 
     def expected(self, policy: Policy, temperature: float) -> float:
         """Forecast tokens a step, corrected by the observed acceptance."""

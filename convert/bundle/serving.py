@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from d2sd.runtime.request import Request, SamplingParams
     from d2sd.runtime.speculation.policy import Policy as TreePolicy
 
-#: Node budgets that `auto` compares. Powers of two suffice: throughput is flat around the optimum.
-_ROWS = (4, 8, 16, 32, 64)
+#: Node budgets that `auto` compares: throughput is flat around the optimum. A tile of the CPU kernels has twelve rows.
+_ROWS = (4, 8, 12, 16, 24, 32, 64)
 
 
 def make_engine(

@@ -20,7 +20,8 @@ from d2sd.runtime.batch import Batch
 from d2sd.runtime.buckets import buckets
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.policy_selector import (
-    MARGIN,
+    START,
+    STAY,
     PolicySelector,
     forecast_tau,
     profile_context_cost,
@@ -95,8 +96,18 @@ def test_the_most_tokens_a_second(seconds: dict[Policy, float], temperature: flo
 
 
 def test_speculation_must_promise_a_margin() -> None:
-    for gain, best in ((MARGIN * 0.999, OFF), (MARGIN * 1.001, CHAIN)):
+    for gain, best in ((START * 0.999, OFF), (START * 1.001, CHAIN)):
         assert selector({OFF: 1.0, CHAIN: 2.0 / gain}).choose(1, 0.0) == best
+
+
+def test_it_takes_more_to_start_than_to_go_on() -> None:
+    """Near the break-even point policies would alternate, and each start has pending context to compute."""
+    own, gains = selector({OFF: 1.0, CHAIN: 1.0}), (START - 0.01, START + 0.01, STAY + 0.01, STAY - 0.01, STAY + 0.01)
+    found = []
+    for gain in gains:
+        own.seconds = {(OFF, 1): 1.0, (CHAIN, 1): 2.0 / gain}
+        found.append(own.choose(1, 0.0))
+    assert found == [OFF, CHAIN, CHAIN, OFF, OFF]
 
 
 def test_auto_never_chooses_what_was_not_measured_at_this_batch_size() -> None:

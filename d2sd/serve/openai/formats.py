@@ -52,19 +52,19 @@ class Format(ABC):
         if choice.stream.request.sampling.prompt_logprobs is not None and choice.stream.sequence is not None:
             entries = choice.stream.sequence.prompt_logprobs
             extra["prompt_logprobs"] = [None, *(self._by_token(entry) for entry in entries)]
-        logprobs = self._logprobs(choice, choice.logprobs, 0)
+        asked = choice.stream.request.sampling.logprobs is not None
         return {
             "index": choice.index,
             "finish_reason": choice.finish,
-            "logprobs": logprobs,
+            "logprobs": self.logprobs(choice.logprobs, 0) if asked else None,
             "seed": choice.seed,
         } | extra
 
-    def _logprobs(self, choice: Choice, entries: Sequence[TokenLogprobs], start: int) -> dict[str, Any] | None:
-        """The log-probabilities of some tokens, the first of them at character `start`; None if not asked for."""
+    def _logprobs(self, choice: Choice, output: Output) -> dict[str, Any] | None:
+        """The log-probabilities of an output's tokens; None if not asked for."""
         if choice.stream.request.sampling.logprobs is None:
             return None
-        return self.logprobs(entries, start)
+        return self.logprobs(output.logprobs, sum(map(len, choice.text)) - len(output.text))
 
     def _by_token(self, entry: TokenLogprobs) -> dict[str, Any]:
         """vLLM's form of a position: by token id, the position's own token first."""
@@ -95,8 +95,7 @@ class Format(ABC):
         """The chunks of an output; none if it released neither text nor an end."""
         if output.text or output.finish is not None or output.logprobs or (self._token_ids and output.tokens):
             ids = {"token_ids": list(output.tokens)} if self._token_ids else {}
-            start = sum(map(len, choice.text)) - len(output.text)
-            end = {"finish_reason": output.finish, "logprobs": self._logprobs(choice, output.logprobs, start)}
+            end = {"finish_reason": output.finish, "logprobs": self._logprobs(choice, output)}
             seed = {"seed": choice.seed} if output.finish is not None else {}
             # the delta may change the finish_reason
             yield self.chunk({"index": choice.index} | end | seed | ids | self.delta(choice, output))
