@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from statistics import fmean
 
 from d2sd.errors import D2SDError, RequestError
 from d2sd.policies import FirstPass
@@ -12,7 +13,7 @@ from d2sd.runtime.batch import Batch, prefill_inputs
 from d2sd.runtime.buckets import bucket
 from d2sd.runtime.decode import StepResult, decode_step
 from d2sd.runtime.memory import free_memory, plan_kv_memory
-from d2sd.runtime.policy_selector import Forecast, PolicySelector, profile_context_cost, profile_step_cost
+from d2sd.runtime.policy_selector import Forecast, PolicySelector, profile
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling.logprobs import prompt_logprobs
 from d2sd.runtime.scheduler import Scheduler, prefill_calls
@@ -61,9 +62,7 @@ class Engine:
 
         `policies` include plain decoding and are sorted by their nodes.
         """
-        seconds = profile_step_cost(self.runner, policies, forecast, self.limits, advance, self.calibration)
-        context = profile_context_cost(self.runner, seconds, self.limits)
-        self.selector = PolicySelector(policies, seconds, forecast, context)
+        self.selector = profile(self.runner, policies, forecast, self.limits, advance, self.calibration)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -154,8 +153,10 @@ class Engine:
         Also returns the first draft of prompt lookup. Runs outside the captured graph: its shapes vary per step.
         """
         if self.selector is not None:
-            context = sum(s.cached for s in sequences) / len(sequences)
-            self.policy = self.selector.choose(bucket(len(sequences)), _temperature(sequences), context)
+            context, remaining = (fmean(n) for n in zip(*((s.cached, s.remaining) for s in sequences), strict=True))
+            self.policy = self.selector.choose(
+                bucket(len(sequences)), _temperature(sequences), context, remaining, self.runner.pending
+            )
         with self.clock.stage("commit"):
             self.runner.sync_drafters(self.policy.required_drafters)
         batch = Batch.pack(sequences, self.runner.vocab_size, self.runner.device)
@@ -190,4 +191,4 @@ class Engine:
 
 def _temperature(sequences: SequenceOf[Sequence]) -> float:
     """Mean temperature of a batch."""
-    return sum(s.request.sampling.temperature for s in sequences) / len(sequences)
+    return fmean(s.request.sampling.temperature for s in sequences)

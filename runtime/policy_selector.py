@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 
@@ -25,9 +26,8 @@ from d2sd.runtime.speculation.policy import Off, Policy
 #: Tokens a step at T = 0 and at T = 1 by policy name; entry n is for n + 1 nodes.
 Forecast = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
-#: Forecast speedup over plain decoding that speculation must exceed to start, and to go on: forecasts and clocks err,
-#: and the first step after plain decoding has the drafters' pending context to compute.
-START, STAY = 1.1, 1.03
+#: Forecast speedup over plain decoding that speculation must exceed: forecasts and clocks err.
+MARGIN = 1.05
 #: EMA window in request-steps for the acceptance correction: a few answers.
 _EMA_WINDOW = 32
 #: Steps of plain decoding until the correction decays back to 1 and speculation is retried; a retry has a cost too.
@@ -36,6 +36,8 @@ _REPEATS = 5
 #: Context tokens of the requests that are timed. Longer contexts add the same time to a step of every policy, which is
 #: measured on plain decoding: they make trees cheaper against it.
 _CONTEXT, _LONG_CONTEXT = 64, 512
+#: Rows of pending context that are timed.
+_PENDING = 128
 
 
 @dataclass(slots=True)
@@ -46,27 +48,34 @@ class PolicySelector:
     seconds: Mapping[tuple[Policy, int], float]  # of a step, by policy and batch bucket; pruned policies are missing
     forecast: Forecast
     context_seconds: Mapping[int, float] = field(default_factory=dict)  # of a token more of context, by batch bucket
+    pending_seconds: Sequence[float] = ()  # of a row of pending context, by drafter
     acceptance_scale: float = 1.0  # accepted drafts, observed over forecast
-    speculating: bool = False  # the last choice was not plain decoding
     off: Policy = field(init=False)
 
     def __post_init__(self) -> None:
         (self.off,) = (policy for policy in self.policies if isinstance(policy, Off))
 
-    def choose(self, bucket: int, temperature: float, context: float = 0) -> Policy:
+    def choose(
+        self, bucket: int, temperature: float, context: float = 0, remaining: float = inf, pending: Sequence[int] = ()
+    ) -> Policy:
         """The policy with the most tokens a second for a batch of `bucket` requests.
 
-        `temperature` and `context`, in tokens, are the means of its requests.
+        `temperature`, `context` and `remaining`, tokens that may still be generated, are means of its requests.
+        `pending` are the rows that each drafter must catch up with before it drafts: after plain decoding of a whole
+        batch that takes several steps' time, which the last tokens of an answer do not earn back.
         """
         added = self.context_seconds.get(bucket, 0.0) * max(0.0, context - _CONTEXT)
+        late = [rows * seconds for rows, seconds in zip(pending, self.pending_seconds, strict=False)]
+
+        def rate(policy: Policy, seconds: float) -> float:
+            catch_up = sum(late[which] for which in policy.required_drafters if which < len(late))
+            return 1 / ((seconds + added) / self.expected(policy, temperature) + catch_up / max(1.0, remaining))
+
         rates = {
-            policy: self.expected(policy, temperature) / (seconds + added)
-            for policy in self.policies
-            if (seconds := self.seconds.get((policy, bucket)))
+            policy: rate(policy, seconds) for policy in self.policies if (seconds := self.seconds.get((policy, bucket)))
         }
         best = max(rates, key=lambda policy: rates[policy])
-        self.speculating = rates[best] > (STAY if self.speculating else START) * rates[self.off]
-        return best if self.speculating else self.off
+        return best if rates[best] > MARGIN * rates[self.off] else self.off
 
     def expected(self, policy: Policy, temperature: float) -> float:
         """Forecast tokens a step, corrected by the observed acceptance."""
@@ -89,6 +98,20 @@ def forecast_tau(forecast: Forecast, policy: Policy, temperature: float) -> floa
     greedy, sampled = (curve[min(policy.num_nodes, len(curve)) - 1] for curve in forecast[policy.name])
     weight = min(max(temperature, 0.0), 1.0)
     return greedy + weight * (sampled - greedy)
+
+
+def profile(
+    runner: ModelRunner,
+    policies: Sequence[Policy],
+    forecast: Forecast,
+    limits: Limits,
+    advance: Callable[[int], None] = lambda buckets: None,
+    calibration: Calibration | None = None,
+) -> PolicySelector:
+    """A selector with the costs of this machine; arguments as of `profile_step_cost`."""
+    seconds = profile_step_cost(runner, policies, forecast, limits, advance, calibration)
+    context = profile_context_cost(runner, seconds, limits)
+    return PolicySelector(policies, seconds, forecast, context, profile_pending_cost(runner))
 
 
 def profile_step_cost(
@@ -134,6 +157,21 @@ def profile_context_cost(
     off = next(policy for policy, _ in seconds if isinstance(policy, Off))
     longer = profile_step_cost(runner, [off], {}, limits, context=_LONG_CONTEXT)
     return {size: max(0.0, longer[off, size] - seconds[off, size]) / tokens for _, size in longer}
+
+
+def profile_pending_cost(runner: ModelRunner) -> list[float]:
+    """Seconds of a row of pending context, by drafter."""
+    found = []
+    for drafter in range(runner.drafters):
+        taken = []
+        for _ in range(1 + _REPEATS):
+            _wait(runner)
+            start = time.perf_counter()
+            runner.compute_context(drafter, _PENDING)
+            _wait(runner)
+            taken.append(time.perf_counter() - start)
+        found.append(min(taken[1:]) / _PENDING)
+    return found
 
 
 def _time(

@@ -80,6 +80,11 @@ class Sequence:
         return len(self.tokens) - 1 - self.cached
 
     @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.request.max_new_tokens - (len(self.tokens) - len(self.request.prompt))
+
+    @property
     def needs_prompt_rows(self) -> bool:
         """Whether prompt_logprobs are asked for and incomplete, so that every prompt token must be computed."""
         asked = self.request.sampling.prompt_logprobs is not None

@@ -173,6 +173,24 @@ class ModelRunner:
             if which in drafters or pending.holds(MAX_PENDING_ROWS):
                 pending.flush()
 
+    @property
+    def drafters(self) -> int:
+        """How many there are."""
+        return len(self._drafters)
+
+    @property
+    def pending(self) -> list[int]:
+        """Rows of context that each drafter must catch up with; an upper bound."""
+        return [pending.rows for pending in self._pending]
+
+    @torch.inference_mode()
+    def compute_context(self, drafter: int, rows: int) -> None:
+        """The context K/V of some rows, to time it; nothing is written."""
+        model = self._drafters[drafter]
+        width = len(model.config.target_layer_ids) * model.config.body.hidden_size
+        features = torch.zeros(1, rows, width, dtype=self._dtype, device=self.device)
+        model.context_keys_values(features, torch.arange(rows, device=self.device)[None])
+
     def forget(self, pages: Sequence[int]) -> None:
         """Drop queued features of `pages`, whose K/V is not needed any more; call it before they are written again."""
         for pending in self._pending:
