@@ -313,7 +313,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, engine: Engine, seconds: dict[tupl
     policies = sorted({policy for policy, _ in seconds}, key=lambda policy: policy.num_nodes)
     forecast: dict[str, Any] = {policy.name: ([2.0], [2.0]) for policy in policies if policy != OFF}
     with monkeypatch.context() as patch:
-        patch.setattr("d2sd.runtime.engine.profile_step_cost", lambda *arguments: seconds)
+        patch.setattr("d2sd.runtime.policy_selector.profile_step_cost", lambda *arguments: seconds)
         engine.enable_auto(policies, forecast)
 
 
@@ -351,7 +351,7 @@ def test_the_policy_follows_the_mean_temperature(monkeypatch: pytest.MonkeyPatch
     engine = make_engine(honest(), "off", max_batch=2)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "d2sd.runtime.engine.profile_step_cost",
+            "d2sd.runtime.policy_selector.profile_step_cost",
             lambda *a: {(p, n): 1.0 + p.num_nodes / 10 for p in (OFF, CHAIN) for n in (1, 2)},
         )
         engine.enable_auto((OFF, CHAIN), {"chain": ([1.9], [1.0])})
