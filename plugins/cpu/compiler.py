@@ -44,9 +44,11 @@ def build() -> Path | str:
     if command is None:
         return f"no C compiler: pip install 'd2sd[cpu]' brings one, or set {COMMAND}"
     sources = sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.c")])
-    known = "\n".join([*command, *_FLAGS, platform.machine(), _features(), *(file.read_text() for file in sources)])
+    known = "\n".join(
+        [*command, *_FLAGS, platform.machine(), _features(), *(file.read_text("utf-8") for file in sources)]
+    )
     try:
-        library = cache_folder() / f"cpu-{hashlib.sha256(known.encode()).hexdigest()[:24]}.so"
+        library = cache_folder() / f"cpu-{hashlib.sha256(known.encode('utf-8')).hexdigest()[:24]}.so"
         if not library.exists():
             _compile([*command, *_FLAGS], library)
     except (OSError, subprocess.SubprocessError) as error:
@@ -67,7 +69,7 @@ def _compile(command: list[str], library: Path) -> None:
         made = Path(folder) / library.name
         subprocess.run(
             [*command, str(_SOURCES / "layers.c"), "-o", str(made), "-lm"],
-            check=True, capture_output=True, text=True, timeout=_SECONDS,
+            check=True, capture_output=True, encoding="utf-8", errors="replace", timeout=_SECONDS,
         )  # fmt: skip
         made.replace(library)
 
@@ -75,7 +77,7 @@ def _compile(command: list[str], library: Path) -> None:
 def _features() -> str:
     """The processor's instruction sets, as the kernel lists them: a cache folder may be shared by machines."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:
         return platform.processor()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")

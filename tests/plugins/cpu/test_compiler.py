@@ -47,6 +47,14 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(compiler.compiler() is None, reason="no C compiler")
+def test_a_locale_without_unicode_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton runs its models under the C locale, and Python may not switch to UTF-8 there."""
+    for name, value in {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert loaded(tmp_path, None).startswith("<CDLL")
+
+
+@pytest.mark.skipif(compiler.compiler() is None, reason="no C compiler")
 def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
