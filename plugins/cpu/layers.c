@@ -82,30 +82,22 @@ static void norm_rows(const struct run *run, const float *weight, const struct s
 
 /* --- what becomes of the sums of each linear layer --- */
 
-struct target {
-    const struct run *run;
-    const struct linear *layer;
-    float *out;
-    long stride, size; /* columns of `out`, and how many of them are real */
+struct output {
+    const float *bias; /* or NULL */
+    float *rows;
+    long stride, size; /* columns of `rows`, and how many of them are real */
+    int add;           /* to what is there */
 };
 
-static void write_sums(void *to, const float *sum, const float *gate, long row, int rows, long column) {
-    const struct target *target = to;
-    const float *bias = target->layer->bias;
-    const long many = target->size - column < PANEL ? target->size - column : PANEL;
+static void put_sums(void *to, const float *sum, const float *gate, long row, int rows, long column) {
+    const struct output *output = to;
+    const long many = output->size - column < PANEL ? output->size - column : PANEL;
     for (int m = 0; m < rows; m++) {
-        float *out = target->out + (row + m) * target->stride + column;
-        for (long n = 0; n < many; n++) out[n] = sum[m * PANEL + n] + (bias ? bias[column + n] : 0);
-    }
-}
-
-static void add_sums(void *to, const float *sum, const float *gate, long row, int rows, long column) {
-    const struct target *target = to;
-    const float *bias = target->layer->bias;
-    const long many = target->size - column < PANEL ? target->size - column : PANEL;
-    for (int m = 0; m < rows; m++) {
-        float *out = target->out + (row + m) * target->stride + column;
-        for (long n = 0; n < many; n++) out[n] += sum[m * PANEL + n] + (bias ? bias[column + n] : 0);
+        float *out = output->rows + (row + m) * output->stride + column;
+        for (long n = 0; n < many; n++) {
+            const float value = sum[m * PANEL + n] + (output->bias ? output->bias[column + n] : 0);
+            out[n] = output->add ? out[n] + value : value;
+        }
     }
 }
 
@@ -233,17 +225,17 @@ static void forward(void *arguments, const struct share *share) {
     list_seen(run, share);
     for (long number = 0; number < body->layers; number++) {
         const struct layer *layer = body->layer + number;
-        struct target qkv = {run, &layer->qkv, run->qkv, run->width, run->width};
-        struct target o = {run, &layer->o, pass->x, hidden, hidden}, down = {run, &layer->down, pass->x, hidden, hidden};
+        struct output qkv = {layer->qkv.bias, run->qkv, run->width, run->width, 0};
+        struct output o = {layer->o.bias, pass->x, hidden, hidden, 1}, down = {layer->down.bias, pass->x, hidden, hidden, 1};
         norm_rows(run, layer->input_norm, share);
         barrier(share);
-        each_tile(&layer->qkv, run->input, run->stride, all, 0, write_sums, &qkv, share);
+        each_tile(&layer->qkv, run->input, run->stride, all, 0, put_sums, &qkv, share);
         barrier(share);
         heads_of_rows(run, number, share);
         barrier(share);
         attend_rows(run, number, share);
         barrier(share);
-        each_tile(&layer->o, run->input, run->stride, all, 0, add_sums, &o, share);
+        each_tile(&layer->o, run->input, run->stride, all, 0, put_sums, &o, share);
         barrier(share);
         norm_rows(run, layer->post_norm, share);
         barrier(share);
@@ -252,7 +244,7 @@ static void forward(void *arguments, const struct share *share) {
         second.input += all * run->stride * input_size(layer->down.type);
         each_tile(&layer->gate_up, run->input, run->stride, all, 1, silu_times, &second, share);
         barrier(share);
-        each_tile(&layer->down, second.input, run->stride, all, 0, add_sums, &down, share);
+        each_tile(&layer->down, second.input, run->stride, all, 0, put_sums, &down, share);
         barrier(share);
         if (aux < pass->aux_count && pass->aux[aux] == number) {
             for (long row = first; row < last; row++)
@@ -268,21 +260,22 @@ static void forward(void *arguments, const struct share *share) {
     }
 }
 
-static void *scratch(void **kept, size_t *held, size_t bytes) {
-    if (*held < bytes) {
-        free(*kept);
-        if (posix_memalign(kept, 64, bytes)) abort();
-        *held = bytes;
-    }
-    return *kept;
-}
-
-/* All layers. `memory` belongs to the model: it grows to what its largest pass needs. */
+/* Belongs to a model, and grows to what its largest pass needs. */
 struct memory {
     void *at;
     size_t bytes;
 };
 
+static char *at_least(struct memory *memory, size_t bytes) {
+    if (memory->bytes < bytes) {
+        free(memory->at);
+        if (posix_memalign(&memory->at, 64, bytes)) abort();
+        memory->bytes = bytes;
+    }
+    return memory->at;
+}
+
+/* All layers, on up to `threads` threads. */
 void d2sd_layers(const struct body *body, const struct pass *pass, struct memory *memory, int threads) {
     const long all = pass->batch * pass->rows, size = body->head_dim;
     long widest = body->hidden > body->intermediate ? body->hidden : body->intermediate;
@@ -292,7 +285,7 @@ void d2sd_layers(const struct body *body, const struct pass *pass, struct memory
     struct run run = {.body = body, .pass = pass, .stride = even(widest), .room = longest + pass->rows + LANES};
     run.width = body->layer[0].qkv.out;
     const long inputs = 2 * all * run.stride * 4, qkv = all * run.width * 4, seen = all * pass->rows * 4;
-    char *at = scratch(&memory->at, &memory->bytes, inputs + qkv + seen + all * 4 + threads * HEADS * run.room * 4 + 64);
+    char *at = at_least(memory, inputs + qkv + seen + all * 4 + threads * HEADS * run.room * 4);
     if (body->type == BF16) memset(at, 0, inputs); /* an odd last column is read as a pair */
     run.input = at;
     run.qkv = (float *)(at += inputs);
@@ -306,17 +299,17 @@ struct product {
     const struct linear *layer;
     const void *x;
     long stride, rows;
-    struct target target;
+    struct output output;
 };
 
 static void product(void *arguments, const struct share *share) {
-    const struct product *one = arguments;
-    each_tile(one->layer, one->x, one->stride, one->rows, 0, write_sums, (void *)&one->target, share);
+    struct product *one = arguments;
+    each_tile(one->layer, one->x, one->stride, one->rows, 0, put_sums, &one->output, share);
 }
 
 /* out [rows, size] = x [rows, stride] W^T + b; `size` may cut off the padding of the outputs. */
 void d2sd_linear(const struct linear *layer, const void *x, long stride, long rows, float *out, long size, int threads) {
-    struct product one = {layer, x, stride, rows, {NULL, layer, out, size, size}};
+    struct product one = {layer, x, stride, rows, {layer->bias, out, size, size, 0}};
     run_pass(product, &one, threads);
 }
 
