@@ -24,30 +24,41 @@ from benchmarks.cpu.contestant import Key, Limits, Passed, Tokens, Weights
 Row = tuple[int, int, int, bool]
 
 
+#: Python functions of which llama.cpp has the address.
+_KEPT: list[object] = []
+
+
+@cache
+def library() -> Any:
+    """The C API, without its log."""
+    import llama_cpp
+
+    _KEPT.append(llama_cpp.llama_log_callback(lambda *_: None))
+    llama_cpp.llama_log_set(_KEPT[-1], None)
+    llama_cpp.llama_backend_init()
+    return llama_cpp
+
+
 class LlamaCpp:
     """A model in a GGUF file; requests join and leave the batch at any step."""
 
     def __init__(self, file: Path, weights: Weights, limits: Limits, *, extra_buffers: bool) -> None:
         """`extra_buffers` lets llama.cpp repack weights for this processor."""
-        import llama_cpp
-
         self.key = Key("llama.cpp", "plain", weights, True)
-        self._limits, self._api = limits, llama_cpp
-        self._quiet = llama_cpp.llama_log_callback(lambda *_: None)  # kept: the library only has its address
-        llama_cpp.llama_log_set(self._quiet, None)
-        llama_cpp.llama_backend_init()
-        options = llama_cpp.llama_model_default_params()
+        api = self._api = library()
+        self._limits = limits
+        options = api.llama_model_default_params()
         options.use_extra_bufts = extra_buffers
-        model = llama_cpp.llama_model_load_from_file(str(file).encode(), options)
+        model = api.llama_model_load_from_file(str(file).encode(), options)
         assert model, file
-        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-        sizes = llama_cpp.llama_context_default_params()
+        self._vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+        sizes = api.llama_context_default_params()
         length = -(-limits.length // 256) * 256
         sizes.n_ctx, sizes.n_seq_max, sizes.n_batch = length * limits.in_flight, limits.in_flight, length
         sizes.n_threads = sizes.n_threads_batch = limits.threads
-        self._context = llama_cpp.llama_init_from_model(model, sizes)
+        self._context = api.llama_init_from_model(model, sizes)
         assert self._context, file
-        self._batch = llama_cpp.llama_batch_init(length, 0, 1)
+        self._batch = api.llama_batch_init(length, 0, 1)
 
     def answer(self, prompts: Sequence[Tokens]) -> Passed:
         limits, memory = self._limits, self._api.llama_get_memory(self._context)
