@@ -8,7 +8,7 @@ CONSTRAINTS := constraints/tested.txt
 # Modules are compiled when first imported: compiling all of torch takes as long as installing it.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS)
 
-.PHONY: demo test fast-tests test-slow engines lint verify gpu-suite kernels consumers triton-test dynamo-test dynamo-schema bench bench-serving fleet soak eval train ablation train-gpu data data-wheel wheel docs clean
+.PHONY: demo test fast-tests test-slow engines lint verify gpu-suite kernels consumers triton-test dynamo-test dynamo-schema bench bench-serving peers fleet soak eval train ablation train-gpu data data-wheel wheel docs clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -143,6 +143,19 @@ bench-serving: .venv/dev
 	$(SERVING) --repeat 3
 	$(SERVING) --overhead --policies off,hybrid --repeat 5
 	$(SERVING) --parameters --repeat 5
+
+## d2sd, transformers and llama.cpp with the same weights on this CPU: half an hour on two cores where nothing else runs.
+## llama.cpp is compiled, in ten minutes, in an environment of its own, 2 GB
+PEERS := build/peers
+peers: $(PEERS)/installed
+	test -d $(BUNDLE) || $(PEERS)/env/bin/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
+	$(PEERS)/env/bin/python -m benchmarks.peers $(BUNDLE) --data $(dir $(PROMPTS)) --out $(PEERS)/results
+
+$(PEERS)/installed: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(PEERS)/env
+	$(PEERS)/env/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[gguf,plots]" \
+	  llama-cpp-python==0.3.36
+	touch $@
 
 ## step costs of this machine, the simulation against the engine, and 1 to 64 workers simulated: minutes, resumable
 fleet: .venv/dev
