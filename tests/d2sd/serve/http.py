@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,3 +56,10 @@ def serving(bundle: Path, engine: Engine | None = None, **settings: Any) -> Iter
             server.should_exit = True
             thread.join(20)
             assert not thread.is_alive()
+
+
+def wait_until(condition: Any, seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from d2sd.serve.openai import spans
-from tests.d2sd.serve.http import Running, serving
+from tests.d2sd.serve.http import Running, serving, wait_until
 
 CHAT: Any = {"messages": [{"role": "user", "content": "w5 w7"}], "max_tokens": 12, "temperature": 1.0, "seed": 6}
 
@@ -99,6 +99,7 @@ def test_every_request_is_one_line_of_the_log(server: Running, caplog: pytest.Lo
     with caplog.at_level(logging.INFO, "d2sd.serve.access"):
         answer = server.http.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "mine-1"})
         server.http.post("/v1/chat/completions", json={}, headers={"x-request-id": "not allowed"})
+        wait_until(lambda: len(caplog.records) == 2)  # a line is written after its answer
     assert answer.headers["x-request-id"] == "mine-1"
     good, bad = (json.loads(record.getMessage()) for record in caplog.records)
     assert (good["id"], good["status"], good["path"]) == ("mine-1", 200, "/v1/chat/completions")

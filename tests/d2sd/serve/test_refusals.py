@@ -18,7 +18,7 @@ import pytest
 from d2sd.convert.bundle.load import load_bundle
 from d2sd.convert.bundle.serving import make_engine
 from d2sd.runtime.sequence import Output
-from tests.d2sd.serve.http import Running, serving
+from tests.d2sd.serve.http import Running, serving, wait_until
 
 USER: Any = {"role": "user", "content": "w5 w7"}
 CHAT = {"messages": [USER], "max_tokens": 2}
@@ -235,13 +235,6 @@ class Held:
             return step()
 
         self.engine.step = held  # type: ignore[method-assign]
-
-
-def wait_until(condition: Any, seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def connect(server: Running, body: dict[str, Any]) -> socket.socket:
