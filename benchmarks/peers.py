@@ -76,7 +76,7 @@ class Benchmark:
         prompts = [list(chat_request(bundle, one, SamplingParams(), self.max_new_tokens).prompt) for one in texts]
         length, stops = max(map(len, prompts)) + self.max_new_tokens, frozenset(bundle.stop_token_ids)
         figures: list[Figures] = []
-        for in_flight in IN_FLIGHT:
+        for in_flight in sorted({min(most, len(prompts)) for most in IN_FLIGHT}):
             limits = Limits(in_flight, self.max_new_tokens, length, stops, self.threads)
             figures += self._compare(prompts, limits, list(self._contestants(limits, files)))
         made = provenance({"name": bundle.recipe.name}, "cpu")

@@ -40,7 +40,10 @@ def compiler() -> list[str] | None:
 @cache
 def build() -> Path | str:
     """The library, built if it is not in the cache yet; or the reason why there is none."""
-    command = compiler()
+    try:
+        command = compiler()
+    except ValueError as error:  # of shlex
+        return f"{COMMAND} is no command: {error}"
     if command is None:
         return f"no C compiler: pip install 'd2sd[cpu]' brings one, or set {COMMAND}"
     sources = sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.c")])

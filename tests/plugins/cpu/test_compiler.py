@@ -37,6 +37,10 @@ def test_a_compiler_that_fails_is_told(tmp_path: Path) -> None:
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]
 
 
+def test_a_command_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    assert "No closing quotation" in loaded(tmp_path, "cc '-O3")
+
+
 def test_a_missing_compiler_is_told(tmp_path: Path) -> None:
     assert "nowhere-cc" in loaded(tmp_path, "nowhere-cc")
 
