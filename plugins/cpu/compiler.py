@@ -43,7 +43,7 @@ def build() -> Path | str:
     try:
         command = compiler()
     except ValueError as error:  # of shlex
-        return f"{COMMAND} is no command: {error}"
+        return f"{COMMAND} is not a command: {error}"
     if command is None:
         return f"no C compiler: pip install 'd2sd[cpu]' brings one, or set {COMMAND}"
     sources = sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.c")])
