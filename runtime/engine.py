@@ -13,7 +13,7 @@ from d2sd.runtime.batch import Batch, prefill_inputs
 from d2sd.runtime.buckets import bucket
 from d2sd.runtime.decode import StepResult, decode_step
 from d2sd.runtime.memory import free_memory, plan_kv_memory
-from d2sd.runtime.policy_selector import Forecast, PolicySelector, profile
+from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling.logprobs import prompt_logprobs
 from d2sd.runtime.scheduler import Scheduler, prefill_calls
@@ -23,6 +23,7 @@ from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
 from d2sd.runtime.stats import Clock, EngineStats
+from d2sd.runtime.step_times import Forecast, measure_step_times
 from d2sd.runtime.text import Decode, TextStream
 from d2sd.runtime.trace import StepTrace
 
@@ -62,7 +63,8 @@ class Engine:
 
         `policies` include plain decoding and are sorted by their nodes.
         """
-        self.selector = profile(self.runner, policies, forecast, self.limits, advance, self.calibration)
+        times = measure_step_times(self.runner, policies, forecast, self.limits, advance, self.calibration)
+        self.selector = PolicySelector(policies, times, forecast)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

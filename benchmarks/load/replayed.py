@@ -27,6 +27,7 @@ from d2sd.runtime.engine import Engine
 from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence as Running
+from d2sd.runtime.step_times import StepTimes
 from d2sd.serve.params import SamplingParams
 
 
@@ -98,7 +99,7 @@ def _selector(bundle: Bundle, costs: EngineCosts) -> PolicySelector:
     known = [p for p in candidate_policies(tree, drafters, "auto", tree.row_budget) if str(p) in names]
     never = 1e9
     seconds = {(one, size): 1.0 if str(one) == name else never for one in known for size, name in costs.served.items()}
-    return PolicySelector(known, seconds, {})
+    return PolicySelector(known, StepTimes.of(seconds), {})
 
 
 def _serve(engine: Engine, requests: Sequence[Request], concurrency: int) -> tuple[list[Stream], float]:

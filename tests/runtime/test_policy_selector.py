@@ -23,14 +23,13 @@ from d2sd.runtime.policy_selector import (
     MARGIN,
     PolicySelector,
     forecast_tau,
-    profile_context_cost,
-    profile_step_cost,
 )
 from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Off, Policy
 from d2sd.runtime.speculation.tree import Tree
+from d2sd.runtime.step_times import StepTimes, time_context, time_steps
 from tests.runtime.helpers import BLOCK, BRANCHES, cheater, expected, honest, make_engine, run_staggered, some_requests
 
 OFF, CHAIN, SMALL, LARGE = Off(1), Chain(4), DDTree(4), DDTree(8)
@@ -42,15 +41,35 @@ FORECAST = {
 }
 
 
+@dataclass
+class Watch:
+    """A clock that tests move."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def selector(seconds: Mapping[Policy, float], forecast: Any = FORECAST) -> PolicySelector:
-    """Costs at a batch of one."""
-    return PolicySelector(POLICIES, {(policy, 1): s for policy, s in seconds.items()}, forecast)
+    """Costs at a batch of one, on a clock that stands still."""
+    times = StepTimes.of({(policy, 1): s for policy, s in seconds.items()})
+    return PolicySelector(POLICIES, times, forecast, Watch())
+
+
+def serve(own: PolicySelector, accepted: list[int], factor: float = 1.0, temperature: float = 0.0) -> Policy:
+    """A step of one request or more that takes `factor` times as long as measured; returns its policy."""
+    chosen, watch = own.choose(1, temperature), own.clock
+    assert isinstance(watch, Watch)
+    watch.now += factor * own.times.seconds[chosen, 1]
+    own.update(chosen, temperature, accepted)
+    return chosen
 
 
 def test_trees_pay_behind_a_long_context() -> None:
     """It adds the same to a step of every policy: 3 tokens in 2.9 s against 1 in 1 s, and with 5 s more to both."""
     costs = {(OFF, 1): 1.0, (LARGE, 1): 2.9, (OFF, 2): 1.0, (LARGE, 2): 2.9}
-    own = PolicySelector(POLICIES, costs, FORECAST, {1: 0.01})
+    own = PolicySelector(POLICIES, StepTimes(costs, {1: 0.01}, ()), FORECAST)
     assert own.choose(2, 0.0, 564) == OFF
     assert [own.choose(1, 0.0, context) for context in (0, 64, 564)] == [OFF, OFF, LARGE]
 
@@ -101,17 +120,24 @@ def test_speculation_must_promise_a_margin() -> None:
 
 def test_drafters_catch_up_only_where_enough_tokens_are_left() -> None:
     """A chain makes 2 tokens in 1 s, plain decoding one; its drafter is 100 rows behind, which takes 3 s."""
-    own = selector({OFF: 1.0, CHAIN: 1.0})
-    own.pending_seconds = [0.03, 50.0]  # a chain does not need the second drafter
+    times = StepTimes({(OFF, 1): 1.0, (CHAIN, 1): 1.0}, {}, [0.03, 50.0])  # a chain does not need the second drafter
+    own = PolicySelector(POLICIES, times, FORECAST)
     found = [own.choose(1, 0.0, remaining=left, pending=[100, 100]) for left in (1, 6, 7, 100)]
     assert found == [OFF, OFF, CHAIN, CHAIN]
-    assert own.choose(1, 0.0, remaining=1, pending=[0, 100]) == CHAIN
+    assert own.choose(1, 0.0, remaining=6, pending=[0, 100]) == CHAIN
+
+
+def test_the_last_tokens_are_not_drafted() -> None:
+    """A chain makes 2 tokens in 1.4 s: lengths of 1, 2, … with chances of 1/2, 1/4, …, cut to what is left."""
+    own = selector({OFF: 1.0, CHAIN: 1.4})
+    assert [own.expected(CHAIN, 0.0, left) for left in (1, 2, 3, math.inf)] == [1.0, 1.5, 1.75, 2.0]
+    assert [own.choose(1, 0.0, remaining=left) for left in (1, 2, 3, 4)] == [OFF, CHAIN, CHAIN, CHAIN]
 
 
 def test_auto_never_chooses_what_was_not_measured_at_this_batch_size() -> None:
     """At two in flight the larger tree would win by far, but its cost is not known there."""
     costs = {(OFF, 1): 1.0, (LARGE, 1): 1.1, (OFF, 2): 1.0, (SMALL, 2): 1.5, (OFF, 4): 1.0, (SMALL, 4): 4.0}
-    own = PolicySelector(POLICIES, costs, FORECAST)
+    own = PolicySelector(POLICIES, StepTimes.of(costs), FORECAST)
     assert [own.choose(bucket, 0.0) for bucket in (1, 2, 4)] == [LARGE, SMALL, OFF]
 
 
@@ -121,20 +147,24 @@ def test_what_nobody_forecasts_is_never_chosen() -> None:
 
 # -- what serving teaches ----------------------------------------------------------------------------------------------
 
+CHEAP = {OFF: 1.0, CHAIN: 0.1}  # a chain is chosen whatever has been learned
+
 
 def test_what_was_promised_teaches_nothing() -> None:
-    own = selector({OFF: 1.0})
-    own.update(CHAIN, 0.0, [1, 3, 2, 2])
-    own.update(CHAIN, 0.5, [1, 3, 1, 1, 2, 2, 1, 3, 2, 1])  # 1.7 a step
+    own = selector(CHEAP)
+    serve(own, [1, 3, 2, 2])
+    serve(own, [1, 3, 1, 1, 2, 2, 1, 3, 2, 1], temperature=0.5)  # 1.7 a step
     assert own.acceptance_scale == pytest.approx(1.0)
+    assert own.speculation_scale == pytest.approx(1.0)
+    assert own.plain_scale == 1.0
 
 
 @pytest.mark.parametrize(("accepted", "limit"), [([1], 0.0), ([1, 2], 0.5), ([4], 3.0)])
 def test_trust_goes_to_the_ratio_that_is_seen(accepted: list[int], limit: float) -> None:
     """By a share of n / (32 + n) with n requests in the step, so that a batch teaches as much as its requests."""
-    own, wanted = selector({OFF: 1.0}), 1.0
+    own, wanted = selector(CHEAP), 1.0
     for _ in range(60):
-        own.update(CHAIN, 0.0, accepted)
+        assert serve(own, accepted) == CHAIN
         wanted += (limit - wanted) * len(accepted) / (32 + len(accepted))
         assert own.acceptance_scale == pytest.approx(wanted)
     assert abs(own.acceptance_scale - limit) < 0.65 * abs(1 - limit)
@@ -145,23 +175,55 @@ def test_trust_goes_to_the_ratio_that_is_seen(accepted: list[int], limit: float)
 def test_plain_steps_forget_from_both_sides() -> None:
     for start in (0.2, 1.8):
         own = selector({OFF: 1.0})
-        own.acceptance_scale = start
+        own.acceptance_scale = own.speculation_scale = start
         for step in range(1, 400):
-            own.update(OFF, 0.0, [1, 1])
-            assert own.acceptance_scale == pytest.approx(1 + (start - 1) * (1 - 1 / 2048) ** step)
+            serve(own, [1, 1])
+            left = (start - 1) * (1 - 1 / 2048) ** step
+            assert own.acceptance_scale == pytest.approx(1 + left)
+            assert own.speculation_scale == pytest.approx(1 + left)
 
 
 def test_texts_that_disappoint_are_served_plainly_and_speculation_comes_back() -> None:
     own = selector({OFF: 1.0, CHAIN: 1.5})
-    served = []
-    for _ in range(300):
-        policy = own.choose(1, 0.0)
-        served.append(policy)
-        own.update(policy, 0.0, [1])
+    served = [serve(own, [1]) for _ in range(300)]
     turns = [a for a, b in pairwise(served) if a != b]
     assert served[0] == CHAIN
     assert served.index(OFF) == 18  # 1.05 x 1.5 tokens a step need a trust of 0.575, and (32 / 33) ** 18 is 0.5747
     assert turns[:3] == [CHAIN, OFF, CHAIN]
+
+
+def test_steps_that_take_longer_than_measured_are_served_plainly() -> None:
+    """A chain makes 2 tokens in 1.5 s: with a margin of 1.05 a step of 1.5 x 1.27 s is too long."""
+    own = selector({OFF: 1.0, CHAIN: 1.5})
+    served = [serve(own, [2], 1.5) for _ in range(40)]
+    assert served.index(OFF) == 6  # 1 + 0.5 x (1 - (7 / 8) ** 6) is 1.276, and one step less 1.244
+    assert own.acceptance_scale == 1.0
+
+
+def test_a_machine_that_is_slower_for_all_policies_changes_nothing() -> None:
+    own = selector({OFF: 1.0, CHAIN: 1.5})
+    own.plain_scale = own.speculation_scale = 1.5
+    assert {serve(own, [2], 1.5) for _ in range(40)} == {CHAIN}
+
+
+@pytest.mark.parametrize(("factor", "limit"), [(50.0, 2.0), (0.001, 0.5)])
+def test_one_step_shows_at_most_a_factor_of_two(factor: float, limit: float) -> None:
+    """Whatever else the machine did during it; plain steps are watched as the others are."""
+    own = selector(CHEAP)
+    serve(own, [2], factor)
+    assert own.speculation_scale == pytest.approx(1 + (limit - 1) / 8)
+    own = selector({OFF: 1.0})
+    serve(own, [1], factor)
+    assert own.plain_scale == pytest.approx(1 + (limit - 1) / 8)
+
+
+def test_the_time_of_catching_up_is_expected() -> None:
+    times = StepTimes({(OFF, 1): 1.0, (CHAIN, 1): 0.1}, {}, [0.03])
+    own = PolicySelector(POLICIES, times, FORECAST, watch := Watch())
+    assert own.choose(1, 0.0, pending=[100]) == CHAIN
+    watch.now = 3.1
+    own.update(CHAIN, 0.0, [2])
+    assert own.speculation_scale == pytest.approx(1.0)
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -222,7 +284,7 @@ def measured(
     advance: Callable[[int], None] = lambda count: None,
 ) -> dict[tuple[Policy, int], float]:  # fmt: skip
     limits = Limits(max_batch, 64, 4, 16)
-    return profile_step_cost(cast(ModelRunner, runner), policies, forecast, limits, advance, clock=lambda: runner.now)
+    return time_steps(cast(ModelRunner, runner), policies, forecast, limits, advance, clock=lambda: runner.now)
 
 
 def test_costs_are_those_of_whole_steps() -> None:
@@ -248,12 +310,12 @@ def test_context_is_measured_on_plain_decoding(monkeypatch: pytest.MonkeyPatch) 
         timed.append((policy, int(batch.context_len[0])))
         return 1.0 + len(batch.anchor) * int(batch.context_len[0])
 
-    monkeypatch.setattr("d2sd.runtime.policy_selector._time", _time)
+    monkeypatch.setattr("d2sd.runtime.step_times._time", _time)
     limits, runner = Limits(2, 512, 4, 16), cast(ModelRunner, Scripted(lambda rows, size: 1.0))
-    seconds = profile_step_cost(runner, (OFF, CHAIN), {"chain": ([9.0], [9.0])}, limits)
-    assert profile_context_cost(runner, seconds, limits) == {1: 1.0, 2: 2.0}
+    seconds = time_steps(runner, (OFF, CHAIN), {"chain": ([9.0], [9.0])}, limits)
+    assert time_context(runner, seconds, limits) == {1: 1.0, 2: 2.0}
     assert timed == [(policy, 64) for policy in (OFF, CHAIN)] * 2 + [(OFF, 512)] * 2
-    assert profile_context_cost(runner, seconds, Limits(2, 64, 4, 16)) == {}
+    assert time_context(runner, seconds, Limits(2, 64, 4, 16)) == {}
 
 
 def test_a_hiccup_of_the_machine_is_not_measured() -> None:
@@ -277,7 +339,7 @@ def test_trees_larger_than_one_that_cannot_pay_are_not_tried() -> None:
 def test_a_policy_without_a_forecast_is_given_up_at_once() -> None:
     found = measured(Scripted(lambda rows, size: 1.0), POLICIES, {"chain": ([9.0], [9.0])})
     assert found.keys() == {(OFF, 1), (CHAIN, 1), (SMALL, 1)}
-    assert PolicySelector(POLICIES, found, {}).choose(1, 0.0) == OFF
+    assert PolicySelector(POLICIES, StepTimes.of(found), {}).choose(1, 0.0) == OFF
 
 
 @pytest.mark.parametrize(
@@ -295,7 +357,7 @@ def test_real_models_are_measured_on_page_0_alone(page_size: int) -> None:
     runner = honest()
     engine = make_engine(runner, "off", page_size=page_size)
     trees = CHAIN, DDTree(8), Hybrid(8, BRANCHES)
-    found = profile_step_cost(runner, (OFF, *trees), {p.name: ([99.0], [99.0]) for p in trees}, engine.limits)
+    found = time_steps(runner, (OFF, *trees), {p.name: ([99.0], [99.0]) for p in trees}, engine.limits)
     assert found.keys() == {(policy, size) for policy in (OFF, *trees) for size in (1, 2, 4)}
     assert min(found.values()) > 0
     for pool in (runner._target_pool, *runner._pools):
@@ -313,7 +375,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, engine: Engine, seconds: dict[tupl
     policies = sorted({policy for policy, _ in seconds}, key=lambda policy: policy.num_nodes)
     forecast: dict[str, Any] = {policy.name: ([2.0], [2.0]) for policy in policies if policy != OFF}
     with monkeypatch.context() as patch:
-        patch.setattr("d2sd.runtime.policy_selector.profile_step_cost", lambda *arguments: seconds)
+        patch.setattr("d2sd.runtime.step_times.time_steps", lambda *arguments, **settings: seconds)
         engine.enable_auto(policies, forecast)
 
 
@@ -351,17 +413,19 @@ def test_the_policy_follows_the_mean_temperature(monkeypatch: pytest.MonkeyPatch
     engine = make_engine(honest(), "off", max_batch=2)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "d2sd.runtime.policy_selector.profile_step_cost",
+            "d2sd.runtime.step_times.time_steps",
             lambda *a: {(p, n): 1.0 + p.num_nodes / 10 for p in (OFF, CHAIN) for n in (1, 2)},
         )
         engine.enable_auto((OFF, CHAIN), {"chain": ([1.9], [1.0])})
     for temperatures, wanted in {(0.0,): CHAIN, (1.0,): OFF, (1.0, 0.0): CHAIN, (1.2, 0.4): OFF}.items():
-        assert engine.selector is not None
-        engine.selector.acceptance_scale = 1.0
-        for t in temperatures:
-            engine.submit(Request((5,), 1, SamplingParams(t, seed=1)))
+        selector = engine.selector
+        assert selector is not None
+        selector.acceptance_scale = selector.plain_scale = selector.speculation_scale = 1.0
+        running = [engine.submit(Request((5,), 40, SamplingParams(t, seed=1))) for t in temperatures]
         engine.step()
         assert engine.policy == wanted, temperatures
+        for sequence in running:
+            engine.cancel(sequence)
 
 
 def test_the_engine_learns_from_requests_but_not_from_padding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,11 @@ from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.recipe import Policy
 from d2sd.runtime.buckets import buckets
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.policy_selector import PolicySelector, profile_step_cost
+from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.speculation.policy import Off
 from d2sd.runtime.speculation.policy import Policy as TreePolicy
+from d2sd.runtime.step_times import StepTimes, time_steps
 
 #: Each time is the least of so many rounds, in processor time: other work on the machine only adds to it.
 _ROUNDS = 3
@@ -96,7 +97,7 @@ def _served(
         for one, measured in costs.items()
         for size, (empty, slope) in measured.seconds.items()
     }
-    found = PolicySelector(list(costs), seconds, selector.forecast)
+    found = PolicySelector(list(costs), StepTimes.of(seconds), selector.forecast)
     observed = [
         (mean([mean_length(one) for one in measured.accepted]) - 1) / (found.expected(policy, temperature) - 1)
         for policy, measured in costs.items()
@@ -112,7 +113,7 @@ def _decode(engine: Engine, policy: TreePolicy) -> dict[int, tuple[float, float]
     found = []
     for context in _CONTEXTS:
         rounds = [
-            profile_step_cost(
+            time_steps(
                 engine.runner, list(dict.fromkeys([plain, policy])), {}, engine.limits, calibration=engine.calibration,
                 clock=time.process_time, context=context,
             )

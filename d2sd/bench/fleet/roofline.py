@@ -21,9 +21,10 @@ from d2sd.modeling.config import DecoderConfig, DrafterConfig
 from d2sd.policies import FirstPass
 from d2sd.recipe import Policy
 from d2sd.runtime.buckets import buckets
-from d2sd.runtime.policy_selector import Forecast, PolicySelector, forecast_tau
+from d2sd.runtime.policy_selector import PolicySelector, forecast_tau
 from d2sd.runtime.speculation.policy import Off
 from d2sd.runtime.speculation.policy import Policy as TreePolicy
+from d2sd.runtime.step_times import Forecast, StepTimes
 
 #: Assumptions, until docs/gpu.md has measurements. Share of both peaks that large products and reads reach: what the
 #: ledger asks of the attention kernel against the copy rate.
@@ -115,7 +116,7 @@ def arithmetic_costs(
     forecast = _forecast(plan, found, tau)
     sizes = buckets(max_batch)
     seconds = {(one, size): roofline.decode_seconds(one, size, context) for one in found for size in sizes}
-    selector = PolicySelector(found, seconds, forecast)
+    selector = PolicySelector(found, StepTimes.of(seconds), forecast)
     chosen = {size: selector.choose(size, temperature) if policy == "auto" else largest for size in sizes}
     costs = {}
     for one in dict.fromkeys(chosen.values()):

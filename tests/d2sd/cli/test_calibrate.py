@@ -125,7 +125,7 @@ def test_the_build_takes_it_and_auto_serves_by_it(recipe: Path, ended: Result, t
     assert auto.selector is not None
     assert isinstance(auto.selector.off, Off)
     assert {policy.num_nodes for policy in auto.selector.policies} == {1, 4, 8, 12, 16}  # the recipe's budget is 16
-    assert {size for _, size in auto.selector.seconds} == {1, 2}
+    assert {size for _, size in auto.selector.times.seconds} == {1, 2}
     assert pinned.selector is None
     bare = make_engine(load_bundle(recipe.with_name("bundle")))
     assert bare.selector is None

@@ -1,0 +1,151 @@
+"""How long the decode steps of each policy take on this machine, measured when the engine is made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.buckets import buckets
+from d2sd.runtime.decode import decode_step
+from d2sd.runtime.request import Limits
+from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.policy import Off, Policy
+
+#: Tokens a step at T = 0 and at T = 1 by policy name; entry n is for n + 1 nodes.
+Forecast = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+
+_REPEATS = 5
+#: Context tokens of the requests that are timed. Longer contexts add the same time to a step of every policy, which is
+#: measured on plain decoding: they make trees cheaper against it.
+_CONTEXT, _LONG_CONTEXT = 64, 512
+#: Rows of pending context that are timed.
+_PENDING = 128
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Measured seconds of decode steps."""
+
+    seconds: Mapping[tuple[Policy, int], float]  # of a step, by policy and batch bucket; pruned policies are missing
+    context: Mapping[int, float]  # of a token more of context, by batch bucket
+    pending: Sequence[float]  # of a row of pending context, by drafter
+
+    @staticmethod
+    def of(seconds: Mapping[tuple[Policy, int], float]) -> StepTimes:
+        """Steps alone: context and pending rows cost nothing."""
+        return StepTimes(seconds, {}, ())
+
+    def step(self, policy: Policy, bucket: int, context: float) -> float | None:
+        """Seconds of a step of `bucket` requests with `context` tokens each; None if it was not measured."""
+        seconds = self.seconds.get((policy, bucket))
+        return None if seconds is None else seconds + self.context.get(bucket, 0.0) * max(0.0, context - _CONTEXT)
+
+    def catch_up(self, policy: Policy, pending: Sequence[int]) -> float:
+        """Seconds in which the policy's drafters compute their pending context, `pending` rows by drafter."""
+        late = [rows * seconds for rows, seconds in zip(pending, self.pending, strict=False)]
+        return sum(late[drafter] for drafter in policy.required_drafters if drafter < len(late))
+
+
+def measure_step_times(
+    runner: ModelRunner,
+    policies: Sequence[Policy],
+    forecast: Forecast,
+    limits: Limits,
+    advance: Callable[[int], None] = lambda buckets: None,
+    calibration: Calibration | None = None,
+) -> StepTimes:
+    """The times of this machine; arguments as of `time_steps`."""
+    seconds = time_steps(runner, policies, forecast, limits, advance, calibration)
+    return StepTimes(seconds, time_context(runner, seconds, limits), time_pending(runner))
+
+
+def time_steps(
+    runner: ModelRunner,
+    policies: Sequence[Policy],
+    forecast: Forecast,
+    limits: Limits,
+    advance: Callable[[int], None] = lambda buckets: None,
+    calibration: Calibration | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    context: int = _CONTEXT,
+) -> dict[tuple[Policy, int], float]:
+    """Seconds of a step of every policy that may pay, by batch bucket 1, 2, 4, … up to the limits' batch.
+
+    `policies` are sorted by their nodes: once a tree costs more than its best forecast gains, larger trees of the same
+    policy are skipped. The runner's pools must be allocated; only page 0 is written. `clock` gives seconds; `context`
+    is in tokens a request.
+    """
+    (off,) = (policy for policy in policies if isinstance(policy, Off))
+    found: dict[tuple[Policy, int], float] = {}
+    for bucket in buckets(limits.max_batch):
+        batch = _dummy_batch(runner, limits, bucket, context)
+        plain = found[off, bucket] = _time(runner, off, batch, calibration, clock)
+        pruned: set[str] = set()
+        for policy in policies:
+            if policy is off or policy.name in pruned:
+                continue
+            seconds = found[policy, bucket] = _time(runner, policy, batch, calibration, clock)
+            best = max(max(curve) for curve in forecast.get(policy.name, ([1.0],)))
+            if seconds > best * plain:
+                pruned.add(policy.name)
+        advance(1)
+    return found
+
+
+def time_context(runner: ModelRunner, seconds: Mapping[tuple[Policy, int], float], limits: Limits) -> dict[int, float]:
+    """Seconds that a token more of context adds to a step, by batch bucket; `seconds` of `time_steps`."""
+    tokens = min(_LONG_CONTEXT, limits.max_context) - _CONTEXT
+    if tokens <= 0:
+        return {}
+    off = next(policy for policy, _ in seconds if isinstance(policy, Off))
+    longer = time_steps(runner, [off], {}, limits, context=_LONG_CONTEXT)
+    return {size: max(0.0, longer[off, size] - seconds[off, size]) / tokens for _, size in longer}
+
+
+def time_pending(runner: ModelRunner) -> list[float]:
+    """Seconds of a row of pending context, by drafter."""
+    found = []
+    for drafter in range(runner.drafters):
+        taken = []
+        for _ in range(1 + _REPEATS):
+            _wait(runner)
+            start = time.perf_counter()
+            runner.compute_context(drafter, _PENDING)
+            _wait(runner)
+            taken.append(time.perf_counter() - start)
+        found.append(min(taken[1:]) / _PENDING)
+    return found
+
+
+def _time(
+    runner: ModelRunner, policy: Policy, batch: Batch, calibration: Calibration | None, clock: Callable[[], float]
+) -> float:
+    """Least seconds of a decode step as the engine serves it: other work on the machine only ever adds to it.
+
+    The first run is a warm-up.
+    """
+    taken = []
+    for _ in range(1 + _REPEATS):
+        _wait(runner)
+        start = clock()
+        runner.sync_drafters(policy.required_drafters)
+        decode_step(runner, policy, batch, calibration)
+        _wait(runner)
+        taken.append(clock() - start)
+    return min(taken[1:])
+
+
+def _dummy_batch(runner: ModelRunner, limits: Limits, size: int, context: int) -> Batch:
+    """Greedy requests with `context` tokens of context, or fewer if the limits are lower."""
+    pages = limits.pages_for(min(context, limits.max_context)) + 1
+    return Batch.dummy(size, pages, (pages - 1) * limits.page_size, runner.vocab_size, runner.device)
+
+
+def _wait(runner: ModelRunner) -> None:
+    if runner.device.startswith("cuda"):
+        torch.cuda.synchronize()
