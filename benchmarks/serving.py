@@ -1,11 +1,14 @@
 """How fast is the server, and what do speculation and the prefix cache change under load?
 
-Starts `d2sd serve` once for each policy and once without the prefix cache, all at the same time, and measures every
-load on each in turn, so that a slow period of the machine affects what is compared alike. Before any time is taken,
-answers of every server are compared with those of `LLM(...)` for the same seeds. Every finished run is saved: an
-interrupted benchmark resumes.
+Starts a server once for each policy and once without the prefix cache, all at the same time, and measures every load
+on each in turn, so that a slow period of the machine affects what is compared alike. Before any time is taken, answers
+of every server are compared with those of `LLM(...)` for the same seeds, and so are all answers of `prompts` and
+`poisson`. Every finished run is saved: an interrupted benchmark resumes.
 
     python -m benchmarks.serving bundles/smollm2-135m --out build/serving
+
+`--face triton` asks a Triton server over decoupled gRPC streams, `--face dynamo` Dynamo's frontend with one worker, in
+the environments of `make triton-test` and `make dynamo-test`.
 
 Loads: `prompts` keeps a number of requests in flight (closed loop), `poisson` sends requests at random times of a
 given rate (open loop), `prefix` has a system prompt that all requests share, `turns` are chats that send their history.
@@ -24,12 +27,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
-import httpx
 from pydantic import BaseModel
 
 from benchmarks.load import direct, report, workloads
-from benchmarks.load.answers import check_answers
-from benchmarks.load.client import connect
+from benchmarks.load.answers import check_answers, compare, plain_answers
+from benchmarks.load.faces import FACES
 from benchmarks.load.figures import Sample
 from benchmarks.load.plots import write_plots
 from benchmarks.load.result import Cell, Key, Result, Run, Variant, Workload
@@ -41,6 +43,7 @@ from d2sd.bench.provenance import provenance
 from d2sd.cli.bench import Listed
 from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
+from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.errors import D2SDError
 from d2sd.extras import require_plots
 from d2sd.io import write_text
@@ -60,6 +63,12 @@ class Benchmark:
     slo: Slo
     repeat: int
     servers: dict[Variant, Server] = field(default_factory=dict)
+    answers: list[str] = field(default_factory=list)  # to the requests of `prompts` and `poisson`, by plain decoding
+    tokenizer: Any = None
+
+    @property
+    def _kind(self) -> type[Server]:
+        return FACES[self.settings["face"]].server
 
     def keys(self) -> list[Key]:
         """What is compared stands side by side."""
@@ -68,6 +77,8 @@ class Benchmark:
         caches = [Variant(settings["policies"][-1], cached) for cached in (False, True)]
         if self.url is not None:
             policies = caches = policies[:1]
+        elif settings["face"] != "serve":
+            caches = caches[-1:]  # only `d2sd serve` has an option for it
         loads: list[tuple[Workload, list[float], list[Variant]]] = [
             ("prompts", settings["concurrency"], policies),
             ("poisson", settings["rates"], policies),
@@ -100,36 +111,45 @@ class Benchmark:
     def _start(self, stack: ExitStack, variants: set[Variant]) -> None:
         for variant in sorted(variants):
             if self.url is not None:
-                server = Server(self.url)
+                server = self._kind(self.url, self.bundle)
             else:
                 log = self.out / f"server-{re.sub('[^a-z]+', '-', str(variant))}.log"
-                server = Server.start(self.bundle, log, [*variant.options, *self.options])
+                server = self._kind.start(self.bundle, log, [*variant.options, *self.options])
             self.servers[variant] = stack.enter_context(server)
-        check_answers(self.bundle, [server.url for server in self.servers.values()])
+        check_answers(self.bundle, list(self.servers.values()))
 
     async def _measure(self, key: Key, number: int) -> Run:
         server = self.servers[key.variant]
-        conversations = self._conversations(key.workload, number, server)
+        conversations = self._conversations(key.workload, number)
         before = server.cpu_seconds()
-        async with connect(server.url) as client:
+        async with server.connect() as client:
             if key.workload == "poisson":
                 replies, seconds = await open_loop(client, conversations, key.amount, seed=number)
             else:
                 replies, seconds = await closed_loop(client, conversations, int(key.amount))
         after = server.cpu_seconds()
+        if key.workload in ("prompts", "poisson"):
+            if not self.answers:
+                self.answers = plain_answers(self.bundle, conversations)
+            compare(replies, self.answers, str(key))
         spent = None if before is None or after is None else after - before
         return Run(samples=[Sample.of(reply) for reply in replies], seconds=seconds, cpu_seconds=spent)
 
-    def _conversations(self, workload: Workload, number: int, server: Server) -> list[Conversation]:
+    def _conversations(self, workload: Workload, number: int) -> list[Conversation]:
         settings = self.settings
         parameters = {"temperature": settings["temperature"], "max_tokens": settings["max_tokens"]}
         if workload == "prefix":
             parameters["max_tokens"] = settings["prefix_max_tokens"]
             count, tokens = settings["prefix_requests"], settings["prefix_tokens"]
-            return workloads.shared_prefix(count, parameters, tokens, _counter(server), number)
+            return workloads.shared_prefix(count, parameters, tokens, self._count, number)
         if workload == "turns":
             return workloads.multi_turn(settings["chats"], parameters, settings["turns"], number)
         return workloads.single(settings["requests"], parameters)
+
+    def _count(self, text: str) -> int:
+        if self.tokenizer is None:
+            self.tokenizer = load_tokenizer(self.bundle / "target")
+        return len(self.tokenizer(text).input_ids)
 
     @property
     def _fingerprint(self) -> str:
@@ -157,13 +177,6 @@ def _write(path: Path, found: Sequence[BaseModel]) -> None:
     click.echo(text)
 
 
-def _counter(server: Server) -> workloads.Count:
-    def count(text: str) -> int:
-        return int(httpx.post(f"{server.url}/tokenize", json={"prompt": text}, timeout=60).json()["count"])
-
-    return count
-
-
 def paths(result: Result, out: Path) -> Iterator[Path]:
     """Write serving.json, serving.md and the plots."""
     write_text(out / "serving.json", result.model_dump_json(indent=1))
@@ -174,8 +187,9 @@ def paths(result: Result, out: Path) -> Iterator[Path]:
 @click.command(cls=Reporting)
 @click.argument("bundle", type=FilePath)
 @click.option("--out", type=FilePath, required=True, help="Folder of the results.")
+@click.option("--face", type=click.Choice(list(FACES)), default="serve", show_default=True, help="Kind of server.")
 @click.option("--url", help="A server that runs already; nothing is compared then.")
-@click.option("--server-option", "options", multiple=True, help="Passed on to `d2sd serve`; repeatable.")
+@click.option("--server-option", "options", multiple=True, help="Passed on to the server; repeatable.")
 @click.option("--workloads", type=Listed(click.Choice(get_args(Workload))), default="prompts,poisson,prefix,turns")
 @click.option("--policies", type=Listed(str), default="off,auto", show_default=True, help="One server for each.")
 @click.option("--concurrency", type=Listed(click.IntRange(1)), default="1,2,4,8,16", show_default=True)
@@ -208,7 +222,8 @@ def main(
         _write(out / "parameters", direct.compare_policies(bundle, names, counts, requests, max_tokens, repeat))
         return
     if overhead:
-        found = direct.measure_overhead(bundle, out, settings["policies"], 8, requests, max_tokens, repeat)
+        kind, policies = FACES[settings["face"]].server, settings["policies"]
+        found = direct.measure_overhead(kind, bundle, out, policies, 8, requests, max_tokens, repeat)
         _write(out / "overhead", found)
         return
     result = Benchmark(bundle, out, url, options, settings, Slo(ttft=slo_ttft, itl=slo_itl), repeat).run()

@@ -1,17 +1,20 @@
-"""Does the server survive its clients? Mixed load, then SIGTERM in the middle of it; then a fuzzer.
+"""Does the server survive its clients? Mixed load, then a fuzzer, then SIGTERM while answers run.
 
 For some minutes clients ask, disconnect, set deadlines, read slowly, send too much or nonsense, come in crowds and are
-killed. Checked: every answer is that of plain decoding for its seed; every refusal is an error body of OpenAI's API;
+killed. Checked: every answer is that of plain decoding for its seed; every refusal is an error of the face's API;
 memory is flat after the warm-up; no K/V page is in use when the server is idle; nothing but well-formed lines is in
 its log; SIGTERM finishes the running answers. Writes soak.json and a plot of the memory.
 
     python -m benchmarks.soak bundles/smollm2-135m --minutes 10 --out build/soak
+
+`--face triton` soaks a Triton server, over decoupled gRPC streams, and `--face dynamo` Dynamo's frontend with a worker.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,11 +22,9 @@ from statistics import median
 from typing import Any
 
 import click
-import httpx
 
 from benchmarks.load.answers import reference
-from benchmarks.load.client import ask, connect
-from benchmarks.load.fuzz import fuzz
+from benchmarks.load.faces import FACES, Face
 from benchmarks.load.guests import Guests
 from benchmarks.load.server import Server
 from d2sd.cli.options import FilePath
@@ -31,12 +32,14 @@ from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError
 from d2sd.io import write_text
 
-#: Bytes of the largest body that the server accepts, and requests that may wait.
-_MAX_BODY, _MAX_WAITING = 1 << 16, 12
 #: Growth of the memory, from the third to the last fifth of the time, that is noise.
 _NOISE = 0.02
 #: Seconds between two looks at the memory.
 _SAMPLE = 2.0
+#: Seconds after which the metrics of every face are up to date.
+_PUBLISHED = 1.0
+#: An error in a log that is not JSON: of Python, of Triton, of Dynamo.
+_ERROR = re.compile(r"Traceback|^E[0-9]{4} |^ERROR d2sd|\bERROR\b.*d2sd|panicked")
 
 
 async def soak(server: Server, guests: Guests, seconds: float) -> list[tuple[float, int]]:
@@ -62,6 +65,7 @@ def growth(memory: list[tuple[float, int]]) -> float:
 async def idle_pages(server: Server, timeout: float = 30) -> dict[str, float]:
     """The metrics once no request is in the server, or after `timeout` seconds."""
     end = time.monotonic() + timeout
+    await asyncio.sleep(_PUBLISHED)
     while True:
         metrics = await asyncio.to_thread(server.metrics)
         names = ("d2sd_num_requests_running", "d2sd_num_requests_waiting", "d2sd_kv_pages_used")
@@ -74,7 +78,7 @@ async def idle_pages(server: Server, timeout: float = 30) -> dict[str, float]:
 async def terminate(server: Server, guests: Guests, count: int = 8) -> dict[str, Any]:
     """SIGTERM while answers run: they must end as they should, and new requests must be refused."""
     pairs = [guests.any() for _ in range(count)]
-    running = [asyncio.ensure_future(ask(guests.client, body)) for body, _ in pairs]
+    running = [asyncio.ensure_future(guests.client.ask(body)) for body, _ in pairs]
     while (await asyncio.to_thread(server.metrics))["d2sd_num_requests_running"] < 1:
         await asyncio.sleep(0.01)
     exiting = asyncio.ensure_future(asyncio.to_thread(server.stop, 120))
@@ -83,18 +87,15 @@ async def terminate(server: Server, guests: Guests, count: int = 8) -> dict[str,
         if isinstance(reply, BaseException):
             outcomes[f"fault: {type(reply).__name__}: {reply}"] += 1
         else:
-            outcomes[guests.judge(reply, text, ("shutting_down", "queue_full"))] += 1
+            outcomes[guests.judge(reply, text, guests.leaving)] += 1
     code = await exiting
-    try:
-        await guests.client.get("/health")
-        refused = False
-    except httpx.TransportError:
-        refused = True
-    return {"outcomes": dict(outcomes), "exit_code": code, "refuses_connections": refused}
+    return {"outcomes": dict(outcomes), "exit_code": code, "refuses_connections": not server.accepts()}
 
 
-def bad_lines(log: Path) -> list[str]:
-    """Lines of the log that report an internal error, or are not JSON."""
+def bad_lines(log: Path, *, json_lines: bool = True) -> list[str]:
+    """Lines of the log that report an internal error; of a log in JSON also those that are not JSON."""
+    if not json_lines:
+        return [line for line in log.read_text(errors="replace").splitlines() if _ERROR.search(line)]
     bad = []
     for line in log.read_text(errors="replace").splitlines():
         try:
@@ -107,22 +108,23 @@ def bad_lines(log: Path) -> list[str]:
     return bad
 
 
-async def run(bundle: Path, out: Path, seconds: float, pause: float, fuzzed: int, max_tokens: int) -> dict[str, Any]:
+async def run(
+    face: Face, bundle: Path, out: Path, seconds: float, pause: float, fuzzed: int, max_tokens: int
+) -> dict[str, Any]:
     """All parts; the result, whose `faults` must be empty."""
     answers = reference(bundle, 24, max_tokens)
     log = out / "server.log"
-    options = ["--max-body", str(_MAX_BODY), "--max-waiting", str(_MAX_WAITING)]
-    with Server.start(bundle, log, options) as server:
-        async with connect(server.url, connections=64) as client:
-            guests = Guests(server.url, client, answers, _MAX_BODY, pause)
+    with face.server.start(bundle, log, face.guests.options) as server:
+        async with server.connect(connections=64) as client:
+            guests = face.guests(server, client, answers, pause)
             memory = await soak(server, guests, seconds)
             pages = await idle_pages(server)
-            outcomes, faults = await fuzz(server.url, range(fuzzed))
+            outcomes, faults = await guests.fuzz(range(fuzzed))
             after = await idle_pages(server)
             terminated = await terminate(server, guests)
     faults += guests.faults
     faults += [f"not released when idle: {found}" for found in (pages, after) if any(found.values())]
-    faults += [f"in the log: {line[:300]}" for line in bad_lines(log)]
+    faults += [f"in the log: {line[:300]}" for line in bad_lines(log, json_lines=face.json_log)]
     faults += [f"at SIGTERM: {name}" for name in terminated["outcomes"] if name.startswith("fault")]
     if terminated["outcomes"].get("right answer", 0) == 0 or not terminated["refuses_connections"]:
         faults.append(f"at SIGTERM: {terminated}")
@@ -153,6 +155,7 @@ def plot(memory: list[tuple[float, int]], path: Path) -> None:
 @click.command(cls=Reporting)
 @click.argument("bundle", type=FilePath)
 @click.option("--out", type=FilePath, required=True, help="Folder of the results.")
+@click.option("--face", type=click.Choice(list(FACES)), default="serve", show_default=True, help="Kind of server.")
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True)
 @click.option("--pause", type=click.FloatRange(0, min_open=True), default=0.2, show_default=True,
               help="Mean seconds between two requests of a client.")  # fmt: skip
@@ -160,10 +163,10 @@ def plot(memory: list[tuple[float, int]], path: Path) -> None:
     "--fuzzed", type=click.IntRange(0), default=1000, show_default=True, help="Malformed requests at the end."
 )
 @click.option("--max-tokens", type=click.IntRange(1), default=32, show_default=True)
-def main(bundle: Path, out: Path, minutes: float, pause: float, fuzzed: int, max_tokens: int) -> None:
+def main(bundle: Path, out: Path, face: str, minutes: float, pause: float, fuzzed: int, max_tokens: int) -> None:
     """Soak a server of BUNDLE. Exits with an error if anything was wrong."""
     out.mkdir(parents=True, exist_ok=True)
-    result = asyncio.run(run(bundle, out, 60 * minutes, pause, fuzzed, max_tokens))
+    result = asyncio.run(run(FACES[face], bundle, out, 60 * minutes, pause, fuzzed, max_tokens))
     write_text(out / "soak.json", json.dumps(result, indent=1) + "\n")
     plot(result["memory_mib"], out / "memory.png")
     for part in ("outcomes", "fuzzed"):

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load.client import connect
+from benchmarks.load.client import Reply
+from benchmarks.load.server import Server
 from benchmarks.load.traffic import closed_loop
 from benchmarks.load.workloads import Conversation, own_prompts
 from d2sd import LLM, SamplingParams
@@ -22,32 +23,41 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 
 
 def reference(bundle: Path, count: int, max_tokens: int) -> list[tuple[Conversation, str]]:
-    """Conversations of one turn and their answers by plain decoding in this process."""
+    """Conversations of one turn with sampling of several kinds, and their answers by plain decoding."""
     made = [
         Conversation([text], seed, None, SAMPLINGS[seed % len(SAMPLINGS)] | {"max_tokens": max_tokens})
         for seed, text in enumerate(own_prompts(count))
     ]
-    messages = [[{"role": "user", "content": one.turns[0]}] for one in made]
+    return list(zip(made, plain_answers(bundle, made), strict=True))
+
+
+def plain_answers(bundle: Path, conversations: Sequence[Conversation]) -> list[str]:
+    """The answers to conversations of one turn by plain decoding in this process."""
+    messages = [[{"role": "user", "content": one.turns[0]}] for one in conversations]
     with LLM(bundle, policy="off") as llm:
-        answers = llm.chat(messages, [SamplingParams(seed=one.seed, **one.parameters) for one in made])
-    return [(one, answer.text) for one, answer in zip(made, answers, strict=True)]
+        answers = llm.chat(messages, [SamplingParams(seed=one.seed, **one.parameters) for one in conversations])
+    return [answer.text for answer in answers]
 
 
-def check_answers(bundle: Path, urls: Sequence[str], *, count: int = 6, max_tokens: int = 24) -> None:
+def check_answers(bundle: Path, servers: Sequence[Server], *, count: int = 6, max_tokens: int = 24) -> None:
     """Raise D2SDError unless every server gives the answers of plain decoding, `count` at a time."""
-    if not urls:
+    if not servers:
         return
     expected = reference(bundle, count, max_tokens)
 
-    async def ask(url: str) -> None:
-        async with connect(url) as client:
-            replies, _ = await closed_loop(client, [one for one, _ in expected], count)
-        for (one, text), reply in zip(expected, replies, strict=True):
-            if not reply.complete or reply.text != text:
-                raise D2SDError(
-                    "The server's answer is not that of LLM(...).", where=f"{url}, seed {one.seed}",
-                    found=reply.error or reply.text, expected=text,
-                )  # fmt: skip
+    async def ask(server: Server) -> list[Reply]:
+        async with server.connect() as client:
+            return (await closed_loop(client, [one for one, _ in expected], count))[0]
 
-    for url in urls:
-        asyncio.run(ask(url))
+    for server in servers:
+        compare(asyncio.run(ask(server)), [text for _, text in expected], server.url)
+
+
+def compare(replies: Sequence[Reply], texts: Sequence[str], where: str) -> None:
+    """Raise D2SDError unless the replies are complete and have these texts."""
+    for number, (reply, text) in enumerate(zip(replies, texts, strict=True)):
+        if not reply.complete or reply.text != text:
+            raise D2SDError(
+                "The server's answer is not that of LLM(...).", where=f"{where}, seed {number}",
+                found=reply.error or reply.text, expected=text,
+            )  # fmt: skip

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from benchmarks.load.client import connect
+from benchmarks.load.answers import compare
+from benchmarks.load.client import Reply
 from benchmarks.load.server import Server
 from benchmarks.load.traffic import closed_loop
 from benchmarks.load.workloads import Conversation, own_prompts, single
@@ -182,13 +183,14 @@ class Overhead(BaseModel):
     server_tokens_per_second: float
     wall: float  # server / engine - 1; the client shares the machine
     cpu: float  # the same of the processor time of both processes
-    threads: float  # of the server alone: processor time of all threads over that of the engine's thread, less 1
+    threads: float  # of the server alone: processor time of all its processes over that of the engine's thread, less 1
 
 
 def measure_overhead(
-    folder: Path, out: Path, policies: Sequence[Policy], in_flight: int, requests: int, max_tokens: int, repeat: int
-) -> list[Overhead]:
-    """Answer the same requests through HTTP and by an engine in this process. Raises D2SDError if answers differ."""
+    kind: type[Server], folder: Path, out: Path, policies: Sequence[Policy], in_flight: int, requests: int,
+    max_tokens: int, repeat: int,
+) -> list[Overhead]:  # fmt: skip
+    """Answer the same requests through a server and by an engine in this process; D2SDError if answers differ."""
     bundle, found = load_bundle(folder, progress=bar), []
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     asked = requests_of(bundle, requests, params)
@@ -196,21 +198,21 @@ def measure_overhead(
     for policy in policies:
         engine = make_engine(bundle, policy=policy, max_batch=in_flight)
         options = ["--policy", policy, "--max-batch", str(in_flight)]
-        with Server.start(folder, out / f"server-overhead-{policy}.log", options) as server:
+        with kind.start(folder, out / f"server-overhead-{policy}.log", options) as server:
             alone, served, threads = [], [], []
             for number in range(repeat + 1):
                 before = server.thread_seconds()
                 if number % 2:  # ABBA: a drift of the machine cancels
-                    one, other = run(engine, asked, in_flight), asyncio.run(_ask(server, talks, in_flight))
+                    one, (other, replies) = run(engine, asked, in_flight), asyncio.run(_ask(server, talks, in_flight))
                 else:
-                    other, one = asyncio.run(_ask(server, talks, in_flight)), run(engine, asked, in_flight)
+                    (other, replies), one = asyncio.run(_ask(server, talks, in_flight)), run(engine, asked, in_flight)
                 spent = {thread: now - before.get(thread, 0.0) for thread, now in server.thread_seconds().items()}
-                if one.answers != other.answers:
-                    raise D2SDError("The server's answers are not the engine's.", where=policy)
+                texts = [bundle.tokenizer.decode(ids, skip_special_tokens=True) for ids in one.answers]
+                compare(replies, texts, f"{policy}, against the engine")
                 if number:  # the first pass warms up
                     alone.append(one)
                     served.append(other)
-                    threads.append(sum(spent.values()) / max(spent.values()) - 1)  # the engine's is the busiest
+                    threads.append(other.cpu / max(spent.values()) - 1)  # the engine's is the busiest
         pairs = list(zip(served, alone, strict=True))
         found.append(Overhead(
             policy=policy, in_flight=in_flight, tokens=alone[0].tokens,
@@ -222,12 +224,11 @@ def measure_overhead(
     return found
 
 
-async def _ask(server: Server, talks: Sequence[Conversation], in_flight: int) -> Passed:
-    before = server.cpu_seconds()
-    async with connect(server.url) as client:
+async def _ask(server: Server, talks: Sequence[Conversation], in_flight: int) -> tuple[Passed, list[Reply]]:
+    async with server.connect() as client:
+        before = server.cpu_seconds()
         replies, seconds = await closed_loop(client, talks, in_flight)
-    after = server.cpu_seconds()
+        after = server.cpu_seconds()
     assert before is not None
     assert after is not None
-    answers = [reply.token_ids for reply in replies]
-    return Passed(after - before, seconds, sum(map(len, answers)), answers, Counter())
+    return Passed(after - before, seconds, sum(reply.tokens for reply in replies), [], Counter()), replies

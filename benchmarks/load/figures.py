@@ -32,7 +32,7 @@ class Sample(BaseModel):
         return cls(
             ttft=round(reply.arrivals[0][0], 6), itl=latencies, e2e=round(reply.end, 6),
             prompt_tokens=reply.usage["prompt_tokens"], cached_tokens=prompt.get("cached_tokens") or 0,
-            tokens=len(reply.token_ids), accepted=details.get("accepted_prediction_tokens") or 0,
+            tokens=reply.tokens, accepted=details.get("accepted_prediction_tokens") or 0,
         )  # fmt: skip
 
     def meets(self, slo: Slo) -> bool:

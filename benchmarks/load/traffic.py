@@ -7,14 +7,12 @@ import random
 import time
 from collections.abc import Sequence
 
-import httpx
-
-from benchmarks.load.client import Reply, ask
+from benchmarks.load.client import Client, Reply
 from benchmarks.load.workloads import Conversation
 
 
 async def closed_loop(
-    client: httpx.AsyncClient, conversations: Sequence[Conversation], concurrency: int
+    client: Client, conversations: Sequence[Conversation], concurrency: int
 ) -> tuple[list[Reply], float]:
     """`concurrency` users, each of whom starts the next conversation when the last one has ended.
 
@@ -34,7 +32,7 @@ async def closed_loop(
 
 
 async def open_loop(
-    client: httpx.AsyncClient, conversations: Sequence[Conversation], rate: float, seed: int = 0
+    client: Client, conversations: Sequence[Conversation], rate: float, seed: int = 0
 ) -> tuple[list[Reply], float]:
     """Conversations begin at the times of a Poisson process of `rate` a second, whether or not others have ended."""
     draw, start = random.Random(seed), 0.0
@@ -52,13 +50,13 @@ async def open_loop(
     return [reply for group in groups for reply in group], time.perf_counter() - begun
 
 
-async def converse(client: httpx.AsyncClient, conversation: Conversation) -> list[Reply]:
+async def converse(client: Client, conversation: Conversation) -> list[Reply]:
     """Ask the turns one after the other; a reply that failed ends the conversation."""
     messages, replies = conversation.first_messages(), []
     for number, turn in enumerate(conversation.turns):
         messages = [*messages, {"role": "user", "content": turn}]
         body = conversation.parameters | {"messages": messages, "seed": conversation.seed + number}
-        replies.append(await ask(client, body))
+        replies.append(await client.ask(body))
         if not replies[-1].complete:
             break
         messages.append({"role": "assistant", "content": replies[-1].text})

@@ -1,23 +1,25 @@
 """A client to be killed: opens streams on a server and reads them, until somebody kills it. Imports little, so that it
-starts fast: `python -S victim.py HOST PORT STREAMS`.
+starts fast: `python -S victim.py HOST PORT STREAMS FIELDS`; FIELDS are more fields of the body, in JSON.
 """
 
+import json
 import socket
 import sys
 
-BODY = b'{"messages": [{"role": "user", "content": "w5 w7"}], "stream": true, "max_tokens": 64, "ignore_eos": true}'
+BODY = {"messages": [{"role": "user", "content": "w5 w7"}], "stream": True, "max_tokens": 64, "ignore_eos": True}
 
 
-def main(host: str, port: int, streams: int) -> None:
+def main(host: str, port: int, streams: int, fields: str) -> None:
     """Read until the server has ended every stream."""
+    body = json.dumps({**BODY, **json.loads(fields)}).encode()
     sockets = [socket.create_connection((host, port)) for _ in range(streams)]
     for one in sockets:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-        one.sendall(f"{head}content-length: {len(BODY)}\r\nconnection: close\r\n\r\n".encode() + BODY)
+        one.sendall(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
     for one in sockets:
         while one.recv(4096):
             pass
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from benchmarks.load.answers import check_answers, reference
-from benchmarks.load.client import Reply, ask, connect, error_of
+from benchmarks.load.client import HttpClient, Reply, error_of
 from benchmarks.load.direct import compare_policies
 from benchmarks.load.figures import Figures, Sample
 from benchmarks.load.fuzz import fuzz
-from benchmarks.load.guests import Guests
+from benchmarks.load.guests_http import HttpGuests
 from benchmarks.load.malformed import malformed
 from benchmarks.load.plots import write_plots
 from benchmarks.load.report import markdown
@@ -117,7 +117,7 @@ def test_every_load_is_answered(server: Running) -> None:
     parameters = {"max_tokens": 4, "temperature": 1.0}
 
     async def loads() -> list[list[Reply]]:
-        async with connect(server.url) as client:
+        async with HttpClient(server.url) as client:
             prefix = shared_prefix(5, parameters, 60, lambda text: len(text.split()), 0)
             return [
                 (await closed_loop(client, single(4, parameters), 2))[0],
@@ -137,17 +137,17 @@ def test_every_load_is_answered(server: Running) -> None:
 
 def test_poisson_arrivals_have_the_rate(server: Running) -> None:
     async def load() -> float:
-        async with connect(server.url) as client:
+        async with HttpClient(server.url) as client:
             return (await open_loop(client, single(4, {"max_tokens": 1}), 20.0, seed=3))[1]
 
     assert 0.05 < asyncio.run(load()) < 3
 
 
 def test_answers_are_those_of_plain_decoding(server: Running, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_answers(bundle, [server.url], count=3, max_tokens=6)
+    check_answers(bundle, [Server(server.url)], count=3, max_tokens=6)
     monkeypatch.setattr("benchmarks.load.answers.reference", lambda *_: [(single(1, {"max_tokens": 2})[0], "no")])
     with pytest.raises(D2SDError, match="not that of LLM"):
-        check_answers(bundle, [server.url])
+        check_answers(bundle, [Server(server.url)])
 
 
 def test_finished_runs_are_not_measured_again(
@@ -155,8 +155,8 @@ def test_finished_runs_are_not_measured_again(
 ) -> None:
     monkeypatch.setattr("benchmarks.serving.check_answers", lambda *_: None)
     settings: dict[str, Any] = {
-        "policies": ["auto"], "concurrency": [1, 2], "rates": [], "workloads": ["prompts"], "temperature": 0.0,
-        "max_tokens": 2, "requests": 3,
+        "face": "serve", "policies": ["auto"], "concurrency": [1, 2], "rates": [], "workloads": ["prompts"],
+        "temperature": 0.0, "max_tokens": 2, "requests": 3,
     }  # fmt: skip
     first = Benchmark(bundle, tmp_path, server.url, (), settings, SLO, 2)
     result = first.run()
@@ -173,7 +173,8 @@ def test_finished_runs_are_not_measured_again(
 
 def test_servers_are_compared_side_by_side(bundle: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
-        "policies": ["off", "auto"], "concurrency": [1, 8], "rates": [2.0], "workloads": ["prompts", "prefix"],
+        "face": "serve", "policies": ["off", "auto"], "concurrency": [1, 8], "rates": [2.0],
+        "workloads": ["prompts", "prefix"],
     }  # fmt: skip
     keys = Benchmark(bundle, tmp_path, None, (), settings, SLO, 1).keys()
     assert [str(key) for key in keys] == [
@@ -217,8 +218,8 @@ def test_guests(server: Running, bundle: Path, kind: str) -> None:
     answers = reference(bundle, 3, 4) if kind.startswith("asks") else [(single(1, {"max_tokens": 64})[0], "w")]
 
     async def visit() -> str:
-        async with connect(server.url) as client:
-            guests = Guests(server.url, client, answers, 1 << 14, 0.01)
+        async with HttpClient(server.url) as client:
+            guests = HttpGuests(Server(server.url), client, answers, 0.01)
             if kind == "has_a_deadline":
                 guests.judge = lambda reply, text, refusals=(): str(reply.error or "text")  # type: ignore[method-assign]
             done = await getattr(guests, kind)()
@@ -232,8 +233,8 @@ def test_a_wrong_answer_is_a_fault(server: Running) -> None:
     answers = [(single(1, {"max_tokens": 4})[0], "not this")]
 
     async def visit() -> None:
-        async with connect(server.url) as client:
-            await Guests(server.url, client, answers, 1, 0.01).asks()
+        async with HttpClient(server.url) as client:
+            await HttpGuests(Server(server.url), client, answers, 0.01).asks()
 
     with pytest.raises(ValueError, match="wrong answer"):
         asyncio.run(visit())
@@ -241,10 +242,10 @@ def test_a_wrong_answer_is_a_fault(server: Running) -> None:
 
 def test_errors_in_a_stream_are_read(server: Running) -> None:
     async def too_late() -> Reply:
-        async with connect(server.url) as client:
+        async with HttpClient(server.url) as client:
             body = single(1, {"max_tokens": 200, "deadline": 0.001, "ignore_eos": True})[0]
             message = {"messages": [{"role": "user", "content": body.turns[0]}]}
-            return await ask(client, body.parameters | message)
+            return await client.ask(body.parameters | message)
 
     found = asyncio.run(too_late())
     assert found.error is not None

@@ -1,0 +1,142 @@
+"""The clients of the soak test that speak HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.load.client import Reply, error_of
+from benchmarks.load.fuzz import fuzz
+from benchmarks.load.guests import Guests
+
+_CHAT = "/v1/chat/completions"
+#: Bytes of the largest body that the server accepts.
+_MAX_BODY = 1 << 16
+
+
+class OpenAIGuests(Guests):
+    """Clients of OpenAI's chat API."""
+
+    def kinds(self) -> list[Callable[[], Awaitable[str]]]:
+        return [*super().kinds(), self.reads_slowly]
+
+    def any(self) -> tuple[dict[str, Any], str]:
+        body, text = super().any()
+        return body | self.client.always, text
+
+    async def asks_whole(self) -> str:
+        body, text = self.any()
+        response = await self.client.post(_CHAT, json=body)
+        if response.status_code == 200:
+            return self.judge(Reply(200, text=response.json()["choices"][0]["message"]["content"]), text)
+        return self.judge(self._refused(response.status_code, response.content), text)
+
+    def _refused(self, status: int, body: bytes) -> Reply:
+        return Reply(status, error=self.client.error_of(body, status))
+
+    async def disconnects(self) -> str:
+        body, _ = self.any()
+        body |= {"stream": True}
+        chunks = self.draw.randrange(4)
+        async with self.client.stream("POST", _CHAT, json=body) as response:
+            if response.status_code != 200:
+                return self.judge(self._refused(response.status_code, await response.aread()), "")
+            async for _line in response.aiter_lines():
+                chunks -= 1
+                if chunks < 0:
+                    return "left"
+        return "the answer was faster"
+
+    async def reads_slowly(self) -> str:
+        """Read a few bytes at a time through a small buffer."""
+        body, _ = self.any()
+        data = json.dumps(body | self.client.streamed).encode()
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(connection, self.server.address)
+            head = f"POST {_CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            await loop.sock_sendall(connection, f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+            received = b""
+            while part := await loop.sock_recv(connection, 512):
+                received += part
+                await asyncio.sleep(0.05)
+        if b"[DONE]" not in received and str(self.full).encode() not in received:
+            raise ValueError(f"the stream of a slow reader broke off: {received[-300:]!r}")
+        return "read to the end"
+
+    async def is_killed(self) -> str:
+        host, port = self.server.address
+        victim = Path(__file__).with_name("victim.py")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-S", str(victim), host, str(port), "4", json.dumps(self.client.always),
+            stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        await asyncio.sleep(self.draw.uniform(0.05, 0.6))
+        if process.returncode is None:
+            process.send_signal(signal.SIGKILL)
+        await process.wait()
+        await asyncio.sleep(4 * self.pause)
+        return "killed" if process.returncode == -signal.SIGKILL else "ended before"
+
+
+class DynamoGuests(OpenAIGuests):
+    """Clients of Dynamo's frontend, which is not d2sd's to fuzz."""
+
+    full = 529
+    leaving = (529, 503, 500)
+
+    async def fuzz(self, seeds: range) -> tuple[Counter[str], list[str]]:
+        return Counter(), []
+
+
+class HttpGuests(OpenAIGuests):
+    """Clients of `d2sd serve`."""
+
+    options = (*Guests.options, "--max-body", str(_MAX_BODY))
+
+    def kinds(self) -> list[Callable[[], Awaitable[str]]]:
+        return [*super().kinds(), self.has_a_deadline, self.sends_too_much, self.is_malformed]
+
+    async def has_a_deadline(self) -> str:
+        """Set a deadline that often passes."""
+        body, text = self.any()
+        reply = await self.client.ask(body | {"deadline": self.draw.choice([0.001, 0.02, 0.1, 0.5])})
+        return self.judge(reply, text, (self.full, "deadline_exceeded"))
+
+    async def sends_too_much(self) -> str:
+        """A body above the limit: with its length, or in chunks without one."""
+        data = json.dumps({"messages": [{"role": "user", "content": "w5 " * _MAX_BODY}]}).encode()
+
+        async def chunks() -> Any:
+            for start in range(0, len(data), 4096):
+                yield data[start : start + 4096]
+
+        content = data if self.draw.random() < 0.5 else chunks()
+        try:
+            response = await self.client.post(_CHAT, content=content, headers={"content-type": "application/json"})
+        except (httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
+            return "the connection was closed while sending"
+        if response.status_code != 413:
+            raise ValueError(f"status {response.status_code} for a body that is too large")
+        return str(error_of(response.content)["code"])
+
+    async def is_malformed(self) -> str:
+        """Five requests of the fuzzer."""
+        first = self.draw.randrange(1 << 30)
+        _, faults = await fuzz(self.server.url, range(first, first + 5), at_once=1)
+        self.faults += faults
+        return "refused"
+
+    async def fuzz(self, seeds: range) -> tuple[Counter[str], list[str]]:
+        return await fuzz(self.server.url, seeds)

@@ -1,0 +1,134 @@
+"""The clients of the soak test that speak to Triton: over decoupled gRPC streams, and over HTTP for whole answers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from benchmarks.load.client import Reply
+from benchmarks.load.guests import Guests
+from benchmarks.load.triton import TritonServer, tensor, tensors
+from d2sd.serve.triton.names import INPUTS
+
+if TYPE_CHECKING:
+    from tritonclient.grpc import InferInput
+
+#: Seconds after which a request counts as a hang.
+_HANG = 60.0
+#: Values that an input should not have, or that lie at the edge of what it may; and ordinary ones.
+_INTEGERS = [0, 1, 2, 5, 2**31 - 1]
+_EDGES: dict[str, list[Any]] = {
+    "STRING": [
+        "", "\x00", "w5", b"\xff\xfe", "a" * 5000, "{", "[]", '{"n": 3}', '{"prompt": [[1]]}', '{"max_tokens": 1e999}',
+        '{"a":' * 20_000, '{"seed": ' + "9" * 5000 + "}", "json", "regex", "(", '{"type": 5}',
+    ],
+    "BOOL": [True, False],
+    "INT32": [*_INTEGERS, -1, -(2**31)], "INT64": [*_INTEGERS, -1, 2**63 - 1],
+    "UINT32": [*_INTEGERS, 2**32 - 1], "UINT64": [*_INTEGERS, 2**64 - 1],
+    "FP32": [0.0, 0.7, 1.0, -1.0, 3e38, float("nan"), float("inf")],
+}  # fmt: skip
+
+
+class TritonGuests(Guests):
+    """Clients of a Triton server."""
+
+    def kinds(self) -> list[Callable[[], Awaitable[str]]]:
+        return [*super().kinds(), self.has_a_deadline, self.is_malformed]
+
+    async def asks_whole(self) -> str:
+        """Ask the HTTP endpoint `generate`, which has the status 400 for all errors."""
+        assert isinstance(self.server, TritonServer)
+        body, text = self.any()
+        async with httpx.AsyncClient(timeout=300) as client:
+            response = await client.post(self.server.generate_url, json=self.client.inputs(body, stream=False))
+        found = response.json()
+        if response.status_code == 200:
+            return self.judge(Reply(200, text=found["text_output"]), text)
+        if "Too many requests" not in found["error"]:
+            raise ValueError(found["error"])
+        return "refused"
+
+    async def has_a_deadline(self) -> str:
+        """Set a deadline that often passes."""
+        body, text = self.any()
+        reply = await self.client.ask(body | {"deadline": self.draw.choice([0.001, 0.02, 0.1, 0.5])})
+        return self.judge(reply, text, (self.full, "deadline_exceeded"))
+
+    async def disconnects(self) -> str:
+        """Cancel the stream before the answer, or in the middle of it."""
+        body, text = self.any()
+        inputs = tensors(self.client.inputs(body) | {"return_num_output_tokens": True, "return_num_input_tokens": True})
+        reply = await self.client.send(inputs, leave=self.draw.randint(1, 4))
+        if reply.error is not None:
+            return self.judge(reply, text)
+        if not text.startswith(reply.text):
+            raise ValueError(f"wrong beginning: {reply.text!r} instead of {text!r}")
+        return "left"
+
+    async def is_killed(self) -> str:
+        """A process with four streams that is killed with SIGKILL after the first response."""
+        victim = Path(__file__).with_name("victim_grpc.py")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(victim), self.server.url, self.server.model, "4",
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        assert process.stdout is not None
+        await process.stdout.readline()
+        await asyncio.sleep(self.draw.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+        await asyncio.sleep(4 * self.pause)
+        return "killed"
+
+    async def is_malformed(self) -> str:
+        """Five malformed requests."""
+        first = self.draw.randrange(1 << 30)
+        _, faults = await self.fuzz(range(first, first + 5))
+        self.faults += faults
+        return "refused"
+
+    async def fuzz(self, seeds: range) -> tuple[Counter[str], list[str]]:
+        outcomes: Counter[str] = Counter()
+        faults = []
+        for seed in seeds:
+            draw = random.Random(seed)
+            model = "no-such-model" if draw.random() < 0.03 else None
+            try:
+                reply = await asyncio.wait_for(self.client.send(malformed(draw), model=model), _HANG)
+                if reply.error is not None and reply.error["code"] not in ("other", self.full):
+                    raise ValueError(str(reply.error))
+                outcomes["answered" if reply.error is None else "refused"] += 1
+            except Exception as error:
+                faults.append(f"seed {seed}: {type(error).__name__}: {error}")
+        return outcomes, faults
+
+
+def malformed(draw: random.Random) -> list[InferInput]:
+    """A valid request with some inputs replaced, left out, invented, or of another type or shape."""
+    values: dict[str, InferInput] = {one.name(): one for one in tensors({"text_input": "w5 w7", "max_tokens": 2})}
+    for _ in range(draw.randint(1, 3)):
+        name = draw.choice([*INPUTS])
+        declared = INPUTS[name].data_type
+        match draw.randrange(8):
+            case 0:
+                values.pop(draw.choice([*values]), None) if values else None
+            case 1:
+                values["x"] = tensor("x", 1, "INT32")
+            case 2:
+                other = draw.choice([*_EDGES])
+                values[name] = tensor(name, draw.choice(_EDGES[other]), other)
+            case 3:
+                value = draw.choice(_EDGES[declared])
+                count, shape = draw.choice([(1, (1, 1)), (2, (2,)), (0, (0,)), (4, (2, 2)), (300, (300,))])
+                values[name] = tensor(name, [value] * count, declared, shape)
+            case _:
+                values[name] = tensor(name, draw.choice(_EDGES[declared]), declared)
+    return [*values.values()]
