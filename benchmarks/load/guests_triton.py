@@ -15,7 +15,8 @@ import httpx
 
 from benchmarks.load.client import Reply
 from benchmarks.load.guests import Guests
-from benchmarks.load.triton import TritonServer, tensor, tensors
+from benchmarks.load.tensors import tensor, tensors
+from benchmarks.load.triton import TritonServer
 from d2sd.serve.triton.names import INPUTS
 
 if TYPE_CHECKING:

@@ -11,22 +11,17 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from benchmarks.load.client import Reply
 from benchmarks.load.server import Server, answers, spawn, wait_until
+from benchmarks.load.tensors import tensors, triton_client
 from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.errors import D2SDError
 from d2sd.manifest import load_manifest
-from d2sd.serve.triton.names import INPUTS
 from d2sd.serve.triton.repository import write_repository
 
 if TYPE_CHECKING:
     from tritonclient.grpc import InferInput
 
-_DTYPES: dict[str, tuple[str, Any]] = {"STRING": ("BYTES", np.object_), "BOOL": ("BOOL", np.bool_)}
-_DTYPES |= {name: (name, getattr(np, name.lower())) for name in ("INT32", "INT64", "UINT32", "UINT64")}
-_DTYPES["FP32"] = ("FP32", np.float32)
 #: What every request asks for besides its text.
 _ASKED = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
 #: What the errors say that are no refusal of the request itself.
@@ -46,7 +41,7 @@ class TritonServer(Server):
     @classmethod
     def start(cls, bundle: Path, log: Path, options: Sequence[str] = ()) -> TritonServer:
         """As `Server.start`; of the options those that are parameters of the model."""
-        _grpc()
+        triton_client()
         repository = log.with_suffix(".repository")
         shutil.rmtree(repository, ignore_errors=True)
         names, given = options[::2], options[1::2]
@@ -100,7 +95,7 @@ class TritonClient:
         manifest = load_manifest(bundle)
         self.model, self._page = manifest.recipe.name, manifest.recipe.limits.page_size
         self._tokenizer, self._template = load_tokenizer(bundle / "target"), manifest.recipe.target.template
-        self._connection = _grpc().aio.InferenceServerClient(url)
+        self._connection = triton_client().aio.InferenceServerClient(url)
 
     async def __aenter__(self) -> TritonClient:
         return self
@@ -133,7 +128,7 @@ class TritonClient:
         responses = self._connection.stream_infer(requests())
         async for result, error in responses:
             if error is not None:
-                reply.error = {"message": error.message(), "code": _code(error.message())}
+                reply.error = {"message": error.message(), "code": triton_code(error.message())}
             else:
                 self._read(reply, result, time.perf_counter() - begun)
             if leave is not None and len(reply.arrivals) >= leave:
@@ -158,23 +153,7 @@ class TritonClient:
             }
 
 
-def tensors(inputs: Mapping[str, Any], shape: tuple[int, ...] = (-1,)) -> list[InferInput]:
-    """Inputs of the model as tensors of a shape, each of the type that it declares."""
-    return [tensor(name, value, INPUTS[name].data_type, shape) for name, value in inputs.items()]
-
-
-def tensor(name: str, value: Any, data_type: str, shape: tuple[int, ...] = (-1,)) -> InferInput:
-    """A value, or a list of values, as a tensor."""
-    wire, dtype = _DTYPES[data_type]
-    values = value if isinstance(value, list) else [value]
-    encoded = [one.encode() if isinstance(one, str) else one for one in values]
-    array = np.array(encoded, dtype).reshape(shape)
-    made = _grpc().InferInput(name, list(array.shape), wire)
-    made.set_data_from_numpy(array)
-    return made
-
-
-def _code(message: str) -> str:
+def triton_code(message: str) -> str:
     """A code for an error in a stream, which has a text only. (With the header `triton_grpc_error` it would have a
     code, but Triton 24.10 crashes on streams with that header.)
     """
@@ -188,15 +167,3 @@ def free_ports(count: int) -> list[int]:
     for one in sockets:
         one.close()
     return ports
-
-
-def _grpc() -> Any:
-    """Triton's gRPC client, which is not a dependency of d2sd."""
-    try:
-        import tritonclient.grpc.aio
-    except ImportError:
-        raise D2SDError(
-            "A load over Triton needs tritonclient and nvidia-pytriton.",
-            fix="run it in the environment that `make triton-test` installs: build/triton/env/bin/python",
-        ) from None
-    return tritonclient.grpc

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from benchmarks.load.answers import check_answers, reference
 from benchmarks.load.client import HttpClient, Reply, error_of
 from benchmarks.load.direct import compare_policies
+from benchmarks.load.dynamo import DynamoClient
 from benchmarks.load.figures import Figures, Sample
 from benchmarks.load.fuzz import fuzz
 from benchmarks.load.guests_http import HttpGuests
@@ -21,8 +27,9 @@ from benchmarks.load.malformed import malformed
 from benchmarks.load.plots import write_plots
 from benchmarks.load.report import markdown
 from benchmarks.load.result import Cell, Key, Result, Run, Variant
-from benchmarks.load.server import Server
+from benchmarks.load.server import Server, family
 from benchmarks.load.traffic import closed_loop, open_loop
+from benchmarks.load.triton import triton_code
 from benchmarks.load.workloads import multi_turn, shared_prefix, single
 from benchmarks.serving import Benchmark
 from benchmarks.soak import bad_lines, growth
@@ -300,6 +307,71 @@ def test_tokens_are_sent_at_once() -> None:
 
     asyncio.run(accept())
     assert found == [1]
+
+
+# -- other faces -------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_http_server_is_measured_without_its_prefix_cache(bundle: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"face": "triton", "policies": ["off"], "workloads": ["prefix"]}
+    keys = Benchmark(bundle, tmp_path, None, (), settings | {"concurrency": [], "rates": []}, SLO, 1).keys()
+    assert [str(key) for key in keys] == ["prefix 8 in flight, off"]
+
+
+def test_tokens_of_dynamo_are_counted_by_usage_and_its_errors_read() -> None:
+    events = [
+        {"choices": [{"delta": {"content": text}, "finish_reason": finish}], "usage": {"completion_tokens": count}}
+        for text, count, finish in (("a", 1, None), ("bcd", 4, None), ("", 4, "length"))
+    ]
+    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    answers = iter([(200, stream), (529, '{"message": "full", "type": "overloaded", "code": 529}')])
+    bodies = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        status, text = next(answers)
+        return httpx.Response(status, text=text)
+
+    async def asked() -> list[Reply]:
+        client = DynamoClient("http://x", "tiny")
+        client._transport = httpx.MockTransport(answer)
+        return [await client.ask({"seed": 1}), await client.ask({})]
+
+    found, refused = asyncio.run(asked())
+    assert (found.text, found.tokens, [count for _, count in found.arrivals]) == ("abcd", 4, [1, 3])
+    assert found.complete
+    assert (refused.error or {})["code"] == 529
+    assert bodies[0]["model"] == "tiny"
+    assert "return_token_ids" not in bodies[0]
+
+
+def test_processor_time_is_that_of_all_processes() -> None:
+    command = ["sh", "-c", "sleep 20 & for i in 1 2 3; do :; done; wait"]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        server = Server("http://127.0.0.1:1", None, process)
+        while len(server.processes()) < 2:
+            time.sleep(0.005)
+        assert family(process.pid)[0] == process.pid
+        assert len(server.thread_seconds()) == 2
+        assert server.resident_bytes() > 0
+        assert server.cpu_seconds() is not None
+        os.killpg(process.pid, signal.SIGKILL)
+    assert server.cpu_seconds() == 0
+    assert not server.accepts()
+
+
+def test_errors_of_triton_have_codes() -> None:
+    assert triton_code("Too many requests are waiting.\n  found: 3") == "queue_full"
+    assert triton_code("The model failed to process the request.") == "internal_error"
+    assert triton_code("temperature out of range") == "other"
+
+
+def test_errors_are_found_in_logs_that_are_not_json(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    bad = ['E1122 14:37:26.8 23956 x.cc:840] "no"', "ERROR d2sd.serve: a request failed"]
+    fine = ['I1122 14:45:07.9 264 server.cc:345] "Timeout"', 'E1122 14:37 2 s.cc:2] "CudaDriverHelper has not"']
+    log.write_text("\n".join([*fine, *bad]))
+    assert bad_lines(log, json_lines=False) == bad
 
 
 @pytest.mark.subprocess

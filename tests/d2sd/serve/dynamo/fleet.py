@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -16,33 +15,13 @@ import urllib.request
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.load.dynamo import free_port, loopback
+
 #: Seconds until a process must be up; most of them are imports, on a loaded machine.
 _START = 120.0
-
-
-def free_port() -> int:
-    """A free port below 32768: Dynamo reads DYN_SYSTEM_PORT as a signed number of 16 bits."""
-    for port in random.sample(range(20000, 32768), 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port")
-
-
-def loopback(store: Path, home: Path) -> dict[str, str]:
-    """The environment of every process: file discovery, and no port beyond the loopback interface."""
-    old = tuple(map(int, version("ai-dynamo").split(".")[:2])) < (1, 6)
-    return {
-        **os.environ, "DYN_FILE_KV": str(store), "HOME": str(home), "HF_HUB_OFFLINE": "1",
-        "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
-        "DYN_HTTP_HOST": "127.0.0.1", "DYN_SYSTEM_HOST": "127.0.0.1", "DYN_TCP_RPC_HOST": "127.0.0.1",
-        "DYN_TCP_RESPONSE_STREAM_HOST": "lo" if old else "127.0.0.1",  # before 1.6 the name of an interface
-        "DYN_DISCOVERY_BACKEND": "file", "DYN_REQUEST_PLANE": "tcp", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
 
 
 @dataclass

@@ -6,26 +6,9 @@ import queue
 import sys
 from typing import Any
 
-import numpy as np
 import tritonclient.grpc as grpc
 
-from d2sd.serve.triton.names import INPUTS
-
-_DTYPES: dict[str, tuple[str, Any]] = {"STRING": ("BYTES", np.object_), "BOOL": ("BOOL", np.bool_)}
-_DTYPES |= {name: (name, getattr(np, name.lower())) for name in ("INT32", "INT64", "UINT32", "UINT64")}
-_DTYPES["FP32"] = ("FP32", np.float32)
-
-
-def tensors(inputs: dict[str, Any], shape: tuple[int, ...] = (-1,)) -> list[grpc.InferInput]:
-    made = []
-    for name, value in inputs.items():
-        wire, dtype = _DTYPES[INPUTS[name].data_type]
-        values = value if isinstance(value, list) else [value]
-        encoded = [v.encode() if isinstance(v, str) else v for v in values]
-        array = np.array(encoded, dtype).reshape(shape)
-        made.append(grpc.InferInput(name, list(array.shape), wire))
-        made[-1].set_data_from_numpy(array)
-    return made
+from benchmarks.load.tensors import tensors
 
 
 class Streams:

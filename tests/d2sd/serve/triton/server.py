@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,14 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free now, all different."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+from benchmarks.load.triton import free_ports
 
 
 def until(condition: Callable[[], object], seconds: float = 30) -> float:
