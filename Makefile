@@ -78,7 +78,7 @@ $(TRITON)/installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(TRITON)/env
 	grep -v '^numpy' $(CONSTRAINTS) > $(TRITON)/constraints.txt
 	$(TRITON)/env/bin/python -m pip install --quiet --constraint $(TRITON)/constraints.txt \
-	  --editable ".[serve,structured,gguf]" nvidia-pytriton==0.7.0 pytest pytest-timeout filelock
+	  --editable ".[serve,structured,gguf,plots]" nvidia-pytriton==0.7.0 pytest pytest-timeout filelock
 	touch $@
 
 ## workers behind NVIDIA Dynamo's frontend, killed, drained and overloaded: half an hour, two environments of a gigabyte.
@@ -95,7 +95,7 @@ DYNAMO_PIP = $(@D)/bin/python -m pip install --quiet
 build/dynamo-%/environment: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(@D)
 	grep -v '^pydantic==' $(CONSTRAINTS) > $(@D)/constraints.txt
-	$(DYNAMO_PIP) --constraint $(@D)/constraints.txt 'pydantic<=2.13.5' --editable ".[gguf,structured,serve]" \
+	$(DYNAMO_PIP) --constraint $(@D)/constraints.txt 'pydantic<=2.13.5' --editable ".[gguf,structured,serve,plots]" \
 	  pytest pytest-timeout hypothesis filelock
 	touch $@
 
@@ -136,13 +136,18 @@ eval: .venv/demo
 	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
 	$(BIN)/d2sd eval $(BUNDLE) $(if $(AGAINST),--compare "$(AGAINST)") --data $(dir $(PROMPTS)) --limit $(LIMIT)
 
+# What the loads ask: `d2sd serve`, or with FACE=triton or FACE=dynamo another face of the engine, in its environment.
+FACE ?= serve
+FACE_BIN := $(or $(if $(filter triton,$(FACE)),$(TRITON)/env/bin),$(if $(filter dynamo,$(FACE)),build/dynamo-1.4.2/bin),$(BIN))
+FACE_READY := $(or $(if $(filter triton,$(FACE)),$(TRITON)/installed),$(if $(filter dynamo,$(FACE)),build/dynamo-1.4.2/ready),.venv/dev)
+
 ## the server under load, with the prefix cache on and off, against the engine alone, and with sampling parameters: hours, resumable
-SERVING := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.serving $(BUNDLE) --out build/bench/server
-bench-serving: .venv/dev
-	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
+SERVING := OMP_NUM_THREADS=1 $(FACE_BIN)/python -m benchmarks.serving $(BUNDLE) --face $(FACE) --out build/bench/$(FACE)
+bench-serving: $(FACE_READY)
+	test -d $(BUNDLE) || $(FACE_BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
 	$(SERVING) --repeat 3
 	$(SERVING) --overhead --policies off,hybrid --repeat 5
-	$(SERVING) --parameters --repeat 5
+	$(if $(filter serve,$(FACE)),$(SERVING) --parameters --repeat 5)
 
 ## d2sd, transformers and llama.cpp with the same weights on this CPU: half an hour on two cores where nothing else runs.
 ## llama.cpp is compiled, in ten minutes, in an environment of its own, 2 GB
@@ -163,9 +168,9 @@ fleet: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fleet $(BUNDLE) --out build/fleet
 
 ## ten minutes of mixed load with disconnects, deadlines, kills and malformed requests, then SIGTERM and a fuzzer
-soak: .venv/dev
-	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
-	$(BIN)/python -m benchmarks.soak $(BUNDLE) --out build/soak
+soak: $(FACE_READY)
+	test -d $(BUNDLE) || $(FACE_BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
+	$(FACE_BIN)/python -m benchmarks.soak $(BUNDLE) --face $(FACE) --out build/soak/$(FACE)
 
 ## train a pair from prompts to a measured folder on a CPU: hours, resumable
 TRAINING := training/smollm2-135m

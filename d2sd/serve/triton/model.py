@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from d2sd.runtime.request import Request
     from d2sd.serve.openai.protocol import CompletionBody
 
-#: Seconds between two looks at cancellations, and between two publications of metrics.
-_CANCELLED, _PUBLISH = 0.02, 0.25
+#: Seconds between two looks at cancellations, each a message to the server, and between two publications of metrics.
+_CANCELLED, _PUBLISH = 0.1, 0.25
 #: Seconds after the drain in which the last responses are sent.
 _FLUSH = 5
 

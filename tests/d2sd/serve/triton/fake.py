@@ -44,10 +44,11 @@ class InferenceResponse:
 
 class Metric:
     def __init__(self, family: MetricFamily) -> None:
-        self.family, self.value, self.count = weakref.ref(family), 0.0, 0
+        self.family, self.value, self.messages = weakref.ref(family), 0.0, 0
 
     def _live(self) -> None:
         assert self.family() is not None, "Triton has deleted the metric with its family"
+        self.messages += 1
 
     def set(self, value: float) -> None:
         self._live()
@@ -58,20 +59,15 @@ class Metric:
         assert value >= 0
         self.value += value
 
-    def observe(self, value: float) -> None:
-        self._live()
-        self.value, self.count = self.value + value, self.count + 1
-
 
 class MetricFamily:
-    COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+    COUNTER, GAUGE = "counter", "gauge"
     metrics: ClassVar[dict[str, Metric]] = {}  # of all families, by name and values of the labels
 
     def __init__(self, name: str, description: str, kind: str) -> None:
         self.name, self.kind = name, kind
 
-    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> Metric:
-        assert (buckets is not None) == (self.kind == self.HISTOGRAM)
+    def Metric(self, labels: dict[str, str]) -> Metric:
         made = Metric(self)
         self.metrics[" ".join((self.name, *labels.values()))] = made
         return made

@@ -267,12 +267,16 @@ def test_metrics_are_published_in_triton(start: Start) -> None:
     assert metrics["d2sd_request_success_total tiny length tiny_0_0"].value == 1
     assert metrics["d2sd_kv_pages tiny tiny_0_0"].value > 0
     assert metrics["d2sd_kv_pages_used tiny tiny_0_0"].value == 0
-    assert metrics["d2sd_time_to_first_token_seconds tiny tiny_0_0"].count == 1
+    assert metrics["d2sd_time_to_first_token_seconds_count tiny tiny_0_0"].value == 1
+    assert metrics["d2sd_time_to_first_token_seconds_bucket tiny +Inf tiny_0_0"].value == 1
+    assert metrics["d2sd_inter_token_latency_seconds_count tiny tiny_0_0"].value == 11
     (policy,) = (metric for name, metric in metrics.items() if name.startswith("d2sd_policy_in_force"))
     assert policy.value == 1
     model._metrics.refresh = model._metrics._in_force.clear  # another policy is in force
+    messages = sum(metric.messages for metric in metrics.values())
     model._metrics.publish()
     assert policy.value == 0
+    assert sum(metric.messages for metric in metrics.values()) == messages + 1  # only what has changed
     assert metrics["d2sd_generation_tokens_total tiny tiny_0_0"].value == 12
 
 
