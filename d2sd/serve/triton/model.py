@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from d2sd.serve.openai.protocol import CompletionBody
 
 #: Seconds between two looks at cancellations, each a message to the server, and between two publications of metrics.
-_CANCELLED, _PUBLISH = 0.1, 0.25
+_CANCELLED, _PUBLISH = 0.1, 0.5
 #: Seconds after the drain in which the last responses are sent.
 _FLUSH = 5
 

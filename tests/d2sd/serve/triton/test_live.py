@@ -126,7 +126,7 @@ def test_cancelled_streams_free_their_pages(server: Triton) -> None:
     until(lambda: server.metric("num_requests_running") == 4)
     streams.close(cancel=True)
     seconds = until(lambda: idle(server))
-    assert seconds < 2, seconds  # the metrics are published every quarter of a second
+    assert seconds < 2, seconds  # the metrics are published twice a second
     assert server.generate(text_input="w3", max_tokens=2)["status"] == 200
 
 
