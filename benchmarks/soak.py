@@ -39,8 +39,9 @@ _NOISE = 0.02
 _SAMPLE = 2.0
 #: Seconds after which the metrics of every face are up to date.
 _PUBLISHED = 1.0
-#: An error in a log that is not JSON: of Python, of Triton (which notes that there is no GPU), of Dynamo.
-_ERROR = re.compile(r"Traceback|^E[0-9]{4} (?!.*CudaDriverHelper)|\bERROR d2sd|panicked")
+#: An error in a log that is not JSON: of Python, d2sd or Triton, which also notes that there is no GPU, and that its
+#: exit timeout has expired: Triton 24.10 may wait for a stream that was closed. The exit code tells that too.
+_ERROR = re.compile(r"Traceback|^E[0-9]{4} (?!.*(CudaDriverHelper|Exit timeout))|\bERROR d2sd|panicked")
 
 
 async def soak(server: Server, guests: Guests, seconds: float) -> list[tuple[float, int]]:

@@ -78,7 +78,7 @@ class TritonGuests(Guests):
         """A process with four streams that is killed with SIGKILL after the first response."""
         victim = Path(__file__).with_name("victim_grpc.py")
         process = await asyncio.create_subprocess_exec(
-            sys.executable, str(victim), self.server.url, self.server.model, "4",
+            sys.executable, str(victim), self.server.url, self.server.model, "4", "64",
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         assert process.stdout is not None

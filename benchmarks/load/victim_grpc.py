@@ -1,7 +1,8 @@
 """A gRPC client to be killed: opens streams on Triton, prints a line at the first response and reads on until somebody
-kills it: `python victim_grpc.py ADDRESS MODEL STREAMS`.
+kills it: `python victim_grpc.py ADDRESS MODEL STREAMS TOKENS`.
 """
 
+import json
 import sys
 from queue import SimpleQueue
 from typing import Any
@@ -10,12 +11,13 @@ import numpy as np
 import tritonclient.grpc as grpc
 
 
-def main(address: str, model: str, streams: int) -> None:
+def main(address: str, model: str, streams: int, tokens: int) -> None:
     """Read until every stream has ended."""
     prompt = grpc.InferInput("text_input", [1], "BYTES")
     prompt.set_data_from_numpy(np.array([b"w5 w7"], np.object_))
     parameters = grpc.InferInput("sampling_parameters", [1], "BYTES")
-    parameters.set_data_from_numpy(np.array([b'{"max_tokens": 64, "ignore_eos": true, "stream": true}'], np.object_))
+    given = json.dumps({"max_tokens": tokens, "ignore_eos": True, "stream": True})
+    parameters.set_data_from_numpy(np.array([given.encode()], np.object_))
     arrived: SimpleQueue[Any] = SimpleQueue()
     clients = [grpc.InferenceServerClient(address) for _ in range(streams)]
     for client in clients:
@@ -26,4 +28,4 @@ def main(address: str, model: str, streams: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

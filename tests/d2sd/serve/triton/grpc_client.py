@@ -1,9 +1,8 @@
-"""Decoupled gRPC streams. Run as a program it opens a stream, prints the first text and reads on."""
+"""Decoupled gRPC streams."""
 
 from __future__ import annotations
 
 import queue
-import sys
 from typing import Any
 
 import tritonclient.grpc as grpc
@@ -53,10 +52,3 @@ class Streams:
     def close(self, *, cancel: bool = False) -> None:
         self.client.stop_stream(cancel_requests=cancel)
         self.client.close()
-
-
-if __name__ == "__main__":
-    streams = Streams(int(sys.argv[1]))
-    streams.open("a", text_input="w3 w4", max_tokens=480, stream=True)
-    print(streams.next("a"), flush=True)
-    print(streams.text("a"))

@@ -20,6 +20,7 @@ from tests.d2sd.serve.triton.server import Triton, alive, serving, until
 pytest.importorskip("tritonclient.grpc", reason="needs tritonclient: make triton-test")
 pytest.importorskip("pytriton", reason="needs nvidia-pytriton: make triton-test")
 
+from benchmarks.load import victim_grpc
 from tests.d2sd.serve.triton.grpc_client import Streams
 
 pytestmark = [pytest.mark.slow, pytest.mark.subprocess, pytest.mark.timeout(600)]
@@ -143,9 +144,8 @@ def test_a_request_is_stopped_by_its_id(server: Triton, streams: Streams) -> Non
 
 
 def test_a_killed_client_frees_its_pages(server: Triton) -> None:
-    client = subprocess.Popen(
-        [sys.executable, "-m", "tests.d2sd.serve.triton.grpc_client", str(server.grpc)], stdout=subprocess.PIPE
-    )
+    command = [sys.executable, victim_grpc.__file__, f"127.0.0.1:{server.grpc}", "tiny", "1", "480"]
+    client = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert client.stdout is not None
     assert client.stdout.readline()
     client.kill()
