@@ -111,6 +111,11 @@ def available() -> bool:
     return isinstance(load(), ctypes.CDLL)
 
 
+def name() -> str | None:
+    """The name of the library's file, which tells sources, compiler and instruction sets; None: not `available`."""
+    return Path(functions()._name).name if available() else None
+
+
 def functions() -> ctypes.CDLL:
     """The library, where it is `available`."""
     library = load()
