@@ -112,7 +112,7 @@ def available() -> bool:
 
 
 def name() -> str | None:
-    """The name of the library's file, which tells sources, compiler and instruction sets; None: not `available`."""
+    """The name of the library's file, a hash of its sources, compiler and processor; None if it is not `available`."""
     return Path(functions()._name).name if available() else None
 
 
