@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
 
+from d2sd.plugins.cpu import compiler
 from tests.wheel import build_smollm2, build_wheel, install_wheel
 
 # Tiny matrices gain nothing from threads, and threads that wait for each other on a busy machine cost a hundredfold.
@@ -25,6 +26,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 0 if "wheel_bundle" in needed else 2 if {"smollm2_bundle", "smollm2_dir"} & set(needed) else 1
 
     items.sort(key=turn)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache folder with the CPU kernels alone: tests neither read nor keep step times in the user's.
+
+    Other programs' caches, such as matplotlib's, stay.
+    """
+    folder, user = tmp_path_factory.mktemp("cache"), compiler.cache_folder()
+    for path in user.parent.glob("*"):
+        if path != user:
+            (folder / path.name).symlink_to(path)
+    (folder / user.name).mkdir()
+    kernels = compiler.build()
+    if isinstance(kernels, Path):
+        (folder / user.name / kernels.name).symlink_to(kernels)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield
 
 
 #: Builds what a name stands for into an empty folder, once a run, and returns the folder.

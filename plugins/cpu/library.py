@@ -112,6 +112,11 @@ def available() -> bool:
     return isinstance(load(), ctypes.CDLL)
 
 
+def name() -> str | None:
+    """The name of the library's file, a hash of its sources, compiler and processor; None if it is not `available`."""
+    return Path(functions()._name).name if available() else None
+
+
 def functions() -> ctypes.CDLL:
     """The library, where it is `available`."""
     library = load()
