@@ -35,7 +35,7 @@ fast-tests: .venv/dev
 test-slow: .venv/dev
 	$(PYTEST) -m "slow and not full"
 
-## TensorRT engines of SmolLM2 for the architectures that test-slow leaves out
+## TensorRT engines of all layers of SmolLM2, in fp16 and FP8, for any GPU and two architectures
 engines: .venv/dev
 	$(BIN)/pytest -m full
 

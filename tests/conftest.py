@@ -16,6 +16,8 @@ from tests.wheel import build_smollm2, build_wheel, install_wheel
 
 # Tiny matrices gain nothing from threads, and threads that wait for each other on a busy machine cost a hundredfold.
 torch.set_num_threads(1)
+if "PYTEST_XDIST_WORKER" in os.environ:  # the same for processes that tests start, next to another worker
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # What collection creates lives until the end: the garbage collector would go through it again and again.
 gc.disable()
