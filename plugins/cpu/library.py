@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d2sd.plugins.cpu.compiler import build
+from d2sd.plugins.cpu.memory import empty
 
 # Shape letters: P panels, N outputs, K inputs.
 
@@ -140,9 +141,9 @@ def in_panels(weight: Tensor) -> Tensor:
     outputs, inputs = weight.shape
     pairs = weight.dtype == torch.bfloat16
     padded = F.pad(weight.detach(), (0, inputs % 2 if pairs else 0, 0, -outputs % PANEL))
-    if not pairs:
-        return padded.view(-1, PANEL, inputs).transpose(1, 2).contiguous()
-    return padded.view(-1, PANEL, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    panels = padded.view(-1, PANEL, padded.shape[1] // 2, 2) if pairs else padded.view(-1, PANEL, inputs)
+    panels = panels.transpose(1, 2)
+    return empty(tuple(panels.shape), panels.dtype).copy_(panels)
 
 
 @dataclass(frozen=True)
