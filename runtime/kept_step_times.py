@@ -84,4 +84,4 @@ def _read(path: Path, policies: Sequence[Policy], sizes: Sequence[int]) -> StepT
 def _write(path: Path, times: StepTimes) -> None:
     seconds = [(str(policy), size, taken) for (policy, size), taken in times.seconds.items()]
     file = _File(seconds=seconds, context=dict(times.context), pending=list(times.pending))
-    write_text(path, file.model_dump_json(indent=1) + "\n")
+    write_text(path, file.model_dump_json() + "\n")

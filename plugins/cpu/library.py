@@ -6,9 +6,10 @@ Arguments are checked here: the library trusts its pointers.
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import POINTER, Structure, byref, c_double, c_int, c_long, c_size_t, c_void_p
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -95,6 +96,8 @@ def load() -> ctypes.CDLL | str:
     for function in (library.d2sd_layers, library.d2sd_linear, library.d2sd_free, library.d2sd_use_openmp):
         function.restype = None
     library.d2sd_use_openmp(byref(_openmp()))
+    # A forked child has none of OpenMP's threads, and would wait for them forever.
+    os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
     return library
 
 
