@@ -5,7 +5,9 @@ BUNDLE := bundles/smollm2-135m
 
 # The versions tested together; docs/install.md has other ways to install.
 CONSTRAINTS := constraints/tested.txt
-# Modules are compiled when first imported: compiling all of torch takes as long as installing it.
+# Modules are compiled when first imported: compiling all of torch takes as long as installing it. Their bytecode is kept
+# even where the environment forbids it: the tests start hundreds of processes, and each would compile torch again.
+unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS)
 
 .PHONY: demo test fast-tests test-slow engines lint verify gpu-suite kernels consumers triton-test dynamo-test dynamo-schema bench bench-serving peers fleet soak eval train ablation train-gpu data data-wheel wheel docs clean
@@ -18,20 +20,22 @@ demo: .venv/demo
 	  -p "Write a Python function that returns the n-th Fibonacci number." \
 	  -p "A train travels 60 km in 45 minutes. What is its speed in km/h?"
 
-## lint, types, and the tests of every change: minutes, one worker per core (WORKERS=0 for one process)
+## lint, types, and the tests of every change: minutes, one worker per core (WORKERS=0 for one process).
+## SELECT="not full" adds those of test-slow, in the same run, as CI does
+SELECT ?= not slow
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=worksteal
 test: .venv/dev
 	$(MAKE) --no-print-directory --jobs=2 lint fast-tests
 
 fast-tests: .venv/dev
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "$(SELECT)"
 
 ## the other tests, also run by CI: real models, engines of three architectures, full products of what `test` samples
 test-slow: .venv/dev
 	$(PYTEST) -m "slow and not full"
 
-## TensorRT engines of SmolLM2 for the architectures that test-slow leaves out
+## TensorRT engines of all layers of SmolLM2, in fp16 and FP8, for any GPU and two architectures
 engines: .venv/dev
 	$(BIN)/pytest -m full
 

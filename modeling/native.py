@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.layers import Attention, Layer, RMSNorm
+from d2sd.modeling.layers import Layer, RMSNorm
 from d2sd.modeling.rope import CosSin, rotate
 from d2sd.modeling.rows import Rows
 from d2sd.plugins.cpu import library
@@ -48,7 +48,7 @@ class NativeLayers(nn.Module):
             library.TYPES[self._dtype], self._wide(norm.weight), self._layers, body.rms_norm_eps,
         )  # fmt: skip
         self._memory = library.Memory()
-        self._contexts = [_context(layer.self_attn) for layer in layers] if context else []
+        self._context = _context(layers, body.rms_norm_eps) if context else None
 
     def __del__(self) -> None:
         if hasattr(self, "_memory"):
@@ -109,19 +109,25 @@ class NativeLayers(nn.Module):
 
     def keys_values(self, context: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """context [B, C, E] -> rotated keys and values of every layer [L, B, C, Hkv, D]."""
-        pairs = []
-        for product, norm in self._contexts:
-            shape = *context.shape[:-1], 2, -1, self._config.head_dim
-            k, v = product(context).to(context.dtype).view(shape).unbind(-3)
-            pairs.append((rotate(norm(k), cos_sin), v))
-        return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
+        assert self._context is not None
+        product, norm = self._context
+        shape = *context.shape[:-1], 2, self._config.num_layers, -1, self._config.head_dim
+        k, v = product(context).to(context.dtype).view(shape).movedim(-3, 0).unbind(-3)
+        return rotate(norm(k), cos_sin), v
 
 
-def _context(attention: Attention) -> tuple[PackedLinear, nn.Module]:
-    """The product that makes keys and values [2·Hkv·D] of a context, and the norm of its keys."""
-    k, v = attention.k_proj, attention.v_proj
-    bias = None if k.bias is None else torch.cat([k.bias, v.bias])
-    return PackedLinear.of(torch.cat([k.weight, v.weight]), bias), attention.k_norm
+def _context(layers: Sequence[Layer], eps: float) -> tuple[PackedLinear, nn.Module]:
+    """The product that makes keys and values [2·L·Hkv·D] of a context, and the norm of its keys [L, B, C, Hkv, D]."""
+    attentions = [layer.self_attn for layer in layers]
+    parts = [one.k_proj for one in attentions] + [one.v_proj for one in attentions]
+    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    product = PackedLinear.of(torch.cat([part.weight for part in parts]), bias)
+    norms = [one.k_norm for one in attentions if isinstance(one.k_norm, RMSNorm)]
+    if not norms:
+        return product, nn.Identity()
+    norm = RMSNorm(1, eps)
+    norm.weight = nn.Parameter(torch.stack([one.weight.detach() for one in norms])[:, None, None, None])
+    return product, norm
 
 
 def _padded(weight: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
 from d2sd.runtime.stats import Clock, EngineStats
-from d2sd.runtime.step_times import Forecast, measure_step_times
+from d2sd.runtime.step_times import Forecast, StepTimes, measure_step_times
 from d2sd.runtime.text import Decode, TextStream
 from d2sd.runtime.trace import StepTrace
 
@@ -57,13 +57,14 @@ class Engine:
         self._next_id = 0
 
     def enable_auto(
-        self, policies: SequenceOf[Policy], forecast: Forecast, advance: Callable[[int], None] = lambda buckets: None
-    ) -> None:
+        self, policies: SequenceOf[Policy], forecast: Forecast, advance: Callable[[int], None] = lambda buckets: None,
+        measure: Callable[..., StepTimes] = measure_step_times,
+    ) -> None:  # fmt: skip
         """Time a step of each policy at each batch size, and choose the policy of every later step by it.
 
-        `policies` include plain decoding and are sorted by their nodes.
+        `policies` include plain decoding and are sorted by their nodes. `measure` has the arguments of its default.
         """
-        times = measure_step_times(self.runner, policies, forecast, self.limits, advance, self.calibration)
+        times = measure(self.runner, policies, forecast, self.limits, advance, self.calibration)
         self.selector = PolicySelector(policies, times, forecast)
 
     # -- requests ------------------------------------------------------------------------------------------------------

@@ -2,29 +2,78 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
 
+from d2sd.plugins.cpu import compiler
 from tests.wheel import build_smollm2, build_wheel, install_wheel
 
 # Tiny matrices gain nothing from threads, and threads that wait for each other on a busy machine cost a hundredfold.
 torch.set_num_threads(1)
+if "PYTEST_XDIST_WORKER" in os.environ:  # the same for processes that tests start, next to another worker
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What collection creates lives until the end: the garbage collector would go through it again and again.
+gc.disable()
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(trylast=True)  # -m and -k have removed theirs
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The test that builds SmolLM2's bundle goes first and those that need the bundle last: no worker waits for it."""
+    """Tests with a longer time limit go first: no worker may end with one while the others have nothing left to do.
 
-    def turn(item: pytest.Item) -> int:
+    xdist gives each worker an equal part of the list, in its order, and lets those that are done take from the others'
+    ends. The first worker begins with the test that builds SmolLM2's bundle, and the others with the rest of the long
+    tests, the ones that need the bundle last: no worker waits for it.
+    """
+
+    def rank(item: pytest.Item) -> tuple[int, float]:
         needed: list[str] = getattr(item, "fixturenames", [])
-        return 0 if "wheel_bundle" in needed else 2 if {"smollm2_bundle", "smollm2_dir"} & set(needed) else 1
+        limit = item.get_closest_marker("timeout")
+        place = 0 if "wheel_bundle" in needed else 2 if {"smollm2_bundle", "smollm2_dir"} & set(needed) else 1
+        return place, -limit.args[0] if limit else 0
 
-    items.sort(key=turn)
+    long = sorted((item for item in items if rank(item) != (1, 0)), key=rank)
+    rest = [item for item in items if rank(item) == (1, 0)]
+    others = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) - 1
+    builds = sum(rank(item)[0] == 0 for item in long) if others else len(long)
+    share = len(items) // (others + 1)
+    items.clear()
+    for begin in (long[:builds], *(long[builds + number :: others] for number in range(others))):
+        count = max(0, share - len(begin))
+        items += begin + rest[:count]
+        del rest[:count]
+    items += rest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache folder with the CPU kernels alone: tests neither read nor keep step times in the user's.
+
+    Other programs' caches, such as matplotlib's, stay.
+    """
+    folder, user = tmp_path_factory.mktemp("cache"), compiler.cache_folder()
+    for path in user.parent.glob("*"):
+        if path != user:
+            (folder / path.name).symlink_to(path)
+    (folder / user.name).mkdir()
+    kernels = compiler.build()
+    if isinstance(kernels, Path):
+        (folder / user.name / kernels.name).symlink_to(kernels)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield
 
 
 #: Builds what a name stands for into an empty folder, once a run, and returns the folder.

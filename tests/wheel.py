@@ -64,6 +64,4 @@ def build_smollm2(python: Path, folder: Path) -> None:
     (cache / target.sha256).symlink_to(cache_folder().resolve() / target.sha256)
     links = f"{folder / 'dist'} {os.environ.get('PIP_FIND_LINKS', '')}".strip()
     variables = {"D2SD_CACHE": str(cache), "PIP_FIND_LINKS": links}
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        variables["OMP_NUM_THREADS"] = "1"  # beside another worker, two threads take three times as long as one
     run(python.parent / "d2sd-build", "smollm2-135m", folder=folder, **variables)

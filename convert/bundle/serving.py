@@ -40,8 +40,10 @@ def make_engine(
     """Make an engine for the bundle's models; arguments that are not given default to the recipe's values.
 
     Raises BundleError if the bundle lacks a drafter that the policy needs. `calibrated=False` uses the drafters' raw
-    probabilities. `selector` reuses the measurements of another engine of the same bundle, device and batch size.
+    probabilities. `selector` reuses the measurements of another engine of the same bundle, device and batch size. Step
+    times of `auto` are measured once per machine and kept in the user's cache folder.
     """
+    from d2sd.convert.bundle.step_times import step_times
     from d2sd.runtime.buckets import buckets
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.request import Limits
@@ -73,7 +75,7 @@ def make_engine(
     elif len(candidates) > 1 and file is not None:
         curves = {name: (file.tau["0"][name], file.tau["1"][name]) for name in file.tau["0"]}
         with bar("measuring step costs", len(buckets(engine.limits.max_batch))) as advance:
-            engine.enable_auto(candidates, curves, advance)
+            engine.enable_auto(candidates, curves, advance, step_times(bundle, engine, candidates, backend))
     return engine
 
 

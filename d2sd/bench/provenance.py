@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from d2sd.bench.result import Provenance
+from d2sd.plugins.cpu.compiler import processor
 
 _TOOLS = ("d2sd", "torch", "transformers")
 
@@ -22,7 +23,7 @@ _TOOLS = ("d2sd", "torch", "transformers")
 def provenance(bundle: Mapping[str, str], device: str, backend: str = "torch") -> Provenance:
     """`bundle` identifies the bundle, run by `backend` on `device`; everything else is detected."""
     machine: dict[str, str | int] = {
-        "processor": _processor(), "cores": os.cpu_count() or 1, "threads": torch.get_num_threads(),
+        "processor": processor(), "cores": os.cpu_count() or 1, "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
     }  # fmt: skip
     if device.startswith("cuda"):
@@ -36,15 +37,6 @@ def provenance(bundle: Mapping[str, str], device: str, backend: str = "torch") -
         bundle=dict(bundle),
         device=device if backend == "torch" else f"{device}, {backend}",
     )
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or "unknown")
 
 
 def _commit() -> str | None:

@@ -1,12 +1,14 @@
 """Finds a C compiler, and builds the library of CPU kernels once per machine.
 
 The library is built for this processor and kept in the user's cache folder, under the hash of its sources, the compiler
-and the processor's features. The compiler is the command in D2SD_CC, or else `cc`, or else that of the package
-`ziglang` (pip install 'd2sd[cpu]'). An empty D2SD_CC means none.
+and the processor's features. Where that folder cannot be written it is built for this process alone, in a temporary
+folder. The compiler is the command in D2SD_CC, or else `cc`, or else that of the package `ziglang`
+(pip install 'd2sd[cpu]'). An empty D2SD_CC means none.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import platform
@@ -50,8 +52,9 @@ def build() -> Path | str:
     known = "\n".join(
         [*command, *_FLAGS, platform.machine(), _features(), *(file.read_text("utf-8") for file in sources)]
     )
+    name = f"cpu-{hashlib.sha256(known.encode('utf-8')).hexdigest()[:24]}.so"
     try:
-        library = cache_folder() / f"cpu-{hashlib.sha256(known.encode('utf-8')).hexdigest()[:24]}.so"
+        library = _folder(name) / name
         if not library.exists():
             _compile([*command, *_FLAGS], library)
     except (OSError, subprocess.SubprocessError) as error:
@@ -61,13 +64,32 @@ def build() -> Path | str:
 
 
 def cache_folder() -> Path:
-    """d2sd's folder for what can be made again: $XDG_CACHE_HOME/d2sd."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "d2sd"
+    """d2sd's folder for what can be made again: $XDG_CACHE_HOME/d2sd. Raises OSError if the user has no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "d2sd"
+    except RuntimeError as error:
+        raise OSError(f"{error}, set XDG_CACHE_HOME") from None
+
+
+def _folder(name: str) -> Path:
+    """The cache folder if it has the file `name` or can be written, or else a private one, removed at exit."""
+    try:
+        folder = cache_folder()
+        if not (folder / name).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        folder = Path(tempfile.mkdtemp(prefix="d2sd-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        said = (
+            f"d2sd: the CPU kernels are compiled for this process alone, because the cache cannot be written: {error}"
+        )
+        print(said, file=sys.stderr, flush=True)
+    return folder
 
 
 def _compile(command: list[str], library: Path) -> None:
     """Build in a temporary file and rename, so that two processes may build at once."""
-    library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
         subprocess.run(
@@ -77,10 +99,20 @@ def _compile(command: list[str], library: Path) -> None:
         made.replace(library)
 
 
+def processor() -> str:
+    """The processor's name."""
+    return _cpuinfo("model name") or platform.processor() or "unknown"
+
+
 def _features() -> str:
     """The processor's instruction sets, as the kernel lists them: a cache folder may be shared by machines."""
+    return _cpuinfo("flags", "Features") or platform.processor()
+
+
+def _cpuinfo(*keys: str) -> str:
+    """What /proc/cpuinfo says of the first processor under one of these keys, or an empty string."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(keys)), "")

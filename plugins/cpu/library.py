@@ -6,9 +6,10 @@ Arguments are checked here: the library trusts its pointers.
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import POINTER, Structure, byref, c_double, c_int, c_long, c_size_t, c_void_p
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d2sd.plugins.cpu.compiler import build
+from d2sd.plugins.cpu.memory import empty
 
 # Shape letters: P panels, N outputs, K inputs.
 
@@ -94,6 +96,8 @@ def load() -> ctypes.CDLL | str:
     for function in (library.d2sd_layers, library.d2sd_linear, library.d2sd_free, library.d2sd_use_openmp):
         function.restype = None
     library.d2sd_use_openmp(byref(_openmp()))
+    # A forked child has none of OpenMP's threads, and would wait for them forever.
+    os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
     return library
 
 
@@ -109,6 +113,11 @@ def _openmp() -> OpenMP:
 def available() -> bool:
     """Whether the kernels can be used on this machine."""
     return isinstance(load(), ctypes.CDLL)
+
+
+def name() -> str | None:
+    """The name of the library's file, a hash of its sources, compiler and processor; None if it is not `available`."""
+    return Path(functions()._name).name if available() else None
 
 
 def functions() -> ctypes.CDLL:
@@ -132,9 +141,9 @@ def in_panels(weight: Tensor) -> Tensor:
     outputs, inputs = weight.shape
     pairs = weight.dtype == torch.bfloat16
     padded = F.pad(weight.detach(), (0, inputs % 2 if pairs else 0, 0, -outputs % PANEL))
-    if not pairs:
-        return padded.view(-1, PANEL, inputs).transpose(1, 2).contiguous()
-    return padded.view(-1, PANEL, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    panels = padded.view(-1, PANEL, padded.shape[1] // 2, 2) if pairs else padded.view(-1, PANEL, inputs)
+    panels = panels.transpose(1, 2)
+    return empty(tuple(panels.shape), panels.dtype).copy_(panels)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def serve_bundle(path: Path, settings: ServerSettings, host: str, port: int, **e
     _log_to_stderr()
     with listen(host, port) as listener:  # before the bundle is loaded, which takes time
         address = "http://{}:{}".format(*listener.getsockname()[:2])
-        logger.info("loading %s and measuring step costs, to serve it at %s", path, address)
+        logger.info("loading %s, to serve it at %s", path, address)
         bundle = load_bundle(path, progress=bar)
         settings = replace(settings, model=settings.model or bundle.recipe.name)
         app = create_app(bundle, make_engine(bundle, **engine), settings)

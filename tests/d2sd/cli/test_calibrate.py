@@ -116,7 +116,9 @@ def test_two_runs_find_the_same(bundle: Path, ended: Result, tmp_path: Path) -> 
     assert (tmp_path / "again.json").read_bytes() == (bundle.parent / "found.json").read_bytes()
 
 
-def test_the_build_takes_it_and_auto_serves_by_it(recipe: Path, ended: Result, tmp_path: Path) -> None:
+def test_the_build_takes_it_and_auto_serves_by_it(
+    recipe: Path, ended: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under `auto` alone; what a policy writes is what it wrote before."""
     override = "drafters.calibration=found.json"
     calibrated = load_bundle(built(recipe, tmp_path / "calibrated", override))
@@ -126,6 +128,11 @@ def test_the_build_takes_it_and_auto_serves_by_it(recipe: Path, ended: Result, t
     assert isinstance(auto.selector.off, Off)
     assert {policy.num_nodes for policy in auto.selector.policies} == {1, 4, 8, 12, 16}  # the recipe's budget is 16
     assert {size for _, size in auto.selector.times.seconds} == {1, 2}
+    with monkeypatch.context() as patch:
+        patch.setattr("d2sd.runtime.kept_step_times.measure_step_times", None)
+        again = make_engine(calibrated).selector
+    assert again is not None
+    assert again.times == auto.selector.times, "measured once a machine"
     assert pinned.selector is None
     bare = make_engine(load_bundle(recipe.with_name("bundle")))
     assert bare.selector is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,11 +46,6 @@ def test_a_missing_compiler_is_told(tmp_path: Path) -> None:
     assert "nowhere-cc" in loaded(tmp_path, "nowhere-cc")
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert "file" in loaded(tmp_path / "file", "cc")
-
-
 @pytest.mark.skipif(compiler.compiler() is None, reason="no C compiler")
 def test_a_locale_without_unicode_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton runs its models under the C locale, and Python may not switch to UTF-8 there."""
@@ -58,21 +54,63 @@ def test_a_locale_without_unicode_will_do(tmp_path: Path, monkeypatch: pytest.Mo
     assert loaded(tmp_path, None).startswith("<CDLL")
 
 
-@pytest.mark.skipif(compiler.compiler() is None, reason="no C compiler")
-def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands of a compiler that writes empty libraries."""
     calls = []
 
     def run(command: list[str], **options: object) -> None:
         calls.append(command)
         Path(command[command.index("-o") + 1]).touch()
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(compiler.COMMAND, "cc")
     monkeypatch.setattr(subprocess, "run", run)
+    return calls
+
+
+def test_a_library_is_built_once(compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build = compiler.build.__wrapped__
     first = build()
     assert build() == first
-    assert len(calls) == 1
+    assert len(compiled) == 1
     assert isinstance(first, Path)
     assert list((tmp_path / "d2sd").iterdir()) == [first]
     monkeypatch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, "-DOTHER"))
     assert build() != first
+
+
+@pytest.mark.parametrize("home", [True, False])
+def test_without_a_cache_that_can_be_written_a_private_folder_is_used_until_exit(
+    home: bool, compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def no_home() -> Path:
+        raise RuntimeError("no home")
+
+    at_exit: list[partial[None]] = []
+    monkeypatch.setattr("atexit.register", lambda *call, **options: at_exit.append(partial(*call, **options)))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if home else "")
+    (tmp_path / "file").touch()
+    library = compiler.build.__wrapped__()
+    assert isinstance(library, Path)
+    assert library.is_file()
+    assert library.parent.parent == tmp_path
+    assert library.parent.stat().st_mode & 0o777 == 0o700
+    assert ("file" if home else "no home") in capsys.readouterr().err
+    (end,) = at_exit
+    end()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_library_in_a_cache_that_cannot_be_written_is_used(
+    compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container's image."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = compiler.build.__wrapped__()
+    monkeypatch.setattr("tempfile.TemporaryFile", None)
+    assert compiler.build.__wrapped__() == library
+    assert len(compiled) == 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 import torch
 
@@ -46,6 +49,23 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(dtype: torch.dtype, monkeypat
         for count in (2, 3, 11, 12, 13, 24, 25, 95, 96, 97, 100, 200):
             assert torch.equal(product(x[:count]), alone[:count]), (threads, count)
             assert torch.equal(product(x[-count:]), alone[-count:]), (threads, count)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_computes_on_its_one_thread() -> None:
+    """It would wait forever for the threads that OpenMP had in its parent."""
+    product, x, threads = PackedLinear.of(torch.randn(72, 40)), torch.randn(3, 40), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        expected = product(x)
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)
+            os._exit(0 if torch.equal(product(x), expected) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_rows_may_be_none_and_of_any_rank() -> None:

@@ -1,0 +1,87 @@
+"""Step times kept in a file: the next engine of the same bundle on the same machine reads them and starts at once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from d2sd.errors import D2SDError
+from d2sd.io import write_text
+from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.buckets import buckets
+from d2sd.runtime.request import Limits
+from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.policy import Policy
+from d2sd.runtime.step_times import Forecast, StepTimes, measure_step_times
+from d2sd.schema import read_model
+
+logger = logging.getLogger(__name__)
+
+_Seconds = Annotated[float, Field(ge=0)]
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    d2sd_step_times: Literal[1] = 1
+    seconds: list[tuple[str, int, Annotated[float, Field(gt=0)]]]  # policy, batch bucket, seconds of a step
+    context: dict[int, _Seconds]
+    pending: list[_Seconds]
+
+
+def kept_step_times(
+    path: Path,
+    runner: ModelRunner,
+    policies: Sequence[Policy],
+    forecast: Forecast,
+    limits: Limits,
+    advance: Callable[[int], None] = lambda buckets: None,
+    calibration: Calibration | None = None,
+) -> StepTimes:
+    """The step times in the file `path`, or else those of `measure_step_times`, which are then written there.
+
+    A file that cannot be read is measured again, and one that cannot be written is not kept; neither is an error.
+    """
+    try:
+        times = _read(path, policies, buckets(limits.max_batch))
+    except (D2SDError, OSError) as error:
+        logger.info("measuring step times again: %s", error)
+    else:
+        if times is not None:
+            logger.info("step times were measured before on this machine; to measure again delete %s", path)
+            return times
+    start = time.monotonic()
+    times = measure_step_times(runner, policies, forecast, limits, advance, calibration)
+    seconds = time.monotonic() - start
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, times)
+    except OSError as error:
+        logger.info("measured step times in %.1f s, but cannot keep them: %s", seconds, error)
+    else:
+        logger.info("measured step times in %.1f s; the next start reads them from %s", seconds, path)
+    return times
+
+
+def _read(path: Path, policies: Sequence[Policy], sizes: Sequence[int]) -> StepTimes | None:
+    """The times in the file, None if there is no file. Raises D2SDError if they are not of `policies` and `sizes`."""
+    if not path.exists():
+        return None
+    found = read_model(_File, path, error=D2SDError, what="file of step times")
+    known = {str(policy): policy for policy in policies}
+    plain = {size for name, size, _ in found.seconds if name == "off"}
+    if not known.keys() >= {name for name, *_ in found.seconds} or not plain >= set(sizes):
+        raise D2SDError("The file of step times has other policies or batch sizes.", where=path)
+    seconds = {(known[name], size): taken for name, size, taken in found.seconds}
+    return StepTimes(seconds, found.context, found.pending)
+
+
+def _write(path: Path, times: StepTimes) -> None:
+    seconds = [(str(policy), size, taken) for (policy, size), taken in times.seconds.items()]
+    file = _File(seconds=seconds, context=dict(times.context), pending=list(times.pending))
+    write_text(path, file.model_dump_json() + "\n")

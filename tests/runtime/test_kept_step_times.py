@@ -1,0 +1,120 @@
+"""Step times are measured once and read afterwards; a file that is damaged, or cannot be written, stops no engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.kept_step_times import kept_step_times
+from d2sd.runtime.request import Limits
+from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Off, Policy
+from d2sd.runtime.step_times import StepTimes
+from tests.runtime.helpers import honest, make_engine
+
+POLICIES: list[Policy] = [Off(1), Chain(4), DDTree(8), Hybrid(8, 2)]
+SIZES = [1, 2]
+TIMES = StepTimes(
+    {(policy, size): 0.1 * size / 3 for policy in POLICIES for size in SIZES if policy.name != "hybrid" or size == 1},
+    {1: 1e-7, 2: 0.0}, [1e-5, 2e-5],
+)  # fmt: skip
+
+
+class Measured:
+    """`measure_step_times`, counted."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, *arguments: object) -> StepTimes:
+        self.count += 1
+        return TIMES
+
+    def asked(self, path: Path, policies: list[Policy] = POLICIES, max_batch: int = 2) -> bool:
+        """Whether an engine with this file has to measure; the times are those of TIMES either way."""
+        before, limits = self.count, Limits(max_batch, 64, 4, 16)
+        assert kept_step_times(path, cast("ModelRunner", None), policies, {}, limits) == TIMES
+        return self.count > before
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
+    made = Measured()
+    monkeypatch.setattr("d2sd.runtime.kept_step_times.measure_step_times", made)
+    return made
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    caplog.set_level(logging.INFO, "d2sd")
+    return lambda: [record.getMessage() for record in caplog.records][-1]
+
+
+def test_a_second_start_reads_what_the_first_measured(
+    measured: Measured, tmp_path: Path, told: Callable[[], str]
+) -> None:
+    path = tmp_path / "new" / "folder" / "times.json"
+    assert measured.asked(path)
+    assert str(path) in told()
+    assert not measured.asked(path)
+    assert f"delete {path}" in told()
+    assert [one.name for one in path.parent.iterdir()] == ["times.json"]
+    path.unlink()
+    assert measured.asked(path)
+
+
+def changed(**values: Any) -> Callable[[str], str]:
+    return lambda text: json.dumps(json.loads(text) | values)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "", lambda text: text[: len(text) // 2], lambda text: "[1]", lambda text: "\0" * 99,
+        changed(seconds=[["off", 1, 0.1]]), changed(seconds=[["tree", 1, 0.1], ["off", 1, 0.1], ["off", 2, 0.1]]),
+        changed(seconds=[["off", 1, 0.1], ["off", 2, 0.0]]), changed(seconds=[["off", 1, 0.1], ["off", 2, 1e999]]),
+        changed(pending=[-1.0]), changed(context={"1": "much"}), changed(d2sd_step_times=2), changed(more=1),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_measured_again_and_replaced(
+    measured: Measured, damage: Callable[[str], str], tmp_path: Path
+) -> None:
+    path = tmp_path / "times.json"
+    assert measured.asked(path)
+    path.write_text(damage(path.read_text()))
+    assert measured.asked(path)
+    assert not measured.asked(path)
+
+
+def test_times_of_other_policies_or_sizes_are_not_taken(measured: Measured, tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    assert measured.asked(path)
+    assert measured.asked(path, POLICIES[:2])
+    assert measured.asked(path, max_batch=4)
+
+
+@pytest.mark.parametrize("name", ["file/times.json", "/proc/self/times.json", "folder"])
+def test_a_place_that_cannot_be_written_keeps_nothing_and_says_so(
+    measured: Measured, name: str, tmp_path: Path, told: Callable[[], str]
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    assert measured.asked(tmp_path / name)
+    assert "cannot keep them" in told()
+    assert measured.asked(tmp_path / name)
+
+
+def test_an_engine_measures_real_models_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = make_engine(honest()), make_engine(honest())
+    for engine in (first, second):
+        engine.enable_auto(POLICIES[:2], {"chain": ([9.0], [9.0])}, measure=partial(kept_step_times, tmp_path / "t"))
+        monkeypatch.setattr("d2sd.runtime.kept_step_times.measure_step_times", None)
+    assert first.selector is not None
+    assert second.selector is not None
+    assert first.selector.times == second.selector.times
