@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -82,9 +81,11 @@ class TritonGuests(Guests):
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         assert process.stdout is not None
-        await process.stdout.readline()
-        await asyncio.sleep(self.draw.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
+        try:
+            await process.stdout.readline()
+            await asyncio.sleep(self.draw.uniform(0, 0.3))
+        finally:  # also where the server is gone and nothing arrives
+            process.kill()
         await process.wait()
         await asyncio.sleep(4 * self.pause)
         return "killed"
