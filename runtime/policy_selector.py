@@ -20,11 +20,14 @@ from d2sd.runtime.step_times import Forecast, StepTimes
 MARGIN = 1.05
 #: EMA window in request-steps for the acceptance correction: a few answers.
 _EMA_WINDOW = 32
-#: EMA window in steps for the corrections of step times, and the largest factor that one step can show: a step during
-#: which the machine did something else says nothing.
-_TIME_WINDOW, _MOST_FACTOR = 8, 2.0
-#: Steps of plain decoding until the corrections decay back and speculation is retried; a retry has a cost too.
-_DECAY_STEPS = 2048
+#: EMA windows in steps for the corrections of step times: of plain decoding, which is the speed of the machine, and of
+#: speculation against it, which a few steps show.
+_PLAIN_WINDOW, _SPECULATION_WINDOW = 32, 8
+#: Largest factor that one step can show: a step during which the machine did something else says nothing.
+_MOST_FACTOR = 2.0
+#: Steps of plain decoding until a correction decays back and speculation is retried; a retry has a cost too, which is
+#: less for step times, because they are learned in fewer steps.
+_DECAY_STEPS, _TIME_DECAY_STEPS = 2048, 256
 
 
 @dataclass(slots=True)
@@ -37,7 +40,7 @@ class PolicySelector:
     clock: Callable[[], float] = time.perf_counter  # seconds
     acceptance_scale: float = 1.0  # accepted drafts, observed over forecast
     plain_scale: float = 1.0  # seconds of a step of plain decoding, observed over measured
-    speculation_scale: float = 1.0  # the same of every other policy
+    speculation_scale: float = 1.0  # the same of every other policy, over `plain_scale`
     off: Policy = field(init=False)
     _started: float = field(init=False, default=0.0)
     _seconds: float = field(init=False, default=0.0)  # what the step that was chosen last should take, uncorrected
@@ -56,7 +59,7 @@ class PolicySelector:
         """
 
         def rate(policy: Policy, seconds: float) -> float:
-            step = (self.plain_scale if policy is self.off else self.speculation_scale) * seconds
+            step = seconds if policy is self.off else self.speculation_scale * seconds
             catch_up = self.times.catch_up(policy, pending)
             return 1 / (step / self.expected(policy, temperature, remaining) + catch_up / max(1.0, remaining))
 
@@ -87,11 +90,11 @@ class PolicySelector:
         if drafts > 0:
             observed = (sum(accepted) / len(accepted) - 1) / drafts
             self.acceptance_scale += (observed - self.acceptance_scale) * len(accepted) / (_EMA_WINDOW + len(accepted))
-            self.speculation_scale += (factor - self.speculation_scale) / _TIME_WINDOW
+            self.speculation_scale += (factor / self.plain_scale - self.speculation_scale) / _SPECULATION_WINDOW
         else:  # nothing was drafted: the texts may have changed, so decay until speculation is retried
-            self.plain_scale += (factor - self.plain_scale) / _TIME_WINDOW
+            self.plain_scale += (factor - self.plain_scale) / _PLAIN_WINDOW
             self.acceptance_scale += (1 - self.acceptance_scale) / _DECAY_STEPS
-            self.speculation_scale += (self.plain_scale - self.speculation_scale) / _DECAY_STEPS
+            self.speculation_scale += (1 - self.speculation_scale) / _TIME_DECAY_STEPS
 
 
 def forecast_tau(forecast: Forecast, policy: Policy, temperature: float) -> float:

@@ -178,9 +178,8 @@ def test_plain_steps_forget_from_both_sides() -> None:
         own.acceptance_scale = own.speculation_scale = start
         for step in range(1, 400):
             serve(own, [1, 1])
-            left = (start - 1) * (1 - 1 / 2048) ** step
-            assert own.acceptance_scale == pytest.approx(1 + left)
-            assert own.speculation_scale == pytest.approx(1 + left)
+            assert own.acceptance_scale == pytest.approx(1 + (start - 1) * (1 - 1 / 2048) ** step)
+            assert own.speculation_scale == pytest.approx(1 + (start - 1) * (1 - 1 / 256) ** step)
 
 
 def test_texts_that_disappoint_are_served_plainly_and_speculation_comes_back() -> None:
@@ -202,8 +201,9 @@ def test_steps_that_take_longer_than_measured_are_served_plainly() -> None:
 
 def test_a_machine_that_is_slower_for_all_policies_changes_nothing() -> None:
     own = selector({OFF: 1.0, CHAIN: 1.5})
-    own.plain_scale = own.speculation_scale = 1.5
+    own.plain_scale = 1.5
     assert {serve(own, [2], 1.5) for _ in range(40)} == {CHAIN}
+    assert own.speculation_scale == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("factor", "limit"), [(50.0, 2.0), (0.001, 0.5)])
@@ -214,7 +214,7 @@ def test_one_step_shows_at_most_a_factor_of_two(factor: float, limit: float) -> 
     assert own.speculation_scale == pytest.approx(1 + (limit - 1) / 8)
     own = selector({OFF: 1.0})
     serve(own, [1], factor)
-    assert own.plain_scale == pytest.approx(1 + (limit - 1) / 8)
+    assert own.plain_scale == pytest.approx(1 + (limit - 1) / 32)
 
 
 def test_the_time_of_catching_up_is_expected() -> None:
