@@ -5,15 +5,22 @@
        F32, F16   [out / 32][in][32]
        BF16       [out / 32][in / 2][32][2]        pairs, as the dot product of AVX512-BF16 takes them
 
-   A tile is up to 12 rows by one panel. It keeps its sums in registers and adds the inputs in their order: so neither
-   the tile's rows nor the panel's thread can change a sum. Rows are fp32, or bf16 for BF16 weights. */
+   A tile is as many rows as the registers hold, by one panel. It keeps its sums in registers and adds the inputs in
+   their order: so neither the tile's rows nor the panel's thread can change a sum. Rows are fp32, or bf16 for BF16
+   weights. */
 #pragma once
 
 #include "threads.h"
 #include "vector.h"
 
 #define PANEL 32
+#define PARTS (PANEL / WIDTH)
+/* Of 32 registers 24 are sums, of 16 twelve. */
+#ifdef __AVX512F__
 #define TILE_ROWS 12
+#else
+#define TILE_ROWS 3
+#endif
 /* Rows that stay in the second-level cache while the panels go by. */
 #define BLOCK_ROWS 96
 
@@ -28,51 +35,52 @@ INLINE long input_size(int type) { return type == BF16 ? 2 : 4; }
 
 /* `rows` and `type` are constants where this is inlined. x: [rows, stride]; sum: [rows, PANEL]. */
 INLINE void tile(const int rows, const int type, const char *x, long stride, const char *panel, long in, float *sum) {
-    f32x16 sums[TILE_ROWS][2];
-    UNROLL for (int m = 0; m < rows; m++) sums[m][0] = sums[m][1] = splat(0);
+    native sums[12][PARTS];
+    UNROLL for (int m = 0; m < rows; m++)
+        UNROLL for (int i = 0; i < PARTS; i++) sums[m][i] = (native){0};
     const long step = type == BF16 ? 2 : 1, line = PANEL * step * type_size(type);
     stride *= input_size(type);
     for (long k = 0; k < in; k += step, panel += line, x += step * input_size(type)) {
         __builtin_prefetch(panel + 16 * line);
         if (line > 64) __builtin_prefetch(panel + 16 * line + 64);
         if (type != BF16) {
-            const f32x16 w0 = load16(type, panel), w1 = load16(type, panel + line / 2);
+            native w[PARTS];
+            UNROLL for (int i = 0; i < PARTS; i++) w[i] = load_native(type, panel + i * (line / PARTS));
             UNROLL for (int m = 0; m < rows; m++) {
-                const f32x16 value = splat(*(const float *)(x + m * stride));
-                sums[m][0] = fma16(value, w0, sums[m][0]);
-                sums[m][1] = fma16(value, w1, sums[m][1]);
+                const native value = *(const float *)(x + m * stride) - (native){0};
+                UNROLL for (int i = 0; i < PARTS; i++) sums[m][i] = fma_native(value, w[i], sums[m][i]);
             }
             continue;
         }
-        const u32x16 w0 = *(const u32x16 *)panel, w1 = *(const u32x16 *)(panel + line / 2);
+        native_bits w[PARTS];
+        UNROLL for (int i = 0; i < PARTS; i++) w[i] = *(const native_bits *)(panel + i * (line / PARTS));
         UNROLL for (int m = 0; m < rows; m++) {
             uint32_t pair;
             memcpy(&pair, x + m * stride, 4);
 #ifdef __AVX512BF16__
             const __m512bh both = (__m512bh)_mm512_set1_epi32((int)pair);
-            sums[m][0] = (f32x16)_mm512_dpbf16_ps((__m512)sums[m][0], both, (__m512bh)w0);
-            sums[m][1] = (f32x16)_mm512_dpbf16_ps((__m512)sums[m][1], both, (__m512bh)w1);
+            UNROLL for (int i = 0; i < PARTS; i++)
+                sums[m][i] = (native)_mm512_dpbf16_ps((__m512)sums[m][i], both, (__m512bh)w[i]);
 #else
             const uint32_t bits[2] = {pair << 16, pair & 0xffff0000u};
             float even, odd;
             memcpy(&even, bits, 4);
             memcpy(&odd, bits + 1, 4);
-            sums[m][0] = fma16(splat(even), (f32x16)(w0 << 16), sums[m][0]);
-            sums[m][1] = fma16(splat(even), (f32x16)(w1 << 16), sums[m][1]);
-            sums[m][0] = fma16(splat(odd), (f32x16)(w0 & 0xffff0000u), sums[m][0]);
-            sums[m][1] = fma16(splat(odd), (f32x16)(w1 & 0xffff0000u), sums[m][1]);
+            const native evens = even - (native){0}, odds = odd - (native){0};
+            UNROLL for (int i = 0; i < PARTS; i++) {
+                sums[m][i] = fma_native(evens, (native)(w[i] << 16), sums[m][i]);
+                sums[m][i] = fma_native(odds, (native)(w[i] & 0xffff0000u), sums[m][i]);
+            }
 #endif
         }
     }
-    UNROLL for (int m = 0; m < rows; m++) {
-        *(f32x16 *)(sum + m * PANEL) = sums[m][0];
-        *(f32x16 *)(sum + m * PANEL + LANES) = sums[m][1];
-    }
+    UNROLL for (int m = 0; m < rows; m++)
+        UNROLL for (int i = 0; i < PARTS; i++) *(native *)(sum + m * PANEL + i * WIDTH) = sums[m][i];
 }
 
 INLINE void tile_of(int rows, const int type, const char *x, long stride, const char *panel, long in, float *sum) {
     switch (rows) {
-#define CASE(n) case n: tile(n, type, x, stride, panel, in, sum); break;
+#define CASE(n) case n: if (n <= TILE_ROWS) tile(n, type, x, stride, panel, in, sum); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
     }

@@ -23,8 +23,16 @@ typedef float f32x16 __attribute__((vector_size(64), aligned(4), may_alias));
 typedef float f32x8 __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float f32x4 __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int32_t i32x16 __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2), may_alias));
+
+/* A register of the processor: GCC keeps wider vectors in memory. */
+#ifdef __AVX512F__
+#define WIDTH 16
+#else
+#define WIDTH 8
+#endif
+typedef float native __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint32_t native_bits __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint16_t native_halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 
 /* How a tensor is stored. Sums are always fp32. */
 enum type { F32 = 0, BF16 = 1, F16 = 2 };
@@ -39,17 +47,20 @@ INLINE f32x16 select16(i32x16 mask, f32x16 a, f32x16 b) {
 }
 
 /* a * b + c, rounded once where the processor can. */
-INLINE f32x16 fma16(f32x16 a, f32x16 b, f32x16 c) {
+INLINE native fma_native(native a, native b, native c) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+    return (native)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
-    union { f32x16 whole; __m256 half[2]; } x = {a}, y = {b}, z = {c};
-    z.half[0] = _mm256_fmadd_ps(x.half[0], y.half[0], z.half[0]);
-    z.half[1] = _mm256_fmadd_ps(x.half[1], y.half[1], z.half[1]);
-    return z.whole;
+    return (native)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     return a * b + c;
 #endif
+}
+
+INLINE f32x16 fma16(f32x16 a, f32x16 b, f32x16 c) {
+    union { f32x16 whole; native part[LANES / WIDTH]; } x = {a}, y = {b}, z = {c};
+    UNROLL for (int i = 0; i < LANES / WIDTH; i++) z.part[i] = fma_native(x.part[i], y.part[i], z.part[i]);
+    return z.whole;
 }
 
 /* The sum of all lanes, halves first. */
@@ -60,22 +71,26 @@ INLINE float sum16(f32x16 x) {
     return (c[0] + c[2]) + (c[1] + c[3]);
 }
 
-/* Sixteen numbers as fp32. */
-INLINE f32x16 load16(int type, const void *at) {
-    if (type == F32) return *(const f32x16 *)at;
-    if (type == BF16) return (f32x16)(__builtin_convertvector(*(const u16x16 *)at, u32x16) << 16);
+/* WIDTH numbers as fp32. */
+INLINE native load_native(int type, const void *at) {
+    if (type == F32) return *(const native *)at;
+    if (type == BF16) return (native)(__builtin_convertvector(*(const native_halves *)at, native_bits) << 16);
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
+    return (native)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
 #elif defined(__F16C__)
-    union { f32x16 whole; __m256 half[2]; } x;
-    x.half[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
-    x.half[1] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at + 1));
-    return x.whole;
+    return (native)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
 #else
-    f32x16 x;
-    for (int i = 0; i < LANES; i++) x[i] = ((const _Float16 *)at)[i];
+    native x;
+    for (int i = 0; i < WIDTH; i++) x[i] = ((const _Float16 *)at)[i];
     return x;
 #endif
+}
+
+INLINE f32x16 load16(int type, const void *at) {
+    union { native part[LANES / WIDTH]; f32x16 whole; } x;
+    UNROLL for (int i = 0; i < LANES / WIDTH; i++)
+        x.part[i] = load_native(type, (const char *)at + i * WIDTH * type_size(type));
+    return x.whole;
 }
 
 /* fp32 to bf16, to nearest even; NaN stays NaN. */
