@@ -22,8 +22,8 @@ pytestmark = [
 #: File, what is replaced, by what, and whether the test of linear layers must notice or that of whole layers.
 MUTANTS = {
     "tiles of many rows round products first": (
-        "linear.h", "sums[m][0] = fma16(value, w0, sums[m][0]);",
-        "sums[m][0] = rows > 4 ? (f32x16)(value * w0 + sums[m][0]) : fma16(value, w0, sums[m][0]);", "linear",
+        "linear.h", "sums[m][i] = fma_native(value, w[i], sums[m][i]);",
+        "sums[m][i] = rows > 2 ? value * w[i] + sums[m][i] : fma_native(value, w[i], sums[m][i]);", "linear",
     ),
     "a second thread starts at another sum": (
         "linear.h", "finish(to, sum, gate, row, count, panel * PANEL);",
