@@ -23,7 +23,7 @@ pytestmark = [
 MUTANTS = {
     "tiles of many rows round products first": (
         "linear.h", "sums[m][i] = fma_native(value, w[i], sums[m][i]);",
-        "sums[m][i] = rows > 2 ? value * w[i] + sums[m][i] : fma_native(value, w[i], sums[m][i]);", "linear",
+        "sums[m][i] = rows > 2 ? (native)(value * w[i] + sums[m][i]) : fma_native(value, w[i], sums[m][i]);", "linear",
     ),
     "a second thread starts at another sum": (
         "linear.h", "finish(to, sum, gate, row, count, panel * PANEL);",
