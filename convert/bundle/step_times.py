@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from d2sd.runtime.engine import Engine
 
 #: Folders of d2sd whose code runs in a step.
-_ROOMS = ("plugins", "modeling", "runtime")
+_FOLDERS = ("plugins", "modeling", "runtime")
 _PACKAGES = ("torch", "triton", "onnxruntime")
 
 
@@ -65,4 +65,4 @@ def _version(package: str) -> str | None:
 def _code() -> str:
     """Hash of d2sd's own code: its version alone does not change with every commit."""
     root = Path(d2sd.__file__).parent
-    return digest([sha256(file) for room in _ROOMS for file in sorted((root / room).rglob("*.py"))])
+    return digest([sha256(file) for folder in _FOLDERS for file in sorted((root / folder).rglob("*.py"))])
