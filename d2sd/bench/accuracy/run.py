@@ -17,6 +17,7 @@ from d2sd.bench.provenance import provenance
 from d2sd.convert.bundle.load import load_bundle
 from d2sd.convert.bundle.serving import make_engine
 from d2sd.io import check_writable, sha256
+from d2sd.manifest import load_manifest
 from d2sd.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -43,9 +44,11 @@ class Evaluation:
     def run(self, out: Path, progress: Progress = silent) -> Accuracy:
         """Evaluate, and write the result to `out`.
 
-        Raises D2SDError before anything runs if lm-eval or the data is missing.
+        Raises D2SDError before anything runs if lm-eval, a bundle or the data is missing.
         """
         require_lm_eval()
+        for path in self.bundles:
+            load_manifest(path)
         docs = documents(self.data, self.tasks)
         out.parent.mkdir(parents=True, exist_ok=True)
         check_writable(out)

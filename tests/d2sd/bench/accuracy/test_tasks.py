@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from d2sd.bench.accuracy import tasks
+from d2sd.bench.accuracy import run, tasks
 from d2sd.bench.accuracy.harness import require_lm_eval, run_task
 from d2sd.bench.accuracy.result import Accuracy, Metric, Outcome, count_different
 from d2sd.bench.accuracy.scoring import Scorer
@@ -124,3 +124,14 @@ def test_every_task_runs_through_lm_eval(tmp_path: Path, monkeypatch: pytest.Mon
         found = run_task(scorer, task, DOCUMENTS, None)
         assert set(found) == set(("m",) if task == "gsm8k" else tasks.METRICS[task].values())
         assert len(scorer.usage.answers) == (8 if task == "gsm8k_choice" else 2)
+
+
+def test_every_bundle_is_looked_for_before_the_first_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "require_lm_eval", lambda: None)
+    (tmp_path / "there").mkdir()
+    there = build_tiny(tmp_path / "there")
+    with pytest.raises(D2SDError, match="Not a bundle") as raised:
+        run.Evaluation((there, tmp_path / "missing"), ["gsm8k"], tmp_path).run(tmp_path / "eval.json")
+    assert str(raised.value.where) == str(tmp_path / "missing")
