@@ -16,7 +16,8 @@ from math import inf
 from d2sd.runtime.speculation.policy import Off, Policy
 from d2sd.runtime.step_times import Forecast, StepTimes
 
-#: Forecast speedup over plain decoding that speculation must exceed: forecasts and clocks err.
+#: Forecast speedup over plain decoding that speculation must exceed to begin: forecasts and clocks err, and beginning
+#: has a cost. What runs already has been measured and goes on while it is faster at all.
 MARGIN = 1.05
 #: EMA window in request-steps for the acceptance correction: a few answers.
 _EMA_WINDOW = 32
@@ -42,6 +43,7 @@ class PolicySelector:
     plain_scale: float = 1.0  # seconds of a step of plain decoding, observed over measured
     speculation_scale: float = 1.0  # the same of every other policy, over `plain_scale`
     off: Policy = field(init=False)
+    _speculates: bool = field(init=False, default=False)  # the step that was chosen last
     _started: float = field(init=False, default=0.0)
     _seconds: float = field(init=False, default=0.0)  # what the step that was chosen last should take, uncorrected
 
@@ -66,7 +68,8 @@ class PolicySelector:
         steps = {policy: seconds for policy in self.policies if (seconds := self.times.step(policy, bucket, context))}
         rates = {policy: rate(policy, seconds) for policy, seconds in steps.items()}
         best = max(rates, key=lambda policy: rates[policy])
-        best = best if rates[best] > MARGIN * rates[self.off] else self.off
+        best = best if rates[best] > (1.0 if self._speculates else MARGIN) * rates[self.off] else self.off
+        self._speculates = best is not self.off
         self._started, self._seconds = self.clock(), steps[best] + self.times.catch_up(best, pending)
         return best
 

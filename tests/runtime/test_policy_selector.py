@@ -118,6 +118,19 @@ def test_speculation_must_promise_a_margin() -> None:
         assert selector({OFF: 1.0, CHAIN: 2.0 / gain}).choose(1, 0.0) == best
 
 
+def test_what_speculates_goes_on_without_a_margin() -> None:
+    own = selector({OFF: 1.0, CHAIN: 1.98})  # 2 tokens
+    assert own.choose(1, 0.0) == OFF
+    own.acceptance_scale = 1.2
+    assert own.choose(1, 0.0) == CHAIN
+    own.acceptance_scale = 1.0
+    assert own.choose(1, 0.0) == CHAIN
+    own.acceptance_scale = 0.97
+    assert own.choose(1, 0.0) == OFF
+    own.acceptance_scale = 1.0
+    assert own.choose(1, 0.0) == OFF
+
+
 def test_drafters_catch_up_only_where_enough_tokens_are_left() -> None:
     """A chain makes 2 tokens in 1 s, plain decoding one; its drafter is 100 rows behind, which takes 3 s."""
     times = StepTimes({(OFF, 1): 1.0, (CHAIN, 1): 1.0}, {}, [0.03, 50.0])  # a chain does not need the second drafter
@@ -184,18 +197,18 @@ def test_plain_steps_forget_from_both_sides() -> None:
 
 def test_texts_that_disappoint_are_served_plainly_and_speculation_comes_back() -> None:
     own = selector({OFF: 1.0, CHAIN: 1.5})
-    served = [serve(own, [1]) for _ in range(300)]
+    served = [serve(own, [1]) for _ in range(500)]
     turns = [a for a, b in pairwise(served) if a != b]
     assert served[0] == CHAIN
-    assert served.index(OFF) == 18  # 1.05 x 1.5 tokens a step need a trust of 0.575, and (32 / 33) ** 18 is 0.5747
+    assert served.index(OFF) == 23  # 1.5 tokens a step need a trust of 0.5, and (32 / 33) ** 23 is 0.493
     assert turns[:3] == [CHAIN, OFF, CHAIN]
 
 
 def test_steps_that_take_longer_than_measured_are_served_plainly() -> None:
-    """A chain makes 2 tokens in 1.5 s: with a margin of 1.05 a step of 1.5 x 1.27 s is too long."""
+    """A chain makes 2 tokens in 1.5 s: a step of 1.5 x 1.334 s is too long."""
     own = selector({OFF: 1.0, CHAIN: 1.5})
     served = [serve(own, [2], 1.5) for _ in range(40)]
-    assert served.index(OFF) == 6  # 1 + 0.5 x (1 - (7 / 8) ** 6) is 1.276, and one step less 1.244
+    assert served.index(OFF) == 9  # 1 + 0.5 x (1 - (7 / 8) ** 9) is 1.350, and one step less 1.328
     assert own.acceptance_scale == 1.0
 
 
