@@ -43,7 +43,7 @@ def step_times(
         "policies": [(policy.name, asdict(policy)) for policy in policies],
         "limits": (limits.max_batch, limits.max_context, limits.page_size),
         "backend": backend, "device": runner.device if on_cpu else torch.cuda.get_device_name(runner.device),
-        "processor": processor(), "cores": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads(),
+        "processor": processor(), "cores": _cores(), "threads": torch.get_num_threads(),
         "kernels": library.name() if on_cpu else None,
         "packages": [_version(package) for package in _PACKAGES], "code": _code(),
     }  # fmt: skip
@@ -52,6 +52,11 @@ def step_times(
     except OSError:  # the user has no home
         return measure_step_times
     return partial(kept_step_times, folder / f"step-times-{digest(depends)[:24]}.json")
+
+
+def _cores() -> int:
+    """Cores that this process may use; all of them where the system does not say, as on macOS."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _version(package: str) -> str | None:

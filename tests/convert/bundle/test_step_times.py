@@ -85,3 +85,8 @@ def test_a_user_without_a_home_measures_each_time(monkeypatch: pytest.MonkeyPatc
     limits = SimpleNamespace(max_batch=1, max_context=64, page_size=8)
     engine: Any = SimpleNamespace(runner=runner, calibration=None, limits=limits)
     assert step_times.step_times(bundle, engine, POLICIES, "torch") is measure_step_times
+
+
+def test_a_system_that_does_not_tell_the_cores_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)
+    assert step_times._cores() == (os.cpu_count() or 1)
