@@ -18,6 +18,10 @@ from benchmarks.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
 from d2sd.plugins.cascade_attention.triton import launch as attention
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel
 from d2sd.plugins.cascade_attention.triton.tiles import select_tile
+from d2sd.plugins.draft_tree.triton import launch as trees
+from d2sd.plugins.draft_tree.triton.accept import accept_kernel
+from d2sd.plugins.draft_tree.triton.growth import grow_kernel
+from d2sd.plugins.draft_tree.triton.nodes import candidates_kernel, chain_kernel
 from d2sd.plugins.kv_pages.triton import launch as pages
 from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
 
@@ -72,6 +76,50 @@ def write_variant(kind: str, stored: str, path: bool) -> Variant:
     )  # fmt: skip
 
 
+#: A tree's columns, as `Columns.outputs` gives them.
+COLUMNS = {
+    **dict.fromkeys(("tokens", "parent", "depth", "branch_id"), "*i64"),
+    "valid": "*u1", "score": "*fp32", "attn_mask": "*u1", "num_merged": "*i64",
+}  # fmt: skip
+
+
+def growth_variant(nodes: int, branches: int, width: int = 16) -> Variant:
+    types = {"anchor": "*i64", "first_tokens": "*i64", "first_logprob": "*fp32"}
+    if branches:
+        types |= {"second_tokens": "*i64", "second_logprob": "*fp32", "branch_tokens": "*i64", "prefix_len": "*i64"}
+    types |= COLUMNS | {"scratch": "*i64", "tokens_stride": "i32", "logprob_stride": "i32", "slots": "i32"}
+    return Variant(
+        f"grow {nodes} of {branches} branches", grow_kernel, types,
+        trees.growth_constants(nodes, width, branches) | trees.tree_constants(nodes), trees.tree_warps(nodes),
+    )  # fmt: skip
+
+
+def tree_variants() -> Iterator[Variant]:
+    """Trees of the usual size, and the largest."""
+    for nodes in (64, 1024):
+        yield growth_variant(nodes, 0)
+        yield growth_variant(nodes, 7)
+    given = {"candidate": "*i64", "path_score": "*fp32"}
+    for count, size, nodes in ((8, 16, 64), (16, 16, 256), (8, 128, 1024)):
+        yield Variant(
+            f"merge {count}x{size} to {nodes}", candidates_kernel, given | COLUMNS,
+            trees.candidates_constants(count, size) | trees.tree_constants(nodes),
+            trees.candidates_warps(count, size, nodes),
+        )  # fmt: skip
+    strides = {"candidate_stride": "i32", "score_stride": "i32"}
+    for nodes in (16, 128):
+        yield Variant(
+            f"chain {nodes}", chain_kernel, given | COLUMNS | strides, trees.tree_constants(nodes),
+            trees.tree_warps(nodes),
+        )  # fmt: skip
+    types = dict.fromkeys(("tokens", "parent", "valid", "branch_id", "chosen", "path", "accepted", "packed"), "*i64")
+    for nodes in (64, 1024):
+        yield Variant(
+            f"accept {nodes}", accept_kernel, types | {"valid": "*u1"}, trees.accept_constants(nodes, 16),
+            trees.accept_warps(nodes),
+        )  # fmt: skip
+
+
 def variants() -> Iterator[Variant]:
     """Every line of the table of block sizes at its smallest and its largest tile; split where batches are small."""
     for kind, stored in (("bf16", "bf16"), ("bf16", FP8), ("fp16", "fp16"), ("fp32", "fp32")):
@@ -84,6 +132,7 @@ def variants() -> Iterator[Variant]:
     yield write_variant("bf16", "bf16", path=False)
     yield write_variant("bf16", "bf16", path=True)
     yield write_variant("bf16", FP8, path=True)
+    yield from tree_variants()
 
 
 def broken(done: Compiled, capability: int) -> list[str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from d2sd.plugins import draft_tree
 from d2sd.runtime.sampling.sample import Sampling, token_scores
 from d2sd.runtime.speculation.tree import Tree
 
@@ -43,6 +44,10 @@ class Accepted:
 
 def accept(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
     """Accept along `chosen` [B, N], the target's choice after each node; paths have at most `longest` nodes (γ)."""
+    if draft_tree.use_kernels(chosen):
+        from d2sd.plugins.draft_tree.triton.launch import accept_triton
+
+        return Accepted(*accept_triton(tree.tokens, tree.parent, tree.valid, tree.branch_id, chosen, longest))
     batch, size = chosen.shape
     agrees = tree.valid & (tree.tokens == chosen.gather(1, tree.parent))
     # the root is the anchor, which is committed already

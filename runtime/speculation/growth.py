@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from d2sd.plugins import draft_tree
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.tree import Tree, from_scored_nodes
 
@@ -29,6 +30,12 @@ def best_first_tree(
 
     Nodes are sorted by score, so a smaller tree is a prefix of a larger one.
     """
+    if draft_tree.use_kernels(anchor, 0 if branches is None else branches.prefix_len.shape[1]):
+        from d2sd.plugins.draft_tree.triton.launch import growth_triton
+
+        behind = None if second is None else (second.tokens, second.logprob)
+        prefixes = None if branches is None else (branches.tokens, branches.prefix_len)
+        return Tree(*growth_triton(anchor, (first.tokens, first.logprob), rows, prefixes, behind))
     batch, slots, width = first.tokens.shape
     device = anchor.device
     tokens, logprob = first.tokens[:, None], first.logprob[:, None]
