@@ -18,6 +18,9 @@ from benchmarks.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
 from d2sd.plugins.cascade_attention.triton import launch as attention
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel
 from d2sd.plugins.cascade_attention.triton.tiles import select_tile
+from d2sd.plugins.choose.triton import launch as choices
+from d2sd.plugins.choose.triton.drafts import pool_kernel, segments_kernel
+from d2sd.plugins.choose.triton.tokens import combine_kernel, scores_kernel
 from d2sd.plugins.draft_tree.triton import launch as trees
 from d2sd.plugins.draft_tree.triton.accept import accept_kernel
 from d2sd.plugins.draft_tree.triton.growth import grow_kernel
@@ -120,6 +123,42 @@ def tree_variants() -> Iterator[Variant]:
         )  # fmt: skip
 
 
+def choice_variants(vocab: int) -> Iterator[Variant]:
+    """Drafts of every width, and the target's choice, greedy and sampled."""
+    for pool, width, sampled in ((1, 1, False), (16, 16, False), (64, 16, True)):
+        constants = choices.pool_constants(vocab, pool, width)
+        block = {"BLOCKS": constants["BLOCKS"], "BLOCK": choices.BLOCK}
+        about = f"{width} of {vocab}{' sampled' if sampled else ''}"
+        types = {"logits": "*bf16", "maxima": "*i32", "partial": "*fp32"}
+        yield Variant(
+            f"segments {about}", segments_kernel, types | {"vocab": "i32"}, block | {"SEG": constants["SEG"]},
+            choices.WARPS,
+        )  # fmt: skip
+        parameters = {
+            "context_len": "*i64", "temperature": "*fp32", "seed": "*i64", "min_p": "*fp32", "top_k": "*i64",
+            "top_p": "*fp32",
+        }  # fmt: skip
+        types |= {"ids": "*i64"} | (parameters if sampled else {})
+        flags = dict.fromkeys(("SAMPLED", "MIN_P", "TOP_K", "TOP_P"), sampled)
+        yield Variant(
+            f"pool {about}", pool_kernel, types | {"tokens": "*i64", "logprob": "*fp32", "vocab": "i32"},
+            constants | flags | {"ROWS": 105, "SLOTS": 15}, choices.WARPS,
+        )  # fmt: skip
+    blocks = -(-vocab // choices.BLOCK)
+    for sampled in (False, True):
+        types = {"logits": "*bf16"}
+        types |= {"temperature": "*fp32", "seed": "*i64", "context_len": "*i64", "depth": "*i64"} if sampled else {}
+        yield Variant(
+            f"scores of {vocab}{' sampled' if sampled else ''}", scores_kernel,
+            types | {"partial": "*i64", "vocab": "i32"},
+            {"ROWS": 64, "BLOCKS": blocks, "BLOCK": choices.BLOCK, "SAMPLED": sampled}, choices.WARPS,
+        )  # fmt: skip
+    yield Variant(
+        f"combine {vocab}", combine_kernel, {"partial": "*i64", "chosen": "*i64"},
+        {"BLOCKS": blocks, "BLOCKSP": choices.power(blocks)}, 1,
+    )  # fmt: skip
+
+
 def variants() -> Iterator[Variant]:
     """Every line of the table of block sizes at its smallest and its largest tile; split where batches are small."""
     for kind, stored in (("bf16", "bf16"), ("bf16", FP8), ("fp16", "fp16"), ("fp32", "fp32")):
@@ -133,6 +172,8 @@ def variants() -> Iterator[Variant]:
     yield write_variant("bf16", "bf16", path=True)
     yield write_variant("bf16", FP8, path=True)
     yield from tree_variants()
+    for vocab in (151_936, 32_000):
+        yield from choice_variants(vocab)
 
 
 def broken(done: Compiled, capability: int) -> list[str]:

@@ -23,11 +23,22 @@ def _dims(size):
 
 
 @triton.jit
-def pack_entry(score, place):
-    """Entries of fp32 scores at int32 places; NaN comes first, -0.0 equals 0.0."""
+def ascending_of(score):
+    """int32 in the order of fp32 scores; NaN is the largest, -0.0 equals 0.0."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    ascending = tl.where(score != score, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return tl.where(score != score, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def pack_order(ascending, place):
+    """Entries of int32 in the order of scores, at int32 places."""
     return (ascending.to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
+
+
+@triton.jit
+def pack_entry(score, place):
+    """Entries of fp32 scores at int32 places; NaN comes first."""
+    return pack_order(ascending_of(score), place)
 
 
 @triton.jit
@@ -69,7 +80,8 @@ def largest(entries, COUNT: tl.constexpr):
     for stage in tl.static_range(1, log_count + 1):
         cube = _merge(cube, stage, stage < log_size)
     for stage in tl.static_range(log_count + 1, log_size + 1):
-        cube = tl.max(cube, axis=log_size - stage)
+        cube = tl.max(cube, axis=log_size - stage, keep_dims=True)
+        cube = tl.reshape(cube, [2] * (log_size - stage + log_count) if stage < log_size + log_count else [1])
         cube = _merge(cube, log_count, stage < log_size)
     return tl.reshape(cube, [COUNT])
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from d2sd.plugins import draft_tree
+from d2sd.plugins import choose, draft_tree
 from d2sd.runtime.sampling.sample import Sampling, token_scores
 from d2sd.runtime.speculation.tree import Tree
 
@@ -79,6 +79,11 @@ def sample_target(
     Without `static_shapes` the paths that have ended are left out of the levels below, which reads back from the
     device: then a step chooses no more rows than plain decoding chooses for the same tokens.
     """
+    if mask is None and not (sampling.changes_logits or sampling.any_filter) and choose.use_kernels(logits):
+        from d2sd.plugins.choose.triton.launch import choose_triton
+
+        chosen = choose_triton(logits, context_len, tree.depth, sampling if sampling.any_sampled else None)
+        return accept(tree, chosen, longest)
     if sampling.is_argmax and mask is None:
         return accept(tree, logits.argmax(-1), longest)
     batch, nodes, vocab_size = logits.shape
