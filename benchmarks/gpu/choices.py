@@ -1,4 +1,4 @@
-"""The kernels from logits to tokens and of draft trees: equal to the runtime's PyTorch functions, and timed beside them.
+"""The kernels from logits to tokens and of trees: equal to the PyTorch functions of the runtime, timed beside them.
 
     python -m benchmarks.gpu.choices [--only TEXT]
 
