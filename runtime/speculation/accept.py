@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins import choose, draft_tree
+from d2sd.plugins.cpu import trees as cpu
 from d2sd.runtime.sampling.sample import Sampling, token_scores
 from d2sd.runtime.speculation.tree import Tree
 
@@ -48,6 +49,14 @@ def accept(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
         from d2sd.plugins.draft_tree.triton.launch import accept_triton
 
         return Accepted(*accept_triton(tree.tokens, tree.parent, tree.valid, tree.branch_id, chosen, longest))
+    if cpu.supported(chosen):
+        columns = tree.tokens, tree.parent, tree.depth, tree.valid, tree.branch_id
+        return Accepted(*cpu.accept(*columns, chosen, longest))
+    return accept_reference(tree, chosen, longest)
+
+
+def accept_reference(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
+    """`accept` in PyTorch: the specification."""
     batch, size = chosen.shape
     agrees = tree.valid & (tree.tokens == chosen.gather(1, tree.parent))
     # the root is the anchor, which is committed already
@@ -85,7 +94,7 @@ def sample_target(
         chosen = choose_triton(logits, context_len, tree.depth, sampling if sampling.any_sampled else None)
         return accept(tree, chosen, longest)
     if sampling.is_argmax and mask is None:
-        return accept(tree, logits.argmax(-1), longest)
+        return accept(tree, cpu.argmax(logits) if cpu.supported(logits) else logits.argmax(-1), longest)
     batch, nodes, vocab_size = logits.shape
     noise = sampling.noise(context_len, longest, vocab_size) if static_shapes else None
     row, numbers = torch.arange(batch, device=logits.device), torch.arange(nodes, device=logits.device)

@@ -106,23 +106,24 @@ def growth_constants(nodes: int, width: int, branches: int) -> dict[str, int]:
 
 def growth_triton(
     anchor: Tensor,
-    first: tuple[Tensor, Tensor],
+    tokens: Tensor,
+    logprob: Tensor,
     rows: int,
     branches: tuple[Tensor, Tensor] | None = None,
     second: tuple[Tensor, Tensor] | None = None,
 ) -> Columns:
     """`growth.best_first_tree`.
 
-    Drafts are tokens (int64) and log-probabilities (fp32): first [B, S, M], second [B, K, S, M]; branches are tokens
+    tokens int64 and logprob fp32: of the first draft [B, S, M], `second` of the other [B, K, S, M]; `branches`: tokens
     [B, K, S] and prefix lengths [B, K].
     """
-    batch, slots, width = first[0].shape
+    batch, slots, width = tokens.shape
     count = 0
     more: list[Tensor | None] = [None] * 4
     if branches is not None and second is not None:
         count = branches[1].shape[1]
         more = [x.contiguous() for x in (*second, *branches)]
-    tokens, logprob = (x if x[0].is_contiguous() else x.contiguous() for x in first)
+    tokens, logprob = (x if x[0].is_contiguous() else x.contiguous() for x in (tokens, logprob))
     out = Columns.empty(batch, rows, anchor.device)
     scratch = torch.empty(batch, 4, 1 + slots * power(rows), dtype=torch.long, device=anchor.device)
     with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]

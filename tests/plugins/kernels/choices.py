@@ -16,9 +16,9 @@ from d2sd.runtime.sampling.philox import philox
 from d2sd.runtime.sampling.sample import Sampling, token_scores
 from d2sd.runtime.speculation.draft import candidates
 from tests.plugins.kernels.calls import DEVICE
-from tests.plugins.kernels.trees import stable_topk, there
+from tests.plugins.kernels.trees import specification, stable_topk, there
 
-__all__ = ["stable_topk"]
+__all__ = ["specification", "stable_topk"]
 GREEDY = [SamplingParams(seed=2)] * 2
 SAMPLED = [SamplingParams(1.0, seed=2**64 - 7), SamplingParams(0.3, seed=3)]
 MIXED = [SamplingParams(0.7, seed=5), SamplingParams(seed=6)]

@@ -27,6 +27,12 @@ GROWTHS = (
 
 
 @pytest.fixture(autouse=True)
+def specification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In PyTorch, not in the compiled library of a CPU."""
+    monkeypatch.setattr("d2sd.plugins.cpu.library.available", lambda: False)
+
+
+@pytest.fixture(autouse=True)
 def stable_topk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of equal scores the first one, which `topk` leaves open."""
 
