@@ -20,6 +20,7 @@ from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kerne
 from d2sd.plugins.cascade_attention.triton.tiles import select_tile
 from d2sd.plugins.choose.triton import launch as choices
 from d2sd.plugins.choose.triton.drafts import pool_kernel, segments_kernel
+from d2sd.plugins.choose.triton.filters import threshold_kernel
 from d2sd.plugins.choose.triton.tokens import combine_kernel, scores_kernel
 from d2sd.plugins.draft_tree.triton import launch as trees
 from d2sd.plugins.draft_tree.triton.accept import accept_kernel
@@ -148,11 +149,17 @@ def choice_variants(vocab: int) -> Iterator[Variant]:
     for sampled in (False, True):
         types = {"logits": "*bf16"}
         types |= {"temperature": "*fp32", "seed": "*i64", "context_len": "*i64", "depth": "*i64"} if sampled else {}
+        types |= {"threshold": "*i32"} if sampled else {}
         yield Variant(
             f"scores of {vocab}{' sampled' if sampled else ''}", scores_kernel,
             types | {"partial": "*i64", "vocab": "i32"},
             {"ROWS": 64, "BLOCKS": blocks, "BLOCK": choices.BLOCK, "SAMPLED": sampled}, choices.WARPS,
         )  # fmt: skip
+    filters = {"temperature": "*fp32", "min_p": "*fp32", "top_k": "*i64", "top_p": "*fp32", "threshold": "*i32"}
+    yield Variant(
+        f"filters of {vocab}", threshold_kernel, {"logits": "*bf16"} | filters | {"vocab": "i32"},
+        {"ROWS": 64, "BLOCK": choices.BLOCK} | dict.fromkeys(("MIN_P", "TOP_K", "TOP_P"), True), choices.ROW_WARPS,
+    )  # fmt: skip
     yield Variant(
         f"combine {vocab}", combine_kernel, {"partial": "*i64", "chosen": "*i64"},
         {"BLOCKS": blocks, "BLOCKSP": choices.power(blocks)}, 1,

@@ -88,7 +88,7 @@ def sample_target(
     Without `static_shapes` the paths that have ended are left out of the levels below, which reads back from the
     device: then a step chooses no more rows than plain decoding chooses for the same tokens.
     """
-    if mask is None and not (sampling.changes_logits or sampling.any_filter) and choose.use_kernels(logits):
+    if mask is None and not sampling.changes_logits and choose.use_kernels(logits):
         from d2sd.plugins.choose.triton.launch import choose_triton
 
         chosen = choose_triton(logits, context_len, tree.depth, sampling if sampling.any_sampled else None)

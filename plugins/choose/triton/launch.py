@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins.choose.triton.drafts import pool_kernel, segments_kernel
+from d2sd.plugins.choose.triton.filters import threshold_kernel
 from d2sd.plugins.choose.triton.tokens import combine_kernel, scores_kernel
 
 # Shape letters: B requests, K branches, S slots, N nodes, R rows of logits, M candidates of a slot, V vocabulary.
@@ -15,6 +16,8 @@ from d2sd.plugins.choose.triton.tokens import combine_kernel, scores_kernel
 #: Logits that one program reads.
 BLOCK = 4096
 WARPS = 8
+#: Of a program that reads a whole row.
+ROW_WARPS = 16
 
 
 class Parameters(Protocol):
@@ -95,13 +98,21 @@ def choose_triton(logits: Tensor, context_len: Tensor, depth: Tensor, sampling: 
     blocks = -(-vocab // BLOCK)
     partial = torch.empty(batch * nodes, blocks, dtype=torch.long, device=logits.device)
     chosen = torch.empty(batch, nodes, dtype=torch.long, device=logits.device)
-    given = [None] * 4 if sampling is None else [
-        sampling.temperature, sampling.seed, context_len, depth.contiguous(),
-    ]  # fmt: skip
+    logits = logits.contiguous()
+    given: list[Tensor | None] = [None] * 5
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+        if sampling is not None:
+            given = [sampling.temperature, sampling.seed, context_len, depth.contiguous(), None]
+            flags = {"MIN_P": sampling.any_min_p, "TOP_K": sampling.any_top_k, "TOP_P": sampling.any_top_p}
+            if any(flags.values()):
+                given[-1] = torch.empty(batch * nodes, dtype=torch.int32, device=logits.device)
+                threshold_kernel[(batch * nodes,)](
+                    logits, sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p, given[-1], vocab,
+                    ROWS=nodes, BLOCK=BLOCK, **flags, num_warps=ROW_WARPS,
+                )  # fmt: skip
         scores_kernel[(batch * nodes, blocks)](
-            logits.contiguous(), *given, partial, vocab, ROWS=nodes, BLOCKS=blocks, BLOCK=BLOCK,
-            SAMPLED=sampling is not None, num_warps=WARPS,
+            logits, *given, partial, vocab, ROWS=nodes, BLOCKS=blocks, BLOCK=BLOCK, SAMPLED=sampling is not None,
+            num_warps=WARPS,
         )  # fmt: skip
         combine_kernel[(batch * nodes,)](partial, chosen, BLOCKS=blocks, BLOCKSP=power(blocks), num_warps=1)
     return chosen

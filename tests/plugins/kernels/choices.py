@@ -23,6 +23,7 @@ GREEDY = [SamplingParams(seed=2)] * 2
 SAMPLED = [SamplingParams(1.0, seed=2**64 - 7), SamplingParams(0.3, seed=3)]
 MIXED = [SamplingParams(0.7, seed=5), SamplingParams(seed=6)]
 TOP = [SamplingParams(1.3, seed=5, top_p=0.8, top_k=9), SamplingParams(0.6, seed=6, min_p=0.1, top_p=0.5)]
+NUCLEUS = SamplingParams(0.9, seed=8, top_p=0.95)
 #: Nodes or slots, tokens: one block, several, a tail of one; one token alone.
 SIZES = ((3, 1), (2, 63), (3, 1000), (2, 4097))
 
@@ -64,7 +65,7 @@ def test_words_are_those_of_the_specification(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "vocab"), SIZES)
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, MIXED])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, MIXED, TOP, [TOP[0], GREEDY[0]], [NUCLEUS, TOP[1]]])
 def test_choice(nodes: int, vocab: int, params: list[SamplingParams]) -> None:
     logits = logits_of(1, 2, nodes, vocab)
     if params is GREEDY and vocab > 1:
