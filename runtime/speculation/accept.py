@@ -83,7 +83,7 @@ def sample_target(
 ) -> Accepted:
     """Choose the target's tokens and accept along them; paths have at most `longest` nodes (γ).
 
-    logits [B, N, V] fp32; context_len [B], the root's position. `mask` [B, N, ceil(V / 32)] int32 has a bit for each
+    logits [B, N, V]; context_len [B], the root's position. `mask` [B, N, ceil(V / 32)] int32 has a bit for each
     token that a grammar allows after the node, the lowest for token 0; -1 in the rows of unconstrained requests.
     Without `static_shapes` the paths that have ended are left out of the levels below, which reads back from the
     device: then a step chooses no more rows than plain decoding chooses for the same tokens.
@@ -106,7 +106,7 @@ def sample_target(
         before = context_len[row] + depth
         level_noise = sampling.noise(before, 1, vocab_size) if noise is None else noise[:, depth : depth + 1]
         allowed = None if mask is None else unpack_bits(mask[row, node], vocab_size)
-        chosen = _choose(logits[row, node], before + 1, sampling, level_noise, allowed)
+        chosen = _choose(logits[row, node].float(), before + 1, sampling, level_noise, allowed)
         path[row, depth] = node.where(on_path, 0)
         tokens[row, depth] = chosen
         count[row] += on_path

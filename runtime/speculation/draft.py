@@ -86,7 +86,7 @@ def index_in_vocab(ids: Tensor, tokens: Tensor) -> Tensor:
 
 
 def candidates(logits: Tensor, context_len: Tensor, sampling: Sampling, width: int, ids: Tensor | None = None) -> Draft:
-    """The `width` likeliest tokens of every slot: logits [B, K, S, V or Vd] in fp32 -> [B, K, S, M].
+    """The `width` likeliest tokens of every slot: logits [B, K, S, V or Vd] -> [B, K, S, M].
 
     When the target samples, it takes argmax(logits / T + g) with noise g that depends on seed, position and token
     alone. Drafts are ranked by scores with the same g ("drafter-invariant" coupling, Daliri et al., arXiv 2408.07978):
@@ -100,6 +100,7 @@ def candidates(logits: Tensor, context_len: Tensor, sampling: Sampling, width: i
 
         sampled = sampling if sampling.any_sampled else None
         return Draft(*candidates_triton(logits, context_len, min(width, size), pool_size, ids, sampled))
+    logits = logits.float()
     pool, tokens = logits.topk(pool_size, dim=-1)
     if ids is not None:
         tokens = ids[tokens]
