@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 import torch
 import triton  # type: ignore[import-untyped]
@@ -24,8 +27,15 @@ SAMPLED = [SamplingParams(1.0, seed=2**64 - 7), SamplingParams(0.3, seed=3)]
 MIXED = [SamplingParams(0.7, seed=5), SamplingParams(seed=6)]
 TOP = [SamplingParams(1.3, seed=5, top_p=0.8, top_k=9), SamplingParams(0.6, seed=6, min_p=0.1, top_p=0.5)]
 NUCLEUS = SamplingParams(0.9, seed=8, top_p=0.95)
+CHOICES = (GREEDY, SAMPLED, MIXED, TOP, [TOP[0], GREEDY[0]], [NUCLEUS, TOP[1]])
 #: Nodes or slots, tokens: one block, several, a tail of one; one token alone.
 SIZES = ((3, 1), (2, 63), (3, 1000), (2, 4097))
+
+
+def sampling_of(params: list[SamplingParams], vocab: int, device: str) -> Sampling:
+    sampling = Sampling.of(params, vocab, device)
+    tensors = {name: getattr(sampling, name).to(device) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
+    return replace(sampling, **tensors)
 
 
 def logits_of(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -64,32 +74,41 @@ def test_words_are_those_of_the_specification(seed: int) -> None:
     assert torch.equal(out.cpu(), torch.stack(list(expected)))
 
 
-@pytest.mark.parametrize(("nodes", "vocab"), SIZES)
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, MIXED, TOP, [TOP[0], GREEDY[0]], [NUCLEUS, TOP[1]]])
+@pytest.mark.parametrize(
+    ("nodes", "vocab", "params"),
+    [
+        pytest.param(*size, params, marks=[] if size[1] in (1, 63) or turn in (6, 11) else pytest.mark.slow)
+        for turn, (params, size) in enumerate(product(CHOICES, SIZES))
+    ],
+)
 def test_choice(nodes: int, vocab: int, params: list[SamplingParams]) -> None:
     logits = logits_of(1, 2, nodes, vocab)
     if params is GREEDY and vocab > 1:
         logits[1, 0, vocab // 2] = float("nan")
         logits[1, 1] = float("-inf")
     depth = torch.arange(nodes).expand(2, -1)
-    context, sampling = torch.tensor([5, 1000]), Sampling.of(params, vocab, "cpu")
+    context, sampling = torch.tensor([5, 1000]), sampling_of(params, vocab, "cpu")
     noise = sampling.noise(context, nodes, vocab)
     expected = [
         token_scores(logits[:, n].float(), context, sampling, None if noise is None else noise[:, n]).argmax(-1)
         for n in range(nodes)
     ]
-    there_sampling = Sampling.of(params, vocab, DEVICE) if sampling.any_sampled else None
+    there_sampling = sampling_of(params, vocab, DEVICE) if sampling.any_sampled else None
     found = choose_triton(logits.to(DEVICE), context.to(DEVICE), depth.to(DEVICE), there_sampling)
     assert torch.equal(found.cpu(), torch.stack(expected, dim=1))
 
 
-@pytest.mark.parametrize(("slots", "vocab"), SIZES)
-@pytest.mark.parametrize("width", [1, 5, 16])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, MIXED, TOP])
+@pytest.mark.parametrize(
+    ("slots", "vocab", "width", "params"),
+    [  # a few at every change
+        pytest.param(*size, width, params, marks=[] if turn in (20, 19) else pytest.mark.slow)
+        for turn, (size, width, params) in enumerate(product(SIZES, (1, 5, 16), (GREEDY, SAMPLED, MIXED, TOP)))
+    ],
+)
 def test_candidates(
     slots: int, vocab: int, width: int, params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logits, context = logits_of(2, 2, 2, slots, vocab), torch.tensor([5, 1000])
+    logits, context = logits_of(2, 2, 1, slots, vocab), torch.tensor([5, 1000])
     ids = None if width == 5 else torch.arange(vocab) * 3 + 1
     made: list[tuple[Tensor, Tensor]] = []
     for on_kernels in (False, True):
@@ -97,7 +116,7 @@ def test_candidates(
         place = DEVICE if on_kernels else "cpu"
         given = (x if x is None else x.to(place) for x in (logits if on_kernels else logits.float(), context))
         draft = candidates(
-            *given, Sampling.of(params, vocab * 3 + 1, place), width, None if ids is None else ids.to(place)
+            *given, sampling_of(params, vocab * 3 + 1, place), width, None if ids is None else ids.to(place)
         )
         made.append((draft.tokens.cpu(), draft.logprob.cpu()))
     (tokens, logprob), (found, scores) = made
@@ -109,7 +128,7 @@ def test_candidates(
 def test_an_overflow_is_no_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = logits_of(3, 2, 1, 3, 200, dtype=torch.float32)
     logits[0, 0, 0, 7], logits[0, 0, 1, 8], logits[1, 0, 2] = float("nan"), float("inf"), float("-inf")
-    sampling = Sampling.of(GREEDY, 200, "cpu")
+    sampling = sampling_of(GREEDY, 200, "cpu")
     monkeypatch.setattr(choose, "use_kernels", lambda _: False)
     expected = candidates(logits, torch.tensor([1, 2]), sampling, 4)
     monkeypatch.setattr(choose, "use_kernels", lambda _: True)

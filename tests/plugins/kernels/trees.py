@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -18,11 +18,18 @@ from d2sd.runtime.speculation.tree import Tree, from_candidates, from_chain
 from tests.plugins.kernels.calls import DEVICE
 
 #: Candidates, slots, budget: none merges, all merge; more room than nodes, and less; no power of two anywhere.
-MERGES = ((1, 1, 1), (1, 5, 3), (3, 4, 20), (5, 6, 13), (8, 7, 40), (2, 16, 64), (5, 3, 130))
+MERGES = (
+    (5, 6, 13),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (1, 1, 1), (1, 5, 3), (3, 4, 20), (8, 7, 40), (2, 16, 64), (5, 3, 130),
+    )),
+)  # fmt: skip
 #: Slots, width, branches, rows.
 GROWTHS = (
-    (1, 1, 0, 1), (3, 4, 0, 10), (4, 3, 3, 21), (5, 5, 6, 64), (2, 16, 2, 33), (6, 2, 4, 7), (3, 16, 0, 130),
-    (0, 2, 0, 4),
+    (0, 2, 0, 4), (3, 3, 3, 13),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (1, 1, 0, 1), (3, 4, 0, 10), (4, 3, 3, 21), (5, 5, 6, 64), (2, 16, 2, 33), (6, 2, 4, 7), (3, 16, 0, 130),
+    )),
 )  # fmt: skip
 
 
@@ -67,11 +74,6 @@ def assert_equal(expected: Tree | Accepted, found: Tree | Accepted) -> None:
         assert torch.equal(one, other), (field.name, one, other)
 
 
-def draws() -> Iterator[torch.Generator]:
-    for seed in range(3):
-        yield torch.Generator().manual_seed(seed)
-
-
 def scores(draw: torch.Generator, *shape: int, ties: bool) -> Tensor:
     """Log-probabilities in no order, one in eight -inf; with ties they are 0, -1/2 or -1."""
     values = torch.randint(0, 3, shape, generator=draw) / -2 if ties else torch.randn(shape, generator=draw).abs().neg()
@@ -85,19 +87,19 @@ def random_candidates(draw: torch.Generator, count: int, size: int, vocab: int) 
 
 
 @pytest.mark.parametrize(("count", "size", "budget"), MERGES)
-@pytest.mark.parametrize("vocab", [1, 2, 10**5])
+@pytest.mark.parametrize("vocab", [1, 2])
 def test_candidates(count: int, size: int, budget: int, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for draw in draws():
-        tokens, score = random_candidates(draw, count, size, vocab), scores(draw, 3, count, size, ties=False)
-        assert_equal(*both(monkeypatch, from_candidates, tokens, score, budget))
+    draw = torch.Generator().manual_seed(1)
+    tokens, score = random_candidates(draw, count, size, vocab), scores(draw, 3, count, size, ties=False)
+    assert_equal(*both(monkeypatch, from_candidates, tokens, score, budget))
 
 
 @pytest.mark.parametrize("size", [1, 5, 16])
 def test_chain(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for draw in draws():
-        tokens, score = torch.randint(0, 9, (3, size + 1), generator=draw), scores(draw, 3, size + 1, ties=False)
-        score[:, 0] = 0
-        assert_equal(*both(monkeypatch, from_chain, tokens[:, :size], score.cumsum(-1)[:, :size]))
+    draw = torch.Generator().manual_seed(1)
+    tokens, score = torch.randint(0, 9, (3, size + 1), generator=draw), scores(draw, 3, size + 1, ties=False)
+    score[:, 0] = 0
+    assert_equal(*both(monkeypatch, from_chain, tokens[:, :size], score.cumsum(-1)[:, :size]))
 
 
 def random_drafts(
@@ -122,35 +124,35 @@ def random_drafts(
 @pytest.mark.parametrize(("slots", "width", "count", "rows"), GROWTHS)
 @pytest.mark.parametrize("ties", [False, True])
 def test_growth(slots: int, width: int, count: int, rows: int, ties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for draw in draws():
-        first, branches, second = random_drafts(draw, slots, width, count, ties)
-        anchor = torch.tensor([7, 8, 9])
-        assert_equal(*both(monkeypatch, best_first_tree, anchor, first, rows, branches, second))
+    draw = torch.Generator().manual_seed(1)
+    first, branches, second = random_drafts(draw, slots, width, count, ties)
+    anchor = torch.tensor([7, 8, 9])
+    assert_equal(*both(monkeypatch, best_first_tree, anchor, first, rows, branches, second))
 
 
 def test_a_draft_that_is_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `tree_branches` takes all slots but the last."""
-    first, _, _ = random_drafts(torch.Generator().manual_seed(1), 4, 3, 0, ties=False)
+    first, _, _ = random_drafts(torch.Generator().manual_seed(1), 3, 3, 0, ties=False)
     sliced = Draft(first.tokens[:, :-1], first.logprob[:, :-1])
     assert_equal(*both(monkeypatch, best_first_tree, torch.tensor([7, 8, 9]), sliced, 9))
 
 
 def test_nothing_proposed_and_everything_certain(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, branches, second = random_drafts(torch.Generator().manual_seed(2), 4, 3, 2, ties=True)
+    first, branches, second = random_drafts(torch.Generator().manual_seed(2), 2, 3, 2, ties=True)
     assert branches is not None
     assert second is not None
     anchor = torch.tensor([7, 8, 9])
-    for value in (float("-inf"), 0.0, -0.0, -1e30):
+    for value in (float("-inf"), -0.0):
         drafts = [Draft(x.tokens, torch.full_like(x.logprob, value)) for x in (first, second)]
-        assert_equal(*both(monkeypatch, best_first_tree, anchor, drafts[0], 20, branches, drafts[1]))
+        assert_equal(*both(monkeypatch, best_first_tree, anchor, drafts[0], 9, branches, drafts[1]))
 
 
 @pytest.mark.parametrize(("count", "size", "budget"), MERGES)
 def test_acceptance(count: int, size: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for draw in draws():
-        for vocab in (1, 2, 3):
-            monkeypatch.setattr(draft_tree, "use_kernels", lambda *_: False)
-            tokens = random_candidates(draw, count, size, vocab)
-            tree = from_candidates(tokens, torch.zeros(tokens.shape), budget)
-            chosen = torch.randint(0, vocab, (3, budget), generator=draw)
-            assert_equal(*both(monkeypatch, accept, tree, chosen, size))
+    draw = torch.Generator().manual_seed(1)
+    for vocab in (1, 2, 3):
+        monkeypatch.setattr(draft_tree, "use_kernels", lambda *_: False)
+        tokens = random_candidates(draw, count, size, vocab)
+        tree = from_candidates(tokens, torch.zeros(tokens.shape), budget)
+        chosen = torch.randint(0, vocab, (3, budget), generator=draw)
+        assert_equal(*both(monkeypatch, accept, tree, chosen, size))
