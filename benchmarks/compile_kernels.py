@@ -143,7 +143,7 @@ def choice_variants(vocab: int) -> Iterator[Variant]:
         flags = dict.fromkeys(("SAMPLED", "MIN_P", "TOP_K", "TOP_P"), sampled)
         yield Variant(
             f"pool {about}", pool_kernel, types | {"tokens": "*i64", "logprob": "*fp32", "vocab": "i32"},
-            constants | flags | {"ROWS": 105, "SLOTS": 15}, choices.WARPS,
+            constants | flags | {"ROWS": 105, "SLOTS": 15}, choices.pool_warps(pool),
         )  # fmt: skip
     blocks = -(-vocab // choices.BLOCK)
     for sampled in (False, True):

@@ -52,7 +52,7 @@ def logits_of(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Te
     return x
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def words_kernel(seed, position, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     n = tl.arange(0, SIZE)
     w0, w1, w2, w3 = philox_words(tl.load(seed), tl.load(position), n * 7919)
@@ -114,9 +114,13 @@ def test_candidates(
     for on_kernels in (False, True):
         monkeypatch.setattr(choose, "use_kernels", lambda _, on=on_kernels: on)
         place = DEVICE if on_kernels else "cpu"
-        given = (x if x is None else x.to(place) for x in (logits if on_kernels else logits.float(), context))
+        given = logits.to(place) if on_kernels else logits.float()
         draft = candidates(
-            *given, sampling_of(params, vocab * 3 + 1, place), width, None if ids is None else ids.to(place)
+            given,
+            context.to(place),
+            sampling_of(params, vocab * 3 + 1, place),
+            width,
+            None if ids is None else ids.to(place),
         )
         made.append((draft.tokens.cpu(), draft.logprob.cpu()))
     (tokens, logprob), (found, scores) = made
