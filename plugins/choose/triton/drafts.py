@@ -99,7 +99,7 @@ def pool_kernel(
             top = tl.where(tl.abs(top) == float("inf"), 0.0, top)
             total = top + tl.log(tl.sum(exp(scores - top), axis=0))
     own = scores - total
-    # an overflow is no proposal; +inf as `nan_to_num` has it
+    # NaN, of an overflow, proposes nothing; +inf becomes the largest number, as in `nan_to_num`
     own = tl.where(own != own, float("-inf"), tl.where(own == float("inf"), 3.4028234663852886e38, own))
     tl.store(tokens + row * WIDTH + rank, token, mask=rank < WIDTH)
     tl.store(logprob + row * WIDTH + rank, own, mask=rank < WIDTH)

@@ -1,7 +1,7 @@
 """The likeliest tree, grown level by level in one program. The specification: `d2sd.runtime.speculation.growth`.
 
 Of equal scores the one of the better parent comes first, then the earlier candidate. A level and the best nodes of
-all levels are sorted lists in registers; what else a node has lies in `scratch` until the best are known.
+all levels are sorted lists in registers; the other columns are stored in `scratch` until the best are known.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
