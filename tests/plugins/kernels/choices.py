@@ -12,9 +12,11 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from d2sd.plugins import choose
+from d2sd.plugins.choose.triton.filters import threshold_kernel
 from d2sd.plugins.choose.triton.launch import choose_triton
 from d2sd.plugins.choose.triton.noise import philox_words
 from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling.filters import _ascending, apply_filters
 from d2sd.runtime.sampling.philox import philox
 from d2sd.runtime.sampling.sample import Sampling, token_scores
 from d2sd.runtime.speculation.draft import candidates
@@ -98,10 +100,41 @@ def test_choice(nodes: int, vocab: int, params: list[SamplingParams]) -> None:
     assert torch.equal(found.cpu(), torch.stack(expected, dim=1))
 
 
+@pytest.mark.parametrize("vocab", [1, 50, 4100])
+@pytest.mark.parametrize(
+    "params",
+    [
+        *(SamplingParams(1.0, top_k=k) for k in (1, 2, 7)),
+        *(SamplingParams(0.5, top_p=p) for p in (0.25, 0.5, 0.999)),
+        SamplingParams(1.5, min_p=0.2),
+        SamplingParams(1.0, top_k=20, top_p=0.7, min_p=0.01),
+    ],
+    ids=lambda p: f"{p.top_k}-{p.top_p}-{p.min_p}",
+)
+def test_filters_keep_the_set_of_the_specification(vocab: int, params: SamplingParams) -> None:
+    """Also where a limit is met exactly, of two and of four equal logits, and of numbers without one in between."""
+    logits = logits_of(4, 4, vocab).float()
+    logits[1] = (torch.tensor(1.0).view(torch.int32) + torch.arange(vocab, dtype=torch.int32)).view(torch.float32)
+    logits[3] = -100.0
+    logits[3, :4] = 1.0
+    logits[2] = torch.tensor(-200.0)
+    logits[2, :2] = 1.0
+    sampling = sampling_of([params] * 4, vocab, DEVICE)
+    threshold = torch.empty(4, dtype=torch.int32, device=DEVICE)
+    threshold_kernel[(4,)](
+        logits.to(DEVICE), sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p, threshold, vocab,
+        ROWS=1, BLOCK=1024, MIN_P=sampling.any_min_p, TOP_K=sampling.any_top_k, TOP_P=sampling.any_top_p,
+    )  # fmt: skip
+    scaled = logits.float() / params.temperature
+    kept = apply_filters(scaled, sampling_of([params] * 4, vocab, "cpu")) > float("-inf")
+    found = (_ascending(scaled) >= threshold.cpu()[:, None]) & (scaled > float("-inf"))
+    assert torch.equal(found, kept)
+
+
 @pytest.mark.parametrize(
     ("slots", "vocab", "width", "params"),
     [  # a few at every change
-        pytest.param(*size, width, params, marks=[] if turn in (20, 19) else pytest.mark.slow)
+        pytest.param(*size, width, params, marks=[] if turn in (19, 20, 36) else pytest.mark.slow)
         for turn, (size, width, params) in enumerate(product(SIZES, (1, 5, 16), (GREEDY, SAMPLED, MIXED, TOP)))
     ],
 )
