@@ -100,7 +100,7 @@ def test_choice(nodes: int, vocab: int, params: list[SamplingParams]) -> None:
     assert torch.equal(found.cpu(), torch.stack(expected, dim=1))
 
 
-@pytest.mark.parametrize("vocab", [1, 50, 4100])
+@pytest.mark.parametrize("vocab", [1, 50, pytest.param(4100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "params",
     [
