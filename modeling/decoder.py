@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.config import DecoderConfig
+from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import Layer, RMSNorm
-from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.rope import Rotary
 from d2sd.modeling.rows import Rows
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.config import DrafterConfig
+from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import Attend, Layer, RMSNorm
-from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.rope import Rotary
 from d2sd.modeling.rows import Rows
 

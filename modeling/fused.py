@@ -144,19 +144,25 @@ class _Layer:
         self.gate_up = Product([mlp.gate_proj, mlp.up_proj], dtype)
         mlp.gate_proj = mlp.up_proj = nn.Identity()  # type: ignore[assignment]
         self.down = Product([mlp.down_proj], dtype)
-        norms = [
-            one.weight.detach() if isinstance(one, RMSNorm) else None for one in (attention.q_norm, attention.k_norm)
-        ]
-        caches = [
-            one.scale.view(1) if isinstance(one, Fp8Cache) else None for one in (attention.k_cache, attention.v_cache)
-        ]
+        norms = [_weight(norm) for norm in (attention.q_norm, attention.k_norm)]
+        caches = [_scale(cache) for cache in (attention.k_cache, attention.v_cache)]
         scales, bias = self.qkv.scales, self.qkv.bias
         self.heads = Heads(
             body.num_heads, body.num_kv_heads, body.head_dim, body.rms_norm_eps,
             q_norm=norms[0], k_norm=None if norms[1] is None else norms[1][None],
-            bias=None if scales is None or bias is None else bias[None], scales=None if scales is None else scales[None],
+            bias=None if scales is None or bias is None else bias[None],
+            scales=None if scales is None else scales[None],
             k_scale=caches[0], v_scale=caches[1],
         )  # fmt: skip
+
+
+def _weight(norm: nn.Module) -> Tensor | None:
+    return norm.weight.detach() if isinstance(norm, RMSNorm) else None
+
+
+def _scale(cache: nn.Module) -> Tensor | None:
+    """[1], of FP8 pages."""
+    return cache.scale.view(1) if isinstance(cache, Fp8Cache) else None
 
 
 class FusedLayers(nn.Module):
@@ -174,6 +180,12 @@ class FusedLayers(nn.Module):
         for layer in cast("Sequence[Layer]", layers):
             self._layers.append(_Layer(layer, body, self._dtype))
         self._context = _Context(self._layers, body, self._dtype) if context else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights of all products."""
+        products = [product for one in self._layers for product in (one.qkv, one.o, one.gate_up, one.down)]
+        return sum(product.weight.nbytes for product in products)
 
     @property
     def kv_scales(self) -> tuple[Tensor, Tensor] | None:
@@ -201,7 +213,8 @@ class FusedLayers(nn.Module):
         k, v = x.new_empty(2, body.num_layers, *shape, body.num_kv_heads, body.head_dim).unbind()
         features = x.new_empty(*shape, len(aux_layer_ids) * width)
         # The residual stream after a layer is written where it is wanted: a column of `features`, or one buffer.
-        columns = dict(zip(aux_layer_ids, features.flatten(0, 1).split(width, dim=-1), strict=True))
+        lines = features.flatten(0, 1)
+        columns = {layer: lines[:, i * width : (i + 1) * width] for i, layer in enumerate(aux_layer_ids)}
         x = x.reshape(-1, width)
         buffer, branch = torch.empty_like(x), None
         for index, layer in enumerate(self._layers):

@@ -1,4 +1,4 @@
-"""What stands in place of a model's layers when it serves: compiled CPU kernels (native.py) or fused CUDA ones (fused.py)."""
+"""What stands in place of a model's layers when it serves: compiled CPU kernels or fused CUDA ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from d2sd.modeling.layers import RMSNorm
 from d2sd.modeling.rope import Rotary
 from d2sd.modeling.rows import Rows
 
-# Shape letters: B requests, T rows, C context rows, E hidden, L layers, Hkv K/V heads, D head size, n auxiliary layers.
+# Shape letters: B requests, T rows, C context rows, E hidden, L layers, Hkv K/V heads, D head size.
 
 
 class InferenceLayers(Protocol):
@@ -24,7 +24,10 @@ class InferenceLayers(Protocol):
     def __call__(
         self, x: Tensor, rotary: Rotary, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [B, T, E] -> the fields of `DecoderOutput`: hidden [B, T, E], features [B, T, n·E], k and v [L, B, T, Hkv, D]."""
+        """x [B, T, E] -> the fields of `DecoderOutput`."""
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D]. Drafters' only."""
+        """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D].
+
+        Drafters' layers only.
+        """

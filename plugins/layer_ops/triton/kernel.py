@@ -151,10 +151,7 @@ def silu_mul_kernel(
     if scales is not None:
         gate = (gate * tl.load(scales)).to(TYPE).to(tl.float32)
         up = (up * tl.load(scales + 1)).to(TYPE).to(tl.float32)
-    if INTERPRET:
-        faded = tl.exp(-gate)
-    else:
-        faded = libdevice.exp(-gate)
+    faded = tl.exp(-gate) if INTERPRET else libdevice.exp(-gate)
     silu = tl.div_rn(gate, 1.0 + faded).to(TYPE).to(tl.float32)
     result = (silu * up).to(TYPE)
     if scale is not None:
