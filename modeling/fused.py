@@ -224,7 +224,7 @@ class FusedLayers(nn.Module):
             keys, values = k[index : index + 1], v[index : index + 1]
             q = qk_norm_rope(layer.qkv(normed)[None], cos, sin, layer.heads, keys.flatten(1, 2), values.flatten(1, 2))
             heads = attend(index, q.view(*shape, -1, body.head_dim), k[index], v[index])
-            branch = layer.o(heads.view(len(x), -1))
+            branch = layer.o(heads.reshape(len(x), -1))
             normed = add_rms_norm(x, branch, layer.post_norm, eps, total=buffer, scale=layer.gate_up.input_scale)
             x, down = buffer, layer.down
             inner = silu_mul(layer.gate_up(normed), x.dtype, scales=layer.gate_up.scales, scale=down.input_scale)
