@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
 from d2sd.plugins.cascade_attention.triton import launch as attention
-from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel
+from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel, pack_mask_kernel
 from d2sd.plugins.cascade_attention.triton.tiles import select_tile
 from d2sd.plugins.kv_pages.triton import launch as pages
 from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
@@ -131,6 +131,9 @@ def variants() -> Iterator[Variant]:
     for size in (64, 128, 256):
         types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16"}
         yield Variant(f"merge D={size}", merge_kernel, types, attention.merge_constants(size, 16), 1)
+    strides = ("rows", "request_stride", "row_stride", "column_stride")
+    types = {"attn_mask": "*u1", "words": "*i32"} | dict.fromkeys(strides, "i32")
+    yield Variant("pack mask", pack_mask_kernel, types, {}, 1)
     yield write_variant("bf16", "bf16", path=False)
     yield write_variant("bf16", "bf16", path=True)
     yield write_variant("bf16", FP8, path=True)
