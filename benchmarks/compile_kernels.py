@@ -44,7 +44,7 @@ class Variant:
 
     @property
     def least_capability(self) -> int:
-        return 89 if f"*{FP8}" in self.types.values() else 80
+        return 89 if "/fp8" in self.name or f"*{FP8}" in self.types.values() else 80
 
 
 def attention_variant(kind: str, stored: str, size: int, rows: int, splits: int) -> Variant:

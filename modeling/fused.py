@@ -54,9 +54,9 @@ def fuse(model: TargetModel | DraftModel) -> None:
     """
     if not isinstance(model, Decoder | Drafter) or not len(model.layers):
         return
-    linears = [one for one in model.modules() if isinstance(one, Fp8Linear)]
+    fp8 = any(isinstance(one, Fp8Linear | Fp8Cache) for one in model.modules())
     weight = model.norm.weight
-    if not dispatch.use_fused_layers(weight, model.config.body.head_dim, fp8=bool(linears), unlike=_unlike(model)):
+    if not dispatch.use_fused_layers(weight, model.config.body.head_dim, fp8=fp8, unlike=_unlike(model)):
         return
     model.native = FusedLayers(model.config.body, model.layers, model.norm, context=isinstance(model, Drafter))
     model.layers = nn.ModuleList()
@@ -96,6 +96,7 @@ class Product(nn.Module):
             quantized = cast("Sequence[Fp8Linear]", parts)
             self.input_scale = torch.stack([part.input_scale for part in quantized]).max()
             self._weight_scale = quantized[0].weight_scale
+            self._one = torch.ones_like(self._weight_scale)
             if len(parts) > 1:
                 self.scales = self.input_scale * torch.stack([part.weight_scale for part in quantized])
 
@@ -107,7 +108,7 @@ class Product(nn.Module):
         if rows.dtype != torch.float8_e4m3fn:
             rows = quantize(rows.contiguous(), self.input_scale)
         if self.scales is not None:
-            return sums(rows, self.weight)
+            return _sums(rows, self.weight, self._one)
         out: Tensor = torch._scaled_mm(
             rows, self.weight.t(), scale_a=self.input_scale, scale_b=self._weight_scale, out_dtype=self._dtype
         )
@@ -123,9 +124,8 @@ def _joined(weights: Sequence[Tensor]) -> Tensor:
     return torch.cat(stored).view(weights[0].dtype)  # PyTorch does not join FP8 tensors on every device
 
 
-def sums(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """FP8 x [R, in] and weight [out, in] -> x Wᵀ [R, out] in fp32, unscaled."""
-    one = torch.ones((), device=x.device)
+def _sums(x: Tensor, weight: Tensor, one: Tensor, out: Tensor | None = None) -> Tensor:
+    """FP8 x [R, in] and weight [out, in] -> x Wᵀ [R, out] in fp32, unscaled. `one` is 1."""
     found: Tensor = torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, out=out)
     return found
 
@@ -258,6 +258,7 @@ class _Context:
         if products[0].input_scale is not None:
             of_layers = torch.stack([cast("Tensor", product.input_scale) for product in products])
             self.input_scale = of_layers.max()
+            self._one = torch.ones_like(self.input_scale)
             scales = torch.stack([cast("Tensor", product.scales) for product in products])
             scales = scales * (self.input_scale / of_layers)[:, None]
         bias = None
@@ -280,7 +281,7 @@ class _Context:
         else:
             product = torch.empty(layers, rows, self._weight.shape[1], device=context.device)
             for weight, out in zip(self._weight, product, strict=True):
-                sums(context, weight, out)
+                _sums(context, weight, self._one, out)
         k, v = torch.empty(2, layers, rows, heads.kv, heads.size, dtype=cos.dtype, device=context.device).unbind()
         qk_norm_rope(product, cos, sin, heads, k, v)
         return k, v
