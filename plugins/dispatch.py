@@ -52,8 +52,8 @@ def use_fp8_gemm(x: torch.Tensor) -> bool:
 def use_fused_layers(weight: torch.Tensor, size: int, *, fp8: bool, unlike: str | None) -> bool:
     """Whether a model's layers run as the fused kernels of `d2sd.plugins.layer_ops`; asked when it is loaded.
 
-    `weight` is one of its weights that is not FP8, `size` its head size; `fp8`: it has FP8 layers or K/V. `unlike` says why
-    its layers cannot be joined.
+    `weight` is one of its weights that is not FP8, `size` its head size; `fp8`: it has FP8 layers or K/V. `unlike` says
+    why its layers cannot be joined.
     Raises `D2SDError` for a CUDA model that the kernels do not take, under `D2SD_NO_FALLBACK=1`.
     """
     if weight.device.type != "cuda":
