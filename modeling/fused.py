@@ -240,7 +240,8 @@ class FusedLayers(nn.Module):
             context = add_rms_norm(rows, None, norm.weight, norm.eps, scale=self._context.input_scale)
             cos, sin = rotary.tables(positions, projected.dtype)
             k, v = self._context(context, cos, sin)
-            return k.unflatten(1, projected.shape[:2]), v.unflatten(1, projected.shape[:2])
+            shape = len(k), *projected.shape[:2], *k.shape[2:]
+            return k.view(shape), v.view(shape)
 
 
 class _Context:
@@ -248,7 +249,7 @@ class _Context:
 
     def __init__(self, layers: Sequence[_Layer], body: BodyConfig, dtype: torch.dtype) -> None:
         products, heads = [layer.qkv for layer in layers], [layer.heads for layer in layers]
-        stacked = _joined([product.weight for product in products]).unflatten(0, (len(layers), -1))
+        stacked = _joined([product.weight for product in products]).view(len(layers), -1, body.hidden_size)
         for product, weight in zip(products, stacked, strict=True):
             product.weight = weight
         queries = heads[0].parts[0]

@@ -1,4 +1,4 @@
-"""What stands in place of a model's layers when it serves: compiled CPU kernels or fused CUDA ones."""
+"""The interface of the layers that a model serves with: compiled CPU kernels or fused CUDA ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies between the matrix products of a transformer layer, a kernel each, for inference on CUDA.
+"""The ops between the matrix products of a transformer layer, a kernel each, for inference on CUDA.
 
     reference.py     the specification in plain PyTorch, in `modeling/layers.py`'s order of rounding
     triton/          the kernels and their launchers

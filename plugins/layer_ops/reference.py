@@ -36,12 +36,12 @@ def _normed(x: Tensor, eps: float) -> Tensor:
 def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor, v: Tensor) -> Tensor:
     """`d2sd.plugins.layer_ops.qk_norm_rope`."""
     dtype = cos.dtype
-    parts = list(qkv.split(heads.parts, -1))
+    parts = list(torch.split(qkv, heads.parts, -1))
     if heads.scales is not None:
         parts = [part * scale[:, None, None] for part, scale in zip(parts, heads.scales.unbind(1), strict=True)]
     parts = [part.to(dtype) for part in parts]
     if heads.bias is not None:
-        biases = heads.bias.split(heads.parts, -1)
+        biases = torch.split(heads.bias, heads.parts, -1)
         parts = [part + bias[:, None] for part, bias in zip(parts, biases, strict=True)]
     queries, keys, values = (part.unflatten(-1, (-1, heads.size)) for part in parts)  # [L, R, H, D]
     if heads.q_norm is not None:

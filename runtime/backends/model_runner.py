@@ -78,8 +78,10 @@ class ModelRunner:
         self.device, self._dtype = str(weight.device), weight.dtype
         self.static_shapes = weight.device.type != "cpu"  # as a CUDA graph needs; a CPU leaves rows out instead
         self._drafters = [d for d in (first, second) if d is not None]
-        for model in (target, *self._drafters):
-            (pack if weight.device.type == "cpu" else fuse)(model)
+        prepare = pack if weight.device.type == "cpu" else fuse
+        prepare(target)
+        for drafter in self._drafters:
+            prepare(drafter)
         self._heads = self._draft_heads()
         # Most candidates that a slot can have in both drafts, because both become one tree.
         self._widest = min([self.vocab_size, *(len(d.draft_ids) for d in self._drafters if d.draft_ids is not None)])

@@ -67,7 +67,8 @@ def norm_constants(width: int, eps: float, x_stride: int, total_stride: int) -> 
 
 def norm_warps(width: int) -> int:
     """16 numbers a thread, in loads of eight; at most 16 warps."""
-    return max(1, min(16, triton.next_power_of_2(width) // 512))
+    warps: int = triton.next_power_of_2(width) // 512
+    return max(1, min(16, warps))
 
 
 def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor, v: Tensor) -> Tensor:

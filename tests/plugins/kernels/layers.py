@@ -61,7 +61,8 @@ def made_heads(ops: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) ->
 def test_heads(layers: int, queries: int, norms: bool, fp8: bool, dtype: torch.dtype) -> None:
     qkv = products(layers, queries).to(torch.float32 if fp8 else dtype)
     arguments = qkv, *tables(dtype), heads_of(layers, queries, norms=norms, fp8=fp8, dtype=dtype)
-    found = made_heads(launch, *map(there, arguments))
+    qkv, *angles, heads = map(there, arguments)
+    found = made_heads(launch, qkv, *angles, heads)
     for ours, expected in zip(found, made_heads(reference, *arguments), strict=True):
         assert_same(ours, expected)
     if dtype == torch.float32:
