@@ -23,6 +23,6 @@ class Heads:
     v_scale: Tensor | None = None
 
     @property
-    def parts(self) -> tuple[int, int, int]:
+    def parts(self) -> list[int]:
         """Columns of q, k and v in the product."""
-        return self.queries * self.size, self.kv * self.size, self.kv * self.size
+        return [self.queries * self.size, self.kv * self.size, self.kv * self.size]

@@ -43,7 +43,9 @@ def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor,
     if heads.bias is not None:
         biases = torch.split(heads.bias, heads.parts, -1)
         parts = [part + bias[:, None] for part, bias in zip(parts, biases, strict=True)]
-    queries, keys, values = (part.unflatten(-1, (-1, heads.size)) for part in parts)  # [L, R, H, D]
+    queries, keys, values = (
+        part.view(*part.shape[:2], part.shape[2] // heads.size, heads.size) for part in parts
+    )  # [L, R, H, D]
     if heads.q_norm is not None:
         queries = heads.q_norm * _normed(queries, heads.eps)
     if heads.k_norm is not None:

@@ -136,7 +136,7 @@ def test_bits_are_those_of_the_modules(dtype: torch.dtype) -> None:
     cos_sin = rotary(positions, dtype)
     heads, qkv = heads_of(1, HQ, norms=True, fp8=False, dtype=dtype), products(1, HQ).to(dtype)
     q, k, v = made_heads(qkv, *rotary.tables(positions, dtype), heads)
-    parts = [part.unflatten(-1, (-1, SIZE)) for part in torch.split(qkv, heads.parts, -1)]
+    parts = [part.view(1, ROWS, -1, SIZE) for part in torch.split(qkv, heads.parts, -1)]
     for found, part, weight in ((q[None], parts[0], heads.q_norm), (k, parts[1], heads.k_norm)):
         norm = RMSNorm(SIZE, EPS)
         assert weight is not None

@@ -61,8 +61,7 @@ def made_heads(ops: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) ->
 def test_heads(layers: int, queries: int, norms: bool, fp8: bool, dtype: torch.dtype) -> None:
     qkv = products(layers, queries).to(torch.float32 if fp8 else dtype)
     arguments = qkv, *tables(dtype), heads_of(layers, queries, norms=norms, fp8=fp8, dtype=dtype)
-    qkv, *angles, heads = map(there, arguments)
-    found = made_heads(launch, qkv, *angles, heads)
+    found = made_heads(launch, *(there(x) for x in arguments))
     for ours, expected in zip(found, made_heads(reference, *arguments), strict=True):
         assert_same(ours, expected)
     if dtype == torch.float32:
@@ -78,9 +77,9 @@ def test_heads_of_fp8_pages() -> None:
     qkv = (numbers * scale).repeat(-(-ROWS * columns // len(numbers)))[: ROWS * columns].view(1, ROWS, columns)
     scales = torch.tensor([scale])
     heads = Heads(HKV, HKV, SIZE, EPS, k_scale=scales, v_scale=scales)
-    still = torch.ones(ROWS, SIZE // 2), torch.zeros(ROWS, SIZE // 2)
-    found = made_heads(launch, there(qkv), *map(there, still), there(heads))
-    for ours, expected in zip(found, made_heads(reference, qkv, *still, heads), strict=True):
+    arguments = qkv, torch.ones(ROWS, SIZE // 2), torch.zeros(ROWS, SIZE // 2), heads
+    found = made_heads(launch, *(there(x) for x in arguments))
+    for ours, expected in zip(found, made_heads(reference, *arguments), strict=True):
         assert torch.equal(ours.cpu(), expected)
 
 
