@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -135,6 +136,7 @@ def test_where_layers_are_fused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     capability = (8, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
+    monkeypatch.setattr(dispatch, "triton_version", lambda: Version("99"), raising=False)
     monkeypatch.delenv(dispatch.NO_FALLBACK, raising=False)
     dispatch.unsupported.cache_clear()
     dispatch._warn_once.cache_clear()
