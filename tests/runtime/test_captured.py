@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
 
 from d2sd.errors import D2SDError
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
-from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
-from d2sd.runtime.sampling.philox import philox
-from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import make_policy
 from tests.runtime.helpers import (
     BLOCK,
@@ -33,6 +28,7 @@ from tests.runtime.helpers import (
     make_engine,
     plain,
 )
+from tests.runtime.knowing import Knowing
 from tests.runtime.recorded_graphs import RecordedGraphs
 
 HOT, NARROW = SamplingParams(1.0, seed=1), SamplingParams(0.8, top_p=0.9, seed=2)
@@ -44,47 +40,9 @@ def layers_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("d2sd.plugins.cpu.library.available", lambda: False)
 
 
-class Knowing(ModelRunner):
-    """Drafts the text of each request (by seed), with errors at random positions; by tensors alone, so it is captured.
-
-    Random drafters are almost never right: nothing but the anchor would be committed.
-    """
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        super().__init__(*copies())
-        self._seeds = torch.tensor([r.sampling.seed for r in requests])
-        texts = [[*r.prompt, *plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK)] for r in requests]
-        longest = max(map(len, texts))
-        self._texts = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
-
-    @torch.inference_mode()
-    def draft_first(self, batch: Batch, width: int) -> Draft:
-        right, known = self._known(batch, 0)
-        return _told(super().draft_first(batch, width), right, known)
-
-    @torch.inference_mode()
-    def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
-        right, known = (x[:, None].expand(-1, BRANCHES, -1) for x in self._known(batch, 1))
-        at_boundary = torch.arange(BLOCK - 1) == branches.prefix_len[..., None]
-        known = known & ~(at_boundary & (right == branches.rejected[..., None]))
-        return _told(super().draft_second(batch, branches, drafter, width), right, known)
-
-    def _known(self, batch: Batch, salt: int) -> tuple[Tensor, Tensor]:
-        """The right tokens [B, S], and at which slots they are drafted."""
-        row = (batch.sampling.seed[:, None] == self._seeds).int().argmax(1, keepdim=True)
-        place = batch.context_len[:, None] + 1 + torch.arange(BLOCK - 1)
-        right = self._texts[row, place.clamp(max=self._texts.shape[1] - 1)]
-        zero = torch.zeros_like(place)
-        dice, *_ = philox((zero + batch.sampling.seed[:, None], zero), (place, zero + salt, zero, zero))
-        return right, dice % 3 > 0
-
-
-def _told(draft: Draft, right: Tensor, known: Tensor) -> Draft:
-    """The draft with `right` as the best candidate of the `known` slots."""
-    best = draft.tokens[..., :1]
-    others = best.where(draft.tokens == right[..., None], draft.tokens)
-    told = torch.cat([right[..., None], others[..., 1:]], -1)
-    return Draft(told.where(known[..., None], draft.tokens), draft.logprob)
+def knowing(requests: Sequence[Request]) -> Knowing:
+    texts = {r.sampling.seed: [*r.prompt, *plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK)] for r in requests}
+    return Knowing(*copies(), texts)
 
 
 def some(count: int, *kinds: SamplingParams, length: int = 14, seed: int = 0) -> list[Request]:
@@ -126,7 +84,7 @@ def served(engine: Engine, requests: Sequence[Request], policies: Sequence[Polic
 def test_policies_take_turns_on_poisoned_memory() -> None:
     """Drafters that wait, requests that join and leave, prefix hits, preemption; two thirds of the drafts are right."""
     requests = some(6, GREEDY, NARROW)
-    engine, graphs = captured(Knowing(requests), max_batch=2, pages=8)
+    engine, graphs = captured(knowing(requests), max_batch=2, pages=8)
     served(engine, requests, ("chain", "d2sd", "off"), random.Random(3))
     assert graphs.replays == engine.stats.steps > 15
     assert engine.stats.prefix_hit_tokens > 0
@@ -138,7 +96,7 @@ def test_policies_take_turns_on_poisoned_memory() -> None:
 def test_every_policy_on_poisoned_memory(turns: Sequence[PolicyName], pages: int | None) -> None:
     """With 14 pages for three requests, some are preempted."""
     requests = some(14, GREEDY, NARROW, HOT, GREEDY, length=26, seed=1)
-    engine, graphs = captured(Knowing(requests), max_batch=3, pages=pages)
+    engine, graphs = captured(knowing(requests), max_batch=3, pages=pages)
     served(engine, requests, turns, random.Random(5))
     assert graphs.replays == engine.stats.steps > 30
     assert engine.stats.prefix_hit_tokens > 0
