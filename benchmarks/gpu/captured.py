@@ -1,8 +1,8 @@
 """Captured decode steps serve what steps without a graph serve, on tiny random models whose drafters are often right.
 
 Every case serves the same requests three times: on the CPU, on the device operator by operator, and on the device as
-CUDA graphs. They join and leave a running batch, greedy, sampled and filtered, and policies take turns, so that drafters
-wait and catch up. In fp32 all tokens must be equal.
+CUDA graphs. They join and leave a running batch, greedy, sampled and filtered, and policies take turns, so that
+drafters wait and catch up. In fp32 all tokens must be equal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Time of a decode step of Qwen3-8B's geometry with random weights: operator by operator, and as a CUDA graph.
 
-It is what a request waits for: inputs packed and uploaded, the step, the result read. Random drafters are never right, so
-the rows of a step are real and its tokens are not.
+It is what a request waits for: inputs packed and uploaded, the step, the result read. Random drafters are never right,
+so the rows of a step are real and its tokens are not.
 """
 
 from __future__ import annotations
