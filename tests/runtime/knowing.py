@@ -1,4 +1,4 @@
-"""Drafters that know the answers, like those of `cheating.py`, but by tensors alone, so that a graph can capture them."""
+"""Drafters that know the answers, like those of `cheating.py`, by tensors alone: a graph can capture them."""
 
 from __future__ import annotations
 

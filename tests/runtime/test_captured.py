@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from d2sd.errors import D2SDError
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
@@ -24,7 +23,6 @@ from tests.runtime.helpers import (
     copies,
     expected,
     free_pages,
-    honest,
     make_engine,
     plain,
 )
