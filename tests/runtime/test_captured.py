@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 import torch
 
+from d2sd.errors import D2SDError
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.captured import _Inputs
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
@@ -23,6 +28,7 @@ from tests.runtime.helpers import (
     copies,
     expected,
     free_pages,
+    honest,
     make_engine,
     plain,
 )
@@ -81,11 +87,58 @@ def served(engine: Engine, requests: Sequence[Request], policies: Sequence[Polic
 
 def test_policies_take_turns_on_poisoned_memory() -> None:
     """Drafters that wait, requests that join and leave, prefix hits, preemption; two thirds of the drafts are right."""
-    requests = some(6, GREEDY, NARROW)
+    requests = some(5, GREEDY, NARROW, length=12)
     engine, graphs = captured(knowing(requests), max_batch=2, pages=8)
     served(engine, requests, ("chain", "d2sd", "off"), random.Random(3))
     assert graphs.replays == engine.stats.steps > 15
     assert engine.stats.prefix_hit_tokens > 0
+
+
+def test_every_kind_of_sampling_has_its_graph() -> None:
+    """One for all combinations of filters; a step of each is like that of an engine without graphs."""
+    kinds = (HOT, NARROW, GREEDY, SamplingParams(0.9, top_k=3, min_p=0.05))
+    requests = [Request((5, 6), 3, replace(kind, seed=9)) for kind in kinds]
+    engine, graphs = captured(honest(), "off", max_batch=1)
+    assert [s.answer for s in engine.generate(requests)] == [expected(r) for r in requests]
+    assert len(graphs.graphs) == 3
+    assert graphs.replays == engine.stats.steps
+
+
+def test_steps_of_varying_shapes_run_without_a_graph() -> None:
+    """Beside a request with a penalty, and alone again; their drafters' context is in the queues in between."""
+    loud = Request((1, 2, 3), 4, SamplingParams(repetition_penalty=1.5, logprobs=2, seed=4))
+    request = Request((7, 8), 9, SamplingParams(seed=5))
+    alone = make_engine(honest(), "chain").generate([loud, request])
+    engine, graphs = captured(honest(), "chain", max_batch=2)
+    found = engine.generate([loud, request])
+    assert [s.answer for s in found] == [s.answer for s in alone]
+    assert 0 < graphs.replays < engine.stats.steps
+    assert len(found[0].logprobs) == 4
+
+
+def test_unused_pages_of_a_longer_request_before_are_padding() -> None:
+    longer = Batch.dummy(1, 3, 0, 64, "cpu")
+    inputs = _Inputs(longer, None, 4, "cpu")
+    for pages, wanted in ((3, [5, 5, 5, 0]), (1, [5, 0, 0, 0])):
+        inputs.load(replace(longer, page_table=torch.full((1, pages), 5)), None)
+        assert inputs.batch(longer.sampling).page_table.tolist() == [wanted]
+
+
+def test_a_refused_capture_is_told_once_or_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(run: Callable[[], object]) -> NoReturn:
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    monkeypatch.setattr(runner := honest(), "capture", refuse)
+    request = Request((5, 6), 3, GREEDY)
+    engine = make_engine(runner, "off", max_batch=1)
+    assert [s.answer for s in engine.generate([request] * 2)] == [expected(request)] * 2
+    told = "d2sd: decode steps run without CUDA graphs: RuntimeError: operation not permitted\n"
+    assert capsys.readouterr().err.count(told) == 1
+    monkeypatch.setenv("D2SD_NO_FALLBACK", "1")
+    with pytest.raises(D2SDError, match="cannot be captured"):
+        make_engine(runner, "off", max_batch=1).generate([request])
 
 
 @pytest.mark.slow
