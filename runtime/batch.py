@@ -63,8 +63,10 @@ class Batch:
 
     def to(self, device: str) -> Batch:
         """The same inputs on the device."""
-        tensors = (self.anchor, self.page_table, self.context_len, self.active)
-        return Batch(*(tensor.to(device) for tensor in tensors), self.sampling.to(device), self.grammar)
+        return Batch(
+            self.anchor.to(device), self.page_table.to(device), self.context_len.to(device), self.active.to(device),
+            self.sampling.to(device), self.grammar,
+        )  # fmt: skip
 
     @property
     def has_static_shapes(self) -> bool:

@@ -101,7 +101,7 @@ class DecodeSteps:
                 self._runner.inject(context, policy.required_drafters)
             return result, context
 
-        inputs.clear()  # runs before the capture then write to nobody's pages
+        inputs.clear()  # what runs before the capture then writes to the scratch page alone
         (result, context), replay = self._runner.capture(run)
         return _Graph(inputs, result, context, replay)
 
@@ -125,8 +125,8 @@ class _Inputs:
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like]
         self._host = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=device.startswith("cuda"))
         self._device = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-        self._slots = [_view(part, tensor) for part, tensor in zip(self._host.split(sizes), like, strict=True)]
-        inputs = [_view(part, tensor) for part, tensor in zip(self._device.split(sizes), like, strict=True)]
+        self._slots = [_view(part, tensor) for part, tensor in zip(torch.split(self._host, sizes), like, strict=True)]
+        inputs = [_view(part, tensor) for part, tensor in zip(torch.split(self._device, sizes), like, strict=True)]
         self._batch, rest = _batch(batch, inputs)
         self.draft = Draft(*rest) if rest else None
 
@@ -135,8 +135,11 @@ class _Inputs:
 
         Filters that no request uses keep all tokens, so one graph serves every combination of them.
         """
-        filters = dict.fromkeys(("any_top_p", "any_top_k", "any_min_p"), sampling.any_filter)
-        own = replace(self._batch.sampling, any_sampled=sampling.any_sampled, **filters)
+        filtered = sampling.any_filter
+        own = replace(
+            self._batch.sampling, any_sampled=sampling.any_sampled, any_top_p=filtered, any_top_k=filtered,
+            any_min_p=filtered,
+        )  # fmt: skip
         return replace(self._batch, sampling=own)
 
     def load(self, batch: Batch, draft: Draft | None) -> None:

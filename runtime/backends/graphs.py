@@ -29,7 +29,7 @@ class CudaGraphs:
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
-        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:

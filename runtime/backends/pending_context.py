@@ -73,7 +73,7 @@ class PendingContext:
         self._append(_Entry(features, page_table, positions, keep), keep.numel())
 
     def push_rows(self, rows: ContextRows) -> None:
-        """Queue rows that nobody overwrites."""
+        """Queue rows; they are kept, not copied."""
         self._append(rows, len(rows.pages))
 
     def pop(self) -> ContextRows:
