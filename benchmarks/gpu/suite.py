@@ -80,7 +80,7 @@ def cases_of(part: str, out: Path, engines: Path, until: float) -> Iterable[Case
     if part in ("checks", "times", "flex"):
         kernels = importlib.import_module("benchmarks.gpu.kernels")
         return {"checks": kernels.check_cases, "times": kernels.time_cases, "flex": kernels.flex_cases}[part]()  # type: ignore[no-any-return]
-    module = {"copy": "copy_rate", "steps": "decode_steps"}.get(part, part)
+    module = {"copy": "copy_rate"}.get(part, part)
     return importlib.import_module(f"benchmarks.gpu.{module}").cases()  # type: ignore[no-any-return]
 
 
