@@ -143,10 +143,10 @@ def environment() -> dict[str, Any]:
 
 
 def code_hash() -> str:
-    """Of the kernels and of this suite: a machine without git has no commit to name."""
+    """Of the kernels, of what runs them and of this suite: a machine without git has no commit to name."""
     here = Path(__file__).resolve().parent
     digest = hashlib.sha256()
-    for folder in (here, here.parents[1] / "plugins"):
+    for folder in (here, *(here.parents[1] / "d2sd" / name for name in ("plugins", "modeling", "runtime"))):
         for path in sorted(folder.rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
