@@ -18,6 +18,8 @@ from d2sd.runtime.sequence import Sequence
 
 # Shape letters: B requests (a bucket), T rows of a prompt chunk, M pages a request.
 
+_GREEDY = SamplingParams()
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -50,15 +52,17 @@ class Batch:
         )
 
     @staticmethod
-    def dummy(size: int, pages: int, context_len: int, vocab_size: int, device: str) -> Batch:
-        """`size` greedy requests of `context_len` tokens in `pages` pages, all of them page 0: for timing a step."""
+    def dummy(
+        size: int, pages: int, context_len: int, vocab_size: int, device: str, params: SamplingParams = _GREEDY
+    ) -> Batch:
+        """`size` requests of `context_len` tokens in `pages` pages, all of them page 0: to time or capture a step."""
         zeros = torch.zeros(size, dtype=torch.long)
         return Batch(
             anchor=zeros,
             page_table=zeros[:, None].expand(-1, pages),
             context_len=zeros + context_len,
             active=zeros.bool(),
-            sampling=Sampling.of([SamplingParams()] * size, vocab_size, device),
+            sampling=Sampling.of([params] * size, vocab_size, device),
         )
 
     def to(self, device: str) -> Batch:

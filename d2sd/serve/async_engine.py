@@ -127,9 +127,10 @@ class AsyncEngine:
         return len(self._live)
 
     async def start(self) -> None:
-        """Start the thread. An engine can be started again after `stop`, not after a failure."""
+        """Warm the engine up and start the thread. It can be started again after `stop`, not after a failure."""
         if self._failure is not None or (self._thread is not None and self._thread.is_alive()):
             raise EngineFailed("The engine cannot be started.", found=self._failure or "it is running")
+        await asyncio.to_thread(self.engine.warm_up)
         self._refusal = None
         self._thread = Thread(target=self._run, name="d2sd-engine", daemon=True)
         self._thread.start()

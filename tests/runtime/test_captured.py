@@ -14,10 +14,10 @@ from d2sd.errors import D2SDError
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.captured import _Inputs
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
+from d2sd.runtime.static_inputs import StaticInputs
 from tests.runtime.helpers import (
     BLOCK,
     BRANCHES,
@@ -87,7 +87,7 @@ def served(engine: Engine, requests: Sequence[Request], policies: Sequence[Polic
 
 def test_policies_take_turns_on_poisoned_memory() -> None:
     """Drafters that wait, requests that join and leave, prefix hits, preemption; two thirds of the drafts are right."""
-    requests = some(5, GREEDY, NARROW, length=12)
+    requests = some(5, GREEDY, NARROW, length=10)
     engine, graphs = captured(knowing(requests), max_batch=2, pages=8)
     served(engine, requests, ("chain", "d2sd", "off"), random.Random(3))
     assert graphs.replays == engine.stats.steps > 15
@@ -118,7 +118,7 @@ def test_steps_of_varying_shapes_run_without_a_graph() -> None:
 
 def test_unused_pages_of_a_longer_request_before_are_padding() -> None:
     longer = Batch.dummy(1, 3, 0, 64, "cpu")
-    inputs = _Inputs(longer, None, 4, "cpu")
+    inputs = StaticInputs(longer, None, 4, "cpu")
     for pages, wanted in ((3, [5, 5, 5, 0]), (1, [5, 0, 0, 0])):
         inputs.load(replace(longer, page_table=torch.full((1, pages), 5)), None)
         assert inputs.batch(longer.sampling).page_table.tolist() == [wanted]
@@ -139,6 +139,16 @@ def test_a_refused_capture_is_told_once_or_is_an_error(
     monkeypatch.setenv("D2SD_NO_FALLBACK", "1")
     with pytest.raises(D2SDError, match="cannot be captured"):
         make_engine(runner, "off", max_batch=1).generate([request])
+
+
+@pytest.mark.parametrize("policy", ["off", pytest.param("lookup", marks=pytest.mark.slow)])
+def test_after_a_warm_up_nothing_is_captured(policy: PolicyName) -> None:
+    requests = [Request((5, 6, 5), 4, replace(kind, seed=9)) for kind in (HOT, NARROW, GREEDY)]
+    engine, graphs = captured(honest(), policy, max_batch=2)
+    engine.warm_up()
+    assert len(graphs.graphs) == 2 * 3
+    assert [s.answer for s in engine.generate(requests)] == [expected(r) for r in requests]
+    assert len(graphs.graphs) == 2 * 3
 
 
 @pytest.mark.slow
