@@ -71,10 +71,12 @@ class DecodeSteps:
         return graph.result
 
     def warm_up(self, served: Iterable[tuple[Policy, int]]) -> None:
-        """Capture the graphs of these policies and batch buckets for all kinds of sampling, so that no request waits.
+        """Capture the graphs of these policies and batch buckets for all kinds of sampling; nothing on a CPU.
 
-        Before the first request; the graphs of smaller batches then fit in the memory of larger ones.
+        Before the first request, so that none waits; graphs of smaller batches fit in the memory of larger ones.
         """
+        if self._runner.capture is None:
+            return
         for policy, size in sorted(served, key=lambda pair: -pair[1]):
             slots = self._runner.block_size - 1
             draft = lookup_draft([], slots, size) if policy.first_pass is FirstPass.PROMPT_LOOKUP else None

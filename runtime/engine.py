@@ -10,7 +10,7 @@ from d2sd.errors import D2SDError, RequestError
 from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch, prefill_inputs
-from d2sd.runtime.buckets import bucket, buckets
+from d2sd.runtime.buckets import bucket
 from d2sd.runtime.captured import DecodeSteps
 from d2sd.runtime.decode import StepResult
 from d2sd.runtime.memory import free_memory, plan_kv_memory
@@ -68,13 +68,6 @@ class Engine:
         """
         times = measure(self.runner, policies, forecast, self.limits, advance, self.steps)
         self.selector = PolicySelector(policies, times, forecast)
-
-    def warm_up(self) -> None:
-        """Capture the CUDA graphs of all steps that may be served, so that no request waits for it; none on a CPU."""
-        if self.runner.capture is not None:
-            sizes = buckets(self.limits.max_batch)
-            timed = self.selector and self.selector.times.seconds
-            self.steps.warm_up(timed or [(self.policy, size) for size in sizes])
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from threading import Lock, Thread
 from typing import TYPE_CHECKING, Literal
 
 from d2sd.errors import D2SDError, GenerationError, RequestError
+from d2sd.runtime.buckets import buckets
 from d2sd.runtime.sequence import Output
 from d2sd.serve.errors import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
 from d2sd.serve.stream import Stream, Watch
@@ -130,7 +131,9 @@ class AsyncEngine:
         """Warm the engine up and start the thread. It can be started again after `stop`, not after a failure."""
         if self._failure is not None or (self._thread is not None and self._thread.is_alive()):
             raise EngineFailed("The engine cannot be started.", found=self._failure or "it is running")
-        await asyncio.to_thread(self.engine.warm_up)
+        selector, sizes = self.engine.selector, buckets(self.engine.limits.max_batch)
+        served = selector.times.seconds if selector else [(self.engine.policy, size) for size in sizes]
+        await asyncio.to_thread(self.engine.steps.warm_up, served)
         self._refusal = None
         self._thread = Thread(target=self._run, name="d2sd-engine", daemon=True)
         self._thread.start()

@@ -90,7 +90,7 @@ def test_policies_take_turns_on_poisoned_memory() -> None:
     requests = some(5, GREEDY, NARROW, length=10)
     engine, graphs = captured(knowing(requests), max_batch=2, pages=8)
     served(engine, requests, ("chain", "d2sd", "off"), random.Random(3))
-    assert graphs.replays == engine.stats.steps > 15
+    assert graphs.replays == engine.stats.steps > 12
     assert engine.stats.prefix_hit_tokens > 0
 
 
@@ -145,7 +145,7 @@ def test_a_refused_capture_is_told_once_or_is_an_error(
 def test_after_a_warm_up_nothing_is_captured(policy: PolicyName) -> None:
     requests = [Request((5, 6, 5), 4, replace(kind, seed=9)) for kind in (HOT, NARROW, GREEDY)]
     engine, graphs = captured(honest(), policy, max_batch=2)
-    engine.warm_up()
+    engine.steps.warm_up([(engine.policy, 1), (engine.policy, 2)])
     assert len(graphs.graphs) == 2 * 3
     assert [s.answer for s in engine.generate(requests)] == [expected(r) for r in requests]
     assert len(graphs.graphs) == 2 * 3
