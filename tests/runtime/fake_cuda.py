@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -85,17 +86,18 @@ def models() -> list[Any]:
         made = [Decoder(DecoderConfig("qwen3", body, 512, False)), Drafter(first), Drafter(second)]
     for model in made:
         model.eval().requires_grad_(False)
-        model.rotary._frequencies = model.rotary._frequencies.to("cuda")  # `to` of a module cannot swap fake tensors
+        rotary: Any = model.rotary
+        rotary._frequencies = rotary._frequencies.to("cuda")  # `to` of a module cannot swap fake tensors
     return made
 
 
 def main(guard: str, *runs: str) -> None:
-    torch.ops.load_library(guard)
+    torch.ops.load_library(guard)  # type: ignore[no-untyped-call]
     dispatch.use_triton = lambda pages: False  # kernels are not operators
-    model_runner.CudaGraphs = Captures  # type: ignore[assignment,misc]
-    StepResult.read = read  # type: ignore[method-assign]
+    patch.object(model_runner, "CudaGraphs", Captures).start()
+    patch.object(StepResult, "read", read).start()
     zeros = torch.zeros
-    torch.zeros = lambda *a, pin_memory=False, **k: zeros(*a, **k)  # type: ignore[assignment]
+    torch.zeros = lambda *a, pin_memory=False, **k: zeros(*a, **k)
     for policy, kind in zip(runs[::2], runs[1::2], strict=True):
         with FakeTensorMode(allow_non_fake_inputs=False):
             runner = model_runner.ModelRunner(*models())
