@@ -47,7 +47,7 @@ class Batch:
             page_table=page_table(sequences, size, exact=device == "cpu"),
             context_len=torch.tensor([s.cached for s in sequences] + padding),
             active=torch.arange(size) < len(sequences),
-            sampling=Sampling.of(params, vocab_size, device, texts + [NO_TEXT] * len(padding)),
+            sampling=Sampling.pack(params, vocab_size, device, texts + [NO_TEXT] * len(padding)),
             grammar=StepGrammar.of(sequences),
         )
 
@@ -62,7 +62,7 @@ class Batch:
             page_table=zeros[:, None].expand(-1, pages),
             context_len=zeros + context_len,
             active=zeros.bool(),
-            sampling=Sampling.of([params] * size, vocab_size, device),
+            sampling=Sampling.pack([params] * size, vocab_size, device),
         )
 
     def to(self, device: str) -> Batch:

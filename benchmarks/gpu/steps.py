@@ -112,7 +112,7 @@ def requests(runner: ModelRunner, batch: int, temperature: float) -> Batch:
     dummy = Batch.dummy(batch, columns, CONTEXT, runner.vocab_size, runner.device)
     pages = 1 + torch.arange(batch * columns).view(batch, columns)
     params = [SamplingParams(temperature=temperature, seed=seed) for seed in range(batch)]
-    sampling = Sampling.of(params, runner.vocab_size, runner.device)
+    sampling = Sampling.pack(params, runner.vocab_size, runner.device)
     anchor = 1000 + torch.arange(batch)
     return replace(dummy, anchor=anchor, page_table=pages, active=~dummy.active, sampling=sampling)
 

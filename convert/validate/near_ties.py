@@ -25,7 +25,7 @@ def top2_margin(
     device = str(target.embed_tokens.weight.device)
     logits = target.logits(target.full_pass(torch.tensor([tokens], device=device)).hidden[:, -1])
     text = Text(tokens, len(tokens) if prompt_len is None else prompt_len)
-    params = Sampling.of([sampling or SamplingParams()], target.config.vocab_size, device, [text]).to(device)
+    params = Sampling.of([sampling or SamplingParams()], target.config.vocab_size, device, [text])
     noise = params.noise(torch.tensor([len(tokens) - 1], device=device), 1, logits.shape[-1])
     position = torch.tensor([len(tokens)], device=device)
     scores = token_scores(logits, position, params, None if noise is None else noise[:, 0])

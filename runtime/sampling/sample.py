@@ -50,10 +50,14 @@ class Sampling:
     def of(
         params: SequenceOf[SamplingParams], vocab_size: int, device: str, texts: SequenceOf[Text] | None = None
     ) -> Sampling:
-        """`texts` are the requests' tokens so far, for parameters that depend on them; None: all are empty.
+        """`texts` are the requests' tokens so far, for parameters that depend on them; None: all are empty."""
+        return Sampling.pack(params, vocab_size, device, texts).to(device)
 
-        Tables of biases and penalties are made on `device`, everything else on the host until `to`.
-        """
+    @staticmethod
+    def pack(
+        params: SequenceOf[SamplingParams], vocab_size: int, device: str, texts: SequenceOf[Text] | None = None
+    ) -> Sampling:
+        """As `of`, but only the tables of biases and penalties are on `device`; the rest is on the host until `to`."""
         signed = [p.seed - 2**64 if p.seed >= 2**63 else p.seed for p in params]  # the same 64 bits
         texts = [NO_TEXT] * len(params) if texts is None else texts
         logprobs = [p.logprobs for p in params if p.logprobs is not None]
