@@ -22,6 +22,7 @@ from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeC
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.fp8 import Fp8Linear, linear_names
+from d2sd.modeling.fused import FusedLayers
 from d2sd.policies import PolicyName
 from d2sd.runtime.backends.graphs import CudaGraphs
 from d2sd.runtime.backends.model_runner import ModelRunner
@@ -120,8 +121,8 @@ def requests(runner: ModelRunner, batch: int, temperature: float) -> Batch:
 def weight_bytes(runner: ModelRunner, policy: Policy) -> int:
     """Bytes of the layers and heads of the models that the policy runs, each once; the embedding is not read whole."""
     models: list[nn.Module] = [runner.target, *(runner._drafters[i] for i in policy.required_drafters)]
-    layers = sum(p.nbytes for model in models for name, p in model.named_parameters() if "embed" not in name)
-    return layers
+    others = sum(p.nbytes for model in models for name, p in model.named_parameters() if "embed" not in name)
+    return others + sum(one.nbytes for model in models for one in model.modules() if isinstance(one, FusedLayers))
 
 
 def _columns() -> int:

@@ -17,6 +17,7 @@ from d2sd.errors import CheckpointError, RecipeError
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.drafter import DraftModel
 from d2sd.modeling.fp8 import kv_scales
+from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.packed import pack, reduced_head
 from d2sd.modeling.rows import Rows
@@ -55,7 +56,8 @@ class ModelRunner:
 
         `max_prefill_requests(rows)` is the most requests that one prefill call of `rows` rows a request accepts;
         engines have a limit.
-        On a CPU fp32 models are packed in place (`d2sd.modeling.packed`): they can serve, but not be saved or trained.
+        Models are packed (CPU, `d2sd.modeling.packed`) or fused (CUDA, `d2sd.modeling.fused`) in place: they can serve,
+        but not be saved or trained.
         Raises CheckpointError if the drafters differ in their target layers or block size.
         """
         assert first is not None or second is None
@@ -79,10 +81,10 @@ class ModelRunner:
         #: Captures decode steps; None: their operators are launched one by one.
         self.capture: Capture | None = CudaGraphs(self.device) if weight.device.type == "cuda" else None
         self._drafters = [d for d in (first, second) if d is not None]
-        if weight.device.type == "cpu":
-            pack(target)
-            for drafter in self._drafters:
-                pack(drafter)
+        prepare = pack if weight.device.type == "cpu" else fuse
+        prepare(target)
+        for drafter in self._drafters:
+            prepare(drafter)
         self._heads = self._draft_heads()
         # Most candidates that a slot can have in both drafts, because both become one tree.
         self._widest = min([self.vocab_size, *(len(d.draft_ids) for d in self._drafters if d.draft_ids is not None)])
