@@ -94,6 +94,7 @@ def models() -> list[Any]:
 def main(guard: str, *runs: str) -> None:
     torch.ops.load_library(guard)  # type: ignore[no-untyped-call]
     dispatch.use_triton = lambda pages: False  # kernels are not operators
+    dispatch.use_fused_layers = lambda *a, **k: False
     patch.object(model_runner, "CudaGraphs", Captures).start()
     patch.object(StepResult, "read", read).start()
     zeros = torch.zeros
