@@ -129,6 +129,22 @@ def test_the_last_response_reports_what_was_asked(start: Start, llm: LLM) -> Non
     assert plain.next()[0].keys() == {"text_output"}
 
 
+def test_a_stream_may_be_sent_in_fewer_responses(start: Start, llm: LLM) -> None:
+    (expected,) = llm.generate("w3 w4", SamplingParams(max_tokens=40))
+    model = start(policy="off", stream_interval=6)
+    request = Request(text_input="w3 w4", max_tokens=40, stream=True, return_num_output_tokens=True)
+    model.execute([request])
+    text, counts, final = b"", [], False
+    while not final:
+        outputs, final = request.next()
+        text += outputs["text_output"]
+        counts.append(outputs["num_output_tokens"])
+    assert text.decode() == expected.text
+    assert sum(counts) == len(expected.token_ids)
+    assert len(counts) > 2
+    assert min(counts[1:-1]) >= 6
+
+
 def test_a_stop_string_and_a_stop_token_are_reasons(start: Start) -> None:
     model = start()
     free = Request(text_input="w3 w4", max_tokens=12)
