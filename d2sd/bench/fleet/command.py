@@ -28,21 +28,18 @@ class _Range(click.FloatRange):
         return number
 
 
-_TOKENS, _SECONDS = click.IntRange(1, 2**24), _Range(0, 86_400, min_open=True)
+_TOKENS, _BATCH = click.IntRange(1, 2**24), click.IntRange(1, 2**16)
+_RATE, _SECONDS = _Range(0, 1e9, min_open=True), _Range(0, 86_400, min_open=True)
 
 
 @click.argument("source", metavar="BUNDLE_OR_RECIPE", type=click.Path(path_type=Path))
 @click.option("--gpu", type=click.Choice(list(GPUS)), required=True)
-@click.option(
-    "--rate", type=_Range(0, 1e9, min_open=True), required=True, help="Requests a second, at random times (Poisson)."
-)
+@click.option("--rate", type=_RATE, required=True, help="Requests a second, at random times (Poisson).")
 @click.option("--prompt-tokens", type=_TOKENS, required=True, help="Of a request (ISL).")
 @click.option("--output-tokens", type=_TOKENS, required=True, help="Of its answer (OSL).")
 @click.option("--ttft", type=_SECONDS, required=True, help="Seconds to the first token, at most.")
 @click.option("--itl", type=_SECONDS, required=True, help="Seconds from token to token, mean of a request, at most.")
-@click.option(
-    "--max-batch", type=click.IntRange(1, 2**16), help="Requests that decode together.  [default: the recipe's]"
-)
+@click.option("--max-batch", type=_BATCH, help="Requests that decode together.  [default: the recipe's]")
 @click.option("--policy", type=click.Choice(get_args(Policy)), help="Tree policy.  [default: the recipe's]")
 @click.option("--tau", type=float, help="Tokens a step of the policy.  [default: the calibration's forecast]")
 @click.option(
