@@ -57,6 +57,7 @@ class TritonPythonModel:
             engine = make_engine(
                 bundle, policy=parameters.policy, device=f"cuda:{args['model_instance_device_id']}" if gpu else "cpu",
                 backend=parameters.backend, max_batch=parameters.max_batch,
+                prefix_cache=parameters.prefix_cache,
             )  # fmt: skip
         except D2SDError as error:
             raise pb_utils.TritonModelException(str(error)) from None

@@ -305,6 +305,12 @@ def test_outputs_of_a_batched_model_have_two_dimensions(start: Start) -> None:
     assert response.output_tensors[0].as_numpy().shape == (1, 1)
 
 
+def test_the_prefix_cache_is_a_parameter(start: Start, tiny_bundle: Path) -> None:
+    assert start()._engine.engine.limits.prefix_cache
+    given = Parameters.parse([f"bundle={tiny_bundle}", "prefix_cache=false"])
+    assert not start(**given.model_dump())._engine.engine.limits.prefix_cache
+
+
 def test_a_wrong_parameter_fails_the_load_with_its_name(start: Start, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="manifest") as failed:
         start(bundle=str(tmp_path))
