@@ -34,7 +34,8 @@ from d2sd.errors import D2SDError
 
 #: Part -> most seconds. Together they exceed the budget: a part that needs less leaves its time to the later ones.
 PARTS = {
-    "probe": 100, "copy": 40, "checks": 90, "replay": 40, "times": 170, "writes": 40, "pytest": 150, "flex": 150,
+    "probe": 100, "copy": 40, "checks": 90, "replay": 40, "steps": 120, "times": 170, "writes": 40, "pytest": 150,
+    "flex": 150,
 }  # fmt: skip
 #: Parts that run, or report why not, without a CUDA device.
 ANYWHERE = ("probe",)
@@ -79,7 +80,7 @@ def cases_of(part: str, out: Path, engines: Path, until: float) -> Iterable[Case
     if part in ("checks", "times", "flex"):
         kernels = importlib.import_module("benchmarks.gpu.kernels")
         return {"checks": kernels.check_cases, "times": kernels.time_cases, "flex": kernels.flex_cases}[part]()  # type: ignore[no-any-return]
-    module = {"copy": "copy_rate", "replay": "replay", "writes": "writes"}[part]
+    module = {"copy": "copy_rate", "replay": "replay", "writes": "writes", "steps": "steps"}[part]
     return importlib.import_module(f"benchmarks.gpu.{module}").cases()  # type: ignore[no-any-return]
 
 
