@@ -77,11 +77,13 @@ class AsyncEngine:
             stream.close()
 
     def submit(
-        self, requests: Sequence[Request], *, deadline: float | None = None, watch: Watch | None = None
-    ) -> list[Stream]:
+        self, requests: Sequence[Request], *, deadline: float | None = None, watch: Watch | None = None,
+        interval: int = 1,
+    ) -> list[Stream]:  # fmt: skip
         """Queue all requests, or none if one is refused; the caller must iterate or `close` every stream.
 
         Raises what `generate` raises before its first output. `watch` is called in the engine's thread with each step.
+        After their first output streams yield at least `interval` tokens at a time.
         """
         for request in requests:
             self.engine.check(request)
@@ -90,7 +92,7 @@ class AsyncEngine:
                 "the deadline is not in the future", where="deadline", found=deadline, expected="above 0"
             )
         expires = None if deadline is None else time.monotonic() + deadline
-        streams = [Stream(request, self._abandon, expires, watch) for request in requests]
+        streams = [Stream(request, self._abandon, expires, watch, interval) for request in requests]
         room = self.engine.limits.max_batch + self.max_waiting
         with self._lock:
             if self._refusal is not None:
@@ -217,14 +219,15 @@ class AsyncEngine:
         streams = []
         for output in outputs:
             stream = self._running[output.sequence]
-            streams.append(stream)
             if stream.watch is not None and self.engine.trace is not None:
                 try:
                     stream.watch(self.engine.trace, output)
                 except Exception as error:  # of this request alone
                     self._end(stream, GenerationError.of(error))
+                    streams.append(stream)
                     continue
-            stream.push(output)
+            if stream.push(output):
+                streams.append(stream)
             if output.finish is not None:
                 self._end(stream, output.sequence.error)
         Stream.wake(streams)
