@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -129,9 +129,7 @@ class Inputs:
         return x
 
     def sampling(self, params: SamplingParams, vocab: int) -> Sampling:
-        found = Sampling.of([params] * self.batch, vocab, self.device)
-        names = ("temperature", "top_p", "top_k", "min_p", "seed")
-        return replace(found, **{name: getattr(found, name).to(self.device) for name in names})
+        return Sampling.of([params] * self.batch, vocab, self.device).to(self.device)
 
     def context(self) -> Tensor:
         return self.tokens(4096, self.batch)

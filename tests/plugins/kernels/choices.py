@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -35,9 +34,7 @@ SIZES = ((3, 1), (2, 63), (3, 1000), (2, 4097))
 
 
 def sampling_of(params: list[SamplingParams], vocab: int, device: str) -> Sampling:
-    sampling = Sampling.of(params, vocab, device)
-    tensors = {name: getattr(sampling, name).to(device) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
-    return replace(sampling, **tensors)
+    return Sampling.of(params, vocab, device).to(device)
 
 
 def logits_of(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
