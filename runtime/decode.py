@@ -87,6 +87,10 @@ def decode_step(
         with timer("draft_first"):
             first = runner.draft_first(batch, offered)
         first = calibrated(guided(first), batch, DrafterRole.FIRST)
+    elif policy.first_pass is FirstPass.FLEX:
+        with timer("draft_first"):
+            first = runner.draft_flex(batch, offered)
+        first = guided(first)
     elif first is not None:
         first = guided(first)
     if first is not None and policy.second_pass is not None:

@@ -42,6 +42,11 @@ class Spy(ModelRunner):
         self.said.append(super().draft_first(batch, width))
         return self.said[-1]
 
+    def draft_flex(self, batch: Batch, width: int) -> Draft:
+        self.asked.append(("flex", 0, width))
+        self.said.append(super().draft_flex(batch, width))
+        return self.said[-1]
+
     def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
         self.asked.append(("second", drafter, width))
         self.said.append(super().draft_second(batch, branches, drafter, width))
@@ -65,6 +70,7 @@ ASKED: dict[PolicyName, list[tuple[str, int, int]]] = {
     "d2sd": [("first", 0, 1), ("second", 1, 1)],
     "ddtree": [("first", 0, WIDTH)],
     "hybrid": [("first", 0, WIDTH), ("second", 1, WIDTH)],
+    "flex": [("flex", 0, 1)],
 }
 
 
