@@ -92,6 +92,7 @@ class FlexConfig:
     the anchor's position; slot k predicts the token at its own position.
     """
 
+    family: Family
     body: BodyConfig
     vocab_size: int
     block_size: int

@@ -117,6 +117,7 @@ def tiny_flex(
     config = target.config
     head = FlexHead(
         FlexConfig(
+            family=config.family,
             body=replace(config.body, num_layers=layers),
             vocab_size=config.vocab_size,
             block_size=block_size,
