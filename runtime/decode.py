@@ -83,14 +83,11 @@ def decode_step(
     offered = policy.topk if batch.grammar is None else max(policy.topk, OFFERED)
     guided = partial(_guided, batch.grammar, policy.topk, timer)
     first, branches, second = prompt_lookup, None, None
-    if policy.first_pass is FirstPass.DRAFTER:
+    draft = {FirstPass.DRAFTER: runner.draft_first, FirstPass.FLEX: runner.draft_flex}.get(policy.first_pass)
+    if draft is not None:
         with timer("draft_first"):
-            first = runner.draft_first(batch, offered)
+            first = draft(batch, offered)
         first = calibrated(guided(first), batch, DrafterRole.FIRST)
-    elif policy.first_pass is FirstPass.FLEX:
-        with timer("draft_first"):
-            first = runner.draft_flex(batch, offered)
-        first = guided(first)
     elif first is not None:
         first = guided(first)
     if first is not None and policy.second_pass is not None:

@@ -81,7 +81,9 @@ def _block(config: HFConfig) -> HFConfig:
     given = [key for key in (KEY, RELEASED_KEY) if config.values.get(key) is not None]
     if not given:
         raise CheckpointError(
-            "This is no FlexDraft head.", where=f"{config.where}: {KEY}", expected=f"{KEY}, or {RELEASED_KEY} as released"
+            "The checkpoint is not a FlexDraft head.",
+            where=f"{config.where}: {KEY}",
+            expected=f"{KEY}, or {RELEASED_KEY} as released",
         )
     one, *other = (config.part(key) for key in given)
     if other and one.values != other[0].values:

@@ -45,7 +45,9 @@ def released(folder: Path) -> Path:
     values |= {"dflash_config": block, "architectures": ["FlexDraftBiasModel"], "transformers_version": "4.56.0"}
     (folder / "config.json").write_text(json.dumps(values))
     unused = {f"layers.{i}.mlp.{part}_proj.weight": torch.ones(2) for i in (0, 1) for part in ("gate", "up", "down")}
-    unused |= {f"layers.{i}.{part}_layernorm.weight": torch.ones(3) for i in (0, 1) for part in ("input", "post_attention")}
+    unused |= {
+        f"layers.{i}.{part}_layernorm.weight": torch.ones(3) for i in (0, 1) for part in ("input", "post_attention")
+    }
     edit_tensors(folder / "model.safetensors", **unused, **{"norm.weight": torch.ones(5)})
     return folder
 
@@ -95,9 +97,14 @@ def test_both_keys_may_stand_if_they_agree(folder: Path) -> None:
 
 
 WRONG: dict[str, tuple[str, Any, str, str]] = {
-    "no block": ("flexdraft_config", ..., "no FlexDraft head", "flexdraft_config"),
+    "no block": ("flexdraft_config", ..., "not a FlexDraft head", "flexdraft_config"),
     "no calibration": ("flexdraft_config.enable_anchor_bias_logits", False, "calibration", "enable_anchor_bias_logits"),
-    "calibration unsaid": ("flexdraft_config.enable_anchor_bias_logits", ..., "calibration", "enable_anchor_bias_logits"),
+    "calibration unsaid": (
+        "flexdraft_config.enable_anchor_bias_logits",
+        ...,
+        "calibration",
+        "enable_anchor_bias_logits",
+    ),
     "no rank": ("flexdraft_config.anchor_bias_rank", ..., "missing", "anchor_bias_rank"),
     "every layer": ("num_hidden_layers", 4, "split layer is out of range", "num_hidden_layers"),
     "more layers": ("num_hidden_layers", 9, "split layer is out of range", "num_hidden_layers"),
