@@ -81,6 +81,19 @@ class Geometry(Part):
     draft_vocab_size: Annotated[int, Field(ge=2)] | None = None
 
 
+class FlexGeometry(Part):
+    """Shape of a FlexDraft head; widths and heads are the target's."""
+
+    #: Number of the target's last layers in which mask rows draft; the authors use 10 of 36.
+    layers: Positive
+    #: Block size γ in tokens, anchor included.
+    block_size: Annotated[int, Field(ge=2)]
+    #: Hidden size of the network that corrects drafts by the anchor.
+    calibration_size: Positive = 256
+    #: Size of the draft vocabulary, the most frequent ids of the responses; by default the full vocabulary.
+    draft_vocab_size: Annotated[int, Field(ge=2)] | None = None
+
+
 class Objective(Part):
     """The training loss: the sum of named terms times these weights. `train/objectives/` defines them."""
 

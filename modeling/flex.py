@@ -12,10 +12,12 @@ target's outputs do not change by a bit. Mask rows do not know the anchor: a sma
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from d2sd.modeling.config import BodyConfig, FlexConfig
 from d2sd.modeling.decoder import Decoder
@@ -25,7 +27,8 @@ from d2sd.modeling.native import NativeLayers
 from d2sd.modeling.rope import Rotary
 from d2sd.modeling.rows import Rows
 
-# Shape letters: B requests, T mask rows, E hidden, V vocabulary or draft vocabulary.
+# Shape letters: B requests, T mask rows, S tokens of a sequence, E hidden, L layers that draft, Hkv heads, D head size, V
+# vocabulary or draft vocabulary.
 
 
 class DraftLayer(Layer):
@@ -96,7 +99,32 @@ class FlexHead(nn.Module):
         hidden: Tensor = self(rows.positions, pool.attend(rows))
         return hidden
 
+    @torch.no_grad()
+    def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """features [B, S, E], outputs of the layer before the split at `positions [B, S]` from 0 on -> k, v
+        [L, B, S, Hkv, D] fp32 of the target's last layers, which are computed again: for training, where the target's
+        pages are not kept.
+        """
+        own = next(cast("DraftLayer", self.layers[0]).shared[0].parameters())
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+        with torch.autocast(features.device.type, enabled=False):
+            x = features.to(own.dtype)
+            cos_sin, pairs = self.rotary(positions, x.dtype), []
+            for index, layer in enumerate(cast("Iterable[DraftLayer]", self.layers)):
+                x, k, v = layer.shared[0](x, cos_sin, index, attend)
+                pairs.append((k.float(), v.float()))
+        return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
+
     def calibrate(self, hidden: Tensor, anchor: Tensor) -> Tensor:
         """What is added to logits of `hidden [..., E]`: [..., V] fp32; `anchor [..., E]` embeds the anchor."""
-        added: Tensor = self.calibration(torch.cat([anchor.expand_as(hidden).to(hidden.dtype), hidden], -1))
+        added: Tensor = self.calibration[2](self.calibration_inner(hidden, anchor))
         return added.float()
+
+    def calibration_inner(self, hidden: Tensor, anchor: Tensor) -> Tensor:
+        """The same up to the last linear layer: [..., calibration size]."""
+        inner: Tensor = self.calibration[:2](torch.cat([anchor.expand_as(hidden).to(hidden.dtype), hidden], -1))
+        return inner
