@@ -10,8 +10,8 @@ from typing import Literal, get_args
 
 PolicyName = Literal["off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid", "flex"]
 NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
-#: A drafter in files, logs and messages; `DrafterRole` is its index.
-DrafterName = Literal["first", "second"]
+#: A drafter in files, logs and messages; `DrafterRole` is the index of the first two.
+DrafterName = Literal["first", "second", "flex"]
 
 #: Nodes of the largest tree: its mask has N² entries a request, and larger trees never repay their verification.
 MAX_NODES = 1024

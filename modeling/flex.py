@@ -27,8 +27,8 @@ from d2sd.modeling.native import NativeLayers
 from d2sd.modeling.rope import Rotary
 from d2sd.modeling.rows import Rows
 
-# Shape letters: B requests, T mask rows, S tokens of a sequence, E hidden, L layers that draft, Hkv heads, D head size, V
-# vocabulary or draft vocabulary.
+# Shape letters: B requests, T mask rows, S tokens of a sequence, E hidden, L layers that draft, Hkv heads, D head size,
+# V vocabulary or draft vocabulary.
 
 
 class DraftLayer(Layer):

@@ -65,27 +65,28 @@ def first_drafter(geometry: Geometry, target: Decoder, data: TrainingData, seed:
     return drafter_from_target(config, target, sample, torch.Generator().manual_seed(seed))
 
 
-@torch.no_grad()
-def flex_head(geometry: FlexGeometry, target: Decoder, seed: int) -> FlexHead:
-    """The initial FlexDraft head in fp32 on the CPU, not joined: copies of the target's attention, a small random mask
-    embedding (as published), and a calibration that adds nothing.
-
-    Raises D2SDError if the target has too few layers.
-    """
-    config, limit = target.config, target.config.body.num_layers - 1
+def flex_config(geometry: FlexGeometry, config: DecoderConfig) -> FlexConfig:
+    """Config of a head over the full vocabulary. Raises D2SDError if the target has too few layers."""
+    limit = config.body.num_layers - 1
     if geometry.layers > limit:
         raise D2SDError(
             "The head has more layers than the target can split off.", where="flex.layers",
             found=geometry.layers, expected=f"at most {limit}",
         )  # fmt: skip
-    generator = torch.Generator().manual_seed(seed)
-    head = FlexHead(
-        FlexConfig(
-            family=config.family, body=replace(config.body, num_layers=geometry.layers), vocab_size=config.vocab_size,
-            block_size=geometry.block_size, num_target_layers=config.body.num_layers,
-            calibration_size=geometry.calibration_size,
-        )
+    return FlexConfig(
+        family=config.family, body=replace(config.body, num_layers=geometry.layers), vocab_size=config.vocab_size,
+        block_size=geometry.block_size, num_target_layers=config.body.num_layers,
+        calibration_size=geometry.calibration_size,
     )  # fmt: skip
+
+
+@torch.no_grad()
+def flex_head(geometry: FlexGeometry, target: Decoder, seed: int) -> FlexHead:
+    """The initial FlexDraft head in fp32 on the CPU, not joined: copies of the target's attention, a small random mask
+    embedding (as published), and a calibration that adds nothing. Raises D2SDError as `flex_config` does.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    head = FlexHead(flex_config(geometry, target.config))
     head.mask_embedding.normal_(std=0.02, generator=generator)
     first, last = head.calibration[0], head.calibration[2]
     first.weight.normal_(std=first.in_features**-0.5, generator=generator)
