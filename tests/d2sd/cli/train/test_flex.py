@@ -39,7 +39,8 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
         assert train(project).exit_code != 0
     files = trained(project)
     assert sorted(files) == [
-        "curves.png", "evaluation.json", *(f"flex/{n}" for n in ("config.json", "draft_vocab.json", "model.safetensors")),
+        "curves.png", "evaluation.json",
+        *(f"flex/{name}" for name in ("config.json", "draft_vocab.json", "model.safetensors")),
     ]  # fmt: skip
     assert [(row["step"], "cells" in row) for row in rows(project, "flex.jsonl")] == [
         (1, False), (2, False), (3, False), (3, True), (4, False), (4, True),
