@@ -35,7 +35,7 @@ class DraftLayer(Layer):
     """A target layer whose attention is a copy; the rest is the target's, and no part of this module's parameters."""
 
     def __init__(self, config: BodyConfig) -> None:
-        nn.Module.__init__(self)  # type: ignore[no-untyped-call]
+        nn.Module.__init__(self)
         self.self_attn = Attention(config)
         self.shared: tuple[Layer, ...] = ()  # one; a tuple, so that it is not registered
 
@@ -52,6 +52,15 @@ class DraftLayer(Layer):
         return self.shared[0].post_attention_layernorm
 
 
+class AnchorCalibration(nn.Module):
+    """The network that corrects logits by the anchor."""
+
+    def __init__(self, hidden: int, size: int, outputs: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2 * hidden, size)
+        self.outer = nn.Linear(size, outputs)
+
+
 class FlexHead(nn.Module):
     """What FlexDraft adds to a target. `state_dict` holds the added tensors only; `join` comes before any pass."""
 
@@ -62,12 +71,12 @@ class FlexHead(nn.Module):
     def __init__(self, config: FlexConfig) -> None:
         super().__init__()
         self.config = config
-        body, size = config.body, config.calibration_size
+        body = config.body
         self.mask_embedding = nn.Parameter(torch.zeros(body.hidden_size))
         self.layers = nn.ModuleList(DraftLayer(body) for _ in range(body.num_layers))
         ids = config.draft_vocabulary
         outputs = config.vocab_size if ids is None else len(ids)
-        self.calibration = nn.Sequential(nn.Linear(2 * body.hidden_size, size), nn.SiLU(), nn.Linear(size, outputs))
+        self.calibration = AnchorCalibration(body.hidden_size, config.calibration_size, outputs)
         self.rotary = Rotary(body.rope, body.head_dim)
         self.register_module("native", None)  # in place of `layers`, see d2sd.modeling.packed
         with torch.device("cpu"):  # the ids are known even under torch.device("meta")
@@ -121,10 +130,10 @@ class FlexHead(nn.Module):
 
     def calibrate(self, hidden: Tensor, anchor: Tensor) -> Tensor:
         """What is added to logits of `hidden [..., E]`: [..., V] fp32; `anchor [..., E]` embeds the anchor."""
-        added: Tensor = self.calibration[2](self.calibration_inner(hidden, anchor))
+        added: Tensor = self.calibration.outer(self.calibration_inner(hidden, anchor))
         return added.float()
 
     def calibration_inner(self, hidden: Tensor, anchor: Tensor) -> Tensor:
         """The same up to the last linear layer: [..., calibration size]."""
-        inner: Tensor = self.calibration[:2](torch.cat([anchor.expand_as(hidden).to(hidden.dtype), hidden], -1))
-        return inner
+        both = torch.cat([anchor.expand_as(hidden).to(hidden.dtype), hidden], -1)
+        return F.silu(self.calibration.inner(both))

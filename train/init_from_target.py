@@ -88,7 +88,7 @@ def flex_head(geometry: FlexGeometry, target: Decoder, seed: int) -> FlexHead:
     generator = torch.Generator().manual_seed(seed)
     head = FlexHead(flex_config(geometry, target.config))
     head.mask_embedding.normal_(std=0.02, generator=generator)
-    first, last = head.calibration[0], head.calibration[2]
+    first, last = head.calibration.inner, head.calibration.outer
     first.weight.normal_(std=first.in_features**-0.5, generator=generator)
     for zero in (first.bias, last.weight, last.bias):
         zero.zero_()

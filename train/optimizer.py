@@ -23,7 +23,7 @@ class Optimizer:
         self._drafter = drafter
         parameters = list(drafter.parameters())
         # a calibration's last matrix has a row for each token, like a head: AdamW, as is usual for heads
-        matrices = [p for name, p in drafter.named_parameters() if p.dim() == 2 and name != "calibration.2.weight"]
+        matrices = [p for name, p in drafter.named_parameters() if p.dim() == 2 and name != "calibration.outer.weight"]
         muon = matrices if settings.optimizer == "muon" else []
         adamw = [p for p in parameters if not any(p is other for other in muon)]
         decay = settings.weight_decay

@@ -25,7 +25,7 @@ from d2sd.convert.engines.worker import SETTINGS, Job
 from d2sd.convert.onnx.export import TOOLS, export_drafter, export_target, require_exporter
 from d2sd.io import cache_folder
 from d2sd.manifest import Engines as Built
-from d2sd.modeling.config import DrafterConfig
+from d2sd.modeling.config import DrafterConfig, FlexConfig
 from d2sd.plugins.cascade_attention.onnx import VERSION as PLUGIN_ABI
 from d2sd.recipe import Engines
 from d2sd.tensorrt_env import TensorRT, find_tensorrt
@@ -73,7 +73,10 @@ class EngineBuild:
         }  # fmt: skip
         files = dict(self.work.stage(GRAPHS, inputs, size, lambda folder: self._export(folder, aux_layer_ids)).files)
         graphs = list(files.items())
-        profiles = {part.name: make_profiles(recipe, self.trt.name, part.config) for part in self.plan.graphs}
+        profiles = {}
+        for part in self.plan.graphs:
+            assert not isinstance(part.config, FlexConfig)
+            profiles[part.name] = make_profiles(recipe, self.trt.name, part.config)
         plugins: dict[str, int] = {}
         for compute in self.wanted.compute:
             inputs = dict(common) | {

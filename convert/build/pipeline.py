@@ -97,8 +97,8 @@ def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
     common: dict[str, object] = {"versions": unproven.versions, "precision": plan.recipe.precision}
     files: dict[str, str] = {}
     for part in plan.parts:
-        made = _target if part is plan.target else _flex if part is plan.flex else _drafter
-        source, need, write = made(plan, part, work)
+        stage = _target if part is plan.target else _flex if part is plan.flex else _drafter
+        source, need, write = stage(plan, part, work)
         inputs = common | {"source": source}
         if fp8 is not None and fp8.makes(part):
             inputs |= fp8.inputs() | {"preceding": list(files.items())}

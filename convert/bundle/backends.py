@@ -34,7 +34,8 @@ def make_runner(
         check_device(device)
         first, second = (*(drafter.to(device) for drafter in drafters), None, None)[:2]
         head = bundle.flex.to(device) if flex and bundle.flex is not None else None
-        return ModelRunner(bundle.target.to(device), first, second, head, block_size=bundle.recipe.tree.block_size)
+        size = bundle.recipe.tree.block_size
+        return ModelRunner(bundle.target.to(device), first, second, flex=head, block_size=size)
     if flex:
         raise BundleError(
             "FlexDraft has neither graphs nor engines: PyTorch runs it.", where=bundle.path, found=name,

@@ -46,6 +46,12 @@ _ARCHITECTURES = ("FlexDraftModel", "FlexDraftBiasModel")
 _TOP = READ | INERT | {"architectures", "block_size", "num_target_layers", KEY, RELEASED_KEY}
 _TOP |= {"mlp_bias", "sliding_window", "use_sliding_window"}
 _INSIDE = {"target_layer_ids", "enable_anchor_bias_logits", "anchor_bias_rank", "block_size", "mask_token_id"}
+_FROM_RELEASE = {
+    f"anchor_bias_mlp.{index}.{part}": f"calibration.{layer}.{part}"
+    for index, layer in ((0, "inner"), (2, "outer"))
+    for part in ("weight", "bias")
+}
+_TO_RELEASE = {ours: theirs for theirs, ours in _FROM_RELEASE.items()}
 #: In the release, and unused.
 _UNUSED = re.compile(r"norm\.weight|layers\.\d+\.(mlp\.\w+_proj|input_layernorm|post_attention_layernorm)\.weight")
 
@@ -170,7 +176,7 @@ def write_flex(directory: Path, config: FlexConfig, tensors: Mapping[str, Tensor
     given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert given == flex_shapes(config), "not this head's tensors"
     (dtype,) = {tensor.dtype for tensor in tensors.values()}
-    named = {re.sub(r"^calibration\.", "anchor_bias_mlp.", name): tensor for name, tensor in tensors.items()}
+    named = {_TO_RELEASE.get(name, name): tensor for name, tensor in tensors.items()}
     write_tensors(directory / "model.safetensors", named)
     (directory / "config.json").write_text(_config_text(config, dtype), "utf-8")
     write_draft_vocabulary(directory, config.draft_vocabulary, config.vocab_size)
@@ -192,7 +198,7 @@ def with_vocabulary(head: FlexHead, ids: tuple[int, ...] | None) -> FlexHead:
     out = _empty(replace(head.config, draft_vocabulary=ids))
     tensors = {name: tensor.detach().cpu() for name, tensor in head.state_dict().items()}
     if ids is not None:
-        for name in ("calibration.2.weight", "calibration.2.bias"):
+        for name in ("calibration.outer.weight", "calibration.outer.bias"):
             tensors[name] = tensors[name][list(ids)]
     fill(out, tensors)
     return out
@@ -202,7 +208,7 @@ def _ours(name: str) -> str | None:
     """Our module's name of a tensor; None for those of the release that no pass uses."""
     if _UNUSED.fullmatch(name):
         return None
-    return re.sub(r"^anchor_bias_mlp\.", "calibration.", name)
+    return _FROM_RELEASE.get(name, name)
 
 
 def _empty(config: FlexConfig) -> FlexHead:

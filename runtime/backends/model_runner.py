@@ -47,8 +47,8 @@ class ModelRunner:
         target: TargetModel,
         first: DraftModel | None = None,
         second: DraftModel | None = None,
-        flex: FlexHead | None = None,
         *,
+        flex: FlexHead | None = None,
         block_size: int = 1,
         max_prefill_requests: Callable[[int], int] = lambda rows: sys.maxsize,
     ) -> None:

@@ -20,7 +20,7 @@ from d2sd.modeling.packed import pack
 from d2sd.modeling.rows import Rows
 from d2sd.plugins.cpu import library
 from tests.modeling.test_drafter import Vector, rms_norm, rope
-from tests.tiny import feed, pool_for, random_tokens, tiny_decoder, tiny_flex
+from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_flex
 
 GAMMA = 4
 
@@ -72,8 +72,8 @@ def reference(target: Decoder, head: FlexHead, tokens: list[int]) -> tuple[Vecto
     anchor = weights["embed_tokens.weight"][tokens[-1]]
     logits = []
     for h in hidden[1:]:
-        inner = own["calibration.0.weight"] @ np.concatenate([anchor, h]) + own["calibration.0.bias"]
-        added = own["calibration.2.weight"] @ (inner / (1 + np.exp(-inner))) + own["calibration.2.bias"]
+        inner = own["calibration.inner.weight"] @ np.concatenate([anchor, h]) + own["calibration.inner.bias"]
+        added = own["calibration.outer.weight"] @ (inner / (1 + np.exp(-inner))) + own["calibration.outer.bias"]
         logits.append(weights["embed_tokens.weight"] @ h + added)
     return hidden, np.array(logits)
 
@@ -142,7 +142,7 @@ def test_the_rest_is_the_targets() -> None:
     target, head = pair()
     added = [f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
     attention = {f"layers.{layer}.{name}.weight" for layer in range(2) for name in added}
-    network = {f"calibration.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")}
+    network = {f"calibration.{layer}.{name}" for layer in ("inner", "outer") for name in ("weight", "bias")}
     assert head.state_dict().keys() == attention | network | {"mask_embedding"}
     twin, its_head = deepcopy((target, head))
     assert its_head.layers[0].mlp is twin.layers[2].mlp
@@ -155,7 +155,7 @@ def test_a_draft_vocabulary_is_a_part_of_the_whole() -> None:
     ids = (0, 3, 9, 41, 62)
     small = tiny_flex(target, layers=2, block_size=GAMMA, draft_vocabulary=ids)
     whole = head.state_dict()
-    for name in ("calibration.2.weight", "calibration.2.bias"):
+    for name in ("calibration.outer.weight", "calibration.outer.bias"):
         whole[name] = whole[name][list(ids)]
     small.load_state_dict(whole)
     hidden, anchor = torch.randn(2, 3, 16), torch.randn(2, 1, 16)
@@ -174,8 +174,30 @@ def test_gradients_reach_what_is_added_and_nothing_else() -> None:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
     hidden = head(positions, attend)
-    (target.logits(hidden) + head.calibrate(hidden, target.embed_tokens.weight[7])).log_softmax(-1)[
-        ..., 3
-    ].sum().backward()
+    logits = target.logits(hidden) + head.calibrate(hidden, target.embed_tokens.weight[7])
+    logits[..., 3].sum().backward()  # type: ignore[no-untyped-call]
     assert all(p.grad is not None and p.grad.any() for p in head.parameters())
     assert all(p.grad is None for p in target.parameters())
+
+
+def test_an_fp8_target_lends_its_layers_and_pages() -> None:
+    """MLPs in FP8, and K/V pages with a scale a layer: the draft is that of the plain target but for rounding."""
+    target, head = pair()
+    tokens = random_tokens(target, 2, 10)
+    linears = [f"layers.{layer}.mlp.{part}_proj" for layer in range(4) for part in ("gate", "up", "down")]
+    narrow = in_fp8(target, linears, cache=True)
+    scales = torch.full((4,), 0.05), torch.full((4,), 0.05)  # as of the model's caches
+    found = []
+    for model, fp8 in ((target, None), (narrow, scales)):
+        head.join(model)
+        pool, table = pool_for(model.config.body, 2, 10, fp8=fp8)
+        feed(model, tokens[:, :9], pool, table, torch.tensor([0, 0]))
+        last = pool.from_layer(2)
+        if fp8 is not None:
+            assert last.scales is not None
+            assert [part.data_ptr() for part in last.scales] == [part[2:].data_ptr() for part in scales]
+        rows = Rows(9 + torch.arange(GAMMA).expand(2, -1), torch.ones(2, GAMMA, GAMMA, dtype=torch.bool), table,
+                    torch.tensor([9, 9]))  # fmt: skip
+        found.append(head.draft(rows, last))
+    error = (found[0] - found[1]).norm() / found[0].norm()
+    assert 0.001 < error < 0.2

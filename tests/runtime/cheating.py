@@ -43,7 +43,7 @@ class CheatingRunner(ModelRunner):
         first_errors: float = 0.3,
         second_errors: float = 0.3,
     ) -> None:
-        super().__init__(target, first, second, flex)
+        super().__init__(target, first, second, flex=flex)
         self._texts = {seed - 2**64 if seed >= 2**63 else seed: list(text) for seed, text in texts.items()}
         self._errors = first_errors, second_errors
         self.boundaries: Counter[int] = Counter()

@@ -95,7 +95,8 @@ def cheater(requests: SequenceOf[Request], *, first_errors: float = 0.3, second_
 
 
 def honest() -> ModelRunner:
-    return ModelRunner(*copies())
+    target, first, second, flex = copies()
+    return ModelRunner(target, first, second, flex=flex)
 
 
 def make_engine(

@@ -84,7 +84,7 @@ def requests(seeds: int) -> list[Request]:
 @cache
 def plain(dtype: torch.dtype, seeds: int) -> tuple[list[list[int]], Logits]:
     """One request at a time, one token a step, prompts whole."""
-    return run(_Plain(*in_type(dtype)), "off", requests(seeds), 1, 32, None)
+    return run(_Plain(*in_type(dtype)[:3]), "off", requests(seeds), 1, 32, None)
 
 
 def check(dtype: torch.dtype, policy: PolicyName, batch: int, chunk: int, pages: int | None, seeds: int = 1) -> int:

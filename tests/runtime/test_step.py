@@ -33,7 +33,8 @@ class Spy(ModelRunner):
     """Notes what it is asked for and what it says."""
 
     def __init__(self) -> None:
-        super().__init__(*copies())
+        target, first, second, flex = copies()
+        super().__init__(target, first, second, flex=flex)
         self.asked: list[tuple[str, int, int]] = []
         self.said: list[Draft] = []
 

@@ -76,7 +76,7 @@ class BlockLoss(nn.Module):
         added = None
         if isinstance(self.drafter, FlexHead):
             hidden, inner = flex_hidden(self.drafter, self._embedding, packed)
-            last = self.drafter.calibration[2]
+            last = self.drafter.calibration.outer
             added = Added(inner.flatten(0, 1)[used], last.weight[candidates.ids], last.bias[candidates.ids])
         else:
             hidden = block_hidden(self.drafter, self._embedding, packed, visible)

@@ -184,6 +184,6 @@ def test_it_is_no_dflash_drafter(folder: Path) -> None:
 def test_a_draft_vocabulary_takes_its_rows() -> None:
     head = tiny_flex(TARGET, layers=2)
     small = with_vocabulary(head, (3, 5, 60))
-    assert torch.equal(small.calibration[2].weight, head.calibration[2].weight[[3, 5, 60]])
+    assert torch.equal(small.calibration.outer.weight, head.calibration.outer.weight[[3, 5, 60]])
     assert torch.equal(small.mask_embedding, head.mask_embedding)
     assert small.config == replace(CONFIG, draft_vocabulary=(3, 5, 60))

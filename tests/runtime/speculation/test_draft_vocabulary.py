@@ -226,6 +226,6 @@ def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> No
 def test_nothing_is_read_back(policy: PolicyName, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with vocabularies can be captured in a graph like any other."""
     target, first, second, flex = copies()
-    made = ModelRunner(target, narrowed(first, IDS), narrowed(second, frequent(24)), flex)
+    made = ModelRunner(target, narrowed(first, IDS), narrowed(second, frequent(24)), flex=flex)
     monkeypatch.setattr(test_capturable, "honest", lambda: made)
     check_same(record(running(policy, HOT, SamplingParams()), 3))
