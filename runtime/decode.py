@@ -83,10 +83,10 @@ def decode_step(
     offered = policy.topk if batch.grammar is None else max(policy.topk, OFFERED)
     guided = partial(_guided, batch.grammar, policy.topk, timer)
     first, branches, second = prompt_lookup, None, None
-    draft = {FirstPass.DRAFTER: runner.draft_first, FirstPass.FLEX: runner.draft_flex}.get(policy.first_pass)
-    if draft is not None:
+    if policy.first_pass in (FirstPass.DRAFTER, FirstPass.FLEX):
         with timer("draft_first"):
-            first = draft(batch, offered)
+            flex = policy.first_pass is FirstPass.FLEX
+            first = runner.draft_flex(batch, offered) if flex else runner.draft_first(batch, offered)
         first = calibrated(guided(first), batch, DrafterRole.FIRST)
     elif first is not None:
         first = guided(first)
