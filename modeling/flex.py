@@ -21,9 +21,9 @@ from torch.nn import functional as F
 
 from d2sd.modeling.config import BodyConfig, FlexConfig
 from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import MLP, Attend, Attention, Layer, RMSNorm
-from d2sd.modeling.native import NativeLayers
 from d2sd.modeling.rope import Rotary
 from d2sd.modeling.rows import Rows
 
@@ -64,7 +64,7 @@ class AnchorCalibration(nn.Module):
 class FlexHead(nn.Module):
     """What FlexDraft adds to a target. `state_dict` holds the added tensors only; `join` comes before any pass."""
 
-    native: NativeLayers | None
+    native: InferenceLayers | None
     draft_ids: Tensor | None  # as in `DraftModel`
     norm: RMSNorm
 
@@ -103,7 +103,7 @@ class FlexHead(nn.Module):
         """`forward` over the committed context in `pool`: the target's from the split layer, `KVPool.from_layer`."""
         if self.native is not None:
             x = self.mask_embedding.expand(*rows.positions.shape, -1)
-            out: tuple[Tensor, ...] = self.native(x, self.rotary(rows.positions, torch.float32), rows, pool)
+            out: tuple[Tensor, ...] = self.native(x, self.rotary, rows, pool)
             return out[0]
         hidden: Tensor = self(rows.positions, pool.attend(rows))
         return hidden

@@ -18,8 +18,8 @@ from d2sd.errors import D2SDError
 from d2sd.io import write_text
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.buckets import buckets
+from d2sd.runtime.captured import DecodeSteps
 from d2sd.runtime.request import Limits
-from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.step_times import Forecast, StepTimes, measure_step_times
 from d2sd.schema import read_model
@@ -46,7 +46,7 @@ def kept_step_times(
     forecast: Forecast,
     limits: Limits,
     advance: Callable[[int], None] = lambda buckets: None,
-    calibration: Calibration | None = None,
+    steps: DecodeSteps | None = None,
 ) -> StepTimes:
     """The step times in the file `path`, or else those of `measure_step_times`, which are then written there.
 
@@ -62,7 +62,7 @@ def kept_step_times(
             logger.info("step times were measured before on this machine; to measure again delete %s", path)
             return times
     start = time.monotonic()
-    times = measure_step_times(runner, policies, forecast, limits, advance, calibration)
+    times = measure_step_times(runner, policies, forecast, limits, advance, steps)
     seconds = time.monotonic() - start
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

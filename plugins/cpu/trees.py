@@ -13,6 +13,8 @@ from torch import Tensor
 from d2sd.plugins.cpu import library
 from d2sd.plugins.cpu.library import address, functions
 
+#: Of a tree, in the order of `d2sd.runtime.speculation.tree.Tree`.
+Columns = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 #: Branches that a node's set of prefixes has bits for.
 MOST_BRANCHES = 64
 
@@ -46,7 +48,7 @@ def supported(tensor: Tensor) -> bool:
 def grow(
     anchor: Tensor, tokens: Tensor, logprob: Tensor, nodes: int,
     branches: tuple[Tensor, Tensor] | None = None, second: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> Columns:  # fmt: skip
     """anchor [B], tokens and logprob [B, S, M], tokens [B, K, S] and prefix lengths [B, K] of the branches, and their
     tokens and logprob [B, K, S, M] -> token, parent, depth, valid, mask [B, N, N], branch_id and score [B, N].
     """
