@@ -72,7 +72,7 @@ class FlexHead(nn.Module):
         super().__init__()
         self.config = config
         body = config.body
-        self.mask_embedding = nn.Parameter(torch.zeros(body.hidden_size))
+        self.mask_embedding = nn.Parameter(torch.empty(body.hidden_size))
         self.layers = nn.ModuleList(DraftLayer(body) for _ in range(body.num_layers))
         ids = config.draft_vocabulary
         outputs = config.vocab_size if ids is None else len(ids)
