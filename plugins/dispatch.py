@@ -23,6 +23,7 @@ TYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: Older devices have neither FP8 tensor cores nor an instruction that converts from E4M3.
 FP8_CAPABILITY = (8, 9)
 NO_FALLBACK = "D2SD_NO_FALLBACK"
+NO_TRITON = "triton is not installed (pip install 'd2sd[triton]')"
 
 
 def use_triton(pages: torch.Tensor) -> bool:
@@ -34,6 +35,18 @@ def use_triton(pages: torch.Tensor) -> bool:
         return False
     reason = unsupported(pages.shape[-1], pages.dtype, torch.cuda.get_device_capability(pages.device))
     return reason is None or _fall_back("attention", reason)
+
+
+def use_kernels(x: torch.Tensor, what: str, reason: str | None = None) -> bool:
+    """Whether `what`, an op without heads and pages over tensors like `x`, runs as a Triton kernel.
+
+    `reason`: why its kernel does not take this call. Raises `D2SDError` where a CUDA device runs no kernel, under
+    `D2SD_NO_FALLBACK=1`.
+    """
+    if x.device.type != "cuda":
+        return False
+    reason = reason or _unsupported_device(torch.cuda.get_device_capability(x.device))
+    return reason is None or _fall_back(what, reason)
 
 
 def use_fp8_gemm(x: torch.Tensor) -> bool:
@@ -80,13 +93,20 @@ def _fall_back(what: str, reason: str) -> bool:
 def unsupported(size: int, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
     """Why the kernels do not take heads of `size` in pages of `dtype`; None where they do."""
     if find_spec("triton") is None:
-        return "triton is not installed (pip install 'd2sd[triton]')"
+        return NO_TRITON
     if size % HEAD_STEP or not 0 < size <= LARGEST_HEAD:
         return f"head size {size} is not a multiple of {HEAD_STEP} up to {LARGEST_HEAD}"
     if dtype == torch.float8_e4m3fn:
         return None if capability >= FP8_CAPABILITY else f"FP8 pages need compute capability 8.9, this is {capability}"
     if dtype not in TYPES:
         return f"pages of {dtype}"
+    return _unsupported_device(capability)
+
+
+@cache
+def _unsupported_device(capability: tuple[int, int]) -> str | None:
+    if find_spec("triton") is None:
+        return NO_TRITON
     return None if capability >= (8, 0) else f"compute capability {capability} is below 8.0"
 
 
