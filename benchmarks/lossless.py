@@ -21,7 +21,7 @@ import click
 
 from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.load import Bundle, load_bundle
-from d2sd.convert.bundle.serving import chat_request, make_engine
+from d2sd.convert.bundle.serving import can_run, chat_request, make_engine
 from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
 from d2sd.errors import D2SDError
 from d2sd.io import write_text
@@ -54,9 +54,9 @@ class Part:
         return f"{self.prompt_set}-{self.regime.replace(' ', '_')}-{self.policy}-{self.batch}.json"
 
 
-def parts(prompt_set: str) -> list[Part]:
-    """All parts; plain decoding at batch 1 first, as the reference for the others."""
-    modes = [(policy, batch) for batch in (1, IN_FLIGHT) for policy in NAMES]
+def parts(bundle: Bundle, prompt_set: str) -> list[Part]:
+    """All parts of a bundle; plain decoding at batch 1 first, as the reference for the others."""
+    modes = [(policy, batch) for batch in (1, IN_FLIGHT) for policy in NAMES if can_run(bundle, policy)]
     return [Part(prompt_set, regime, policy, batch) for regime in REGIMES for policy, batch in modes]
 
 
@@ -141,7 +141,7 @@ def main(bundle: Path, prompts: Path, out: Path, per_set: int, tokens: int, only
     loaded = load_bundle(bundle, progress=bar)
     out.mkdir(parents=True, exist_ok=True)
     unexcused = 0
-    for part in (p for prompt_set in SETS for p in parts(prompt_set) if fnmatch(p.file, only)):
+    for part in (p for prompt_set in SETS for p in parts(loaded, prompt_set) if fnmatch(p.file, only)):
         path = out / part.file
         if not path.exists():
             requests = requests_of(loaded, prompts, part, per_set, tokens)
@@ -155,7 +155,7 @@ def main(bundle: Path, prompts: Path, out: Path, per_set: int, tokens: int, only
                 f"differences {result.get('differences', [])}"
             )
         unexcused += sum(not d["excused"] for d in json.loads(path.read_text()).get("differences", []))
-    if all((out / part.file).exists() for prompt_set in SETS for part in parts(prompt_set)):
+    if all((out / part.file).exists() for prompt_set in SETS for part in parts(loaded, prompt_set)):
         text = summary(out)
         (out / "summary.md").write_text(text + "\n")
         click.echo(text)

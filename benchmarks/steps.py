@@ -22,7 +22,7 @@ import click
 
 from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.load import load_bundle
-from d2sd.convert.bundle.serving import chat_request, make_engine
+from d2sd.convert.bundle.serving import can_run, chat_request, make_engine
 from d2sd.io import read_json, write_text
 from d2sd.policies import NAMES
 from d2sd.prompts import OWN_PROMPTS, read_prompts
@@ -60,9 +60,10 @@ def main(bundle: Path, file: Path) -> None:
     loaded = load_bundle(bundle)
     texts = [text for _, text in read_prompts(OWN_PROMPTS)[:PROMPTS]]
     known = read_json(file) if file.exists() else {}
-    cells = [f"{name} T={heat} batch={size}" for name, heat, size in product(NAMES, (0.0, 1.0), (1, 8))]
+    names = [name for name in NAMES if can_run(loaded, name)]
+    cells = [f"{name} T={heat} batch={size}" for name, heat, size in product(names, (0.0, 1.0), (1, 8))]
     compare, different = all(cell in known for cell in cells), 0
-    for cell, (name, heat, size) in zip(cells, product(NAMES, (0.0, 1.0), (1, 8)), strict=True):
+    for cell, (name, heat, size) in zip(cells, product(names, (0.0, 1.0), (1, 8)), strict=True):
         if cell in known and not compare:
             continue
         params = [SamplingParams(heat, 0.95 if i % 3 == 0 else 1.0, seed=i + 1) for i in range(len(texts))]

@@ -54,6 +54,14 @@ class DrafterGeometry(_Part):
     parameters: int
 
 
+class FlexGeometry(_Part):
+    num_layers: int
+    split_layer: int
+    block_size: int
+    calibration_size: int
+    parameters: int
+
+
 #: Min, opt and max shape.
 Shapes = tuple[list[int], list[int], list[int]]
 
@@ -77,6 +85,7 @@ class Manifest(_Part):
     target: TargetGeometry
     first: DrafterGeometry | None
     second: DrafterGeometry | None
+    flex: FlexGeometry | None = None
     engines: Engines | None = None
     files: dict[FileName, Sha256]  # every file of the bundle but this one
     versions: dict[str, str]  # of the tools that decide the bytes

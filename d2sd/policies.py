@@ -8,10 +8,10 @@ from enum import Enum, IntEnum
 from types import MappingProxyType
 from typing import Literal, get_args
 
-PolicyName = Literal["off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid"]
+PolicyName = Literal["off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid", "flex"]
 NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
-#: A drafter in files, logs and messages; `DrafterRole` is its index.
-DrafterName = Literal["first", "second"]
+#: A drafter in files, logs and messages; `DrafterRole` is the index of the first two.
+DrafterName = Literal["first", "second", "flex"]
 
 #: Nodes of the largest tree: its mask has N² entries a request, and larger trees never repay their verification.
 MAX_NODES = 1024
@@ -25,6 +25,7 @@ class FirstPass(Enum):
     NONE = "none"
     PROMPT_LOOKUP = "prompt lookup"
     DRAFTER = "drafter"
+    FLEX = "FlexDraft"
 
 
 class DrafterRole(IntEnum):
@@ -62,5 +63,6 @@ FACTS: Mapping[PolicyName, PolicyFacts] = MappingProxyType(
         "d2sd": PolicyFacts(second_pass=DrafterRole.SECOND, grows=True),
         "ddtree": PolicyFacts(grows=True),
         "hybrid": PolicyFacts(second_pass=DrafterRole.SECOND, grows=True),
+        "flex": PolicyFacts(FirstPass.FLEX),
     }
 )

@@ -164,6 +164,10 @@ class SecondSource(DrafterSource):
     role: Literal["variable_prefix"] | None = None
 
 
+class FlexSource(Source):
+    """A folder of a FlexDraft head, as `d2sd train` writes it or as released."""
+
+
 def _path_alone(value: object) -> object:
     """Read a string as {path: string}."""
     return {"path": value} if isinstance(value, str) else value
@@ -176,6 +180,8 @@ class Drafters(Part):
     first: DrafterSource | None = None
     #: The variable-prefix drafter of the second pass, needed by d2sd and hybrid only.
     second: SecondSource | None = None
+    #: A FlexDraft head for the policy flex: the target drafts for itself in its last layers.
+    flex: FlexSource | None = None
     #: File written by `d2sd calibrate`; without it drafter probabilities are used uncalibrated and `auto` serves the
     #: largest tree.
     calibration: Annotated[Source, BeforeValidator(_path_alone)] | None = None
@@ -336,6 +342,8 @@ class Recipe(RecipeFile):
             raise ValueError(f"tree.policy {tree.policy} needs drafters.first; add it or set tree.policy to off")
         if DrafterRole.SECOND in required and self.drafters.second is None:
             raise ValueError(f"tree.policy {tree.policy} needs drafters.second; add it or set tree.policy to ddtree")
+        if tree.policy == "flex" and self.drafters.flex is None:
+            raise ValueError("tree.policy flex needs drafters.flex; add it or set tree.policy to off")
         if self.drafters.calibration is not None and self.drafters.first is None:
             raise ValueError("drafters.calibration needs drafters.first, which is absent; remove it")
         if self.fp8 is not None and self.precision == "fp32":

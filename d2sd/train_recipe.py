@@ -81,6 +81,19 @@ class Geometry(Part):
     draft_vocab_size: Annotated[int, Field(ge=2)] | None = None
 
 
+class FlexGeometry(Part):
+    """Shape of a FlexDraft head; widths and heads are the target's."""
+
+    #: Number of the target's last layers in which mask rows draft; the authors use 10 of 36.
+    layers: Positive
+    #: Block size γ in tokens, anchor included.
+    block_size: Annotated[int, Field(ge=2)]
+    #: Hidden size of the network that corrects drafts by the anchor.
+    calibration_size: Positive = 256
+    #: Size of the draft vocabulary, the most frequent ids of the responses; by default the full vocabulary.
+    draft_vocab_size: Annotated[int, Field(ge=2)] | None = None
+
+
 class Objective(Part):
     """The training loss: the sum of named terms times these weights. `train/objectives/` defines them."""
 
@@ -169,6 +182,13 @@ class SecondSettings(TrainSettings):
     mask_rejected: bool = True
 
 
+class FlexSettings(TrainSettings):
+    """Training of a FlexDraft head: copies of the target's attention, a mask embedding and a calibration network."""
+
+    #: Shape of the head.
+    head: FlexGeometry
+
+
 class Evaluation(Part):
     """Evaluation of a drafter during and after training: held-out prompts, greedy decoding, on the serving runtime."""
 
@@ -179,7 +199,7 @@ class Evaluation(Part):
 
 
 class TrainRecipe(RecipeFile):
-    """The recipe of a pair of drafters."""
+    """The recipe of a pair of drafters, or of a FlexDraft head."""
 
     #: Version of this schema; a reader of another version refuses the recipe.
     d2sd_train: Literal[1]
@@ -191,22 +211,24 @@ class TrainRecipe(RecipeFile):
     precision: Precision = "bf16"
     #: Requests that the target generates responses for together.
     max_batch: Annotated[int, Field(ge=1, le=4096)] = 64
-    #: Shape of both drafters.
-    drafter: Geometry
+    #: Shape of both drafters; absent with flex.
+    drafter: Geometry | None = None
     #: Prompts and responses.
     data: Data
-    #: Training of the first drafter; absent with ready_first.
+    #: Training of the first drafter; absent with ready_first and with flex.
     first: TrainSettings | None = None
     #: A trained first drafter in the DFlash layout; it is copied, and only the second drafter is trained.
     ready_first: DrafterSource | None = None
     #: Training of the second drafter, initialised from the first; without it only the first is trained.
     second: SecondSettings | None = None
+    #: Training of a FlexDraft head, in place of drafters.
+    flex: FlexSettings | None = None
     #: Evaluation of the drafters.
     evaluation: Evaluation = Evaluation()
 
     @model_validator(mode="after")
     def _ascending(self) -> TrainRecipe:
-        ids = self.drafter.target_layer_ids
+        ids = self.drafter.target_layer_ids if self.drafter is not None else [0]
         if not ids or ids != sorted(set(ids)) or ids[0] < 0:
             raise ValueError(f"drafter.target_layer_ids {ids} is not strictly ascending from 0 or more")
         if self.evaluation.prompts > self.data.held_out:
@@ -218,13 +240,35 @@ class TrainRecipe(RecipeFile):
 
     @model_validator(mode="after")
     def _one_first(self) -> TrainRecipe:
-        if (self.first is None) == (self.ready_first is None):
-            raise ValueError("needs exactly one of `first` and `ready_first`")
+        if sum(part is not None for part in (self.first, self.ready_first, self.flex)) != 1:
+            raise ValueError("needs exactly one of `first`, `ready_first` and `flex`")
+        if (self.drafter is None) == (self.flex is None):
+            raise ValueError("needs `drafter`, the shape of its drafters, unless it trains `flex`, which has its own")
+        if self.flex is not None and self.second is not None:
+            raise ValueError("second extends a first drafter, and `flex` has none; remove either")
+        if self.flex is not None and self.flex.precision == "fp32" and self.precision != "fp32":
+            raise ValueError("flex.precision fp32 trains through the target's MLPs; set precision to fp32 too")
         if self.ready_first is not None and self.second is None:
             raise ValueError("ready_first leaves nothing to train without `second`; add it")
-        if self.ready_first is not None and self.drafter.draft_vocab_size is not None:
+        if self.ready_first is not None and self.geometry.draft_vocab_size is not None:
             raise ValueError("drafter.draft_vocab_size: a ready first drafter has its own; remove it")
         return self
+
+    @property
+    def geometry(self) -> Geometry:
+        """Shape of the drafters; not for a recipe of `flex`."""
+        assert self.drafter is not None
+        return self.drafter
+
+    @property
+    def block_size(self) -> int:
+        return self.flex.head.block_size if self.flex is not None else self.geometry.block_size
+
+    def aux_layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
+        """Target layers whose outputs are the features: the drafters' own, or the one before FlexDraft's split."""
+        if self.flex is not None:
+            return (num_target_layers - self.flex.head.layers - 1,)
+        return tuple(self.geometry.target_layer_ids)
 
 
 def load_train_recipe(path: Path) -> TrainRecipe:

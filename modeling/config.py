@@ -1,4 +1,4 @@
-"""Geometry of the two kinds of model, free of any file format (`d2sd.convert` fills these from config.json)."""
+"""Geometry of the three kinds of model, free of any file format (`d2sd.convert` fills these from config.json)."""
 
 from __future__ import annotations
 
@@ -80,17 +80,50 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         ids = self.draft_vocabulary
         if ids is not None:
-            assert len(ids) >= 2, "the second draft rejects one token, so two are needed"
-            assert list(ids) == sorted(set(ids)), "ids are ascending and unique"
-            assert ids[0] >= 0, "ids are not negative"
-            assert ids[-1] < self.vocab_size, "ids are the target's"
+            _check_draft_vocabulary(ids, self.vocab_size)
             assert self.mask_token_id not in ids, "the mask cannot be drafted"
 
 
-def described(config: DecoderConfig | DrafterConfig) -> str:
+@dataclass(frozen=True, slots=True)
+class FlexConfig:
+    """FlexDraft: what the target's last layers need to draft behind mask rows (`d2sd.modeling.flex`).
+
+    `body` is the target's with `num_layers` counting the layers that draft, the last ones. Slot 0 of a block stands at
+    the anchor's position; slot k predicts the token at its own position.
+    """
+
+    family: Family
+    body: BodyConfig
+    vocab_size: int
+    block_size: int
+    num_target_layers: int
+    calibration_size: int  # hidden size of the calibration network
+    draft_vocabulary: tuple[int, ...] | None = field(default=None, repr=False)  # as in `DrafterConfig`
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.split_layer < self.num_target_layers, "the first layer is the target's alone"
+        if self.draft_vocabulary is not None:
+            _check_draft_vocabulary(self.draft_vocabulary, self.vocab_size)
+
+    @property
+    def split_layer(self) -> int:
+        """The first layer with mask rows."""
+        return self.num_target_layers - self.body.num_layers
+
+
+def _check_draft_vocabulary(ids: tuple[int, ...], vocab_size: int) -> None:
+    assert len(ids) >= 2, "the second draft rejects one token, so two are needed"
+    assert list(ids) == sorted(set(ids)), "ids are ascending and unique"
+    assert ids[0] >= 0, "ids are not negative"
+    assert ids[-1] < vocab_size, "ids are the target's"
+
+
+def described(config: DecoderConfig | DrafterConfig | FlexConfig) -> str:
     """The geometry in one line of text."""
     body = config.body
     heads = f"{body.num_heads}/{body.num_kv_heads} heads of {body.head_dim}"
     shape = f"{body.num_layers} layers, hidden {body.hidden_size}, {heads}, vocabulary {config.vocab_size}"
+    if isinstance(config, FlexConfig):
+        return f"{shape}, drafts in target layers {config.split_layer} to {config.num_target_layers - 1}"
     ids = getattr(config, "target_layer_ids", None)
     return shape if ids is None else f"{shape}, reads target layers {', '.join(map(str, ids))}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,13 @@ class KVPool:
     ) -> KVPool:  # fmt: skip
         """A pool for a model of this geometry."""
         return KVPool(body.num_layers, pages, page_size, body.num_kv_heads, body.head_dim, dtype, device, fp8)
+
+    def from_layer(self, first: int) -> KVPool:
+        """The same memory without the layers before `first`."""
+        pool = copy.copy(self)
+        pool.k, pool.v = self.k[first:], self.v[first:]
+        pool.scales = None if self.scales is None else (self.scales[0][first:], self.scales[1][first:])
+        return pool
 
     def write(
         self, k: Tensor, v: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor, path: Tensor | None = None

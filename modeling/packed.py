@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from d2sd.modeling.decoder import Decoder, TargetModel
 from d2sd.modeling.drafter import Drafter, DraftModel
+from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import Fp8Linear, carried_product, carrier
 from d2sd.modeling.layers import Layer
 from d2sd.modeling.native import NativeLayers, supported
@@ -91,7 +92,7 @@ class PackedFp8Linear(nn.Module):
         return carried_product(x, self._weight, *self._scales, self._bias)
 
 
-def pack(model: TargetModel | DraftModel) -> None:
+def pack(model: TargetModel | DraftModel | FlexHead) -> None:
     """Replace the layers of a CPU model in place, and give a target's head a packed copy.
 
     Packing twice is fine. Afterwards `state_dict` lacks the replaced weights: a packed model can only serve.
@@ -99,7 +100,7 @@ def pack(model: TargetModel | DraftModel) -> None:
     weight = next(model.parameters(), None)
     if weight is None:
         return
-    if isinstance(model, Decoder | Drafter) and _compiled(model, weight.dtype):
+    if isinstance(model, Decoder | Drafter | FlexHead) and _compiled(model, weight.dtype):
         body, layers = model.config.body, cast("Sequence[Layer]", model.layers)
         model.native = NativeLayers(body, layers, model.norm, context=isinstance(model, Drafter))
         model.layers = nn.ModuleList()
@@ -120,7 +121,7 @@ def _say_why(reason: str) -> None:
     print(f"d2sd: layers run as PyTorch operators, about three times slower: {reason}", file=sys.stderr, flush=True)
 
 
-def _compiled(model: Decoder | Drafter, dtype: torch.dtype) -> bool:
+def _compiled(model: Decoder | Drafter | FlexHead, dtype: torch.dtype) -> bool:
     """Whether the compiled kernels run this model, and do not yet."""
     return len(model.layers) > 0 and supported(model.config.body, model.layers, dtype)
 

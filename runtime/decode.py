@@ -83,9 +83,10 @@ def decode_step(
     offered = policy.topk if batch.grammar is None else max(policy.topk, OFFERED)
     guided = partial(_guided, batch.grammar, policy.topk, timer)
     first, branches, second = prompt_lookup, None, None
-    if policy.first_pass is FirstPass.DRAFTER:
+    if policy.first_pass in (FirstPass.DRAFTER, FirstPass.FLEX):
         with timer("draft_first"):
-            first = runner.draft_first(batch, offered)
+            flex = policy.first_pass is FirstPass.FLEX
+            first = runner.draft_flex(batch, offered) if flex else runner.draft_first(batch, offered)
         first = calibrated(guided(first), batch, DrafterRole.FIRST)
     elif first is not None:
         first = guided(first)

@@ -6,14 +6,16 @@ Shape letters: B requests, T rows, M pages a request, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Family, Role, RopeConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Family, FlexConfig, Role, RopeConfig
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Rows
@@ -101,6 +103,32 @@ def tiny_drafter(
     drafter = Drafter(config)
     _randomise(drafter, seed, residual_gain=1.0)
     return drafter
+
+
+def tiny_flex(
+    target: Decoder,
+    *,
+    layers: int = 1,
+    block_size: int = 4,
+    draft_vocabulary: tuple[int, ...] | None = None,
+    seed: int = 4,
+) -> FlexHead:
+    """A random FlexDraft head in the last `layers`, joined to `target`."""
+    config = target.config
+    head = FlexHead(
+        FlexConfig(
+            family=config.family,
+            body=replace(config.body, num_layers=layers),
+            vocab_size=config.vocab_size,
+            block_size=block_size,
+            num_target_layers=config.body.num_layers,
+            calibration_size=8,
+            draft_vocabulary=draft_vocabulary,
+        )
+    )
+    _randomise(head, seed, residual_gain=1.0)
+    head.join(target)
+    return head
 
 
 def _randomise(model: nn.Module, seed: int, residual_gain: float) -> None:

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from d2sd.errors import D2SDError
-from d2sd.modeling.config import DecoderConfig, DrafterConfig
+from d2sd.modeling.config import DecoderConfig, DrafterConfig, FlexConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.layers import Layer
 from d2sd.train.data.features import TrainingData
-from d2sd.train_recipe import Geometry
+from d2sd.train_recipe import FlexGeometry, Geometry
 
 #: Sequences used to measure the typical norm of each auxiliary layer's features.
 _SAMPLE = 64
@@ -62,6 +63,39 @@ def first_drafter(geometry: Geometry, target: Decoder, data: TrainingData, seed:
     sample = torch.cat([data[i].features[1:] for i in range(min(_SAMPLE, len(data)))])
     config = drafter_config(geometry, target.config, None)
     return drafter_from_target(config, target, sample, torch.Generator().manual_seed(seed))
+
+
+def flex_config(geometry: FlexGeometry, config: DecoderConfig) -> FlexConfig:
+    """Config of a head over the full vocabulary. Raises D2SDError if the target has too few layers."""
+    limit = config.body.num_layers - 1
+    if geometry.layers > limit:
+        raise D2SDError(
+            "The head has more layers than the target can split off.", where="flex.layers",
+            found=geometry.layers, expected=f"at most {limit}",
+        )  # fmt: skip
+    return FlexConfig(
+        family=config.family, body=replace(config.body, num_layers=geometry.layers), vocab_size=config.vocab_size,
+        block_size=geometry.block_size, num_target_layers=config.body.num_layers,
+        calibration_size=geometry.calibration_size,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def flex_head(geometry: FlexGeometry, target: Decoder, seed: int) -> FlexHead:
+    """The initial FlexDraft head in fp32 on the CPU, not joined: copies of the target's attention, a small random mask
+    embedding (as published), and a calibration that adds nothing. Raises D2SDError as `flex_config` does.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    head = FlexHead(flex_config(geometry, target.config))
+    head.mask_embedding.normal_(std=0.02, generator=generator)
+    first, last = head.calibration.inner, head.calibration.outer
+    first.weight.normal_(std=first.in_features**-0.5, generator=generator)
+    for zero in (first.bias, last.weight, last.bias):
+        zero.zero_()
+    for layer, source in zip(head.layers, list(target.layers)[head.config.split_layer :], strict=True):
+        wanted = cast("Layer", source).self_attn.state_dict()
+        cast("Layer", layer).self_attn.load_state_dict({name: tensor.float() for name, tensor in wanted.items()})
+    return head
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, draw_anchors, pack_blocks
 from d2sd.train.data.prefixes import choose_prefixes
@@ -31,7 +32,7 @@ Report = Callable[[int, dict[str, float]], None]
 
 
 class Trainer:
-    """Trains `drafter`; with `first` given, as a second drafter on variable prefixes.
+    """Trains `drafter`, or a FlexDraft head that has joined `target`; with `first`, a second drafter on prefixes.
 
     With several processes each runs its share of every step. Slot weights are normalised within a micro-batch, so its
     size has a small effect on the result.
@@ -40,7 +41,7 @@ class Trainer:
     def __init__(
         self,
         target: Decoder,
-        drafter: Drafter,
+        drafter: Drafter | FlexHead,
         data: TrainingData,
         settings: TrainSettings,
         first: Drafter | None = None,

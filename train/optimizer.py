@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.train_recipe import TrainSettings
 
 
 class Optimizer:
     """Optimizer of one drafter."""
 
-    def __init__(self, drafter: Drafter, settings: TrainSettings) -> None:
+    def __init__(self, drafter: Drafter | FlexHead, settings: TrainSettings) -> None:
         self._drafter = drafter
         parameters = list(drafter.parameters())
-        muon = [p for p in parameters if p.dim() == 2 and settings.optimizer == "muon"]
+        # a calibration's last matrix has a row for each token, like a head: AdamW, as is usual for heads
+        matrices = [p for name, p in drafter.named_parameters() if p.dim() == 2 and name != "calibration.outer.weight"]
+        muon = matrices if settings.optimizer == "muon" else []
         adamw = [p for p in parameters if not any(p is other for other in muon)]
         decay = settings.weight_decay
         self._parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(adamw, betas=(0.9, 0.95), weight_decay=decay)]

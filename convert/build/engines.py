@@ -25,7 +25,7 @@ from d2sd.convert.engines.worker import SETTINGS, Job
 from d2sd.convert.onnx.export import TOOLS, export_drafter, export_target, require_exporter
 from d2sd.io import cache_folder
 from d2sd.manifest import Engines as Built
-from d2sd.modeling.config import DrafterConfig
+from d2sd.modeling.config import DrafterConfig, FlexConfig
 from d2sd.plugins.cascade_attention.onnx import VERSION as PLUGIN_ABI
 from d2sd.recipe import Engines
 from d2sd.tensorrt_env import TensorRT, find_tensorrt
@@ -73,7 +73,10 @@ class EngineBuild:
         }  # fmt: skip
         files = dict(self.work.stage(GRAPHS, inputs, size, lambda folder: self._export(folder, aux_layer_ids)).files)
         graphs = list(files.items())
-        profiles = {part.name: make_profiles(recipe, self.trt.name, part.config) for part in self.plan.parts}
+        profiles = {}
+        for part in self.plan.graphs:
+            assert not isinstance(part.config, FlexConfig)
+            profiles[part.name] = make_profiles(recipe, self.trt.name, part.config)
         plugins: dict[str, int] = {}
         for compute in self.wanted.compute:
             inputs = dict(common) | {
@@ -99,8 +102,8 @@ class EngineBuild:
     def _export(self, folder: Path, aux_layer_ids: tuple[int, ...]) -> None:
         recipe = self.plan.recipe
         dtype, page_size = DTYPES[recipe.precision], recipe.limits.page_size
-        with self.work.progress("writing graphs", len(self.plan.parts)) as advance:
-            for part in self.plan.parts:
+        with self.work.progress("writing graphs", len(self.plan.graphs)) as advance:
+            for part in self.plan.graphs:
                 source, file = self.work.bundle / part.name, folder / f"{part.name}.onnx"
                 if part is self.plan.target:
                     export_target(load_target(source, dtype), aux_layer_ids, page_size, file)
@@ -128,11 +131,11 @@ class EngineBuild:
                     profiles=profiles[part.name],
                     timing=self._timing(part.name),
                 )
-                for part in self.plan.parts
+                for part in self.plan.graphs
             ]
             at_once = min(len(jobs), os.cpu_count() or 1)
             scratch.mkdir(parents=True, exist_ok=True)
             reports = build_engines(
                 jobs, scratch, at_once=at_once, progress=self.work.progress, what=f"building engines for {compute}"
             )
-        return {part.name: asdict(report) for part, report in zip(self.plan.parts, reports, strict=True)}
+        return {part.name: asdict(report) for part, report in zip(self.plan.graphs, reports, strict=True)}

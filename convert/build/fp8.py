@@ -60,7 +60,9 @@ class Fp8Build:
         write_json(folder / "texts.json", {"texts": [asdict(text) for text in texts]})
 
     def makes(self, part: Part) -> bool:
-        """Whether this part is quantized to FP8."""
+        """Whether this part is quantized to FP8; FlexDraft's own projections are not."""
+        if part is self.plan.flex:
+            return False
         return self.wanted.target if part is self.plan.target else self.wanted.drafters
 
     def write(self, part: Part, folder: Path) -> None:

@@ -1,5 +1,5 @@
-"""Builds a bundle from a recipe, in the stages fetch, target, drafter_first, drafter_second, calibration, trtllm, onnx,
-engines/..., check, manifest.
+"""Builds a bundle from a recipe, in the stages fetch, target, drafter_first, drafter_second, drafter_flex, calibration,
+trtllm, onnx, engines/..., check, manifest.
 
 `StageCache` makes a killed build resumable. A bundle's bytes depend only on its recipe, its sources and the tools'
 versions, with two exceptions: FP8 scales also depend on the processor, which determines the order of sums, and TensorRT
@@ -26,6 +26,7 @@ from d2sd.convert.build.sources import located, obtained
 from d2sd.convert.build.stage_cache import Run, StageCache
 from d2sd.convert.bundle.load import assemble
 from d2sd.convert.checkpoint.drafter import fingerprint, load_drafter, write_drafter
+from d2sd.convert.checkpoint.flex import load_flex, write_flex
 from d2sd.convert.checkpoint.gguf import convert_gguf
 from d2sd.convert.checkpoint.target import source_files, write_target
 from d2sd.convert.checkpoint.weights import DTYPES
@@ -34,8 +35,8 @@ from d2sd.convert.trtllm.llm_args import unsupported_reason, write_llm_args
 from d2sd.convert.validate.checks import check_bundle
 from d2sd.errors import BuildError
 from d2sd.io import hash_files, write_json
-from d2sd.manifest import NAME, DrafterGeometry, Manifest, TargetGeometry
-from d2sd.modeling.config import DecoderConfig, DrafterConfig
+from d2sd.manifest import NAME, DrafterGeometry, FlexGeometry, Manifest, TargetGeometry
+from d2sd.modeling.config import DecoderConfig, DrafterConfig, FlexConfig
 from d2sd.progress import Progress, silent
 from d2sd.recipe import Recipe
 
@@ -85,6 +86,7 @@ def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
         target=_target_geometry(plan.target),
         first=_drafter_geometry(plan, "drafter_first"),
         second=_drafter_geometry(plan, "drafter_second"),
+        flex=_flex_geometry(plan.flex),
         files={},
         versions={tool: version(tool) for tool in _TOOLS},
         checks={},
@@ -95,7 +97,8 @@ def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
     common: dict[str, object] = {"versions": unproven.versions, "precision": plan.recipe.precision}
     files: dict[str, str] = {}
     for part in plan.parts:
-        source, need, write = _target(plan, part, work) if part is plan.target else _drafter(plan, part, work)
+        stage = _target if part is plan.target else _flex if part is plan.flex else _drafter
+        source, need, write = stage(plan, part, work)
         inputs = common | {"source": source}
         if fp8 is not None and fp8.makes(part):
             inputs |= fp8.inputs() | {"preceding": list(files.items())}
@@ -110,7 +113,7 @@ def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
         files |= work.stage(TRTLLM, inputs, 1 << 20, lambda folder: write_llm_args(folder, plan.recipe)).files
     if engines is not None:
         models = {
-            name: sha256 for name, sha256 in files.items() if name.partition("/")[0] in {p.name for p in plan.parts}
+            name: sha256 for name, sha256 in files.items() if name.partition("/")[0] in {p.name for p in plan.graphs}
         }
         made, built = engines.run(common, models)
         files |= made
@@ -182,6 +185,19 @@ def _drafter(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run
     return inputs, part.weight_bytes + _SMALL_FILES, write
 
 
+def _flex(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]:
+    """Inputs, bytes needed and writer of FlexDraft's stage."""
+    source = Path(part.source)
+
+    def write(folder: Path) -> None:
+        head = load_flex(source, DTYPES[plan.recipe.precision])
+        folder.mkdir(parents=True)
+        write_flex(folder, head.config, head.state_dict())
+
+    files = hash_files(source, source_files(source), work.progress)
+    return {"files": files}, part.weight_bytes + _SMALL_FILES, write
+
+
 def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:
     """Bytes needed and writer of the calibration; the writer checks that it was fitted to these drafters."""
 
@@ -220,6 +236,16 @@ def _target_geometry(part: Part) -> TargetGeometry:
         vocab_size=part.config.vocab_size,
         parameters=part.parameters,
     )
+
+
+def _flex_geometry(part: Part | None) -> FlexGeometry | None:
+    if part is None:
+        return None
+    assert isinstance(part.config, FlexConfig)
+    return FlexGeometry(
+        num_layers=part.body.num_layers, split_layer=part.config.split_layer, block_size=part.config.block_size,
+        calibration_size=part.config.calibration_size, parameters=part.parameters,
+    )  # fmt: skip
 
 
 def _drafter_geometry(plan: Plan, name: str) -> DrafterGeometry | None:

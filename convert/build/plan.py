@@ -9,6 +9,7 @@ from pathlib import Path
 from d2sd.calibration import CalibrationFile, load_calibration
 from d2sd.convert.build.sources import located, sources_of
 from d2sd.convert.checkpoint.drafter import check_compatible, check_drafter_tensors, drafter_shapes, read_drafter_config
+from d2sd.convert.checkpoint.flex import check_flex, check_flex_tensors, flex_shapes, read_flex_config
 from d2sd.convert.checkpoint.gguf import read_gguf_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.quantization import Quantization
@@ -16,7 +17,7 @@ from d2sd.convert.checkpoint.target import check_target_tensors, parse_target_co
 from d2sd.convert.checkpoint.weights import DTYPES, stored_as
 from d2sd.errors import RecipeError
 from d2sd.extras import require
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, Role
 from d2sd.plugins.dispatch import HEAD_STEP, LARGEST_HEAD
 from d2sd.prompts import read_prompts
 from d2sd.recipe import FP8, DrafterSource, Recipe, SecondSource, Source
@@ -38,10 +39,10 @@ class Part:
 
     name: str  # its stage, and its folder in the bundle
     source: str
-    config: DecoderConfig | DrafterConfig
+    config: DecoderConfig | DrafterConfig | FlexConfig
     parameters: int
     weight_bytes: int  # FP8 layers one byte a weight; their scales, two numbers a layer, are not counted
-    kv_token_bytes: int  # K and V of one token, all layers
+    kv_token_bytes: int  # K and V of one token, all layers; FlexDraft has none of its own
 
     @property
     def body(self) -> BodyConfig:
@@ -61,11 +62,17 @@ class Plan:
     drafters: tuple[Part, ...]
     calibration: CalibrationFile | None = None
     missing: tuple[Source, ...] = ()
+    flex: Part | None = None
+
+    @property
+    def graphs(self) -> tuple[Part, ...]:
+        """The models that have graphs and engines of their own, target first: all but FlexDraft."""
+        return ((self.target,) if self.target else ()) + self.drafters
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """All models known by now, target first."""
-        return ((self.target,) if self.target else ()) + self.drafters
+        return self.graphs + ((self.flex,) if self.flex else ())
 
     @property
     def weight_bytes(self) -> int:
@@ -118,7 +125,7 @@ def make_plan(recipe: Recipe) -> Plan:
         if drafter and (folder := located(recipe, drafter))
     )
     missing = tuple(source for source in sources_of(recipe) if located(recipe, source) is None)
-    plan = Plan(recipe, target_file, target, drafters, _calibration(recipe), missing)
+    plan = Plan(recipe, target_file, target, drafters, _calibration(recipe), missing, _flex(recipe, config))
     _check_engines(plan)
     for prompts in (recipe.checks.prompts, recipe.fp8.prompts if recipe.fp8 else None):
         if prompts is not None:
@@ -130,7 +137,7 @@ def make_plan(recipe: Recipe) -> Plan:
 
 def _check_engines(plan: Plan) -> None:
     """Raise `RecipeError` for shapes that kernels or TensorRT do not support, before hours of exporting."""
-    for part in plan.parts if plan.recipe.engines else ():
+    for part in plan.graphs if plan.recipe.engines else ():
         body, limits = part.body, plan.recipe.limits
         if body.head_dim % HEAD_STEP or body.head_dim > LARGEST_HEAD:
             raise RecipeError(
@@ -174,6 +181,20 @@ def _drafter(
     if target is not None:
         check_compatible(config, target, role=role, block_size=recipe.tree.block_size, where=folder)
     return _part(recipe, name, str(folder), config, check_drafter_tensors(folder, config))
+
+
+def _flex(recipe: Recipe, target: DecoderConfig | None) -> Part | None:
+    source = recipe.drafters.flex
+    folder = located(recipe, source) if source is not None else None
+    if folder is None:
+        return None
+    config = read_flex_config(folder)
+    if target is not None:
+        check_flex(config, target, block_size=recipe.tree.block_size, where=folder)
+    check_flex_tensors(folder, config)
+    parameters = sum(map(math.prod, flex_shapes(config).values()))
+    weights = parameters * DTYPES[recipe.precision].itemsize
+    return Part("drafter_flex", str(folder), config, parameters, weights, 0)
 
 
 def _part(

@@ -38,7 +38,8 @@ def show_plan(plan: Plan, output: Path) -> None:
     calibration = ["calibration"] if plan.calibration else []
     wanted = plan.recipe.engines
     engines = ["onnx", *(f"engines/{compute}" for compute in wanted.compute)] if wanted else []
-    stages = ["fetch", "target", *(part.name for part in plan.drafters), *calibration, *engines, "check", "manifest"]
+    others = (part.name for part in plan.parts if part is not plan.target)
+    stages = ["fetch", "target", *others, *calibration, *engines, "check", "manifest"]
     _line("stages", " -> ".join(stages))
     _settings(plan.recipe)
     for part in plan.parts:
@@ -62,7 +63,12 @@ def show_manifest(bundle: Path, manifest: Manifest) -> None:
     _line("files", f"{len(sizes)}, every hash verified")
     _settings(manifest.recipe)
     table = Table("model", "parameters", "on disk")
-    models = {"target": manifest.target, "drafter_first": manifest.first, "drafter_second": manifest.second}
+    models = {
+        "target": manifest.target,
+        "drafter_first": manifest.first,
+        "drafter_second": manifest.second,
+        "drafter_flex": manifest.flex,
+    }
     for name, model in models.items():
         if model is not None:
             _line(name, ", ".join(f"{k} {v}" for k, v in model.model_dump(exclude={"parameters"}).items()))

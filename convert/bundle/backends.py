@@ -20,8 +20,10 @@ BackendName = Literal["torch", "onnx", "tensorrt"]
 MODELS = ("target", "drafter_first", "drafter_second")
 
 
-def make_runner(bundle: Bundle, drafters: Sequence[Drafter], name: BackendName, device: str) -> ModelRunner:
-    """Make a runner of the target and `drafters`: none, the first, or both drafters of the bundle.
+def make_runner(
+    bundle: Bundle, drafters: Sequence[Drafter], name: BackendName, device: str, *, flex: bool = False
+) -> ModelRunner:
+    """Make a runner of the target and `drafters`: none, the first, or both drafters of the bundle; FlexDraft if asked.
 
     Raises `BundleError` if the bundle has no graphs or engines or they cannot run on this machine, `BuildError` if
     TensorRT is not installed.
@@ -30,8 +32,15 @@ def make_runner(bundle: Bundle, drafters: Sequence[Drafter], name: BackendName, 
 
     if name == "torch":
         check_device(device)
-        models = [drafter.to(device) for drafter in drafters]
-        return ModelRunner(bundle.target.to(device), *models, block_size=bundle.recipe.tree.block_size)
+        first, second = (*(drafter.to(device) for drafter in drafters), None, None)[:2]
+        head = bundle.flex.to(device) if flex and bundle.flex is not None else None
+        size = bundle.recipe.tree.block_size
+        return ModelRunner(bundle.target.to(device), first, second, flex=head, block_size=size)
+    if flex:
+        raise BundleError(
+            "FlexDraft has neither graphs nor engines: PyTorch runs it.", where=bundle.path, found=name,
+            fix="serve it with --executor torch, or choose another policy",
+        )  # fmt: skip
     built = bundle.manifest.engines
     if built is None:
         raise BundleError(

@@ -10,12 +10,14 @@ from d2sd.calibration import NAME as CALIBRATION_NAME
 from d2sd.calibration import CalibrationFile, load_calibration
 from d2sd.convert.bundle.files import verify_files
 from d2sd.convert.checkpoint.drafter import load_drafter
+from d2sd.convert.checkpoint.flex import load_flex
 from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.convert.checkpoint.target import load_target, stop_tokens
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.manifest import Manifest, load_manifest
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.progress import Progress, silent
 from d2sd.recipe import Recipe
 
@@ -34,6 +36,7 @@ class Bundle:
     tokenizer: Any  # a transformers tokenizer with its chat template
     stop_token_ids: tuple[int, ...]
     calibration: CalibrationFile | None
+    flex: FlexHead | None = None  # has joined `target`
 
     @property
     def recipe(self) -> Recipe:
@@ -51,13 +54,18 @@ def load_bundle(path: Path, *, verify: bool = True, progress: Progress = silent)
 def assemble(path: Path, manifest: Manifest) -> Bundle:
     """Load the models of a folder whose files have been verified."""
     dtype = DTYPES[manifest.recipe.precision]
+    target = load_target(path / "target", dtype)
+    flex = load_flex(path / "drafter_flex", dtype) if manifest.flex else None
+    if flex is not None:
+        flex.join(target)
     return Bundle(
         path=path,
         manifest=manifest,
-        target=load_target(path / "target", dtype),
+        target=target,
         first=load_drafter(path / "drafter_first", dtype) if manifest.first else None,
         second=load_drafter(path / "drafter_second", dtype) if manifest.second else None,
         tokenizer=load_tokenizer(path / "target"),
         stop_token_ids=stop_tokens(path / "target"),
         calibration=load_calibration(path / CALIBRATION) if manifest.recipe.drafters.calibration else None,
+        flex=flex,
     )

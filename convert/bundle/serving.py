@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from d2sd.convert.bundle.backends import BackendName, make_runner
 from d2sd.convert.bundle.chat import Messages, encode_chat, encode_prompt
 from d2sd.errors import BundleError, RequestError
-from d2sd.policies import FACTS
+from d2sd.policies import FACTS, FirstPass
 from d2sd.progress import bar
 from d2sd.recipe import Policy, Tree
 
 if TYPE_CHECKING:
+    from d2sd.calibration import CalibrationFile
     from d2sd.convert.bundle.load import Bundle
     from d2sd.policies import PolicyName
     from d2sd.runtime.engine import Engine
@@ -51,20 +52,27 @@ def make_engine(
 
     recipe = bundle.recipe
     name, rows = policy or recipe.tree.policy, row_budget or recipe.tree.row_budget
-    candidates = candidate_policies(recipe.tree, sum(d is not None for d in (bundle.first, bundle.second)), name, rows)
+    file, count = bundle.calibration, sum(d is not None for d in (bundle.first, bundle.second))
+    flex = bundle.flex is not None and backend == "torch" and forecasts_flex(count, file)
+    candidates = candidate_policies(recipe.tree, count, name, rows, flex=flex)
     drafters = [bundle.first, bundle.second][: max(len(candidate.required_drafters) for candidate in candidates)]
     if None in drafters:
         raise BundleError(
             f"The policy needs {len(drafters)} drafters.", where=bundle.path,
-            found=f"{sum(d is not None for d in (bundle.first, bundle.second))}", fix="choose another with --policy",
+            found=f"{count}", fix="choose another with --policy",
+        )  # fmt: skip
+    flex = any(candidate.first_pass is FirstPass.FLEX for candidate in candidates)
+    if flex and bundle.flex is None:
+        raise BundleError(
+            "The policy needs a FlexDraft head.", where=bundle.path, expected="drafters.flex in its recipe",
+            fix="choose another with --policy",
         )  # fmt: skip
     models = [drafter for drafter in drafters if drafter is not None]
     limits = Limits.of(recipe.limits, max_batch)
     if prefix_cache is not None:
         limits = replace(limits, prefix_cache=prefix_cache)
-    file = bundle.calibration
     engine = Engine(
-        make_runner(bundle, models, backend, device),
+        make_runner(bundle, models, backend, device, flex=flex),
         candidates[-1],
         limits,
         decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),
@@ -80,13 +88,25 @@ def make_engine(
 
 
 def can_run(bundle: Bundle, name: Policy) -> bool:
-    """Whether the bundle has the drafters of policy `name`; `auto` needs one drafter."""
+    """Whether the bundle has the drafters of policy `name`; `auto` needs one drafter, or FlexDraft."""
+    if bundle.flex is not None and name in ("auto", "flex"):
+        return True
+    if name == "flex":
+        return False
     needed = 1 if name == "auto" else len(FACTS[name].required_drafters)
     return sum(drafter is not None for drafter in (bundle.first, bundle.second)) >= needed
 
 
-def candidate_policies(tree: Tree, drafters: int, name: Policy, rows: int) -> list[TreePolicy]:
-    """The named policy; for `auto` all that `drafters` drafters can run, by nodes. The engine starts with the last."""
+def forecasts_flex(drafters: int, calibration: CalibrationFile | None) -> bool:
+    """Whether `auto` can compare FlexDraft with the drafters' policies, or has it alone."""
+    return drafters == 0 or (calibration is not None and "flex" in calibration.tau["0"])
+
+
+def candidate_policies(tree: Tree, drafters: int, name: Policy, rows: int, *, flex: bool = False) -> list[TreePolicy]:
+    """The named policy; for `auto` all that `drafters` drafters and FlexDraft can run. The engine starts with the last.
+
+    They are sorted by their nodes.
+    """
     from d2sd.runtime.speculation.policy import make_policy
 
     def made(name: PolicyName, rows: int) -> TreePolicy:
@@ -94,7 +114,7 @@ def candidate_policies(tree: Tree, drafters: int, name: Policy, rows: int) -> li
 
     if name != "auto":
         return [made(name, rows)]
-    found = [made("off", 1)]
+    found = [made("off", 1)] + [made("flex", rows)] * flex
     if drafters:
         trees: list[PolicyName] = ["ddtree"] if drafters == 1 else ["ddtree", "hybrid"]
         found.append(made("chain", rows))

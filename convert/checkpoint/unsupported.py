@@ -27,6 +27,7 @@ class Kind:
     architectures: tuple[str, ...] = ()
     keys: Mapping[str, tuple[object, ...]] = field(default_factory=dict)  # key -> values that do not mark this kind
     fix: str | None = None
+    run: str = "run"  # what d2sd does not do with it
 
 
 #: The first match is reported, so specific kinds come before general ones.
@@ -54,6 +55,7 @@ _KINDS = (
     Kind(
         "FlexDraft drafter", "its layer ids are layers of the target that draft, not features that a drafter reads", (),
         {"flexdraft_config": (None,), "enable_anchor_bias_logits": _OFF, "anchor_bias_rank": _NOTHING},
+        "name it as drafters.flex in the recipe", "run as a DFlash drafter",
     ),
     Kind(
         "EAGLE-3 drafter", "it drafts one token after another", ("LlamaForCausalLMEagle3", "Eagle3Speculator"),
@@ -108,7 +110,7 @@ def refuse_unsupported(config: HFConfig) -> None:
 
 
 def _refusal(kind: Kind, config: HFConfig, key: str) -> CheckpointError:
-    what = f"This is a {kind.name}, which d2sd does not run: {kind.reason}."
+    what = f"This is a {kind.name}, which d2sd does not {kind.run}: {kind.reason}."
     return config.refuse(what, key, "a plain DFlash drafter", kind.fix)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from d2sd.convert.bundle.load import Bundle
-from d2sd.convert.bundle.serving import chat_request, make_engine
+from d2sd.convert.bundle.serving import can_run, chat_request, make_engine
 from d2sd.convert.validate.drafter_config import check_drafter_config
 from d2sd.convert.validate.graph_parity import check_graphs
 from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
 from d2sd.errors import BuildError
-from d2sd.policies import FACTS, PolicyName
+from d2sd.policies import PolicyName
 from d2sd.progress import Progress, silent
 from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.recipe import Recipe
@@ -34,11 +34,10 @@ def check_bundle(bundle: Bundle, progress: Progress = silent) -> dict[str, Any]:
     sequences = make_engine(bundle, policy="off").generate(requests)
     plain = [s.answer for s in sequences]
     fit = check_drafter_config(bundle, sequences, progress)
-    compared: tuple[PolicyName, ...] = ("chain", "d2sd", "hybrid")
-    drafters = (bundle.first, bundle.second)
+    compared: tuple[PolicyName, ...] = ("chain", "d2sd", "hybrid", "flex")
     figures: dict[str, Any] = {}
     for policy in compared:
-        if any(drafters[role] is None for role in FACTS[policy].required_drafters):
+        if not can_run(bundle, policy):
             continue
         sequences = make_engine(bundle, policy=policy).generate(requests)
         equal = sum(s.answer == answer for s, answer in zip(sequences, plain, strict=True))

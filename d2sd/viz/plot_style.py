@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 METHODS = {
     "off": ("#7F7F7F", "_"),
     "lookup": ("#000000", "x"),
+    "flex": ("#882255", "X"),
     "chain": ("#56B4E9", "o"),
     "samples": ("#CDB400", "v"),  # Okabe and Ito's yellow, darkened: it has little contrast on white
     "reanchor": ("#CC79A7", "^"),

@@ -26,6 +26,11 @@ def introduction(policies: Collection[Policy]) -> str:
             "Plain decoding: nothing is drafted, and every pass of the target model gives one token. "
             "This is what speculation is measured against."
         )
+    if first == {FirstPass.FLEX}:
+        return (
+            "At each step the last layers of the target model itself predict the next tokens in parallel (grey boxes), "
+            f"each without conditioning on the others. {_CHECKED}"
+        )
     if FirstPass.DRAFTER not in first:
         return f"At each step the text that followed the last occurrence of the latest tokens is the draft. {_CHECKED}"
     drafted = (

@@ -16,6 +16,7 @@ from torch import Tensor
 from d2sd.errors import CheckpointError, RecipeError
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.drafter import DraftModel
+from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import kv_scales
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import KVPool
@@ -50,10 +51,13 @@ class ModelRunner:
         first: DraftModel | None = None,
         second: DraftModel | None = None,
         *,
+        flex: FlexHead | None = None,
         block_size: int = 1,
         max_prefill_requests: Callable[[int], int] = lambda rows: sys.maxsize,
     ) -> None:
         """`block_size` applies without drafters, to plain decoding and prompt lookup; drafters define their own.
+
+        `flex` has joined the target.
 
         `max_prefill_requests(rows)` is the most requests that one prefill call of `rows` rows a request accepts;
         engines have a limit.
@@ -62,6 +66,11 @@ class ModelRunner:
         Raises CheckpointError if the drafters differ in their target layers or block size.
         """
         assert first is not None or second is None
+        if flex is not None and first is not None and flex.config.block_size != first.config.block_size:
+            raise CheckpointError(
+                "FlexDraft and the drafters differ in block_size", where="FlexDraft's config",
+                found=flex.config.block_size, expected=first.config.block_size,
+            )  # fmt: skip
         if first is not None and second is not None:
             for name in ("block_size", "target_layer_ids"):
                 one, other = getattr(first.config, name), getattr(second.config, name)
@@ -72,9 +81,10 @@ class ModelRunner:
                         found=other,
                         expected=one,
                     )
-        self.target, self.first, self.second = target, first, second
+        self.target, self.first, self.second, self.flex = target, first, second, flex
         self.vocab_size = target.config.vocab_size
-        self.block_size = first.config.block_size if first else block_size
+        source = first or flex
+        self.block_size = source.config.block_size if source else block_size
         self.max_prefill_requests = max_prefill_requests
         weight = target.embed_tokens.weight
         self.device, self._dtype = str(weight.device), weight.dtype
@@ -86,7 +96,11 @@ class ModelRunner:
         prepare(target)
         for drafter in self._drafters:
             prepare(drafter)
+        if flex is not None and weight.device.type == "cpu":
+            pack(flex)  # on CUDA its layers run as PyTorch operators, which a graph captures
         self._heads = self._draft_heads()
+        if flex is not None:
+            self._flex_head = target.logits if flex.draft_ids is None else reduced_head(target, flex.draft_ids)
         # Most candidates that a slot can have in both drafts, because both become one tree.
         self._widest = min([self.vocab_size, *(len(d.draft_ids) for d in self._drafters if d.draft_ids is not None)])
         self._aux_layer_ids = first.config.target_layer_ids if first else ()
@@ -143,6 +157,20 @@ class ModelRunner:
         blocks = branches.blocks(batch.anchor, self._drafters[drafter].config.mask_token_id)
         logits = branches.mask_rejected(self._draft(drafter, batch, blocks), self._drafters[drafter].draft_ids)
         return self._candidates(drafter, batch, logits, width)
+
+    @torch.inference_mode()
+    def draft_flex(self, batch: Batch, width: int) -> Draft:
+        """One block per request by the target's own last layers, calibrated by the anchor: [B, S, M]."""
+        assert self.flex is not None
+        slots = torch.arange(self.block_size, device=batch.anchor.device)
+        positions = batch.context_len[:, None] + slots
+        everywhere = torch.ones_like(slots, dtype=torch.bool).expand(len(positions), len(slots), len(slots))
+        rows = Rows(positions, everywhere, batch.page_table, batch.context_len)
+        hidden = self.flex.draft(rows, self._target_pool.from_layer(self.flex.config.split_layer))[:, 1:].contiguous()
+        anchor = self.target.embed_tokens(batch.anchor)[:, None]
+        logits = self._flex_head(hidden).float() + self.flex.calibrate(hidden, anchor)
+        draft = candidates(logits[:, None], batch.context_len, batch.sampling, width, self.flex.draft_ids)
+        return Draft(draft.tokens[:, 0], draft.logprob[:, 0])
 
     @torch.inference_mode()
     def verify(self, batch: Batch, tree: Tree) -> Verified:

@@ -9,6 +9,7 @@ reanchor   first drafter   first drafter at K boundaries        the chain and K 
 d2sd       first drafter   second drafter at K boundaries       the same: D²SD (arXiv 2606.04446)
 ddtree     first drafter   -                                    likeliest paths of one pass: DDTree
 hybrid     first drafter   second drafter at K tree nodes       likeliest paths of both passes
+flex       mask rows       -                                    a chain: FlexDraft (arXiv 2605.20022)
 """
 
 from __future__ import annotations
@@ -164,6 +165,14 @@ class Hybrid(Policy):
         return best_first_tree(batch.anchor, first, self.num_nodes, branches, second)
 
 
+class Flex(Policy):
+    name = "flex"
+    uses_probabilities = False  # a calibration of drafters does not apply to the target's own drafts
+
+    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
+        return _chain(batch, first, self.num_nodes)
+
+
 def _chain(batch: Batch, first: Draft | None, rows: int) -> Tree:
     assert first is not None
     tokens, score = _with_anchor(batch.anchor, first.top1, first.confidence)
@@ -178,7 +187,7 @@ def _with_anchor(anchor: Tensor, tokens: Tensor, logprob: Tensor) -> tuple[Tenso
 
 
 _POLICIES: dict[PolicyName, type[Policy]] = {
-    policy.name: policy for policy in (Off, Lookup, Chain, Samples, Reanchor, D2SD, DDTree, Hybrid)
+    policy.name: policy for policy in (Off, Lookup, Chain, Samples, Reanchor, D2SD, DDTree, Hybrid, Flex)
 }
 
 
@@ -200,7 +209,7 @@ def make_policy(name: PolicyName, *, block_size: int, branches: int, row_budget:
         )  # fmt: skip
     if kind is Off:
         return Off(1)
-    if kind in (Chain, Lookup):
+    if kind in (Chain, Lookup, Flex):
         return kind(min(row_budget, block_size))
     if kind is DDTree:
         return DDTree(row_budget)

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from d2sd.calibration import CalibrationFile, write_calibration
 from d2sd.convert.checkpoint.drafter import fingerprint, load_drafter, write_drafter
+from d2sd.convert.checkpoint.flex import write_flex
 from d2sd.convert.checkpoint.hf_config import rope_fields
+from d2sd.convert.checkpoint.target import load_target
 from d2sd.modeling.decoder import Decoder
-from tests.tiny import tiny_decoder, tiny_drafter
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 WHEEL_CONTENT = b"GGUF" + bytes(range(256)) * 100
@@ -85,6 +87,18 @@ def write_project(folder: Path, decoder: Decoder | None = None, **changes: Any) 
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe | changes))
     return path
+
+
+def add_flex(recipe: Path, policy: str = "flex") -> Path:
+    """Write a FlexDraft head next to a project's recipe and name it and `policy` there; return its folder."""
+    values = yaml.safe_load(recipe.read_text())
+    target = load_target(recipe.parent / "target", torch.float32)
+    head = tiny_flex(target, block_size=values["tree"]["block_size"])
+    write_flex(recipe.parent / "flex", head.config, head.state_dict())
+    values["drafters"]["flex"] = {"path": "flex"}
+    values["tree"]["policy"] = policy
+    recipe.write_text(yaml.safe_dump(values))
+    return recipe.parent / "flex"
 
 
 def calibration_of(*drafters: Path, slots: int = 3) -> CalibrationFile:

@@ -203,7 +203,7 @@ def test_trainings_differ_by_their_model_alone() -> None:
 
     def rest(recipe: TrainRecipe) -> dict[str, object]:
         values = recipe.model_dump(exclude={"name", "target", "drafter", "ready_first"})
-        assert values["second"]["objective"].pop("decay") == {16: 7.0, 10: 5.0}[recipe.drafter.block_size]
+        assert values["second"]["objective"].pop("decay") == {16: 7.0, 10: 5.0}[recipe.block_size]
         return values
 
     first, *others = (rest(load_train_recipe(ROOT / "recipes" / "train" / f"{name}.yaml")) for name in NAMES)

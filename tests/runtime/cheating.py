@@ -16,6 +16,7 @@ import torch
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.speculation.accept import Accepted
@@ -36,12 +37,13 @@ class CheatingRunner(ModelRunner):
         target: Decoder,
         first: Drafter,
         second: Drafter,
+        flex: FlexHead | None,
         texts: Mapping[int, Sequence[int]],
         *,
         first_errors: float = 0.3,
         second_errors: float = 0.3,
     ) -> None:
-        super().__init__(target, first, second)
+        super().__init__(target, first, second, flex=flex)
         self._texts = {seed - 2**64 if seed >= 2**63 else seed: list(text) for seed, text in texts.items()}
         self._errors = first_errors, second_errors
         self.boundaries: Counter[int] = Counter()
@@ -50,7 +52,12 @@ class CheatingRunner(ModelRunner):
         self._second: Draft | None = None
 
     def draft_first(self, batch: Batch, width: int) -> Draft:
-        honest = super().draft_first(batch, width)
+        return self._corrected(batch, super().draft_first(batch, width))
+
+    def draft_flex(self, batch: Batch, width: int) -> Draft:
+        return self._corrected(batch, super().draft_flex(batch, width))
+
+    def _corrected(self, batch: Batch, honest: Draft) -> Draft:
         tokens, logprob = honest.tokens.tolist(), honest.logprob.tolist()
         for row, text, start, dice in self._known(batch, "first"):
             assert text[start] == int(batch.anchor[row]), "the anchor is not what plain decoding says"

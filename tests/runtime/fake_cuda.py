@@ -14,6 +14,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -23,9 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.plugins import dispatch
 from d2sd.runtime.backends import model_runner
 from d2sd.runtime.decode import Committed, StepResult
@@ -83,7 +85,10 @@ def models() -> list[Any]:
     first = DrafterConfig(body, 512, BLOCK, 511, (0, 1), 2, "first")
     second = DrafterConfig(body, 512, BLOCK, 511, (0, 1), 2, "variable_prefix", 0.9)
     with torch.device("cuda"):
-        made = [Decoder(DecoderConfig("qwen3", body, 512, False)), Drafter(first), Drafter(second)]
+        target = Decoder(DecoderConfig("qwen3", body, 512, False))
+        head = FlexHead(FlexConfig("qwen3", replace(body, num_layers=1), 512, BLOCK, 2, 16))
+        made = [target, Drafter(first), Drafter(second), head]
+    head.join(target)
     for model in made:
         model.eval().requires_grad_(False)
         rotary: Any = model.rotary
@@ -101,7 +106,8 @@ def main(guard: str, *runs: str) -> None:
     torch.zeros = lambda *a, pin_memory=False, **k: zeros(*a, **k)
     for policy, kind in zip(runs[::2], runs[1::2], strict=True):
         with FakeTensorMode(allow_non_fake_inputs=False):
-            runner = model_runner.ModelRunner(*models())
+            *drafting, head = models()
+            runner = model_runner.ModelRunner(*drafting, flex=head)
             made = make_policy(policy, block_size=BLOCK, branches=BRANCHES, row_budget=NODES)  # type: ignore[arg-type]
             engine = Engine(runner, made, Limits(4, 256, 16, 64))
             for row in range(3):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
@@ -25,7 +26,7 @@ from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.text import Decode
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.oracle import plain_text
-from tests.tiny import tiny_decoder, tiny_drafter
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
 
 BLOCK, BRANCHES, BUDGET = 5, 3, 14
 
@@ -43,15 +44,15 @@ _KINDS = (
 
 
 @cache
-def models() -> tuple[Decoder, Drafter, Drafter]:
+def models() -> tuple[Decoder, Drafter, Drafter, FlexHead]:
     """As they were made, for the oracle; executors repack the layers of what they are given, so they get `copies`."""
     target = tiny_decoder("qwen3", layers=2, head_dim=16)  # which the compiled kernels take
     first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
     second = tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
-    return target, first, second
+    return target, first, second, tiny_flex(target, block_size=BLOCK)
 
 
-def copies() -> tuple[Decoder, Drafter, Drafter]:
+def copies() -> tuple[Decoder, Drafter, Drafter, FlexHead]:
     return deepcopy(models())
 
 
@@ -94,7 +95,8 @@ def cheater(requests: SequenceOf[Request], *, first_errors: float = 0.3, second_
 
 
 def honest() -> ModelRunner:
-    return ModelRunner(*copies())
+    target, first, second, flex = copies()
+    return ModelRunner(target, first, second, flex=flex)
 
 
 def make_engine(
@@ -172,7 +174,7 @@ def sync_drafters(runner: ModelRunner) -> None:
 def check_pages(runner: ModelRunner, table: Tensor, tokens: list[int]) -> None:
     """All pools hold what one pass over `tokens` from nothing gives."""
     sync_drafters(runner)
-    target, *drafters = models()
+    target, *drafters, _ = models()
     out = target.full_pass(torch.tensor([tokens]), aux_layer_ids=runner._aux_layer_ids)
     k, v = committed(runner._target_pool, table, len(tokens))
     torch.testing.assert_close(k, out.k[:, 0], atol=1e-4, rtol=0)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sampling.philox import philox
@@ -22,8 +23,10 @@ class Knowing(ModelRunner):
     anchor would be committed.
     """
 
-    def __init__(self, target: Decoder, first: Drafter, second: Drafter, texts: Mapping[int, Sequence[int]]) -> None:
-        super().__init__(target, first, second)
+    def __init__(
+        self, target: Decoder, first: Drafter, second: Drafter, flex: FlexHead, texts: Mapping[int, Sequence[int]]
+    ) -> None:
+        super().__init__(target, first, second, flex=flex)
         longest = max(map(len, texts.values()))
         padded = [[*text, *[0] * (longest - len(text))] for text in texts.values()]
         self._texts = torch.tensor(padded, device=self.device)
@@ -33,6 +36,11 @@ class Knowing(ModelRunner):
     def draft_first(self, batch: Batch, width: int) -> Draft:
         right, known = self._known(batch, 0)
         return _told(super().draft_first(batch, width), right, known)
+
+    @torch.inference_mode()
+    def draft_flex(self, batch: Batch, width: int) -> Draft:
+        right, known = self._known(batch, 0)
+        return _told(super().draft_flex(batch, width), right, known)
 
     @torch.inference_mode()
     def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:

@@ -13,6 +13,7 @@ import torch
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.plugins.cpu import library
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
@@ -66,9 +67,9 @@ def run(
     return [sequence.answer for sequence in sequences], runner.logits
 
 
-def in_type(dtype: torch.dtype) -> tuple[Decoder, Drafter, Drafter]:
-    target, first, second = deepcopy(models())
-    return target.to(dtype), first.to(dtype), second.to(dtype)
+def in_type(dtype: torch.dtype) -> tuple[Decoder, Drafter, Drafter, FlexHead]:
+    target, first, second, flex = deepcopy(models())
+    return target.to(dtype), first.to(dtype), second.to(dtype), flex.to(dtype)
 
 
 def requests(seeds: int) -> list[Request]:
@@ -83,7 +84,7 @@ def requests(seeds: int) -> list[Request]:
 @cache
 def plain(dtype: torch.dtype, seeds: int) -> tuple[list[list[int]], Logits]:
     """One request at a time, one token a step, prompts whole."""
-    return run(_Plain(*in_type(dtype)), "off", requests(seeds), 1, 32, None)
+    return run(_Plain(*in_type(dtype)[:3]), "off", requests(seeds), 1, 32, None)
 
 
 def check(dtype: torch.dtype, policy: PolicyName, batch: int, chunk: int, pages: int | None, seeds: int = 1) -> int:

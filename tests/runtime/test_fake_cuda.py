@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 #: Every policy once, and every kind of sampling.
 RUNS = (
     ("off", "hot"), ("lookup", "greedy"), ("chain", "narrow"), ("samples", "greedy"), ("reanchor", "greedy"),
-    ("d2sd", "hot"), ("ddtree", "greedy"), ("hybrid", "greedy"),
+    ("d2sd", "hot"), ("ddtree", "greedy"), ("hybrid", "greedy"), ("flex", "hot"),
 )  # fmt: skip
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>

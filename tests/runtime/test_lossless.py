@@ -107,6 +107,7 @@ def test_requests_are_worth_running() -> None:
 #: At every change, of all pairs: three policies each way and a fourth where a tree hardly fits, four ways a policy.
 SAMPLED = {(name, NAMES[(place + step) % 8]) for place, name in enumerate(WAYS) for step in (0, 3, 4)}
 SAMPLED |= {("few rows", "hybrid")}
+SAMPLED |= {(name, "flex") for name in ("alone", "in flight", "tight pages", "two rows")}
 
 
 def test_sample_covers_every_way_and_policy() -> None:
@@ -148,7 +149,7 @@ def check_what_took_part(policy: PolicyName, stats: SequenceStats, runner: Cheat
     wins, siblings = (
         sum(n for branch_id, n in c.items() if branch_id > 0) for c in (stats.accepted_branches, runner.siblings)
     )
-    assert wins > {"chain": -1, "ddtree": -1, "samples": 3}.get(policy, 15)
+    assert wins > {"chain": -1, "flex": -1, "ddtree": -1, "samples": 3}.get(policy, 15)
     assert siblings > 2 if policy in ("samples", "hybrid") else siblings == 0
     assert runner.siblings[0] > 5 if policy in ("ddtree", "hybrid") else runner.siblings[0] == 0
 
@@ -169,12 +170,13 @@ def test_with_real_drafters(policy: PolicyName, way: Way) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "drafters"),
-    [("off", 0), ("off", 1), ("lookup", 0), ("lookup", 1)]
+    [("off", 0), ("off", 1), ("lookup", 0), ("lookup", 1), ("flex", 0), ("flex", 1)]
     + [(policy, 1) for policy in ("chain", "samples", "reanchor", "ddtree")],
 )
 def test_without_the_models_that_a_policy_does_not_run(policy: PolicyName, drafters: int) -> None:
-    target, first, _ = copies()
-    runner = ModelRunner(target, first) if drafters else ModelRunner(target, block_size=BLOCK)
+    target, first, _, head = copies()
+    flex = head if policy == "flex" else None
+    runner = ModelRunner(target, first if drafters else None, flex=flex, block_size=BLOCK)
     engine = WAYS["tight pages"].engine(runner, policy)
     assert len(engine.policy.required_drafters) <= drafters
     WAYS["tight pages"].run(engine, some_requests())
@@ -225,7 +227,7 @@ def test_other_families(family: Family) -> None:
     second = tiny_drafter(target.config, block_size=4, role="variable_prefix", seed=2)
     prompts = ([4, 60, 8], [17])
     texts = {n: prompt + greedy_text(target, prompt, 24) for n, prompt in enumerate(prompts, 1)}
-    runner = CheatingRunner(target, first, second, texts)
+    runner = CheatingRunner(target, first, second, None, texts)
     engine = make_engine(runner, "hybrid")
     sequences = engine.generate(Request(tuple(p), 20, SamplingParams(seed=n)) for n, p in enumerate(prompts, 1))
     assert [s.tokens for s in sequences] == [texts[n][: len(p) + 20] for n, p in enumerate(prompts, 1)]
@@ -236,7 +238,8 @@ def test_other_families(family: Family) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_runs(dtype: torch.dtype, policy: PolicyName) -> None:
     """Rounding may choose other tokens there, but everything fits together and pages keep the target's dtype."""
-    runner = ModelRunner(*(model.to(dtype) for model in copies()))  # type: ignore[arg-type]
+    target, first, second, _ = copies()
+    runner = ModelRunner(target.to(dtype), first.to(dtype), second.to(dtype))
     engine = make_engine(runner, policy, max_batch=8)
     requests = some_requests()
     sequences = engine.generate(requests)
@@ -320,16 +323,22 @@ class Poisoned(ModelRunner):
         assert not draft.logprob.isnan().any()
         return draft
 
+    def draft_flex(self, batch: Batch, width: int) -> Draft:
+        draft = super().draft_flex(batch, width)
+        assert draft.logprob.isfinite().all()
+        return draft
+
     def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
         draft = super().draft_second(batch, branches, drafter, width)
         assert not draft.logprob.isnan().any()
         return draft
 
 
-@pytest.mark.parametrize("policy", ["off", "reanchor", "d2sd", "hybrid"])
+@pytest.mark.parametrize("policy", ["off", "reanchor", "d2sd", "hybrid", "flex"])
 def test_nobody_reads_what_padding_writes(policy: PolicyName) -> None:
     way = Way(max_batch=7, gap=1, prefill_chunk=5)  # batches of 3, 5, 6 and 7 are padded to 4 and 8
-    way.run(way.engine(Poisoned(*copies()), policy), some_requests())
+    target, first, second, flex = copies()
+    way.run(way.engine(Poisoned(target, first, second, flex=flex), policy), some_requests())
 
 
 @pytest.mark.parametrize(
@@ -342,8 +351,10 @@ def test_nobody_reads_what_padding_writes(policy: PolicyName) -> None:
 )
 def test_drafters_that_say_nan_change_no_text(policy: PolicyName, spoilt: tuple[int, ...]) -> None:
     """As drafters do whose numbers outgrow fp16: they are useless then, not the end of the answer."""
-    target, *drafters = copies()
+    target, first, second, flex = copies()
+    drafters = first, second
     for which in spoilt:
         drafters[which].norm.weight.data.fill_(torch.nan)
-    engine = make_engine(ModelRunner(target, *drafters), policy)
+    flex.mask_embedding.data.fill_(torch.nan)
+    engine = make_engine(ModelRunner(target, first, second, flex=flex), policy)
     assert [s.answer for s in run_staggered(engine, some_requests())] == [expected(r) for r in some_requests()]

@@ -33,13 +33,19 @@ class Spy(ModelRunner):
     """Notes what it is asked for and what it says."""
 
     def __init__(self) -> None:
-        super().__init__(*copies())
+        target, first, second, flex = copies()
+        super().__init__(target, first, second, flex=flex)
         self.asked: list[tuple[str, int, int]] = []
         self.said: list[Draft] = []
 
     def draft_first(self, batch: Batch, width: int) -> Draft:
         self.asked.append(("first", 0, width))
         self.said.append(super().draft_first(batch, width))
+        return self.said[-1]
+
+    def draft_flex(self, batch: Batch, width: int) -> Draft:
+        self.asked.append(("flex", 0, width))
+        self.said.append(super().draft_flex(batch, width))
         return self.said[-1]
 
     def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
@@ -65,6 +71,7 @@ ASKED: dict[PolicyName, list[tuple[str, int, int]]] = {
     "d2sd": [("first", 0, 1), ("second", 1, 1)],
     "ddtree": [("first", 0, WIDTH)],
     "hybrid": [("first", 0, WIDTH), ("second", 1, WIDTH)],
+    "flex": [("flex", 0, 1)],
 }
 
 

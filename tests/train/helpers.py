@@ -8,6 +8,7 @@ import torch
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import pack_blocks
 from d2sd.train.data.prefixes import first_errors
@@ -66,10 +67,11 @@ def settings(**changes: object) -> SecondSettings:
 
 
 @torch.no_grad()
-def greedy_tau(drafter: Drafter, data: TrainingData, visible: int = 1) -> float:
+def greedy_tau(drafter: Drafter | FlexHead, data: TrainingData, visible: int = 1) -> float:
     """Mean over greedy answers of tokens a step (bonus included): a walk along each, every block starting with
     `visible` real tokens. With one it is what a server of this drafter's chains would measure.
     """
+    assert isinstance(drafter, Drafter)
     means = []
     for index in range(len(data)):
         sequence = data[index]

@@ -67,6 +67,7 @@ def first(data: TrainingData, tmp_path_factory: pytest.TempPathFactory) -> Draft
     """A first drafter that has learnt two of the four answers by heart."""
     made = trainer(data.split(2)[0], **LONG)
     made.run(tmp_path_factory.mktemp("first"), quiet)
+    assert isinstance(made.drafter, Drafter)
     return made.drafter
 
 

@@ -10,6 +10,7 @@ of them. Two implementations compute them:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,11 +56,26 @@ class Head(NamedTuple):
         return torch.cat([F.linear(hidden[part].to(self.weight.dtype), self.weight).argmax(-1) for part in rows])
 
 
+class Added(NamedTuple):
+    """What is added to the drafter's logits, and learns: inner · weightᵀ + bias, FlexDraft's calibration."""
+
+    inner: Tensor  # [N, R]
+    weight: Tensor  # [C, R], of the candidate ids
+    bias: Tensor  # [C]
+
+    def logits(self, dtype: torch.dtype) -> Tensor:
+        """[N, C] fp32; the product is in `dtype`."""
+        with torch.autocast(self.inner.device.type, enabled=False):
+            return F.linear(self.inner.to(dtype), self.weight.to(dtype)).float() + self.bias.float()
+
+
 def head_stats(
-    hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: Head, forbidden: Tensor | None = None
-) -> HeadStats:
+    hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: Head, forbidden: Tensor | None = None,
+    added: Added | None = None,
+) -> HeadStats:  # fmt: skip
     """hidden, target_hidden [N, E], normed; labels [N], indices into the candidates. `forbidden` applies to both."""
-    log_q = head.logits(hidden, forbidden).log_softmax(-1)
+    logits = head.logits(hidden, forbidden)
+    log_q = (logits if added is None else logits + added.logits(head.weight.dtype)).log_softmax(-1)
     with torch.no_grad():
         log_p = head.logits(target_hidden, forbidden).log_softmax(-1)
         p = log_p.exp()
@@ -73,10 +89,12 @@ def head_stats(
 
 
 def head_stats_fused(
-    hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: Head, forbidden: Tensor | None = None
-) -> HeadStats:
+    hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: Head, forbidden: Tensor | None = None,
+    added: Added | None = None,
+) -> HeadStats:  # fmt: skip
     """The same values and gradients as `head_stats`, with memory for one chunk of rows."""
-    return HeadStats(*_Fused.apply(hidden, target_hidden, labels, head, forbidden))  # type: ignore[no-untyped-call]
+    parts = (None, None, None) if added is None else added
+    return HeadStats(*_Fused.apply(hidden, target_hidden, labels, head, forbidden, *parts))  # type: ignore[no-untyped-call]
 
 
 class _Fused(torch.autograd.Function):
@@ -86,26 +104,31 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
         hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: Head, forbidden: Tensor | None,
+        *added: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.save_for_backward(hidden, target_hidden, labels, forbidden)  # type: ignore[arg-type]
+        ctx.save_for_backward(hidden, target_hidden, labels, forbidden, *added)  # type: ignore[arg-type]
         ctx.head = head  # type: ignore[attr-defined]
         parts = []
         for rows in _chunks(len(hidden), len(head.weight)):
             banned = None if forbidden is None else forbidden[rows]
-            parts.append(head_stats(hidden[rows], target_hidden[rows], labels[rows], head, banned))
+            own = _rows_of(added, rows)
+            parts.append(head_stats(hidden[rows], target_hidden[rows], labels[rows], head, banned, own))
         stats = [torch.cat(column) for column in zip(*parts, strict=True)]
         ctx.mark_non_differentiable(*stats[3:])
         return tuple(stats)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, target_hidden, labels, forbidden = ctx.saved_tensors  # type: ignore[attr-defined]
+        hidden, target_hidden, labels, forbidden, *added = ctx.saved_tensors  # type: ignore[attr-defined]
+        of_added = tuple(None if part is None else torch.zeros_like(part, dtype=torch.float32) for part in added)
         head: Head = ctx.head  # type: ignore[attr-defined]
         out = torch.empty_like(hidden)
         for rows in _chunks(len(hidden), len(head.weight)):
             of_log_q, of_cross, of_overlap = (gradient[rows, None] for gradient in gradients[:3])
             banned = None if forbidden is None else forbidden[rows]
-            q = head.logits(hidden[rows], banned).softmax(-1)
+            own = _rows_of(added, rows)
+            logits = head.logits(hidden[rows], banned)
+            q = (logits if own is None else logits + own.logits(head.weight.dtype)).softmax(-1)
             p = head.logits(target_hidden[rows], banned).softmax(-1)
             # overlap grows with q where q < p; at equality the derivative is 0.5, as in autograd
             below = torch.where(q == p, 0.5, (q < p).float())
@@ -115,8 +138,21 @@ class _Fused(torch.autograd.Function):
             dz *= q
             dz -= of_cross * p
             dz.scatter_add_(1, labels[rows, None], of_log_q)
-            out[rows] = (dz.to(head.weight.dtype) @ head.weight).to(out.dtype)
-        return out, None, None, None, None
+            dz = dz.to(head.weight.dtype)
+            out[rows] = (dz @ head.weight).to(out.dtype)
+            if own is not None:
+                of_inner, of_weight, of_bias = of_added
+                of_inner[rows] = dz @ own.weight.to(dz.dtype)  # type: ignore[index]
+                of_weight += dz.T @ own.inner.to(dz.dtype)  # type: ignore[operator]
+                of_bias += dz.sum(0)  # type: ignore[operator]
+        learnt = (None if of is None else of.to(part.dtype) for of, part in zip(of_added, added, strict=True))
+        return out, None, None, None, None, *learnt
+
+
+def _rows_of(added: Sequence[Tensor | None], rows: slice) -> Added | None:
+    """The `Added` of a chunk of rows."""
+    inner, weight, bias = added
+    return None if inner is None or weight is None or bias is None else Added(inner[rows], weight, bias)
 
 
 def _chunks(rows: int, width: int) -> list[slice]:

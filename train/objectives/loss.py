@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.train.data.packing import Packed, attend_packed
 from d2sd.train.data.prefixes import first_errors
 from d2sd.train.flex_attention import attend_flex
-from d2sd.train.objectives.head import Head, HeadStats, head_stats_fused
+from d2sd.train.objectives.head import Added, Head, HeadStats, head_stats_fused
 from d2sd.train.objectives.terms import objective
 from d2sd.train_recipe import Objective
 
@@ -58,7 +59,7 @@ class Candidates:
 class BlockLoss(nn.Module):
     """The drafter's loss as one module, so that DDP can wrap it."""
 
-    def __init__(self, drafter: Drafter, embedding: Tensor, wanted: Objective) -> None:
+    def __init__(self, drafter: Drafter | FlexHead, embedding: Tensor, wanted: Objective) -> None:
         """embedding [V, E]: the target's, frozen."""
         super().__init__()
         self.drafter, self.wanted = drafter, wanted
@@ -72,12 +73,19 @@ class BlockLoss(nn.Module):
         size = packed.tokens.shape[-1]
         slots = torch.arange(size, device=visible.device)
         used = ((slots >= visible[..., None]) & packed.inside).flatten(0, 1)  # [B·A, G]
-        hidden = block_hidden(self.drafter, self._embedding, packed, visible).flatten(0, 1)
+        added = None
+        if isinstance(self.drafter, FlexHead):
+            hidden, inner = flex_hidden(self.drafter, self._embedding, packed)
+            last = self.drafter.calibration.outer
+            added = Added(inner.flatten(0, 1)[used], last.weight[candidates.ids], last.bias[candidates.ids])
+        else:
+            hidden = block_hidden(self.drafter, self._embedding, packed, visible)
+        hidden = hidden.flatten(0, 1)
         labels = candidates.index[packed.tokens.flatten(0, 1)]
         banned = torch.where(slots == visible[..., None], rejected[..., None], -1).flatten(0, 1)
         stats = head_stats_fused(
             hidden[used], packed.target_hidden.flatten(0, 1)[used], labels[used], candidates.head,
-            torch.where(banned >= 0, candidates.index[banned.clamp(min=0)], -1)[used],
+            torch.where(banned >= 0, candidates.index[banned.clamp(min=0)], -1)[used], added,
         )  # fmt: skip
         spread = (torch.zeros(used.shape, dtype=column.dtype, device=used.device) for column in stats)
         blocks = HeadStats(*(out.masked_scatter(used, column) for out, column in zip(spread, stats, strict=True)))
@@ -95,6 +103,14 @@ def block_hidden(drafter: Drafter, embedding: Tensor, packed: Packed, visible: T
     attend = (attend_flex if fused else attend_packed)(drafter, features, packed.positions)
     hidden: Tensor = drafter(embedded.flatten(1, 2), packed.positions.flatten(1), attend)
     return hidden.view(*tokens.shape, -1)
+
+
+def flex_hidden(head: FlexHead, embedding: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
+    """[B, A, G, E] and [B, A, G, R]: hidden states of the mask rows, and their calibration before its last layer."""
+    attend = attend_packed(head, packed.features, packed.positions)
+    hidden: Tensor = head(packed.positions.flatten(1), attend).view(*packed.tokens.shape, -1)
+    anchor = F.embedding(packed.tokens[:, :, :1], embedding).float()
+    return hidden, head.calibration_inner(hidden, anchor)
 
 
 @torch.no_grad()

@@ -7,24 +7,28 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.policies import DrafterName
 from d2sd.progress import Progress
 from d2sd.train.data.features import TrainingData
 from d2sd.train.dist import Dist
-from d2sd.train.init_from_target import first_drafter
+from d2sd.train.init_from_target import first_drafter, flex_head
 from d2sd.train.loop import Trainer
-from d2sd.train.pipeline.evaluate import Evaluator, as_written
+from d2sd.train.pipeline.evaluate import Evaluator, as_written, flex_as_written
 from d2sd.train.pipeline.evaluation import Evaluation
 from d2sd.train.pipeline.log import Say, TrainLog, seconds_each
-from d2sd.train_recipe import SecondSettings, TrainRecipe, TrainSettings
+from d2sd.train_recipe import FlexSettings, SecondSettings, TrainRecipe, TrainSettings
+
+Trained = TypeVar("Trained", Drafter, FlexHead)
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Context shared by the trainings of both drafters."""
+    """Context shared by the trainings of all drafters."""
 
     recipe: TrainRecipe
     target: Decoder  # on `dist.device`
@@ -41,7 +45,7 @@ class Training:
         """Train the first drafter, initialised from the target's last layers; evaluated with the policy `chain`."""
         settings = self.recipe.first
         assert settings is not None, "a pretrained first drafter is not trained"
-        start = first_drafter(self.recipe.drafter, self.target, self.data, settings.seed)
+        start = first_drafter(self.recipe.geometry, self.target, self.data, settings.seed)
         drafter = start.to(self.dist.device)
 
         def evaluate() -> list[Evaluation]:
@@ -67,6 +71,17 @@ class Training:
 
         return self._train("second", settings, drafter, first, evaluate)
 
+    def flex(self, settings: FlexSettings) -> FlexHead:
+        """Train a FlexDraft head, initialised from the target's last layers; evaluated with the policy `flex`."""
+        head = flex_head(settings.head, self.target, settings.seed).to(self.dist.device)
+        head.join(self.target)
+
+        def evaluate() -> list[Evaluation]:
+            written = flex_as_written(head, self.vocabulary, self.evaluator.dtype)
+            return [self.evaluator.evaluate("flex", flex=written)]
+
+        return self._train("flex", settings, head, None, evaluate)
+
     def _as_written(self, drafter: Drafter) -> Drafter:
         return as_written(drafter, self.vocabulary, self.evaluator.dtype)
 
@@ -78,9 +93,9 @@ class Training:
         self.say(f"{name} drafter: step {step:,} of {steps:,}, tau {tau}{left}", err=True)
 
     def _train(
-        self, name: DrafterName, settings: TrainSettings, drafter: Drafter, first: Drafter | None,
+        self, name: DrafterName, settings: TrainSettings, drafter: Trained, first: Drafter | None,
         run_evaluation: Callable[[], list[Evaluation]],
-    ) -> Drafter:  # fmt: skip
+    ) -> Trained:  # fmt: skip
         trainer = Trainer(self.target, drafter, self.data, settings, first, self.dist)
         with (
             self.progress(f"training {name}", settings.steps) as advance,

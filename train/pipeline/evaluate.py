@@ -11,9 +11,11 @@ import torch
 
 from d2sd.convert.bundle.load import Bundle
 from d2sd.convert.bundle.serving import make_engine
+from d2sd.convert.checkpoint.flex import with_vocabulary
 from d2sd.convert.checkpoint.weights import fill
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.policies import DrafterName, PolicyName
 from d2sd.progress import Progress
 from d2sd.recipe import Tree
@@ -36,7 +38,7 @@ class Evaluator:
         self, recipe: TrainRecipe, bundle: Bundle, held_out: Sequence[Response], device: str, progress: Progress
     ) -> None:
         """`bundle` holds the target used in training; it is not modified."""
-        tree = Tree(policy="off", block_size=recipe.drafter.block_size, branches=recipe.drafter.block_size - 1)
+        tree = Tree(policy="off", block_size=recipe.block_size, branches=recipe.block_size - 1)
         described = bundle.manifest.model_copy(update={"recipe": bundle.recipe.model_copy(update={"tree": tree})})
         self._bundle = replace(bundle, manifest=described)
         self.device, self._progress = device, progress
@@ -54,15 +56,26 @@ class Evaluator:
         """The dtype in which drafters are served, equal to the target's."""
         return self._bundle.target.embed_tokens.weight.dtype
 
-    def serving(self, first: Drafter, second: Drafter | None = None) -> Bundle:
+    def serving(
+        self, first: Drafter | None = None, second: Drafter | None = None, flex: FlexHead | None = None
+    ) -> Bundle:
         """The target with these drafters, which an engine may repack: pass copies of drafters in training."""
-        return replace(self._bundle, target=self._target, first=first, second=second)
+        if flex is not None:
+            flex.join(self._bundle.target)  # whose layers no engine packs
+        return replace(self._bundle, target=self._target, first=first, second=second, flex=flex)
 
-    def evaluate(self, method: PolicyName, first: Drafter, second: Drafter | None = None) -> Evaluation:
+    def evaluate(
+        self, method: PolicyName, first: Drafter | None = None, second: Drafter | None = None,
+        flex: FlexHead | None = None,
+    ) -> Evaluation:  # fmt: skip
         """Generate from the prompts with the policy `method`, in one batch, and count accepted tokens."""
         batch = min(self._bundle.recipe.limits.max_batch, len(self._evaluated))
         engine = make_engine(
-            self.serving(first, second), policy=method, row_budget=_NODE_BUDGET, device=self.device, max_batch=batch
+            self.serving(first, second, flex),
+            policy=method,
+            row_budget=_NODE_BUDGET,
+            device=self.device,
+            max_batch=batch,
         )
         engine.record_trace = True
         accepted = {engine.submit(request).id: (name, list[int]()) for name, request in self._evaluated}
@@ -71,7 +84,8 @@ class Evaluator:
             for step in run_observed(engine, advance):
                 accepted[step.sequence.id][1].append(step.accepted)
                 for node in step.judged:
-                    outcomes.setdefault(_DRAFTERS[node.drafter], []).append((node.prob, node.accepted))
+                    name: DrafterName = "flex" if flex is not None else _DRAFTERS[node.drafter]
+                    outcomes.setdefault(name, []).append((node.prob, node.accepted))
         return Evaluation(
             method=method,
             rows=engine.policy.num_nodes,
@@ -84,6 +98,13 @@ class Evaluator:
         """The target to serve: a copy on CPU, where engines repack weights."""
         target = self._bundle.target
         return target if self.device.startswith("cuda") else copy.deepcopy(target)
+
+
+def flex_as_written(
+    head: FlexHead, vocabulary: tuple[int, ...] | None, dtype: torch.dtype = torch.bfloat16
+) -> FlexHead:
+    """The same of a FlexDraft head; it has not joined a target."""
+    return with_vocabulary(head, vocabulary).to(torch.bfloat16).to(dtype)
 
 
 def as_written(drafter: Drafter, vocabulary: tuple[int, ...] | None, dtype: torch.dtype = torch.bfloat16) -> Drafter:

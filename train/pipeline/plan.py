@@ -15,7 +15,7 @@ from d2sd.train.data.features import read_progress
 from d2sd.train.data.prompts import take_turns
 from d2sd.train.data.responses import KIND, finished_ids, read_responses
 from d2sd.train.pipeline.log import pace, seconds_each
-from d2sd.train.pipeline.ready import first_config
+from d2sd.train.pipeline.ready import check_geometry
 from d2sd.train.pipeline.responses import planned_jobs, read_screened
 from d2sd.train.pipeline.target import plain_recipe
 from d2sd.train_recipe import TrainRecipe, TrainSettings
@@ -27,18 +27,21 @@ def plan(recipe: TrainRecipe, work: Path, out: Path) -> Iterator[tuple[str, str]
     ready = located(recipe, recipe.ready_first) if recipe.ready_first is not None else None
     if target is not None and (recipe.ready_first is None or ready is not None):
         assert isinstance(target.config, DecoderConfig)
-        first_config(recipe, target.config)
+        check_geometry(recipe, target.config)
     yield "target", f"{_named(recipe.target)}, {'ready' if (work / 'target' / NAME).is_file() else 'to be built'}"
     yield from _prompts(recipe, work)
     yield "features", _features(recipe, work, target)
     if recipe.ready_first is not None:
         yield "first drafter", f"ready: {ready}" if ready is not None else "ready, to be fetched"
-    trained: tuple[tuple[DrafterName, TrainSettings | None], ...] = ("first", recipe.first), ("second", recipe.second)
+    trained: tuple[tuple[DrafterName, TrainSettings | None], ...] = (
+        ("first", recipe.first), ("second", recipe.second), ("flex", recipe.flex),
+    )  # fmt: skip
     for name, settings in trained:
         if settings is not None:
-            yield f"{name} drafter", _training(name, settings, work)
+            yield "FlexDraft head" if name == "flex" else f"{name} drafter", _training(name, settings, work)
     yield "evaluation", f"{recipe.evaluation.prompts} held-out prompts, {recipe.evaluation.max_new_tokens} tokens each"
-    yield "calibration", f"{recipe.data.held_out} held-out prompts"
+    if recipe.flex is None:
+        yield "calibration", f"{recipe.data.held_out} held-out prompts"
     yield "out", f"{out}, work in {work}"
 
 
@@ -73,7 +76,7 @@ def _features(recipe: TrainRecipe, work: Path, target: Part | None) -> str:
     responses = read_responses(work, vocab_size=vocab_size) if known else []
     limit = len(planned_jobs(recipe)) * (data.max_prompt_tokens + data.max_new_tokens)
     tokens = sum(len(r.prompt_ids) + len(r.response_ids) for r in responses) or limit
-    width = target.body.hidden_size * (len(recipe.drafter.target_layer_ids) + 1)
+    width = target.body.hidden_size * (len(recipe.aux_layer_ids(target.body.num_layers)) + 1)
     size = f"{2 * width * tokens / 1e6:,.1f} MB {'for the responses so far' if responses else 'at most'}"
     progress = read_progress(work / "features.json")
     done = progress.done if progress is not None else 0

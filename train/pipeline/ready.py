@@ -11,7 +11,7 @@ from d2sd.convert.checkpoint.drafter import check_compatible, check_drafter_tens
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DecoderConfig, DrafterConfig
 from d2sd.modeling.drafter import Drafter
-from d2sd.train.init_from_target import drafter_config
+from d2sd.train.init_from_target import drafter_config, flex_config
 from d2sd.train_recipe import TrainRecipe
 
 
@@ -20,10 +20,10 @@ def first_config(recipe: TrainRecipe, target: DecoderConfig) -> DrafterConfig:
 
     Raises D2SDError if it does not match the target or the recipe; called early, hours before the drafter is used.
     """
-    config = drafter_config(recipe.drafter, target, None)
+    config = drafter_config(recipe.geometry, target, None)
     if recipe.ready_first is None:
         return config
-    folder, geometry = _folder(recipe), recipe.drafter
+    folder, geometry = _folder(recipe), recipe.geometry
     ready = read_drafter_config(folder)
     check_compatible(ready, target, role="first", block_size=ready.block_size, where=folder)
     for key, found, expected in (
@@ -44,6 +44,14 @@ def first_config(recipe: TrainRecipe, target: DecoderConfig) -> DrafterConfig:
             fix="name the drafter before quantization",
         )  # fmt: skip
     return ready
+
+
+def check_geometry(recipe: TrainRecipe, target: DecoderConfig) -> None:
+    """Raise D2SDError if what the recipe trains does not fit the target, or a pretrained first drafter neither."""
+    if recipe.flex is not None:
+        flex_config(recipe.flex.head, target)
+    else:
+        first_config(recipe, target)
 
 
 def load_ready(recipe: TrainRecipe) -> Drafter:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.convert.checkpoint.drafter import write_drafter
+from d2sd.convert.checkpoint.flex import write_flex
 from d2sd.extras import require_plots
 from d2sd.io import check_writable, disk_space
 from d2sd.modeling.drafter import Drafter
@@ -17,19 +18,23 @@ from d2sd.train.data.features import TrainingData, cache_features, online_featur
 from d2sd.train.data.responses import Response
 from d2sd.train.dist import Dist
 from d2sd.train.pipeline.drafter import Training
-from d2sd.train.pipeline.evaluate import Evaluator, as_written
+from d2sd.train.pipeline.evaluate import Evaluator, as_written, flex_as_written
+from d2sd.train.pipeline.flex import finish_flex, weights_digest
 from d2sd.train.pipeline.log import Say, paced, read_log, tensorboard_is_installed
 from d2sd.train.pipeline.pair import finish_pair
-from d2sd.train.pipeline.ready import first_config, load_ready
+from d2sd.train.pipeline.ready import check_geometry, load_ready
 from d2sd.train.pipeline.responses import ResponseGenerator
 from d2sd.train.pipeline.target import pinned_target
-from d2sd.train_recipe import TrainRecipe
+from d2sd.train_recipe import FlexSettings, Geometry, TrainRecipe
 from d2sd.viz.training import plot_training
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training of a pair, in one process or several; only the main process writes shared files and prints."""
+    """One training of a pair or a FlexDraft head, in one process or several.
+
+    Only the main process writes shared files and prints.
+    """
 
     recipe: TrainRecipe
     work: Path
@@ -41,11 +46,11 @@ class Run:
     def all(self) -> None:
         """Run all stages: from the prompts to a folder of drafters that a bundle's recipe can name."""
         bundle = self._target()
-        first_config(self.recipe, bundle.target.config)  # raises D2SDError before hours of work
-        if self.recipe.first is not None:
-            self.dist.check(self.recipe.first.batch, "first.batch")
-        if self.recipe.second is not None:
-            self.dist.check(self.recipe.second.batch, "second.batch")
+        check_geometry(self.recipe, bundle.target.config)  # raises D2SDError before hours of work
+        parts = {"first": self.recipe.first, "second": self.recipe.second, "flex": self.recipe.flex}
+        for name, settings in parts.items():
+            if settings is not None:
+                self.dist.check(settings.batch, f"{name}.batch")
         if self.dist.is_main:
             self._begin()
         responses = ResponseGenerator(self.recipe, bundle, self.work, self.dist, self.progress, self.say).all()
@@ -59,12 +64,30 @@ class Run:
             self.recipe, bundle.target, data, vocabulary, evaluator, self.work, self.dist, self.progress, self.say,
             self._draw_curves,
         )  # fmt: skip
+        if self.recipe.flex is not None:
+            self._flex(training, self.recipe.flex, evaluator)
+            return
         first = ready or training.first()
         self._write("first", first, vocabulary)
         if self.recipe.second is not None:
             self._write("second", training.second(first, self.recipe.second), vocabulary)
         if self.dist.is_main:
             finish_pair(self.recipe, evaluator, self.work, self.out, self.say)
+            self._draw_curves()
+            self.say(str(self.out))
+        self.dist.barrier()
+
+    def _flex(self, training: Training, settings: FlexSettings, evaluator: Evaluator) -> None:
+        """Train and write a FlexDraft head; asserts that no bit of the target has changed."""
+        before = weights_digest(training.target)
+        head = training.flex(settings)
+        assert weights_digest(training.target) == before, "training changed the target"
+        if self.dist.is_main:
+            folder = self.out / "flex"
+            folder.mkdir(parents=True, exist_ok=True)
+            written = flex_as_written(head, training.vocabulary)
+            write_flex(folder, written.config, written.state_dict())
+            finish_flex(self.recipe, settings, evaluator, self.work, self.out, before, self.say)
             self._draw_curves()
             self.say(str(self.out))
         self.dist.barrier()
@@ -83,7 +106,7 @@ class Run:
             self.say("TensorBoard is not installed, so no events are written: pip install 'd2sd[train]'", err=True)
 
     def _features(self, bundle: Bundle, responses: list[Response]) -> TrainingData:
-        aux_layer_ids = tuple(self.recipe.drafter.target_layer_ids)
+        aux_layer_ids = self.recipe.aux_layer_ids(bundle.target.config.body.num_layers)
         if self.recipe.data.features == "online":
             return online_features(bundle.target, aux_layer_ids, responses)
 
@@ -107,12 +130,13 @@ class Run:
 
     def _vocabulary(self, data: TrainingData, bundle: Bundle) -> tuple[int, ...] | None:
         """The draft vocabulary: the most frequent ids, ascending, without the mask token."""
-        count, geometry = self.recipe.drafter.draft_vocab_size, self.recipe.drafter
+        geometry = self.recipe.flex.head if self.recipe.flex is not None else self.recipe.geometry
+        count = geometry.draft_vocab_size
         if count is None:
             return None
         size = bundle.target.config.vocab_size
         chosen = data.frequent(count, size)
-        if chosen[geometry.mask_token_id]:
+        if isinstance(geometry, Geometry) and chosen[geometry.mask_token_id]:
             chosen = data.frequent(count + 1, size)
             chosen[geometry.mask_token_id] = False
         return tuple(chosen.nonzero()[:, 0].tolist())
@@ -124,5 +148,5 @@ class Run:
             write_drafter(self.out / name, copy.config, copy.state_dict())
 
     def _draw_curves(self) -> None:
-        names: tuple[DrafterName, DrafterName] = ("first", "second")
+        names: tuple[DrafterName, ...] = ("first", "second", "flex")
         plot_training([read_log(self.work, name) for name in names], self.out / "curves.png")

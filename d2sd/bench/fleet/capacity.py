@@ -22,10 +22,11 @@ from d2sd.bench.fleet.simulate import Fleet, Simulation
 from d2sd.bench.latency import Slo
 from d2sd.convert.build.plan import GPUS, Plan, make_plan
 from d2sd.convert.bundle.load import CALIBRATION
+from d2sd.convert.bundle.serving import forecasts_flex
 from d2sd.errors import D2SDError
 from d2sd.manifest import NAME, load_manifest
 from d2sd.policies import FACTS
-from d2sd.recipe import Drafters, DrafterSource, Policy, SecondSource, Source, load_recipe
+from d2sd.recipe import Drafters, DrafterSource, FlexSource, Policy, SecondSource, Source, load_recipe
 from d2sd.runtime.memory import plan_kv_memory
 from d2sd.runtime.request import Limits, Request
 
@@ -69,6 +70,7 @@ def read_plan(source: Path) -> Plan:
     local = Drafters(
         first=named.first and DrafterSource(path="drafter_first"),
         second=named.second and SecondSource(path="drafter_second"),
+        flex=named.flex and FlexSource(path="drafter_flex"),
         calibration=named.calibration and Source(path=CALIBRATION),
     )
     target = recipe.target.model_copy(update={"path": "target", "pypi": None, "hf": None})
@@ -82,7 +84,8 @@ def compute(
 ) -> Option:
     """GPUs of one kind that serve `demand` with `policy`. Raises D2SDError that names the bound that fails."""
     count = 2 if policy == "auto" else len(FACTS[policy].required_drafters)
-    plan = replace(plan, drafters=plan.drafters[:count])
+    wanted = policy == "flex" or (policy == "auto" and forecasts_flex(len(plan.drafters), plan.calibration))
+    plan = replace(plan, drafters=plan.drafters[:count], flex=plan.flex if wanted else None)
     recipe = plan.recipe
     limits = replace(Limits.of(recipe.limits, max_batch), prefix_cache=False)  # prompts share nothing
     request = Request((0,) * demand.prompt_tokens, demand.output_tokens)

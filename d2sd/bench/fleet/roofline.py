@@ -9,7 +9,7 @@ drafters' K/V (1 to 2 % of a prefill), and the host, whose work a CUDA graph hid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from d2sd.bench.fleet.accepted import capped_geometric
 from d2sd.bench.fleet.costs import EngineCosts, PolicyCosts, StepCosts
@@ -17,7 +17,7 @@ from d2sd.convert.build.plan import Part, Plan
 from d2sd.convert.bundle.serving import candidate_policies
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.errors import D2SDError
-from d2sd.modeling.config import DecoderConfig, DrafterConfig
+from d2sd.modeling.config import DecoderConfig, DrafterConfig, FlexConfig
 from d2sd.policies import FirstPass
 from d2sd.recipe import Policy
 from d2sd.runtime.buckets import buckets
@@ -67,6 +67,8 @@ class Roofline:
         seconds = self._seconds(self.plan.target, batch, policy.num_nodes, context, head=True)
         if policy.first_pass is FirstPass.DRAFTER:
             seconds += self._seconds(drafters[0], batch, block, context, head=True)
+        if policy.first_pass is FirstPass.FLEX:
+            seconds += self._seconds(self._mask_rows(), batch, block, context, head=True)
         if policy.second_pass is not None:
             seconds += self._seconds(
                 drafters[policy.second_pass], batch, policy.num_branches * block, context, head=True
@@ -78,6 +80,19 @@ class Roofline:
         assert self.plan.target is not None
         return self._seconds(self.plan.target, 1, rows, context, head=False)
 
+    def _mask_rows(self) -> Part:
+        """The layers that mask rows pass: FlexDraft's projections, and the MLPs and K/V of the target's last layers."""
+        flex, target = self.plan.flex, self.plan.target
+        assert flex is not None
+        assert target is not None
+        body = flex.body
+        shared = 3 * body.num_layers * body.hidden_size * body.intermediate_size
+        size = target.weight_bytes / target.parameters
+        return replace(
+            flex, parameters=flex.parameters + shared, weight_bytes=flex.weight_bytes + round(shared * size),
+            kv_token_bytes=target.kv_token_bytes * body.num_layers // target.body.num_layers,
+        )  # fmt: skip
+
     def _seconds(self, part: Part, batch: int, rows: int, context: int, *, head: bool) -> float:
         """One pass over `batch` requests of `rows` rows each."""
         peaks, body, size = PEAKS[self.gpu], part.body, DTYPES[self.plan.recipe.precision].itemsize
@@ -87,7 +102,7 @@ class Roofline:
         if isinstance(part.config, DecoderConfig):  # the embedding is looked up; if it is tied, it is the head
             tables = table if part.config.tie_word_embeddings else 2 * table
             stored, weights = stored - tables * size, weights - tables
-        elif isinstance(part.config, DrafterConfig) and part.config.draft_vocabulary is not None:
+        elif isinstance(part.config, DrafterConfig | FlexConfig) and part.config.draft_vocabulary is not None:
             table = len(part.config.draft_vocabulary) * body.hidden_size
         narrow = (weights * size - stored) / (size - 1) if size > 1 else 0  # weights in FP8
         products = 2 * batch * rows * (narrow / peaks.fp8 + (weights - narrow) / half)
@@ -109,7 +124,7 @@ def arithmetic_costs(
     """
     plan = roofline.plan
     tree, temperature = plan.recipe.tree, plan.recipe.sampling.temperature
-    found = candidate_policies(tree, len(plan.drafters), policy, tree.row_budget)
+    found = candidate_policies(tree, len(plan.drafters), policy, tree.row_budget, flex=plan.flex is not None)
     largest = found[-1]
     if policy != "auto" or tau is not None or plan.calibration is None:
         found = [largest] if isinstance(largest, Off) else [Off(1), largest]

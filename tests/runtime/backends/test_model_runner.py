@@ -22,6 +22,7 @@ from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.speculation.tree import Tree, from_candidates
+from tests.modeling.test_flex import reference as flex_reference
 from tests.runtime.helpers import BLOCK, check_pages, choices, copies, honest, models, poison, sync_drafters
 from tests.tiny import full_logits, tiny_drafter
 
@@ -95,11 +96,22 @@ def test_first_draft_equals_drafting_from_nothing(ready: tuple[ModelRunner, Batc
     runner, batch = ready
     draft = runner.draft_first(batch, WIDTH)
     assert draft.tokens.shape == (3, BLOCK - 1, WIDTH)
-    _, first, _ = models()
+    first = models()[1]
     for row, text in enumerate(TEXTS):
         logits = fresh_draft(first, text, [[text[-1], *[first.config.mask_token_id] * (BLOCK - 1)]])[0]
         for slot in range(BLOCK - 1):
             check_slot(draft, (row, slot), logits[slot])
+
+
+def test_flex_draft_equals_drafting_from_nothing(ready: tuple[ModelRunner, Batch]) -> None:
+    runner, batch = ready
+    draft = runner.draft_flex(batch, WIDTH)
+    assert draft.tokens.shape == (3, BLOCK - 1, WIDTH)
+    target, _, _, flex = models()
+    for row, text in enumerate(TEXTS):
+        _, logits = flex_reference(target, flex, text)
+        for slot in range(BLOCK - 1):
+            check_slot(draft, (row, slot), torch.from_numpy(logits[slot]).float())
 
 
 def test_heads_get_rows_in_one_piece(ready: tuple[ModelRunner, Batch], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +147,7 @@ def test_second_draft_equals_drafting_each_branch_from_nothing(ready: tuple[Mode
     branches = branches_behind(first, LENGTHS)
     second = runner.draft_second(batch, branches, drafter, WIDTH)
     assert second.tokens.shape == (3, 3, BLOCK - 1, WIDTH)
-    _, *drafters = models()
+    _, *drafters, _ = models()
     model = drafters[drafter]
     for row, text in enumerate(TEXTS):
         for branch, length in enumerate(LENGTHS[row].tolist()):
@@ -341,7 +353,7 @@ def test_sampled_drafts_follow_the_noise_of_their_positions(ready: tuple[ModelRu
 
 
 def test_drafters_go_in_order() -> None:
-    target, _, second = copies()
+    target, _, second, _ = copies()
     with pytest.raises(AssertionError):
         ModelRunner(target, None, second)
     assert ModelRunner(target).block_size == 1
@@ -350,7 +362,7 @@ def test_drafters_go_in_order() -> None:
 
 @pytest.mark.parametrize("field", ["block_size", "target_layer_ids"])
 def test_drafters_that_do_not_fit_each_other(field: str) -> None:
-    target, first, _ = copies()
+    target, first, *_ = copies()
     other = {"block_size": 7, "target_layer_ids": (1,)}[field]
     second = tiny_drafter(target.config, role="variable_prefix", **{"block_size": BLOCK, field: other})  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=field) as caught:

@@ -52,12 +52,12 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def target(tmp_path: Path) -> EngineFile:
-    model, first, _ = models()
+    model, first, *_ = models()
     return target_engine(tmp_path, model, first.config.target_layer_ids)
 
 
 def runner(folder: Path) -> ModelRunner:
-    target, first, second = deepcopy(models())
+    target, first, second, _ = deepcopy(models())
     pairs = [(d, drafter_engine(folder, n, d)) for n, d in (("first", first), ("second", second))]
     engine = target_engine(folder, target, first.config.target_layer_ids)
     return engine_runner(TRT, (target, engine), *pairs, aux_layer_ids=first.config.target_layer_ids, page_size=PAGE)

@@ -9,6 +9,7 @@ from functools import cache
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import Verified
 from d2sd.runtime.batch import Batch
@@ -19,14 +20,15 @@ from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.speculation.tree import Tree
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.grammar.tokens import END, vocab_size
-from tests.tiny import tiny_decoder, tiny_drafter
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
 
 
 @cache
-def models() -> tuple[Decoder, Drafter, Drafter]:
+def models() -> tuple[Decoder, Drafter, Drafter, FlexHead]:
     target = tiny_decoder("qwen3", layers=2, vocab=vocab_size())
     first = tiny_drafter(target.config, block_size=5, layers=1)
-    return target, first, tiny_drafter(target.config, block_size=5, layers=1, role="variable_prefix", seed=2)
+    second = tiny_drafter(target.config, block_size=5, layers=1, role="variable_prefix", seed=2)
+    return target, first, second, tiny_flex(target, block_size=5)
 
 
 class WatchedRunner(CheatingRunner):

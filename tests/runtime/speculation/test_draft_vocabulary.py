@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from d2sd.modeling.drafter import Drafter
-from d2sd.policies import PolicyName
+from d2sd.policies import FACTS, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.request import SamplingParams
@@ -51,7 +51,7 @@ class Coached(ModelRunner):
     """
 
     def __init__(self, first: Ids, second: Ids) -> None:
-        target, one, two = copies()
+        target, one, two, _ = copies()
         super().__init__(target, narrowed(one, first), narrowed(two, second))
         every = tuple(range(self.vocab_size))
         self.ids = tuple(first or every), tuple(second or every)
@@ -92,7 +92,7 @@ SIZES = {"both": (24, 24), "first": (24, None), "second": (None, 24), "differ": 
     [
         pytest.param(policy, name, marks=[] if (turn + place) % 3 == 0 else pytest.mark.slow)
         for turn, name in enumerate(["alone", "in flight", "tight pages"])
-        for place, policy in enumerate(DRAFTING)
+        for place, policy in enumerate(name for name in DRAFTING if FACTS[name].required_drafters)
     ],
 )
 def test_the_text_is_what_plain_decoding_writes(policy: PolicyName, name: str) -> None:
@@ -197,7 +197,7 @@ def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> No
     whole, batch = prefilled(TEXTS, TABLE)
     batch = replace(batch, sampling=Sampling.of([params] * len(TEXTS), whole.vocab_size, "cpu"))
     vocabularies = IDS, IDS[::2]
-    target, *drafters = copies()
+    target, *drafters, _ = copies()
     small = ModelRunner(target, *map(narrowed, drafters, vocabularies))
     small._target_pool, small._pools, small._pending = whole._target_pool, whole._pools, whole._pending
     width = len(IDS[::2])
@@ -225,7 +225,7 @@ def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> No
 @pytest.mark.parametrize("policy", ["chain", "hybrid"])
 def test_nothing_is_read_back(policy: PolicyName, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with vocabularies can be captured in a graph like any other."""
-    target, first, second = copies()
-    made = ModelRunner(target, narrowed(first, IDS), narrowed(second, frequent(24)))
+    target, first, second, flex = copies()
+    made = ModelRunner(target, narrowed(first, IDS), narrowed(second, frequent(24)), flex=flex)
     monkeypatch.setattr(test_capturable, "honest", lambda: made)
     check_same(record(running(policy, HOT, SamplingParams()), 3))

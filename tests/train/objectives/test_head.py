@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from d2sd.train.objectives import head as module
-from d2sd.train.objectives.head import Head, HeadStats, head_stats, head_stats_fused
+from d2sd.train.objectives.head import Added, Head, HeadStats, head_stats, head_stats_fused
 
 # Shape letters: N rows, C candidate ids, E hidden.
 
@@ -269,3 +269,30 @@ def test_products_stay_in_the_heads_precision_under_autocast() -> None:
     plain = given.head.logits(given.hidden, None)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(given.head.logits(given.hidden, None), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_added_learns_alike_in_both(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexDraft's calibration: values, and gradients at its three parts and at the hidden states; in several chunks."""
+    monkeypatch.setattr(module, "_CHUNK", 4 * 31)
+    made = case(13, 31, 8, 2.0, dtype)
+    draw = torch.Generator().manual_seed(5)
+    parts = [torch.randn(shape, generator=draw) for shape in ((13, 6), (31, 6), (31,))]
+    upstream = torch.randn(3, 13, generator=draw)
+
+    def run(twin: Any) -> tuple[HeadStats, list[Tensor]]:
+        leaves = [made.hidden.float().requires_grad_(), *(part.clone().requires_grad_() for part in parts)]
+        stats = twin(leaves[0], *made[1:], Added(*leaves[1:]))
+        total = sum((getattr(stats, name) * row).sum() for name, row in zip(WITH_GRADIENT, upstream, strict=True))
+        return stats, list(torch.autograd.grad(total, leaves))
+
+    (eager, wanted), (fused, found) = run(head_stats), run(head_stats_fused)
+    plain = head_stats(made.hidden.float(), *made[1:])
+    assert (eager.log_q - plain.log_q).abs().max() > 0.1
+    assert torch.equal(eager.entropy, plain.entropy), "the target's distribution is its own"
+    for one, other in zip(eager, fused, strict=True):
+        torch.testing.assert_close(one.detach(), other.detach())
+    close = {} if dtype == torch.float32 else {"atol": 0.15, "rtol": 0.1}
+    for one, other in zip(wanted, found, strict=True):
+        assert one.abs().max() > 0.1
+        torch.testing.assert_close(one, other, **close)  # type: ignore[arg-type]

@@ -156,8 +156,8 @@ def test_a_plan_names_it(project: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"first": {"steps": 4, "objective": {"ce": 1}}}, "exactly one of `first` and `ready_first`"),
-        ({"ready_first": None}, "exactly one of `first` and `ready_first`"),
+        ({"first": {"steps": 4, "objective": {"ce": 1}}}, "exactly one of `first`, `ready_first` and `flex`"),
+        ({"ready_first": None}, "exactly one of `first`, `ready_first` and `flex`"),
         ({"second": None}, "leaves nothing to train"),
         ({"drafter": GEOMETRY | {"draft_vocab_size": 12}}, "draft_vocab_size"),
     ],

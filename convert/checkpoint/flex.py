@@ -1,0 +1,245 @@
+"""The layout of a FlexDraft head: a `config.json` of the target's geometry with a `flexdraft_config`, and tensors.
+
+    num_hidden_layers                                 layers that draft, the target's last ones
+    flexdraft_config.target_layer_ids                 their ids, or the first of them alone: the split layer
+    flexdraft_config.enable_anchor_bias_logits        true: there is no drafting without the calibration network
+    flexdraft_config.anchor_bias_rank                 its hidden size
+
+    mask_embedding [E] · anchor_bias_mlp.{0,2}.{weight,bias} · layers.{i}.self_attn.{q,k,v,o}_proj, {q,k}_norm
+
+The names are those of the authors' release. Its config.json has the block under the key `dflash_config`, where its own
+loader does not find it: both keys are read, and refused if they differ. Its layers also hold MLPs and norms, which no
+pass uses (the target's are): they are left out. Written: every field, and only what is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from d2sd.convert.checkpoint.backbone import INERT, READ
+from d2sd.convert.checkpoint.dflash import refuse_unknown
+from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary, write_draft_vocabulary
+from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
+from d2sd.convert.checkpoint.target import parse_target_config
+from d2sd.convert.checkpoint.weights import (
+    check_headers,
+    expected_shapes,
+    fill,
+    read_headers,
+    read_tensors,
+    write_tensors,
+)
+from d2sd.errors import CheckpointError
+from d2sd.modeling.config import DecoderConfig, FlexConfig
+from d2sd.modeling.flex import FlexHead
+
+KEY, RELEASED_KEY = "flexdraft_config", "dflash_config"
+_ARCHITECTURES = ("FlexDraftModel", "FlexDraftBiasModel")
+_TOP = READ | INERT | {"architectures", "block_size", "num_target_layers", KEY, RELEASED_KEY}
+_TOP |= {"mlp_bias", "sliding_window", "use_sliding_window"}
+_INSIDE = {"target_layer_ids", "enable_anchor_bias_logits", "anchor_bias_rank", "block_size", "mask_token_id"}
+_FROM_RELEASE = {
+    f"anchor_bias_mlp.{index}.{part}": f"calibration.{layer}.{part}"
+    for index, layer in ((0, "inner"), (2, "outer"))
+    for part in ("weight", "bias")
+}
+_TO_RELEASE = {ours: theirs for theirs, ours in _FROM_RELEASE.items()}
+#: In the release, and unused.
+_UNUSED = re.compile(r"norm\.weight|layers\.\d+\.(mlp\.\w+_proj|input_layernorm|post_attention_layernorm)\.weight")
+
+
+def read_flex_config(directory: Path) -> FlexConfig:
+    """Read config.json and the draft vocabulary; raises `CheckpointError` naming file and key."""
+    config = HFConfig.read(directory)
+    part = _block(config)
+    refuse_unknown(config, _TOP)
+    refuse_unknown(part, _INSIDE)
+    config.only("architectures", *([name] for name in _ARCHITECTURES), None)
+    body = {key: value for key, value in config.values.items() if key != "architectures"}
+    target = parse_target_config(HFConfig(body, config.where))
+    if part.get("enable_anchor_bias_logits", bool, False) is not True:
+        raise part.refuse(
+            "The head has no calibration network, without which mask rows draft past the anchor.",
+            "enable_anchor_bias_logits", "true", "use a head that was trained with it",
+        )  # fmt: skip
+    block = config.size("block_size")
+    if block < 2 or part.get("block_size", int, block) != block:
+        raise config.refuse("The block size is wrong.", "block_size", "2 or more, and the same wherever it stands")
+    num_target_layers = config.layers("num_target_layers")
+    _check_layers(part, target.body.num_layers, num_target_layers)
+    return FlexConfig(
+        family=target.family, body=target.body, vocab_size=target.vocab_size, block_size=block,
+        num_target_layers=num_target_layers, calibration_size=part.size("anchor_bias_rank"),
+        draft_vocabulary=read_draft_vocabulary(directory, target.vocab_size, mask_token_id=-1),
+    )  # fmt: skip
+
+
+def _block(config: HFConfig) -> HFConfig:
+    """`flexdraft_config`, or under the release's key; refused if both are there and differ."""
+    given = [key for key in (KEY, RELEASED_KEY) if config.values.get(key) is not None]
+    if not given:
+        raise CheckpointError(
+            "The checkpoint is not a FlexDraft head.",
+            where=f"{config.where}: {KEY}",
+            expected=f"{KEY}, or {RELEASED_KEY} as released",
+        )
+    one, *other = (config.part(key) for key in given)
+    if other and one.values != other[0].values:
+        raise config.refuse(f"{KEY} and {RELEASED_KEY} disagree.", RELEASED_KEY, json.dumps(one.values))
+    return one
+
+
+def _check_layers(part: HFConfig, layers: int, num_target_layers: int) -> None:
+    """Refuse layers that are not the target's last ones."""
+    split = num_target_layers - layers
+    if not 1 <= split < num_target_layers:
+        raise CheckpointError(
+            "The split layer is out of range.", where=f"{part.where.rpartition(': ')[0]}: num_hidden_layers",
+            found=f"{layers} of {num_target_layers} layers draft", expected=f"1 to {num_target_layers - 1}",
+        )  # fmt: skip
+    ids = part.integers("target_layer_ids")
+    if ids not in (tuple(range(split, num_target_layers)), (split,)):
+        raise part.refuse(
+            "The layers that draft are not the target's last ones.", "target_layer_ids",
+            f"{split} to {num_target_layers - 1}, as num_hidden_layers and num_target_layers say",
+        )  # fmt: skip
+
+
+def check_flex(config: FlexConfig, target: DecoderConfig, *, block_size: int, where: Path) -> None:
+    """Refuse a head that was made for another target or block size."""
+    deep, own = config.body, target.body
+    pairs: list[tuple[str, object, object]] = [
+        ("model_type", config.family, target.family),
+        ("num_target_layers", config.num_target_layers, own.num_layers),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("rope_theta and rope_scaling", deep.rope, own.rope),
+        ("hidden_size", deep.hidden_size, own.hidden_size),
+        ("intermediate_size", deep.intermediate_size, own.intermediate_size),
+        ("num_attention_heads", deep.num_heads, own.num_heads),
+        ("num_key_value_heads", deep.num_kv_heads, own.num_kv_heads),
+        ("head_dim", deep.head_dim, own.head_dim),
+        ("rms_norm_eps", deep.rms_norm_eps, own.rms_norm_eps),
+        ("attention_bias", (deep.qkv_bias, deep.o_bias), (own.qkv_bias, own.o_bias)),
+    ]
+    for key, found, expected in pairs:
+        if found != expected:
+            raise CheckpointError(
+                "The FlexDraft head was made for another target.",
+                where=f"{where / 'config.json'}: {key}", found=found, expected=expected,
+            )  # fmt: skip
+    if config.block_size != block_size:
+        raise CheckpointError(
+            "The FlexDraft head was trained for another block size.",
+            where=f"{where / 'config.json'}: block_size", found=config.block_size, expected=block_size,
+            fix=f"set tree.block_size to {config.block_size} in the recipe",
+        )  # fmt: skip
+
+
+def flex_shapes(config: FlexConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a head's tensors."""
+    return expected_shapes(_empty(config))
+
+
+def check_flex_tensors(directory: Path, config: FlexConfig) -> None:
+    """Check names, shapes and types from headers alone."""
+    found = read_headers(directory)
+    if not any(name.startswith("anchor_bias_mlp.") for name in found):
+        raise CheckpointError(
+            "The head has no calibration network.", where=directory, expected="anchor_bias_mlp.0 and anchor_bias_mlp.2",
+            fix="use a head that was trained with it",
+        )  # fmt: skip
+    check_headers(directory, found, flex_shapes(config), _ours)
+
+
+def load_flex(directory: Path, dtype: torch.dtype) -> FlexHead:
+    """Read a head onto the CPU in `dtype`, in eval mode and without gradients; it has not joined a target."""
+    config = read_flex_config(directory)
+    check_flex_tensors(directory, config)
+    module = _empty(config)
+    tensors: dict[str, Tensor] = {}
+    for _, part in read_tensors(directory, expected_shapes(module), dtype, _ours):
+        tensors |= part
+    fill(module, tensors)
+    return module
+
+
+def write_flex(directory: Path, config: FlexConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Write a head's directory; `tensors` is `FlexHead.state_dict()`, of one dtype."""
+    given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert given == flex_shapes(config), "not this head's tensors"
+    (dtype,) = {tensor.dtype for tensor in tensors.values()}
+    named = {_TO_RELEASE.get(name, name): tensor for name, tensor in tensors.items()}
+    write_tensors(directory / "model.safetensors", named)
+    (directory / "config.json").write_text(_config_text(config, dtype), "utf-8")
+    write_draft_vocabulary(directory, config.draft_vocabulary, config.vocab_size)
+
+
+def flex_fingerprint(head: FlexHead) -> str:
+    """SHA-256 of a head's weights in bf16, by name, and of its draft vocabulary."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(head.state_dict().items()):
+        digest.update(f"{name} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    digest.update(f"draft_vocabulary {head.config.draft_vocabulary}".encode())
+    return digest.hexdigest()
+
+
+def with_vocabulary(head: FlexHead, ids: tuple[int, ...] | None) -> FlexHead:
+    """A copy of a head over the full vocabulary that drafts among `ids` only; it has not joined a target."""
+    assert head.config.draft_vocabulary is None
+    out = _empty(replace(head.config, draft_vocabulary=ids))
+    tensors = {name: tensor.detach().cpu() for name, tensor in head.state_dict().items()}
+    if ids is not None:
+        for name in ("calibration.outer.weight", "calibration.outer.bias"):
+            tensors[name] = tensors[name][list(ids)]
+    fill(out, tensors)
+    return out
+
+
+def _ours(name: str) -> str | None:
+    """Our module's name of a tensor; None for those of the release that no pass uses."""
+    if _UNUSED.fullmatch(name):
+        return None
+    return _FROM_RELEASE.get(name, name)
+
+
+def _empty(config: FlexConfig) -> FlexHead:
+    with torch.device("meta"):
+        return FlexHead(config)
+
+
+def _config_text(config: FlexConfig, dtype: torch.dtype) -> str:
+    body = config.body
+    fields = {
+        "architectures": [_ARCHITECTURES[0]],
+        "attention_bias": body.o_bias,
+        "block_size": config.block_size,
+        "dtype": str(dtype).removeprefix("torch."),
+        KEY: {
+            "anchor_bias_rank": config.calibration_size,
+            "enable_anchor_bias_logits": True,
+            "target_layer_ids": list(range(config.split_layer, config.num_target_layers)),
+        },
+        "head_dim": body.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": body.hidden_size,
+        "intermediate_size": body.intermediate_size,
+        "max_position_embeddings": body.max_positions,
+        "model_type": config.family,
+        "num_attention_heads": body.num_heads,
+        "num_hidden_layers": body.num_layers,
+        "num_key_value_heads": body.num_kv_heads,
+        "num_target_layers": config.num_target_layers,
+        "rms_norm_eps": body.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        **rope_fields(body.rope),
+    }
+    return json.dumps(fields, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,91 @@
+"""`d2sd train` makes a FlexDraft head from the same data, which a recipe takes; resumed, it is the same to the byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+
+from d2sd.cli.main import main
+from d2sd.convert.checkpoint.flex import load_flex
+from d2sd.convert.checkpoint.target import load_target
+from d2sd.errors import RecipeError
+from d2sd.train.loop import Trainer
+from d2sd.train.pipeline.flex import weights_digest
+from d2sd.train_recipe import load_train_recipe
+from tests.d2sd.cli.train.helpers import SETTINGS, arguments, edit, nth_time, rows, train, trained, write_training
+
+HEAD = {"layers": 1, "block_size": 4, "calibration_size": 8, "draft_vocab_size": 12}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = write_training(tmp_path / "project")
+    for key, value in {"drafter": ..., "first": ..., "second": ..., "flex": SETTINGS | {"head": HEAD}}.items():
+        edit(folder, key, value)
+    return folder
+
+
+def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_update", nth_time(Trainer._update, 4))
+        assert train(project).exit_code != 0
+    files = trained(project)
+    assert sorted(files) == [
+        "curves.png", "evaluation.json",
+        *(f"flex/{name}" for name in ("config.json", "draft_vocab.json", "model.safetensors")),
+    ]  # fmt: skip
+    assert [(row["step"], "cells" in row) for row in rows(project, "flex.jsonl")] == [
+        (1, False), (2, False), (3, False), (3, True), (4, False), (4, True),
+    ]  # fmt: skip
+    found = json.loads(files["evaluation.json"])
+    assert found["methods"]["flex"]["rows"] == 4
+    target = load_target(project / "work" / "target" / "target", torch.float32)
+    assert found["target"] == {"sha256 before and after training": weights_digest(target)}
+    head = load_flex(project / "out" / "flex", torch.float32)
+    assert head.config.draft_vocabulary is not None
+    assert len(head.config.draft_vocabulary) == 12
+    assert head.calibration.outer.weight.any()
+
+    recipe = {
+        "d2sd": 1, "name": "tiny", "target": {"path": "target"}, "drafters": {"flex": {"path": "out/flex"}},
+        "tree": {"policy": "flex", "block_size": 4, "branches": 3}, "limits": {"max_context": 64},
+        "sampling": {"max_new_tokens": 8},
+    }  # fmt: skip
+    (project / "bundle.yaml").write_text(yaml.safe_dump(recipe))
+    ended = CliRunner().invoke(main, ["build", f"{project}/bundle.yaml", "--out", f"{project}/bundle"])
+    assert ended.exit_code == 0, ended.output + repr(ended.exception)
+    again = trained(project)
+    assert again == files
+
+
+def test_the_plan_knows_it(project: Path) -> None:
+    result = train(project, "--plan")
+    assert result.exit_code == 0, result.output
+    assert "FlexDraft head  0 of 4 steps" in result.output
+    assert "calibration" not in result.output
+    edit(project, "flex.head.layers", 3)
+    result = CliRunner().invoke(main, [*arguments(project), "--plan"])
+    assert result.exit_code != 0
+    assert "flex.layers" in result.output + repr(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [
+        ("first", SETTINGS, "exactly one of"),
+        ("second", SETTINGS, "second extends"),
+        ("drafter", {"layers": 1, "block_size": 4, "mask_token_id": 3, "target_layer_ids": [0]}, "needs `drafter`"),
+        ("flex.head", ..., "flex.head"),
+        ("precision", "bf16", "set precision to fp32"),
+    ],
+)
+def test_recipes_that_contradict_themselves(project: Path, key: str, value: object, what: str) -> None:
+    edit(project, "flex.precision", "fp32")
+    edit(project, key, value)
+    with pytest.raises(RecipeError, match=what):
+        load_train_recipe(project / "train.yaml")

@@ -1,0 +1,201 @@
+"""FlexDraft's mask rows against loops in float64 that share no line with them, and the target beside them.
+
+Shape letters: B requests, G block size, C context tokens, E hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from d2sd.modeling.decoder import Decoder, DecoderOutput
+from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.packed import pack
+from d2sd.modeling.rows import Rows
+from d2sd.plugins.cpu import library
+from tests.modeling.test_drafter import Vector, rms_norm, rope
+from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_flex
+
+GAMMA = 4
+
+
+def pair(layers: int = 2, family: str = "qwen3") -> tuple[Decoder, FlexHead]:
+    target = tiny_decoder(family, layers=4, hidden=16, heads=4, kv_heads=2, head_dim=16)  # type: ignore[arg-type]
+    return target, tiny_flex(target, layers=layers, block_size=GAMMA)
+
+
+def reference(target: Decoder, head: FlexHead, tokens: list[int]) -> tuple[Vector, Vector]:
+    """The block behind `tokens`, whose last is the anchor: hidden states [G, E] and calibrated logits [G-1, V]."""
+    own = {name: x.double().numpy() for name, x in head.state_dict().items()}
+    weights = {name: x.double().numpy() for name, x in target.state_dict().items()}
+    body, split, context = target.config.body, head.config.split_layer, tokens[:-1]
+    eps, theta, size = body.rms_norm_eps, body.rope.theta, body.head_dim
+    known = target.full_pass(torch.tensor([context])) if context else None
+    stream = [own["mask_embedding"]] * head.config.block_size
+    for layer in range(split, body.num_layers):
+        mine = {key.rsplit(".", 2)[-2]: own[key] for key in own if key.startswith(f"layers.{layer - split}.")}
+        theirs = {key.split(".", 2)[2]: weights[key] for key in weights if key.startswith(f"layers.{layer}.")}
+        normed = [rms_norm(x, theirs["input_layernorm.weight"], eps) for x in stream]
+        keys: list[Vector] = [] if known is None else list(known.k[layer, 0].double().numpy())  # [token][K/V head]
+        values: list[Vector] = [] if known is None else list(known.v[layer, 0].double().numpy())
+
+        def heads(name: str, x: Vector, place: int, mine: dict[str, Vector] = mine) -> Vector:
+            parts = (mine[f"{name}_proj"] @ x).reshape(-1, size)
+            if name == "v":
+                return parts
+            if body.qk_norm:
+                parts = np.array([rms_norm(part, mine[f"{name}_norm"], eps) for part in parts])
+            return np.array([rope(part, len(context) + place, theta) for part in parts])
+
+        keys += [heads("k", x, place) for place, x in enumerate(normed)]
+        values += [heads("v", x, place) for place, x in enumerate(normed)]
+        after = []
+        for place, x in enumerate(normed):
+            attended = []
+            for index, q in enumerate(heads("q", x, place)):
+                group = index * body.num_kv_heads // body.num_heads
+                scores = np.array([q @ key[group] for key in keys]) / size**0.5
+                chances = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+                attended.append(sum(c * value[group] for c, value in zip(chances, values, strict=True)))
+            y = stream[place] + mine["o_proj"] @ np.concatenate(attended)
+            inner = rms_norm(y, theirs["post_attention_layernorm.weight"], eps)
+            gate, up = theirs["mlp.gate_proj.weight"] @ inner, theirs["mlp.up_proj.weight"] @ inner
+            after.append(y + theirs["mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up))
+        stream = after
+    hidden = np.array([rms_norm(x, weights["norm.weight"], eps) for x in stream])
+    anchor = weights["embed_tokens.weight"][tokens[-1]]
+    logits = []
+    for h in hidden[1:]:
+        inner = own["calibration.inner.weight"] @ np.concatenate([anchor, h]) + own["calibration.inner.bias"]
+        added = own["calibration.outer.weight"] @ (inner / (1 + np.exp(-inner))) + own["calibration.outer.bias"]
+        logits.append(weights["embed_tokens.weight"] @ h + added)
+    return hidden, np.array(logits)
+
+
+def prefilled(target: Decoder, tokens: Tensor, lengths: list[int]) -> tuple[KVPool, Rows]:
+    """The leading tokens of each request in the target's pages, and a block of mask rows behind them."""
+    pool, table = pool_for(target.config.body, len(tokens), tokens.shape[1])
+    for row, length in enumerate(lengths):
+        one = slice(row, row + 1)
+        if length:
+            feed(target, tokens[one, :length], pool, table[one], torch.tensor([0]))
+    context = torch.tensor(lengths)
+    everywhere = torch.ones(len(lengths), GAMMA, GAMMA, dtype=torch.bool)
+    return pool, Rows(context[:, None] + torch.arange(GAMMA), everywhere, table, context)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("family", "layers"), [("qwen3", 2), ("qwen3", 3), ("llama", 1)])
+def test_mask_rows_equal_the_reference(
+    family: str, layers: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contexts of several pages, of part of a page, and none."""
+    target, head = pair(layers, family)
+    lengths = [9, 3, 0]
+    tokens = random_tokens(target, 3, 10)
+    wanted = [reference(target, head, tokens[row, : n + 1].tolist()) for row, n in enumerate(lengths)]
+    pool, rows = prefilled(target, tokens, lengths)
+    anchors = tokens.gather(1, torch.tensor(lengths)[:, None])
+    if not compiled:
+        monkeypatch.setattr(library, "available", lambda: False)
+    pack(target)
+    pack(head)
+    assert (head.native is not None) == (compiled and library.available())
+    hidden = head.draft(rows, pool.from_layer(head.config.split_layer))
+    logits = target.logits(hidden[:, 1:]) + head.calibrate(hidden[:, 1:], target.embed_tokens(anchors))
+    for row, (states, expected) in enumerate(wanted):
+        torch.testing.assert_close(hidden[row].double(), torch.from_numpy(states), rtol=0, atol=1e-4)
+        torch.testing.assert_close(logits[row].double(), torch.from_numpy(expected), rtol=0, atol=1e-3)
+
+
+def test_the_target_is_the_same_to_the_bit() -> None:
+    """Plain and compiled, with a head that has joined and drafted between the target's passes."""
+
+    def run(*, with_head: bool) -> list[DecoderOutput]:
+        target, head = pair()
+        tokens = random_tokens(target, 2, 12)
+        pool, rows = prefilled(target, tokens, [8, 5])
+        pack(target)
+        if with_head:
+            pack(head)
+            head.draft(rows, pool.from_layer(head.config.split_layer))
+        found = []
+        for _ in range(2):
+            found.append(target(tokens[:, 8:], rows, pool, (1,)))
+            if with_head:
+                head.draft(rows, pool.from_layer(head.config.split_layer))
+        return found
+
+    for alone, beside in zip(run(with_head=False), run(with_head=True), strict=True):
+        for name in ("hidden", "features", "k", "v"):
+            assert torch.equal(getattr(alone, name), getattr(beside, name)), name
+
+
+def test_the_rest_is_the_targets() -> None:
+    """A head holds what it adds; norms and MLPs are the target's modules, in its copies as well."""
+    target, head = pair()
+    added = [f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+    attention = {f"layers.{layer}.{name}.weight" for layer in range(2) for name in added}
+    network = {f"calibration.{layer}.{name}" for layer in ("inner", "outer") for name in ("weight", "bias")}
+    assert head.state_dict().keys() == attention | network | {"mask_embedding"}
+    twin, its_head = deepcopy((target, head))
+    assert its_head.layers[0].mlp is twin.layers[2].mlp
+    assert its_head.layers[0].mlp is not target.layers[2].mlp
+    assert its_head.norm is twin.norm
+
+
+def test_a_draft_vocabulary_is_a_part_of_the_whole() -> None:
+    target, head = pair()
+    ids = (0, 3, 9, 41, 62)
+    small = tiny_flex(target, layers=2, block_size=GAMMA, draft_vocabulary=ids)
+    whole = head.state_dict()
+    for name in ("calibration.outer.weight", "calibration.outer.bias"):
+        whole[name] = whole[name][list(ids)]
+    small.load_state_dict(whole)
+    hidden, anchor = torch.randn(2, 3, 16), torch.randn(2, 1, 16)
+    torch.testing.assert_close(small.calibrate(hidden, anchor), head.calibrate(hidden, anchor)[..., list(ids)])
+    assert small.draft_ids is not None
+    assert small.draft_ids.tolist() == list(ids)
+
+
+def test_gradients_reach_what_is_added_and_nothing_else() -> None:
+    target, head = pair()
+    head.requires_grad_(True)
+    positions = torch.arange(GAMMA)[None]
+
+    def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+    hidden = head(positions, attend)
+    logits = target.logits(hidden) + head.calibrate(hidden, target.embed_tokens.weight[7])
+    logits[..., 3].sum().backward()  # type: ignore[no-untyped-call]
+    assert all(p.grad is not None and p.grad.any() for p in head.parameters())
+    assert all(p.grad is None for p in target.parameters())
+
+
+def test_an_fp8_target_lends_its_layers_and_pages() -> None:
+    """MLPs in FP8, and K/V pages with a scale a layer, which hold what wider pages of the same numbers hold."""
+    target, head = pair()
+    tokens = random_tokens(target, 2, 10)
+    linears = [f"layers.{layer}.mlp.{part}_proj" for layer in range(4) for part in ("gate", "up", "down")]
+    narrow = in_fp8(target, linears, cache=True)
+    scales = torch.full((4,), 0.05), torch.full((4,), 0.05)  # as of the model's caches
+    found = []
+    for model, fp8 in ((target, None), (narrow, None), (narrow, scales)):
+        head.join(model)
+        pool, table = pool_for(model.config.body, 2, 10, fp8=fp8)
+        feed(model, tokens[:, :9], pool, table, torch.tensor([0, 0]))
+        context = torch.tensor([9, 9])
+        everywhere = torch.ones(2, GAMMA, GAMMA, dtype=torch.bool)
+        rows = Rows(context[:, None] + torch.arange(GAMMA), everywhere, table, context)
+        found.append(head.draft(rows, pool.from_layer(2)))
+    plain, wide, paged = found
+    torch.testing.assert_close(wide, paged, atol=1e-5, rtol=0)
+    assert (plain - wide).abs().max() > 0.01

@@ -1,0 +1,137 @@
+"""Training a FlexDraft head: it sees what it is served, learns answers by heart, and leaves the target as it was."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+
+from d2sd.errors import D2SDError
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.rows import Rows
+from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.speculation.policy import make_policy
+from d2sd.runtime.stats import mean_tau
+from d2sd.train.data.features import TrainingData
+from d2sd.train.data.packing import pack_blocks
+from d2sd.train.data.responses import Response
+from d2sd.train.init_from_target import flex_head
+from d2sd.train.loop import Trainer
+from d2sd.train.objectives.loss import flex_hidden
+from d2sd.train_recipe import FlexGeometry
+from tests.tiny import feed, greedy_text, pool_for, random_tokens, tiny_decoder, tiny_flex
+from tests.train.helpers import BLOCK, settings
+
+LAYERS = 2
+
+
+def made() -> Decoder:
+    return tiny_decoder(layers=4)
+
+
+def answers(decoder: Decoder, count: int = 4) -> list[Response]:
+    prompts = random_tokens(decoder, count, 5, seed=3).tolist()
+    return [Response(f"a{i}", ids, greedy_text(decoder, ids, 16)) for i, ids in enumerate(prompts)]
+
+
+def features(decoder: Decoder, known: list[Response]) -> TrainingData:
+    """In fp32: outputs of the layer before the split, then the final hidden states."""
+    rows = []
+    for one in known:
+        out = decoder.full_pass(torch.tensor([one.prompt_ids + one.response_ids]), (3 - LAYERS,))
+        rows.append(torch.cat([out.features, out.hidden], -1)[0])
+    return TrainingData(known, 1, rows.__getitem__)
+
+
+def fresh(decoder: Decoder) -> FlexHead:
+    head = flex_head(FlexGeometry(layers=LAYERS, block_size=BLOCK, calibration_size=16), decoder, seed=0)
+    head.join(decoder)
+    return head
+
+
+def share_of_blocks(decoder: Decoder, head: FlexHead, known: list[Response]) -> float:
+    """Accepted drafts over drafted ones, served greedily; the last step of an answer is cut by its length."""
+    target, flex = deepcopy((decoder, head))
+    runner = ModelRunner(target, flex=flex)
+    policy = make_policy("flex", block_size=BLOCK, branches=1, row_budget=BLOCK)
+    engine = Engine(runner, policy, Limits(max_batch=4, max_context=32, page_size=4, prefill_chunk=16))
+    done = engine.generate(Request(tuple(one.prompt_ids), len(one.response_ids)) for one in known)
+    assert [s.answer for s in done] == [one.response_ids for one in known]
+    return (mean_tau(s.stats for s in done) - 1) / (BLOCK - 1)
+
+
+def test_training_computes_what_is_served() -> None:
+    """Mask rows over packed sequences equal those over the target's pages, block by block."""
+    decoder = made()
+    head = tiny_flex(decoder, layers=LAYERS, block_size=BLOCK)
+    known = answers(decoder, 2)
+    data = features(decoder, known)
+    anchors = [torch.tensor([0, 4, 11]), torch.tensor([3, 8])]
+    packed = pack_blocks([data[0], data[1]], anchors, BLOCK)
+    hidden, inner = flex_hidden(head, decoder.embed_tokens.weight, packed)
+    for row, starts in enumerate(anchors):
+        text = torch.tensor([known[row].prompt_ids + known[row].response_ids])
+        for block, anchor in enumerate(starts.tolist()):
+            pool, table = pool_for(decoder.config.body, 1, 32)
+            if anchor:
+                feed(decoder, text[:, :anchor], pool, table, torch.tensor([0]))
+            everywhere = torch.ones(1, BLOCK, BLOCK, dtype=torch.bool)
+            place = torch.tensor([anchor])
+            rows = Rows(place[:, None] + torch.arange(BLOCK), everywhere, table, place)
+            served = head.draft(rows, KVPool.from_layer(pool, head.config.split_layer))
+            torch.testing.assert_close(hidden[row, block], served[0], atol=1e-4, rtol=0)
+            added = head.calibrate(served[0], decoder.embed_tokens(text[0, anchor]))
+            torch.testing.assert_close(head.calibration.outer(inner[row, block]), added, atol=1e-4, rtol=0)
+
+
+def test_the_first_head_is_the_targets_attention() -> None:
+    decoder = made()
+    head = fresh(decoder)
+    theirs = decoder.state_dict()
+    for name, tensor in head.state_dict().items():
+        if name.startswith("layers."):
+            assert torch.equal(tensor, theirs[name.replace("layers.1", "layers.3").replace("layers.0", "layers.2")])
+    assert not head.calibrate(torch.randn(3, 32), torch.randn(3, 32)).any()
+    assert 0.01 < float(head.mask_embedding.detach().std()) < 0.03
+    with pytest.raises(D2SDError, match="split off") as caught:
+        flex_head(FlexGeometry(layers=4, block_size=BLOCK), decoder, seed=0)
+    assert (caught.value.where, caught.value.expected) == ("flex.layers", "at most 3")
+
+
+def test_answers_are_learnt_by_heart_and_the_target_stays(tmp_path: Path) -> None:
+    """At least 0.9 of every block is accepted where it began with less than half."""
+    decoder = made()
+    known = answers(decoder)
+    before = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
+    head = fresh(decoder)
+    assert share_of_blocks(decoder, head, known) < 0.5
+    wanted = settings(steps=60, learning_rate=1e-2, blocks=16, negatives=16, save_every=100)
+    trainer = Trainer(decoder, head, features(decoder, known), wanted)
+    trainer.run(tmp_path, lambda step, values: None)
+    assert share_of_blocks(decoder, head, known) >= 0.9
+    assert all(torch.equal(tensor, before[name]) for name, tensor in decoder.state_dict().items())
+    assert all(parameter.grad is None for parameter in decoder.parameters())
+
+
+def test_an_interrupted_training_goes_on_to_the_same_head(tmp_path: Path) -> None:
+    decoder = made()
+    data, quick = features(decoder, answers(decoder)), settings(steps=4, optimizer="muon", precision="bf16")
+    whole, parted = fresh(decoder), fresh(decoder)
+    Trainer(decoder, whole, data, quick).run(tmp_path / "a", lambda step, values: None)
+
+    def stop(step: int, values: dict[str, float]) -> None:
+        if step == 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        Trainer(decoder, parted, data, quick).run(tmp_path / "b", stop)
+    again = fresh(decoder)
+    Trainer(decoder, again, data, quick).run(tmp_path / "b", lambda step, values: None)
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in whole.state_dict().items())
+    assert not torch.equal(whole.calibration.outer.weight, fresh(decoder).calibration.outer.weight)
