@@ -177,10 +177,10 @@ class Machine:
                 while at < meets and not self._branch(code[at], at, here, mask, counter):
                     self._step(code[at], at, mask)
                     at += 1
-                    if self.executed > limit:
-                        raise Fault("the kernel does not end")
                 if at >= meets:
                     counter[here] = at
+                if self.executed > limit:
+                    raise Fault("the kernel does not end")
         return self
 
     def _guarded(self, instruction: Instruction, mask: Mask) -> Mask:
