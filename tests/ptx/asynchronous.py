@@ -129,11 +129,7 @@ class Products:
         self.machine = machine
         self.flying: list[_Product] = []
         self.committed = np.zeros(machine.blocks, np.int64)
-        self.fence = -1  # number of the last wgmma.fence
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.flying)
+        self.fence = np.full(machine.blocks, -1)  # number of the last wgmma.fence
 
     def _uses(self, name: str, *, written: bool) -> bool:
         """Whether a product of a block that is active writes this register, or reads it where that matters."""
@@ -153,10 +149,13 @@ class Products:
             raise Fault(f"{name} is written while wgmma in flight uses it")
 
     def issue(self, product: _Product) -> None:
-        """Registers of the product must not have been written behind the last wgmma.fence."""
+        """Threads must not have used registers of the product behind the last wgmma.fence."""
+        fence = int(self.fence[product.blocks].min())
+        if fence < 0:
+            raise Fault("the first wgmma of a kernel without wgmma.fence")
         for name in product.results | product.inputs:
-            if self.machine.written_at.get(name, -1) > self.fence:
-                raise Fault(f"wgmma uses {name}, written since the last wgmma.fence")
+            if self.machine.touched_at.get(name, -1) > fence:
+                raise Fault(f"wgmma uses {name}, which threads used since the last wgmma.fence")
         self.flying.append(product)
 
     def commit(self, blocks: Array) -> None:
@@ -186,7 +185,7 @@ def prepare_wgmma(instruction: Instruction) -> Step:
     def order(machine: Machine, mask: Mask) -> None:
         blocks = machine.whole_blocks(mask, instruction.opcode)
         if name == "fence":
-            machine.products.fence = machine.executed
+            machine.products.fence[blocks] = machine.executed
         elif name == "commit_group":
             machine.products.commit(blocks)
         else:
@@ -239,7 +238,9 @@ def _prepare_product(instruction: Instruction) -> Step:
 
 def _of_blocks(machine: Machine, register: Operand, blocks: Array) -> Array:
     """A register as [blocks, 4 warps, lanes]; what a product in flight writes may not be A."""
-    return machine.read(register, 32).reshape(machine.blocks, 4, WARP)[blocks]
+    assert isinstance(register, Register)
+    machine.products.check_read(register.name)
+    return machine.registers[register.name].reshape(machine.blocks, 4, WARP)[blocks]
 
 
 def _same(machine: Machine, operand: Operand, blocks: Array, bits: int = 64) -> Array:

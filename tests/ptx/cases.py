@@ -17,13 +17,12 @@ from tests.ptx.launch import Edit, Launch, executed_as_ptx
 
 #: A100, L4 and L40, H100 and H200, RTX 50 and RTX PRO. B200, 100, is in test_blackwell.py.
 CAPABILITIES = (80, 89, 90, 120)
-GROUP = 4
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One K/V head with four query heads; contexts of several tiles, of one, and none."""
+    """One K/V head; contexts of several tiles, of one, and none."""
 
     kind: str
     size: int
@@ -31,10 +30,11 @@ class Attention:
     splits: int = 1
     fp8: bool = False
     contexts: tuple[int, ...] = (150, 37, 0)
+    group: int = 4  # query heads of the K/V head
 
     @property
     def tile(self) -> TileConfig:
-        return select_tile(self.rows * GROUP, self.size, _TYPES[self.kind].itemsize, fp8=self.fp8)
+        return select_tile(self.rows * self.group, self.size, _TYPES[self.kind].itemsize, fp8=self.fp8)
 
     def __str__(self) -> str:
         pages = "-fp8" if self.fp8 else ""
@@ -42,7 +42,7 @@ class Attention:
 
     def call(self, seed: int = 0) -> Call:
         """Random numbers and trees; NaN in every slot of the pages that no request owns."""
-        shape = Shape(contexts=self.contexts, rows=self.rows, kv_heads=1, group=GROUP, size=self.size, page_size=16)
+        shape = Shape(contexts=self.contexts, rows=self.rows, kv_heads=1, group=self.group, size=self.size, page_size=16)
         call = make(shape, ancestors, seed).to(_TYPES[self.kind])
         return in_fp8(call, torch.tensor(0.011), torch.tensor(0.007)) if self.fp8 else call
 

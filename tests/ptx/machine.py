@@ -81,7 +81,8 @@ class Machine:
         self.arguments = {name: value for (_, name), value in zip(kernel.parameters, arguments, strict=True)}
         self.shared = SharedMemory(self.blocks, shared)
         self.registers: dict[str, Array] = {}
-        self.written_at: dict[str, int] = {}  # number of the instruction that wrote a register last
+        self.tracked = any(i.opcode.startswith("wgmma") for i in kernel.code)
+        self.touched_at: dict[str, int] = {}  # where tracked: number of the last instruction of threads that used a register
         self.executed = 0
         self.counts: Counter[str] = Counter()
         self.active: Mask = None  # lanes of the instruction that runs
@@ -96,7 +97,8 @@ class Machine:
             found = self.registers.get(operand.name)
             if found is None:  # LLVM leaves halves of pairs open that it does not use: NaN, if anything does
                 return _constant((1 << operand.bits) - 1, operand.bits)
-            if self.products.busy:
+            if self.tracked:
+                self.touched_at[operand.name] = self.executed
                 self.products.check_read(operand.name)
             return found
         if isinstance(operand, Symbol):
@@ -115,7 +117,8 @@ class Machine:
         if isinstance(operand, Symbol) and operand.name == "_":
             return
         assert isinstance(operand, Register), operand
-        if self.products.busy:
+        if self.tracked:
+            self.touched_at[operand.name] = self.executed
             self.products.check_write(operand.name)
         bits = UNSIGNED[operand.bits]
         raw = raw.astype(bits, copy=False)
@@ -123,7 +126,6 @@ class Machine:
             old = self.registers.get(operand.name)
             raw = np.where(mask, raw, np.zeros(1, bits) if old is None else old)
         self.registers[operand.name] = raw if len(raw) == self.lanes else np.repeat(raw, self.lanes)
-        self.written_at[operand.name] = self.executed
 
     def write_value(self, operand: Operand, kind: str, value: Array, mask: Mask) -> None:
         self.write(operand, encode(kind, value), mask)

@@ -110,8 +110,9 @@ READY = FILL + ZERO + A_IN_REGISTERS + NAME + FENCE + BAR + ORDER
 WGMMA = {
     "without fence.proxy.async": READY.replace(FENCE, "") + PRODUCT,
     "what was written since the last bar.sync": READY.replace(BAR, "") + PRODUCT,
-    "written since the last wgmma.fence": READY.replace(ORDER, "") + PRODUCT,
-    "%r21, written since the last wgmma.fence": READY + "mov.u32 %r21, 1;" + FROM_REGISTERS,
+    "the first wgmma of a kernel without wgmma.fence": READY.replace(ORDER, "") + PRODUCT,
+    "%r21, which threads used since the last wgmma.fence": READY + "mov.u32 %r21, 1;" + FROM_REGISTERS,
+    "%r13, which threads used since": READY + PRODUCT + COMMIT + WAIT + "add.s32 %r4, %r13, 1;" + PRODUCT,
     "reads shared memory before it was written": READY.replace("st.shared.v4.b32 [%r2 + 0]", "st.shared.v4.b32 [%r2 + 2048]") + PRODUCT,
     "outside shared memory": READY.replace(NAME, f"mov.u64 %rd1, {3 << 62 | 1000 << 32};") + PRODUCT,
     "differs within the warpgroup": READY + "cvt.u64.u32 %rd2, %r1; or.b64 %rd1, %rd1, %rd2;" + PRODUCT,
