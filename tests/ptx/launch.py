@@ -2,7 +2,7 @@
 
     with executed_as_ptx(90) as launches:
         cascade_attention_triton(q, k, v, context, mask_words)  # the product's own launcher
-    launches[0].machine.counts["bar.sync"]
+    launches[0].counts["bar.sync"]
 
 Triton specialises a kernel by its arguments as it does on a GPU. ptxas is left out: nothing below PTX is looked at.
 """
@@ -10,6 +10,7 @@ Triton specialises a kernel by its arguments as it does on a GPU. ptxas is left 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ class Launch:
 
     name: str
     ptx: str
-    machine: Machine
+    counts: Counter[str]  # instructions that ran, by opcode
+    executed: int
 
 
 def _without_ptxas(*arguments: Any) -> tuple[str, str] | None:
@@ -66,7 +68,7 @@ def executed_as_ptx(capability: int, edit: Edit | None = None, limit: int = 3_00
             shape = grid(given) if callable(grid) else tuple(grid)
             values = [given[name] for name in kinds]
             machine = _launch(ptx, shape, list(kinds), values, _written(kernel), compiled.metadata.shared, limit)
-            launches.append(Launch(kernel.__name__, ptx, machine))
+            launches.append(Launch(kernel.__name__, ptx, machine.counts, machine.executed))
         return compiled
 
     target = GPUTarget("cuda", capability, 32)

@@ -25,4 +25,4 @@ def test_attention_on_blackwell(case: Attention) -> None:
         return
     found, expected, plain, launches = case.run(100)
     assert_within_budget(found, expected, plain)
-    assert not any(name.startswith("tcgen05") for name in launches[0].machine.counts)
+    assert not any(name.startswith("tcgen05") for name in launches[0].counts)

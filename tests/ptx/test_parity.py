@@ -44,7 +44,7 @@ def test_attention_over_the_whole_table(capability: int, case: Attention) -> Non
     if capability < least_capability(case):
         pytest.skip("FP8 pages need compute capability 8.9")
     launch, *_ = assert_right(capability, case)
-    products = [name for name in launch.machine.counts if name.startswith(("mma", "wgmma.mma"))]
+    products = [name for name in launch.counts if name.startswith(("mma", "wgmma.mma"))]
     assert bool(products) == (case.kind != "fp32")
     hopper = capability == 90 and case.kind != "fp32" and case.tile.rows == 64
     assert any(name.startswith("wgmma") for name in products) == hopper
