@@ -97,7 +97,7 @@ def fake_gpu(watch: Watch, capability: tuple[int, int] = (9, 0)) -> Iterator[Fak
         assert all(isinstance(size, int) and size > 0 for size in grid), grid
         watch.launches[watch.current] += 1
 
-    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=False) as mode:  # type: ignore[no-untyped-call]
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=False) as mode:
         patch.setattr(dispatch, "use_triton", lambda pages: True)
         patch.setattr(JITFunction, "run", launched)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)

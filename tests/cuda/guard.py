@@ -25,7 +25,10 @@ def build(folder: Path) -> None:
     flags = ["-shared", "-fPIC", "-std=c++20", abi, *includes]
     libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-lc10", "-lstdc++"]
     done = subprocess.run(
-        [*command, *flags, str(SOURCE), "-o", str(folder / "guard.so"), *libraries], capture_output=True, text=True, check=False
+        [*command, *flags, str(SOURCE), "-o", str(folder / "guard.so"), *libraries],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         (folder / "failed").write_text(done.stderr[-300:])
@@ -38,6 +41,6 @@ def load(folder: Path) -> None:
     if (failed := folder / "failed").exists():
         pytest.skip(f"tests/cuda/guard.cpp does not compile: {failed.read_text()}")
     try:
-        torch.ops.load_library(str(folder / "guard.so"))
+        torch.ops.load_library(str(folder / "guard.so"))  # type: ignore[no-untyped-call]
     except OSError as error:
         pytest.skip(f"tests/cuda/guard.cpp does not load: {error}")

@@ -1,4 +1,4 @@
-"""A few lines of PTX as a kernel, for the executor's own tests: registers are set, the lines run, registers are read."""
+"""A few lines of PTX as a kernel, for the executor's own tests: registers are set and read from outside."""
 
 from __future__ import annotations
 

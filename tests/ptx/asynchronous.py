@@ -1,4 +1,4 @@
-"""What runs beside the threads until they wait for it: copies to shared memory (cp.async) and Hopper's products (wgmma).
+"""What runs beside the threads until they wait for it: copies to shared memory (cp.async) and products (wgmma).
 
 Both are committed in groups, and `wait_group N` waits for all groups but the latest N.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -135,9 +134,9 @@ class Products:
         """Whether a product of a block that is active writes this register, or reads it where that matters."""
         active = self.machine.active
         for product in self.flying:
-            if name in product.results or (written and name in product.inputs):
-                if active is None or active.reshape(self.machine.blocks, -1)[product.blocks].any():
-                    return True
+            used = name in product.results or (written and name in product.inputs)
+            if used and (active is None or active.reshape(self.machine.blocks, -1)[product.blocks].any()):
+                return True
         return False
 
     def check_read(self, name: str) -> None:
@@ -228,12 +227,16 @@ def _prepare_product(instruction: Instruction) -> Step:
         adds = _same(machine, accumulate, blocks, bits=1).astype(bool)
         if adds.any():
             product += np.where(adds[:, None, None], _accumulator(machine, outputs, blocks, columns), 0)
-        names = [frozenset(r.name for r in group if isinstance(r, Register)) for group in
-                 (outputs, registers_of(left) if from_registers else ())]  # fmt: skip
-        machine.products.issue(_Product(blocks, np.concatenate(parts, 1), *names, np.full(len(blocks), _OPEN)))
+        inputs = _names(registers_of(left)) if from_registers else frozenset()
+        group = np.full(len(blocks), _OPEN)
+        machine.products.issue(_Product(blocks, np.concatenate(parts, 1), _names(outputs), inputs, group))
         _scatter(machine, outputs, blocks, encode("f32", product))
 
     return multiply
+
+
+def _names(operands: tuple[Operand, ...]) -> frozenset[str]:
+    return frozenset(operand.name for operand in operands if isinstance(operand, Register))
 
 
 def _of_blocks(machine: Machine, register: Operand, blocks: Array) -> Array:

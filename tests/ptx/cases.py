@@ -42,7 +42,9 @@ class Attention:
 
     def call(self, seed: int = 0) -> Call:
         """Random numbers and trees; NaN in every slot of the pages that no request owns."""
-        shape = Shape(contexts=self.contexts, rows=self.rows, kv_heads=1, group=self.group, size=self.size, page_size=16)
+        shape = Shape(
+            contexts=self.contexts, rows=self.rows, kv_heads=1, group=self.group, size=self.size, page_size=16
+        )
         call = make(shape, ancestors, seed).to(_TYPES[self.kind])
         return in_fp8(call, torch.tensor(0.011), torch.tensor(0.007)) if self.fp8 else call
 

@@ -89,10 +89,11 @@ def executed_as_ptx(capability: int, edit: Edit | None = None, limit: int = 3_00
 def _written(kernel: Any) -> set[str]:
     """Arguments that a kernel stores to, by its source; all others are read-only."""
     found: set[str] = set()
-    for call in ast.walk(kernel.parse()):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-            if call.func.attr == "store" or call.func.attr.startswith("atomic_"):
-                found |= {name.id for name in ast.walk(call.args[0]) if isinstance(name, ast.Name)}
+    calls = (node for node in ast.walk(kernel.parse()) if isinstance(node, ast.Call))
+    for call in calls:
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        if name == "store" or name.startswith("atomic_"):
+            found |= {part.id for part in ast.walk(call.args[0]) if isinstance(part, ast.Name)}
     return found & set(kernel.arg_names)
 
 
@@ -115,7 +116,7 @@ def _launch(
 def span(tensor: Tensor) -> Any:
     """The bytes from a tensor's first element to its last, as a NumPy array of the same memory."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     start = tensor.storage_offset() * tensor.element_size()
     found: np.ndarray[Any, Any] = whole.numpy()[start : start + (last + 1) * tensor.element_size()]
     return found

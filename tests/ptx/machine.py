@@ -82,7 +82,9 @@ class Machine:
         self.shared = SharedMemory(self.blocks, shared)
         self.registers: dict[str, Array] = {}
         self.tracked = any(i.opcode.startswith("wgmma") for i in kernel.code)
-        self.touched_at: dict[str, int] = {}  # where tracked: number of the last instruction of threads that used a register
+        self.touched_at: dict[
+            str, int
+        ] = {}  # where tracked: number of the last instruction of threads that used a register
         self.executed = 0
         self.counts: Counter[str] = Counter()
         self.active: Mask = None  # lanes of the instruction that runs
@@ -142,7 +144,8 @@ class Machine:
         """Addresses [lanes] uint64 of `[register + offset]`."""
         assert isinstance(operand, Address)
         base = np.broadcast_to(self.read(operand.base, 64), self.lanes)[lanes]
-        return base.astype(np.uint64) + np.uint64(operand.offset & (1 << 64) - 1)
+        found: Array = base.astype(np.uint64) + np.uint64(operand.offset & (1 << 64) - 1)
+        return found
 
     def lanes_of(self, mask: Mask) -> Array:
         return self.all_lanes if mask is None else np.flatnonzero(mask)

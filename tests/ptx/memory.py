@@ -18,7 +18,7 @@ _ALIGNED, _GAP = 256, 4096
 _NONE = -1
 
 
-class Fault(Exception):  # noqa: N818  # what a GPU would do in silence
+class Fault(Exception):  # what a GPU would do in silence
     """What a kernel must not do. The message ends with the instruction."""
 
 

@@ -16,7 +16,7 @@ _IGNORED = (".loc", ".file", ".section", ".pragma", ".maxn", ".reqn", ".local")
 _LABEL = re.compile(r"([\w$.]+):(?!:)\s*")
 
 
-class Unsupported(Exception):  # noqa: N818  # no fault of the kernel
+class Unsupported(Exception):  # no fault of the kernel
     """An instruction, or a form of one, that is not modelled."""
 
 

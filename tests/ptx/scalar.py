@@ -127,7 +127,9 @@ def prepare_arithmetic(instruction: Instruction) -> Step:
     def calculate(machine: Machine, mask: Mask) -> None:
         values = [machine.value(source, kind) for source in sources[: 2 if product else None]]
         if wide != kind:
-            values = [value.astype(SIGNED[width(wide)] if wide[0] == "s" else UNSIGNED[width(wide)]) for value in values]
+            values = [
+                value.astype(SIGNED[width(wide)] if wide[0] == "s" else UNSIGNED[width(wide)]) for value in values
+            ]
         found = function(*values)
         if name == "mad":
             found = found + machine.value(sources[2], wide)
@@ -185,7 +187,9 @@ def prepare_field(instruction: Instruction) -> Step:
         size = np.minimum(size, 33)
         found = x >> np.minimum(at, 63) & (np.int64(1) << size) - 1
         if kind[0] == "s":
-            found = np.where((size > 0) & (found >> np.maximum(size - 1, 0) & 1 == 1), found - (np.int64(1) << size), found)
+            found = np.where(
+                (size > 0) & (found >> np.maximum(size - 1, 0) & 1 == 1), found - (np.int64(1) << size), found
+            )
         machine.write(to, found.astype(np.uint32), mask)
 
     def insert(machine: Machine, mask: Mask) -> None:
@@ -243,7 +247,8 @@ def _signed_min(x: Array, y: Array) -> Array:
 
 FLOAT: dict[str, Function] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "fma": lambda x, y, z: x * y + z,
-    "min": lambda *x: np.fmin.reduce(np.broadcast_arrays(*x)), "max": lambda *x: np.fmax.reduce(np.broadcast_arrays(*x)),
+    "min": lambda *x: np.fmin.reduce(np.broadcast_arrays(*x)),
+    "max": lambda *x: np.fmax.reduce(np.broadcast_arrays(*x)),
     "neg": np.negative, "abs": np.abs, "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "sqrt": np.sqrt,
     "rsqrt": lambda x: 1 / np.sqrt(x), "tanh": np.tanh, "sin": np.sin, "cos": np.cos,
 }  # fmt: skip

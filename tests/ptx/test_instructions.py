@@ -144,9 +144,11 @@ def test_integers(text: str, kinds: str, to: str, function: Callable[..., int]) 
     if text.startswith("sh") and text[:3] != "shf":  # half of the counts within the width
         sources[1] = np.where(np.arange(LANES) % 2, sources[1], sources[1] % 70).astype(np.uint32)
         values[1] = integers("u32", sources[1])
-    lanes = range(LANES)
+    lanes = list(range(LANES))
     if text.startswith(("div", "rem")):  # what a division by 0 gives is not defined
-        lanes = [lane for lane in lanes if values[1][lane] != 0 and (values[0][lane], values[1][lane]) != (-(2**31), -1)]
+        lanes = [
+            lane for lane in lanes if values[1][lane] != 0 and (values[0][lane], values[1][lane]) != (-(2**31), -1)
+        ]
     found = result(text, kinds.split(), sources, to)
     for lane in lanes:
         expected = int(function(*(value[lane] for value in values))) & (1 << width(to)) - 1
@@ -298,7 +300,8 @@ def test_lanes_that_part_meet_again() -> None:
 
 
 def test_special_registers() -> None:
-    lines = "mov.u32 %r1, %tid.x; mov.u32 %r2, %ctaid.x; mov.u32 %r3, %nctaid.x; mov.u32 %r4, %ntid.x; mov.u32 %r5, %laneid;"
+    names = ("tid.x", "ctaid.x", "nctaid.x", "ntid.x", "laneid")
+    lines = "".join(f"mov.u32 %r{number}, %{name};" for number, name in enumerate(names, 1))
     registers = run(lines, threads=64, blocks=3).registers
     lanes = np.arange(192)
     for number, expected in enumerate((lanes % 64, lanes // 64, lanes * 0 + 3, lanes * 0 + 64, lanes % 32), 1):

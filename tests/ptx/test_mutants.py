@@ -1,7 +1,7 @@
 """Do the checks bite? Every synchronisation of the attention kernel is left out, one at a time.
 
-Each must be a fault or give wrong numbers. What survives is listed with the reason why nothing depends on it. A survivor
-that the list does not have fails, and so does one that no longer survives. The list is that of Triton 3.7.1.
+Each must be a fault or give wrong numbers. What survives is listed with the reason why nothing depends on it. A
+survivor that the list does not have fails, and so does one that no longer survives. The list is that of Triton 3.7.1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.ptx.memory import Fault
 SYNCHRONISATION = re.compile(r"\s*(bar\.sync|cp\.async\.wait_group|fence\.proxy\.async|wgmma\.(?:wait_group|fence))")
 #: An infinite loop ends here: the kernels need less than a tenth.
 LIMIT = 60_000
-#: Kernels with the most synchronisation: two stages of copies in a loop of several turns, an empty context, rows behind.
+#: Kernels with the most synchronisation: two stages of copies in a loop of several turns, an empty context.
 #: Two turns of the loop over new rows, and a split that has none.
 CASES = {
     "D64": Attention("bf16", 64, 64, 2, contexts=(300, 70, 0), group=1),

@@ -65,10 +65,10 @@ def written(capability: int | None, stored: torch.dtype, path: bool, dtype: torc
     if stored == torch.float8_e4m3fn:
         more += [torch.rand(layers, generator=draw) * 0.02 + 0.01 for _ in "kv"]
     if capability is None:
-        write_pages_reference(k, v, *pools, table, positions, keep, *more)
+        write_pages_reference(k, v, pools[0], pools[1], table, positions, keep, *more)
     else:
         with executed_as_ptx(capability):
-            write_pages_triton(k, v, *pools, table, positions, keep, *more)
+            write_pages_triton(k, v, pools[0], pools[1], table, positions, keep, *more)
     return [pool.view(torch.uint8)[:, 1:] for pool in pools]
 
 
@@ -112,5 +112,5 @@ def test_columns_that_do_not_exist_are_a_fault() -> None:
     """A page table that is shorter than the context."""
     case = Attention("bf16", 16, 1, contexts=(40,))
     call = case.call()
-    with pytest.raises(Fault, match="out of bounds .* of page_table"):
+    with pytest.raises(Fault, match=r"out of bounds .* of page_table"):
         case.run(80, call.over(page_table=call.context.page_table[:, :2].contiguous()))

@@ -51,8 +51,8 @@ def test_loads_and_stores(count: int, bits: int, space: str) -> None:
 
 def test_signed_numbers_are_extended() -> None:
     memory = memory_of(np.array([-5], np.int32))
-    machine = run("ld.param.s32 %rd1, [kernel_param_0]; ld.param.b64 %rd0, [kernel_param_0]; ld.global.s32 %rd2, [%rd0];",
-                  memory=memory)  # fmt: skip
+    lines = "ld.param.s32 %rd1, [kernel_param_0]; ld.param.b64 %rd0, [kernel_param_0]; ld.global.s32 %rd2, [%rd0];"
+    machine = run(lines, memory=memory)
     assert (machine.registers["%rd2"].view(np.int64) == -5).all()
     low = memory.address(0) & 0xFFFFFFFF
     assert (machine.registers["%rd1"].view(np.int64) == low - (1 << 32) * (low >> 31)).all()
@@ -138,7 +138,9 @@ def test_ldmatrix_and_stmatrix(count: int, trans: str) -> None:
             lanes[number, lane] = pair[0] | pair[1] << 16
     data = f"{{{', '.join(names)}}}"
     given = memory_of(rows)
-    fill = "ld.param.b64 %rd0, [kernel_param_0]; mov.u32 %r50, %tid.x; shl.b32 %r51, %r50, 4; mul.wide.u32 %rd1, %r50, 16;"
+    fill = (
+        "ld.param.b64 %rd0, [kernel_param_0]; mov.u32 %r50, %tid.x; shl.b32 %r51, %r50, 4; mul.wide.u32 %rd1, %r50, 16;"
+    )
     fill += f"add.s64 %rd0, %rd0, %rd1; setp.lt.u32 %p0, %r50, {8 * count};"
     fill += "@%p0 ld.global.v4.b32 {%r52, %r53, %r54, %r55}, [%rd0];"
     fill += "@%p0 st.shared.v4.b32 [%r51], {%r52, %r53, %r54, %r55};"
@@ -217,8 +219,8 @@ def swizzled(matrix: Array, line: int, turned: bool) -> tuple[Array, int]:
 
 
 def written(data: Array) -> Iterator[str]:
-    yield "ld.param.b64 %rd0, [kernel_param_0]; mov.u32 %r90, %tid.x; mul.wide.u32 %rd1, %r90, 16; shl.b32 %r91, %r90, 4;"
-    yield "add.s64 %rd0, %rd0, %rd1;"
+    yield "ld.param.b64 %rd0, [kernel_param_0]; mov.u32 %r90, %tid.x; mul.wide.u32 %rd1, %r90, 16;"
+    yield "shl.b32 %r91, %r90, 4; add.s64 %rd0, %rd0, %rd1;"
     for start in range(0, data.size, 128 * 16):
         yield f"ld.global.v4.b32 {{%r92, %r93, %r94, %r95}}, [%rd0 + {start}];"
         yield f"st.shared.v4.b32 [%r91 + {start}], {{%r92, %r93, %r94, %r95}};"
@@ -242,10 +244,13 @@ def test_wgmma(line: int, turned: bool, from_registers: bool) -> None:
     left = "{%r60,%r61,%r62,%r63}" if from_registers else "%rd2"
     flags = f"1, 1, {int(turned)}" if from_registers else f"1, 1, {int(turned)}, {int(turned)}"
     name = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind}"
-    lines = "\n".join(written(data)) + f"""
+    lines = (
+        "\n".join(written(data))
+        + f"""
         {name} {{{outputs}}}, {left}, %rd3, 0, {flags};
         {name} {{{outputs}}}, {left}, %rd3, 1, {flags};
         wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"""
+    )
     found = run(lines, registers, threads=128, memory=memory_of(data), shared=data.size).registers
     product = decode(kind, a).astype(np.float64) @ decode(kind, b).T.astype(np.float64)
     expected = (product.astype(np.float32) + product).astype(np.float32)

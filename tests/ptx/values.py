@@ -33,7 +33,7 @@ def width(kind: str) -> int:
 def decode(kind: str, raw: Array) -> Array:
     """Bits to values. `raw` is unsigned, of the type's width or wider."""
     raw = raw.astype(UNSIGNED[width(kind)], copy=False)
-    if kind == "pred" or kind[0] in "bu" and kind[1].isdigit():
+    if kind == "pred" or (kind[0] in "bu" and kind[1].isdigit()):
         return raw
     if "x" in kind:
         base = kind.partition("x")[0]
@@ -80,7 +80,8 @@ def _to_bf16(value: Array) -> Array:
     value = np.ascontiguousarray(value, np.float32)
     bits = value.view(np.uint32).astype(np.uint64)
     rounded = (bits + np.uint64(0x7FFF) + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)
-    return np.where(np.isnan(value), np.uint64(0x7FFF), rounded).astype(np.uint16)
+    found: Array = np.where(np.isnan(value), np.uint64(0x7FFF), rounded).astype(np.uint16)
+    return found
 
 
 @cache
