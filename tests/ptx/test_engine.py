@@ -49,11 +49,18 @@ def answers(policy: PolicyName, dtype: torch.dtype) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("capability", [90, 80])
 @pytest.mark.parametrize(
-    ("policy", "dtype"), [("d2sd", torch.bfloat16), ("hybrid", torch.float16), ("d2sd", torch.float32)], ids=str
+    ("policy", "dtype", "capability"),
+    [
+        pytest.param("d2sd", torch.bfloat16, 90),
+        *(
+            pytest.param(policy, dtype, capability, marks=pytest.mark.full)
+            for policy, dtype in (("d2sd", torch.bfloat16), ("hybrid", torch.float16), ("d2sd", torch.float32))
+            for capability in (90, 80, 89, 120)
+            if (policy, dtype, capability) != ("d2sd", torch.bfloat16, 90)
+        ),
+    ],
 )
 def test_answers_are_the_cpus(
     policy: PolicyName, dtype: torch.dtype, capability: int, monkeypatch: pytest.MonkeyPatch
