@@ -55,11 +55,11 @@ wheel: data-wheel
 data-wheel: .venv/demo
 	$(BIN)/python models/data_wheel.py recipes/smollm2-135m.yaml --out dist
 
-## the losslessness check on 128 real prompts: hours, resumable; PROMPTS is a folder of four JSONL sets, see `make data`
+## the losslessness check on 128 real prompts in fp32: hours, resumable; PROMPTS is a folder of four JSONL sets, see `make data`
 PROMPTS ?= data/eval
 verify: .venv/demo
-	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
-	$(BIN)/python benchmarks/lossless.py $(BUNDLE) --prompts $(PROMPTS) --out build/lossless
+	test -d $(BUNDLE)-fp32 || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --set precision=fp32 --out $(BUNDLE)-fp32 -v
+	$(BIN)/python benchmarks/lossless.py $(BUNDLE)-fp32 --prompts $(PROMPTS) --out build/lossless
 
 ## kernels, engines and tests on a GPU, in nine minutes; benchmarks/pack_tensorrt_rtx.sh packs optional inputs
 gpu-suite:
@@ -165,8 +165,8 @@ bench-serving: $(FACE_READY)
 ## llama.cpp is compiled, in ten minutes, in an environment of its own, 2 GB
 PEERS := build/peers
 peers: $(PEERS)/installed
-	test -d $(BUNDLE) || $(PEERS)/env/bin/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
-	$(PEERS)/env/bin/python -m benchmarks.peers $(BUNDLE) --data $(dir $(PROMPTS)) --out $(PEERS)/results
+	test -d $(BUNDLE)-fp32 || $(PEERS)/env/bin/d2sd-build recipes/smollm2-135m.yaml --set precision=fp32 --out $(BUNDLE)-fp32 -v
+	$(PEERS)/env/bin/python -m benchmarks.peers $(BUNDLE)-fp32 --data $(dir $(PROMPTS)) --out $(PEERS)/results
 
 $(PEERS)/installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(PEERS)/env

@@ -16,10 +16,12 @@ from typing import Any
 
 from benchmarks.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
 from d2sd.plugins.cascade_attention.triton import launch as attention
-from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel
+from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel, pack_mask_kernel
 from d2sd.plugins.cascade_attention.triton.tiles import select_tile
 from d2sd.plugins.kv_pages.triton import launch as pages
 from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
+from d2sd.plugins.layer_ops.triton import kernel as layer_kernels
+from d2sd.plugins.layer_ops.triton import launch as layers
 
 KV_HEADS, GROUP, PAGE = 8, 4, 16  # Qwen3-8B's and Llama-3.1-8B's; they change addresses, not tiles
 FP8 = "fp8e4nv"
@@ -42,7 +44,7 @@ class Variant:
 
     @property
     def least_capability(self) -> int:
-        return 89 if f"*{FP8}" in self.types.values() else 80
+        return 89 if "/fp8" in self.name or f"*{FP8}" in self.types.values() else 80
 
 
 def attention_variant(kind: str, stored: str, size: int, rows: int, splits: int) -> Variant:
@@ -72,6 +74,54 @@ def write_variant(kind: str, stored: str, path: bool) -> Variant:
     )  # fmt: skip
 
 
+def norm_variant(kind: str, width: int, *, fp8: bool) -> Variant:
+    types = dict.fromkeys(("x", "branch", "weight", "total"), f"*{kind}")
+    types |= {"out": f"*{FP8}", "scale": "*fp32"} if fp8 else {"out": f"*{kind}"}
+    return Variant(
+        f"add+norm {kind}{'/fp8' if fp8 else ''} E={width}", layer_kernels.add_rms_norm_kernel, types,
+        layers.norm_constants(width, 1e-6, width, width), layers.norm_warps(width),
+    )  # fmt: skip
+
+
+def rope_variant(kind: str, size: int, *, context: bool = False, fp8: bool = False) -> Variant:
+    """Of a layer, or keys and values of a drafter's context; of FP8 products over FP8 pages, with a bias."""
+    types = {"qkv": "*fp32" if fp8 else f"*{kind}"} | dict.fromkeys(("cos", "sin"), f"*{kind}")
+    types |= dict.fromkeys(("k_norm",) if context else ("q_norm", "k_norm"), f"*{kind}")
+    types |= {"bias": f"*{kind}"} | dict.fromkeys(("scales", "k_scale", "v_scale"), "*fp32") if fp8 else {}
+    types |= dict.fromkeys(("k", "v") if context else ("q", "k", "v"), f"*{kind}")
+    queries = 0 if context else KV_HEADS * GROUP
+    return Variant(
+        f"qk+norm+rope {kind}{'/fp8' if fp8 else ''} D={size}{' context' if context else ''}",
+        layer_kernels.qk_norm_rope_kernel, types | {"in_stride": "i64", "out_stride": "i64"},
+        layers.rope_constants(queries, KV_HEADS, size, 1e-6), 1,
+    )  # fmt: skip
+
+
+def silu_variant(kind: str, *, fp8: bool) -> Variant:
+    types = {"gate_up": "*fp32", "scales": "*fp32"} if fp8 else {"gate_up": f"*{kind}"}
+    types |= {"out": f"*{FP8}", "scale": "*fp32"} if fp8 else {"out": f"*{kind}"}
+    return Variant(
+        f"silu*up {kind}{'/fp8' if fp8 else ''}", layer_kernels.silu_mul_kernel, types,
+        layers.silu_constants(12288, layers.DTYPES[kind]), layers.WARPS,
+    )  # fmt: skip
+
+
+def layer_variants() -> Iterator[Variant]:
+    """Between the products: Qwen3-8B's sizes, the largest norm, a head of no power of two."""
+    for kind, fp8 in (("bf16", False), ("bf16", True), ("fp16", False), ("fp32", False)):
+        yield norm_variant(kind, 4096, fp8=fp8)
+        yield rope_variant(kind, 128, fp8=fp8)
+        yield silu_variant(kind, fp8=fp8)
+    yield norm_variant("bf16", 16384, fp8=False)
+    yield rope_variant("bf16", 96)
+    yield rope_variant("bf16", 256)
+    yield rope_variant("bf16", 128, context=True)
+    types = {"positions": "*i64", "frequencies": "*fp32", "cos": "*bf16", "sin": "*bf16"}
+    yield Variant("rope tables", layer_kernels.rope_tables_kernel, types, layers.table_constants(64, 1.0), 1)
+    types = {"x": "*bf16", "scale": "*fp32", "out": f"*{FP8}", "numbers": "i32"}
+    yield Variant("quantize bf16", layer_kernels.quantize_kernel, types, {"BLOCK": layers.BLOCK}, layers.WARPS)
+
+
 def variants() -> Iterator[Variant]:
     """Every line of the table of block sizes at its smallest and its largest tile; split where batches are small."""
     for kind, stored in (("bf16", "bf16"), ("bf16", FP8), ("fp16", "fp16"), ("fp32", "fp32")):
@@ -81,9 +131,13 @@ def variants() -> Iterator[Variant]:
     for size in (64, 128, 256):
         types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16"}
         yield Variant(f"merge D={size}", merge_kernel, types, attention.merge_constants(size, 16), 1)
+    strides = ("rows", "request_stride", "row_stride", "column_stride")
+    types = {"attn_mask": "*u1", "words": "*i32"} | dict.fromkeys(strides, "i32")
+    yield Variant("pack mask", pack_mask_kernel, types, {}, 1)
     yield write_variant("bf16", "bf16", path=False)
     yield write_variant("bf16", "bf16", path=True)
     yield write_variant("bf16", FP8, path=True)
+    yield from layer_variants()
 
 
 def broken(done: Compiled, capability: int) -> list[str]:

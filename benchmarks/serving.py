@@ -78,7 +78,7 @@ class Benchmark:
         if self.url is not None:
             policies = caches = policies[:1]
         elif settings["face"] != "serve":
-            caches = caches[-1:]  # only `d2sd serve` has an option for it
+            caches = caches[-1:]  # what the cache saves is the engine's, the same behind every face
         loads: list[tuple[Workload, list[float], list[Variant]]] = [
             ("prompts", settings["concurrency"], policies),
             ("poisson", settings["rates"], policies),

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.config import DecoderConfig
+from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import Layer, RMSNorm
-from d2sd.modeling.native import NativeLayers
 from d2sd.modeling.rope import Rotary
 from d2sd.modeling.rows import Rows
 
@@ -58,7 +58,7 @@ class TargetModel(nn.Module):
 class Decoder(TargetModel):
     """Parameter names equal Hugging Face's without their leading `model.`."""
 
-    native: NativeLayers | None
+    native: InferenceLayers | None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -69,16 +69,14 @@ class Decoder(TargetModel):
         self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
         self.rotary = Rotary(body.rope, body.head_dim)
         self.packed_head = None
-        self.register_module("native", None)  # in place of `layers`, see d2sd.modeling.packed
+        self.register_module("native", None)  # in place of `layers`, see packed.py and fused.py
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(body.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
         x = self.embed_tokens(tokens)
         if self.native is not None:
-            out: tuple[Tensor, ...] = self.native(
-                x, self.rotary(rows.positions, torch.float32), rows, pool, aux_layer_ids
-            )
+            out: tuple[Tensor, ...] = self.native(x, self.rotary, rows, pool, aux_layer_ids)
             return DecoderOutput(*out)
         cos_sin = self.rotary(rows.positions, x.dtype)
         attend = pool.attend(rows)

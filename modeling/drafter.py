@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.config import DrafterConfig
+from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import Attend, Layer, RMSNorm
-from d2sd.modeling.native import NativeLayers
 from d2sd.modeling.rope import Rotary
 from d2sd.modeling.rows import Rows
 
@@ -46,7 +46,7 @@ class DraftModel(nn.Module):
 class Drafter(DraftModel):
     """Parameter names equal the z-lab checkpoint layout."""
 
-    native: NativeLayers | None
+    native: InferenceLayers | None
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -57,16 +57,17 @@ class Drafter(DraftModel):
         self.layers = nn.ModuleList(Layer(body) for _ in range(body.num_layers))
         self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
         self.rotary = Rotary(body.rope, body.head_dim)
-        self.register_module("native", None)  # in place of `layers`, see d2sd.modeling.packed
+        self.register_module("native", None)  # in place of `layers`, see packed.py and fused.py
         ids = config.draft_vocabulary
         with torch.device("cpu"):  # the ids are known even under torch.device("meta")
             self.register_buffer("draft_ids", None if ids is None else torch.tensor(ids), persistent=False)
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        context = self.hidden_norm(self.fc(features))
-        cos_sin = self.rotary(positions, context.dtype)
+        projected = self.fc(features)
         if self.native is not None:
-            return self.native.keys_values(context, cos_sin)
+            return self.native.keys_values(projected, self.hidden_norm, self.rotary, positions)
+        context = self.hidden_norm(projected)
+        cos_sin = self.rotary(positions, context.dtype)
         layers = cast("Iterable[Layer]", self.layers)
         pairs = [layer.self_attn.keys_values(context, cos_sin) for layer in layers]
         return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
@@ -82,7 +83,7 @@ class Drafter(DraftModel):
 
     def draft(self, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         if self.native is not None:
-            out: tuple[Tensor, ...] = self.native(embedded, self.rotary(rows.positions, torch.float32), rows, pool)
+            out: tuple[Tensor, ...] = self.native(embedded, self.rotary, rows, pool)
             return out[0]
         hidden: Tensor = self(embedded, rows.positions, pool.attend(rows))
         return hidden

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import Layer, RMSNorm
-from d2sd.modeling.rope import CosSin, rotate
+from d2sd.modeling.rope import Rotary, rotate
 from d2sd.modeling.rows import Rows
 from d2sd.plugins.cpu import library
 from d2sd.plugins.cpu.library import PANEL, PackedLinear, address
@@ -79,16 +79,21 @@ class NativeLayers(nn.Module):
         self._kept.append(wide)
         return address(wide)
 
+    @property
+    def kv_scales(self) -> tuple[Tensor, Tensor] | None:
+        """These layers are not FP8."""
+        return None
+
     def forward(
-        self, x: Tensor, cos_sin: CosSin, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
+        self, x: Tensor, rotary: Rotary, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [B, T, E], cos and sin [B, T, 1, D] fp32 -> the fields of `DecoderOutput`."""
+        """x [B, T, E] -> the fields of `DecoderOutput`."""
         body, dtype = self._config, self._dtype
         batch, count, hidden = x.shape
         assert pool.k.dtype == dtype
         assert rows.attn_mask.shape == (batch, count, count)
         x = x.to(torch.float32, copy=True).contiguous()
-        cos, sin = (part.contiguous() for part in cos_sin)
+        cos, sin = (part.contiguous() for part in rotary(rows.positions, torch.float32))
         mask = rows.attn_mask if rows.attn_mask.stride(2) == 1 else rows.attn_mask.contiguous()
         table, context = rows.page_table.long().contiguous(), rows.context_len.long().contiguous()
         assert int(context.max()) <= table.shape[1] * pool.page_size, "the context is longer than its pages"
@@ -107,13 +112,14 @@ class NativeLayers(nn.Module):
         functions.d2sd_layers(ctypes.byref(self._body), ctypes.byref(arguments), ctypes.byref(self._memory), threads)
         return out, features, k, v
 
-    def keys_values(self, context: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
-        """context [B, C, E] -> rotated keys and values of every layer [L, B, C, Hkv, D]."""
+    def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D]."""
         assert self._context is not None
-        product, norm = self._context
+        product, k_norm = self._context
+        context = norm(projected)
         shape = *context.shape[:-1], 2, self._config.num_layers, -1, self._config.head_dim
         k, v = product(context).to(context.dtype).view(shape).movedim(-3, 0).unbind(-3)
-        return rotate(norm(k), cos_sin), v
+        return rotate(k_norm(k), rotary(positions, context.dtype)), v
 
 
 def _context(layers: Sequence[Layer], eps: float) -> tuple[PackedLinear, nn.Module]:

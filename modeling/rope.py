@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from d2sd.modeling.config import RopeConfig
+from d2sd.plugins.layer_ops import rope_tables
 
 CosSin = tuple[Tensor, Tensor]
 
@@ -79,6 +80,10 @@ class Rotary(torch.nn.Module):
         angles = positions[..., None, None].float() * self._frequencies
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         return torch.cat([cos, cos], -1).to(dtype), torch.cat([sin, sin], -1).to(dtype)
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
+        """The same numbers, each once, in one kernel: positions [...] of R rows -> cos, sin [R, D/2]."""
+        return rope_tables(positions, self._frequencies, self._scale, dtype)
 
 
 def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:

@@ -55,6 +55,22 @@ def use_fp8_gemm(x: torch.Tensor) -> bool:
     return _fall_back("FP8 matrix multiplication", f"it needs compute capability 8.9, this is {capability}")
 
 
+def use_fused_layers(weight: torch.Tensor, size: int, *, fp8: bool, unlike: str | None) -> bool:
+    """Whether a model's layers run as the fused kernels of `d2sd.plugins.layer_ops`; asked when it is loaded.
+
+    `weight` is one of its weights that is not FP8, `size` its head size; `fp8`: it has FP8 layers or K/V. `unlike` says
+    why its layers cannot be joined.
+    Raises `D2SDError` for a CUDA model that the kernels do not take, under `D2SD_NO_FALLBACK=1`.
+    """
+    if weight.device.type != "cuda":
+        return False
+    capability = torch.cuda.get_device_capability(weight.device)
+    if fp8 and capability < FP8_CAPABILITY:
+        unlike = f"FP8 layers need compute capability 8.9, this is {capability}"
+    reason = unsupported(size, weight.dtype, capability) or unlike
+    return reason is None or _fall_back("unfused layers", reason)
+
+
 def _fall_back(what: str, reason: str) -> bool:
     """False, after a warning; raises `D2SDError` where falling back is forbidden."""
     if os.environ.get(NO_FALLBACK) == "1":

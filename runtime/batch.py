@@ -18,6 +18,8 @@ from d2sd.runtime.sequence import Sequence
 
 # Shape letters: B requests (a bucket), T rows of a prompt chunk, M pages a request.
 
+_GREEDY = SamplingParams()
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -32,31 +34,52 @@ class Batch:
 
     @staticmethod
     def pack(sequences: SequenceOf[Sequence], vocab_size: int, device: str) -> Batch:
-        """The inputs of a decode step over `sequences`, padded to the batch bucket."""
+        """The inputs of a decode step over `sequences`, padded to the batch bucket.
+
+        They are on the host until `to`, but for tables of biases and penalties, which are made on `device`.
+        """
         size = bucket(len(sequences))
         padding = [0] * (size - len(sequences))
         params = [s.request.sampling for s in sequences] + [SamplingParams()] * len(padding)
         texts = [Text(s.tokens, len(s.request.prompt), s.request.stop_tokens) for s in sequences]
         return Batch(
-            anchor=torch.tensor([s.anchor for s in sequences] + padding, device=device),
-            page_table=page_table(sequences, size, device),
-            context_len=torch.tensor([s.cached for s in sequences] + padding, device=device),
-            active=torch.arange(size, device=device) < len(sequences),
-            sampling=Sampling.of(params, vocab_size, device, texts + [NO_TEXT] * len(padding)),
+            anchor=torch.tensor([s.anchor for s in sequences] + padding),
+            page_table=page_table(sequences, size, exact=device == "cpu"),
+            context_len=torch.tensor([s.cached for s in sequences] + padding),
+            active=torch.arange(size) < len(sequences),
+            sampling=Sampling.pack(params, vocab_size, device, texts + [NO_TEXT] * len(padding)),
             grammar=StepGrammar.of(sequences),
         )
 
     @staticmethod
-    def dummy(size: int, pages: int, context_len: int, vocab_size: int, device: str) -> Batch:
-        """`size` greedy requests of `context_len` tokens in `pages` pages, all of them page 0: for timing a step."""
-        zeros = torch.zeros(size, dtype=torch.long, device=device)
+    def dummy(
+        size: int, pages: int, context_len: int, vocab_size: int, device: str, params: SamplingParams = _GREEDY
+    ) -> Batch:
+        """`size` requests of `context_len` tokens in `pages` pages, all of them page 0: to time or capture a step."""
+        zeros = torch.zeros(size, dtype=torch.long)
         return Batch(
             anchor=zeros,
             page_table=zeros[:, None].expand(-1, pages),
             context_len=zeros + context_len,
             active=zeros.bool(),
-            sampling=Sampling.of([SamplingParams()] * size, vocab_size, device),
+            sampling=Sampling.pack([params] * size, vocab_size, device),
         )
+
+    def to(self, device: str) -> Batch:
+        """The same inputs on the device."""
+        return Batch(
+            self.anchor.to(device), self.page_table.to(device), self.context_len.to(device), self.active.to(device),
+            self.sampling.to(device), self.grammar,
+        )  # fmt: skip
+
+    @property
+    def has_static_shapes(self) -> bool:
+        """Whether the shapes of its step depend on the batch bucket and the policy alone, and the host reads nothing.
+
+        Grammars walk trees on the host; tables of biases and penalties, and log-probabilities, have sizes of their own.
+        """
+        sampling = self.sampling
+        return self.grammar is None and not sampling.changes_logits and sampling.logprobs is None
 
 
 class PrefillInputs(NamedTuple):
@@ -77,18 +100,18 @@ def prefill_inputs(chunks: SequenceOf[tuple[Sequence, int]], max_rows: int, devi
     return PrefillInputs(
         tokens=torch.tensor(tokens + [[0] * rows for _ in padding], device=device),
         length=torch.tensor([count for _, count in chunks] + padding, device=device),
-        page_table=page_table([s for s, _ in chunks], size, device),
+        page_table=page_table([s for s, _ in chunks], size, exact=device == "cpu").to(device),
         context_len=torch.tensor([s.cached for s, _ in chunks] + padding, device=device),
     )
 
 
-def page_table(sequences: SequenceOf[Sequence], size: int, device: str) -> Tensor:
+def page_table(sequences: SequenceOf[Sequence], size: int, *, exact: bool) -> Tensor:
     """[size, M] int64 with M for the longest sequence; unused entries are page 0, the scratch page.
 
-    On a CPU no shape is captured, and attention copies every page of padding: there M is not rounded up to a bucket.
+    `exact` leaves M as it is, as for a CPU, where attention copies every page of padding; else it is a bucket.
     """
     longest = max(len(s.pages) for s in sequences)
-    table = torch.zeros(size, longest if device == "cpu" else bucket(longest), dtype=torch.long)
+    table = torch.zeros(size, longest if exact else bucket(longest), dtype=torch.long)
     for row, sequence in enumerate(sequences):
         table[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
-    return table.to(device)
+    return table

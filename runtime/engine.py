@@ -11,7 +11,8 @@ from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch, prefill_inputs
 from d2sd.runtime.buckets import bucket
-from d2sd.runtime.decode import StepResult, decode_step
+from d2sd.runtime.captured import DecodeSteps
+from d2sd.runtime.decode import StepResult
 from d2sd.runtime.memory import free_memory, plan_kv_memory
 from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.runtime.request import Limits, Request
@@ -53,6 +54,7 @@ class Engine:
         free = free_memory(runner.device) if isinstance(limits.kv_memory, float) else None
         self.memory = plan_kv_memory(limits, runner.block_size, runner.page_bytes(limits.page_size), free)
         runner.allocate(self.memory.pool_pages, limits.page_size)
+        self.steps = DecodeSteps(runner, limits, self.calibration)
         self.scheduler = Scheduler(limits, runner.block_size, self.memory.pool_pages)
         self._next_id = 0
 
@@ -64,7 +66,7 @@ class Engine:
 
         `policies` include plain decoding and are sorted by their nodes. `measure` has the arguments of its default.
         """
-        times = measure(self.runner, policies, forecast, self.limits, advance, self.calibration)
+        times = measure(self.runner, policies, forecast, self.limits, advance, self.steps)
         self.selector = PolicySelector(policies, times, forecast)
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -132,7 +134,7 @@ class Engine:
         if not sequences:
             return []
         batch, prompt_lookup = self.prepare(sequences)
-        result = decode_step(self.runner, self.policy, batch, self.calibration, prompt_lookup, self.clock.stage)
+        result = self.steps.run(self.policy, batch, prompt_lookup, self.clock.stage)
         return self.retire(sequences, result)
 
     def admit(self) -> list[Sequence]:
@@ -151,7 +153,7 @@ class Engine:
         return schedule.decode
 
     def prepare(self, sequences: list[Sequence]) -> tuple[Batch, Draft | None]:
-        """Select this step's policy, flush its drafters' pending context and upload the step's inputs.
+        """Select this step's policy, flush its drafters' pending context and pack the step's inputs on the host.
 
         Also returns the first draft of prompt lookup. Runs outside the captured graph: its shapes vary per step.
         """
@@ -167,7 +169,7 @@ class Engine:
             return batch, None
         with self.clock.stage("draft_first"):
             texts, slots = [s.tokens for s in sequences], self.runner.block_size - 1
-            return batch, lookup_draft(texts, slots, len(batch.anchor), self.runner.device)
+            return batch, lookup_draft(texts, slots, len(batch.anchor))
 
     def retire(self, sequences: list[Sequence], result: StepResult) -> list[Output]:
         """Read the step's tokens (the only device sync), append them to their sequences and release finished ones."""

@@ -1,8 +1,12 @@
-"""Step times kept in a file: the next engine of the same bundle on the same machine reads them and starts at once."""
+"""Step times kept in a file: the next engine of the same bundle on the same machine reads them and starts at once.
+
+Times of a busy machine are kept as such: the first start on a quiet one measures again.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,8 +18,8 @@ from d2sd.errors import D2SDError
 from d2sd.io import write_text
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.buckets import buckets
+from d2sd.runtime.captured import DecodeSteps
 from d2sd.runtime.request import Limits
-from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.step_times import Forecast, StepTimes, measure_step_times
 from d2sd.schema import read_model
@@ -32,6 +36,7 @@ class _File(BaseModel):
     seconds: list[tuple[str, int, Annotated[float, Field(gt=0)]]]  # policy, batch bucket, seconds of a step
     context: dict[int, _Seconds]
     pending: list[_Seconds]
+    busy: bool = False  # other work had the processor
 
 
 def kept_step_times(
@@ -41,14 +46,15 @@ def kept_step_times(
     forecast: Forecast,
     limits: Limits,
     advance: Callable[[int], None] = lambda buckets: None,
-    calibration: Calibration | None = None,
+    steps: DecodeSteps | None = None,
 ) -> StepTimes:
     """The step times in the file `path`, or else those of `measure_step_times`, which are then written there.
 
     A file that cannot be read is measured again, and one that cannot be written is not kept; neither is an error.
     """
+    busy = _is_busy()
     try:
-        times = _read(path, policies, buckets(limits.max_batch))
+        times = _read(path, policies, buckets(limits.max_batch), busy=busy)
     except (D2SDError, OSError) as error:
         logger.info("measuring step times again: %s", error)
     else:
@@ -56,11 +62,11 @@ def kept_step_times(
             logger.info("step times were measured before on this machine; to measure again delete %s", path)
             return times
     start = time.monotonic()
-    times = measure_step_times(runner, policies, forecast, limits, advance, calibration)
+    times = measure_step_times(runner, policies, forecast, limits, advance, steps)
     seconds = time.monotonic() - start
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, times)
+        _write(path, times, busy=busy)
     except OSError as error:
         logger.info("measured step times in %.1f s, but cannot keep them: %s", seconds, error)
     else:
@@ -68,11 +74,20 @@ def kept_step_times(
     return times
 
 
-def _read(path: Path, policies: Sequence[Policy], sizes: Sequence[int]) -> StepTimes | None:
-    """The times in the file, None if there is no file. Raises D2SDError if they are not of `policies` and `sizes`."""
+def _is_busy() -> bool:
+    """Whether the machine has more to run than processors, by the load average of the last minute."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1)
+
+
+def _read(path: Path, policies: Sequence[Policy], sizes: Sequence[int], *, busy: bool) -> StepTimes | None:
+    """The times in the file, None if there is no file. Raises D2SDError if they are not of `policies` and `sizes`, or
+    of a busy machine that is not `busy` any more.
+    """
     if not path.exists():
         return None
     found = read_model(_File, path, error=D2SDError, what="file of step times")
+    if found.busy and not busy:
+        raise D2SDError("The step times were measured on a busy machine.", where=path)
     known = {str(policy): policy for policy in policies}
     plain = {size for name, size, _ in found.seconds if name == "off"}
     if not known.keys() >= {name for name, *_ in found.seconds} or not plain >= set(sizes):
@@ -81,7 +96,7 @@ def _read(path: Path, policies: Sequence[Policy], sizes: Sequence[int]) -> StepT
     return StepTimes(seconds, found.context, found.pending)
 
 
-def _write(path: Path, times: StepTimes) -> None:
+def _write(path: Path, times: StepTimes, *, busy: bool) -> None:
     seconds = [(str(policy), size, taken) for (policy, size), taken in times.seconds.items()]
-    file = _File(seconds=seconds, context=dict(times.context), pending=list(times.pending))
+    file = _File(seconds=seconds, context=dict(times.context), pending=list(times.pending), busy=busy)
     write_text(path, file.model_dump_json() + "\n")

@@ -11,9 +11,8 @@ import torch
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.buckets import buckets
-from d2sd.runtime.decode import decode_step
+from d2sd.runtime.captured import DecodeSteps
 from d2sd.runtime.request import Limits
-from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import Off, Policy
 
 #: Tokens a step at T = 0 and at T = 1 by policy name; entry n is for n + 1 nodes.
@@ -57,11 +56,12 @@ def measure_step_times(
     forecast: Forecast,
     limits: Limits,
     advance: Callable[[int], None] = lambda buckets: None,
-    calibration: Calibration | None = None,
+    steps: DecodeSteps | None = None,
 ) -> StepTimes:
     """The times of this machine; arguments as of `time_steps`."""
-    seconds = time_steps(runner, policies, forecast, limits, advance, calibration)
-    return StepTimes(seconds, time_context(runner, seconds, limits), time_pending(runner))
+    steps = steps or DecodeSteps(runner, limits)
+    seconds = time_steps(runner, policies, forecast, limits, advance, steps)
+    return StepTimes(seconds, time_context(runner, seconds, limits, steps), time_pending(runner))
 
 
 def time_steps(
@@ -70,26 +70,28 @@ def time_steps(
     forecast: Forecast,
     limits: Limits,
     advance: Callable[[int], None] = lambda buckets: None,
-    calibration: Calibration | None = None,
+    steps: DecodeSteps | None = None,
     clock: Callable[[], float] = time.perf_counter,
     context: int = _CONTEXT,
 ) -> dict[tuple[Policy, int], float]:
     """Seconds of a step of every policy that may pay, by batch bucket 1, 2, 4, … up to the limits' batch.
 
     `policies` are sorted by their nodes: once a tree costs more than its best forecast gains, larger trees of the same
-    policy are skipped. The runner's pools must be allocated; only page 0 is written. `clock` gives seconds; `context`
-    is in tokens a request.
+    policy are skipped. The runner's pools must be allocated; only page 0 is written. `steps` are those of the engine
+    that will serve them, with its calibration and its CUDA graphs; the default is a new one. `clock` gives seconds;
+    `context` is in tokens a request.
     """
+    steps = steps or DecodeSteps(runner, limits)
     (off,) = (policy for policy in policies if isinstance(policy, Off))
     found: dict[tuple[Policy, int], float] = {}
-    for bucket in buckets(limits.max_batch):
+    for bucket in reversed(buckets(limits.max_batch)):  # graphs of smaller batches fit in the memory of larger ones
         batch = _dummy_batch(runner, limits, bucket, context)
-        plain = found[off, bucket] = _time(runner, off, batch, calibration, clock)
+        plain = found[off, bucket] = _time(runner, off, batch, steps, clock)
         pruned: set[str] = set()
         for policy in policies:
             if policy is off or policy.name in pruned:
                 continue
-            seconds = found[policy, bucket] = _time(runner, policy, batch, calibration, clock)
+            seconds = found[policy, bucket] = _time(runner, policy, batch, steps, clock)
             best = max(max(curve) for curve in forecast.get(policy.name, ([1.0],)))
             if seconds > best * plain:
                 pruned.add(policy.name)
@@ -97,13 +99,15 @@ def time_steps(
     return found
 
 
-def time_context(runner: ModelRunner, seconds: Mapping[tuple[Policy, int], float], limits: Limits) -> dict[int, float]:
+def time_context(
+    runner: ModelRunner, seconds: Mapping[tuple[Policy, int], float], limits: Limits, steps: DecodeSteps | None = None
+) -> dict[int, float]:
     """Seconds that a token more of context adds to a step, by batch bucket; `seconds` of `time_steps`."""
     tokens = min(_LONG_CONTEXT, limits.max_context) - _CONTEXT
     if tokens <= 0:
         return {}
     off = next(policy for policy, _ in seconds if isinstance(policy, Off))
-    longer = time_steps(runner, [off], {}, limits, context=_LONG_CONTEXT)
+    longer = time_steps(runner, [off], {}, limits, steps=steps, context=_LONG_CONTEXT)
     return {size: max(0.0, longer[off, size] - seconds[off, size]) / tokens for _, size in longer}
 
 
@@ -122,9 +126,7 @@ def time_pending(runner: ModelRunner) -> list[float]:
     return found
 
 
-def _time(
-    runner: ModelRunner, policy: Policy, batch: Batch, calibration: Calibration | None, clock: Callable[[], float]
-) -> float:
+def _time(runner: ModelRunner, policy: Policy, batch: Batch, steps: DecodeSteps, clock: Callable[[], float]) -> float:
     """Least seconds of a decode step as the engine serves it: other work on the machine only ever adds to it.
 
     The first run is a warm-up.
@@ -134,7 +136,7 @@ def _time(
         _wait(runner)
         start = clock()
         runner.sync_drafters(policy.required_drafters)
-        decode_step(runner, policy, batch, calibration)
+        steps.run(policy, batch)
         _wait(runner)
         taken.append(clock() - start)
     return min(taken[1:])
@@ -142,8 +144,9 @@ def _time(
 
 def _dummy_batch(runner: ModelRunner, limits: Limits, size: int, context: int) -> Batch:
     """Greedy requests with `context` tokens of context, or fewer if the limits are lower."""
-    pages = limits.pages_for(min(context, limits.max_context)) + 1
-    return Batch.dummy(size, pages, (pages - 1) * limits.page_size, runner.vocab_size, runner.device)
+    pages = limits.pages_for(min(context, limits.max_context))
+    most = limits.pages_for(limits.max_context + runner.block_size)
+    return Batch.dummy(size, min(pages + 1, most), pages * limits.page_size, runner.vocab_size, runner.device)
 
 
 def _wait(runner: ModelRunner) -> None:

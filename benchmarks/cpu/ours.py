@@ -10,6 +10,7 @@ from typing import Literal
 from benchmarks.cpu.contestant import Key, Limits, Passed, Tokens
 from d2sd.convert.bundle.load import Bundle, assemble, load_bundle
 from d2sd.convert.bundle.serving import make_engine
+from d2sd.errors import D2SDError
 from d2sd.manifest import Manifest
 from d2sd.progress import bar
 from d2sd.recipe import Policy
@@ -41,6 +42,12 @@ class Ours:
 def engines(folder: Path, limits: Limits) -> Iterator[Ours]:
     """Every policy in every precision; both policies share the packed target."""
     manifest = load_bundle(folder, progress=bar).manifest
+    if manifest.recipe.precision != "fp32":
+        raise D2SDError(
+            "The bundle's weights are rounded: llama.cpp and transformers would have others.",
+            where=f"{folder}: precision", found=manifest.recipe.precision, expected="fp32",
+            fix="build the bundle with --set precision=fp32",
+        )  # fmt: skip
     for precision in PRECISIONS:
         bundle = assemble(folder, in_precision(manifest, precision))
         for policy in POLICIES:

@@ -1,7 +1,8 @@
 """Whole decode steps at the geometry of Qwen3-8B with two drafters of 5 layers: random weights, which change no time.
 
-Each policy's step is timed as the engine launches it now (eager: what the host needs is in it) and as one CUDA graph
-with the drafters' context inside, and compared with the bytes that it must read: every weight once, at the copy rate.
+Each policy's step is timed as the engine serves it, inputs uploaded and result read: operator by operator (eager: what
+the host needs is in it) and as one CUDA graph. It is compared with the bytes that it must read: every weight once, at
+the copy rate.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ import torch
 from torch import nn
 
 from benchmarks.gpu.cases import Case, Note
-from benchmarks.gpu.timing import captured
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.fp8 import Fp8Linear, linear_names
+from d2sd.modeling.fused import FusedLayers
 from d2sd.policies import PolicyName
+from d2sd.runtime.backends.graphs import CudaGraphs
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.decode import decode_step
-from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.captured import DecodeSteps
+from d2sd.runtime.request import Limits, SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.policy import Policy, make_policy
 
@@ -35,6 +37,7 @@ CONTEXT, PAGE_SIZE = 2048, 16
 BATCHES = (1, 8, 32)
 POLICIES: tuple[PolicyName, ...] = ("off", "chain", "d2sd", "ddtree", "hybrid")
 BLOCK_SIZE, BRANCHES, ROWS = 16, 4, 64
+LIMITS = Limits(max(BATCHES), CONTEXT, PAGE_SIZE, prefill_chunk=512)
 
 
 def cases() -> Iterator[Case]:
@@ -53,24 +56,23 @@ def step(kind: str, name: PolicyName, batch: int, temperature: float, note: Note
     """
     runner = made(kind)
     policy = make_policy(name, block_size=BLOCK_SIZE, branches=BRANCHES, row_budget=ROWS)
-    inputs = requests(runner, batch, temperature)
+    inputs, steps = requests(runner, batch, temperature), DecodeSteps(runner, LIMITS)
 
     def run() -> torch.Tensor:
-        runner.sync_drafters(range(runner.drafters))
-        return decode_step(runner, policy, inputs).packed
+        runner.sync_drafters(policy.required_drafters)
+        return steps.run(policy, inputs).packed
 
+    runner.capture = None
     expected = run().clone()
     eager = median(_seconds(run) for _ in range(8))
     figures: dict[str, Any] = {
         "eager_ms": eager * 1000, "kernels": _kernels(run), "weights_gb": weight_bytes(runner, policy) / 1e9
     }  # fmt: skip
     note(**figures)
-    replay, packed = captured(run)
-    packed.zero_()
-    replay()
-    if not torch.equal(packed, expected):
+    runner.capture = CudaGraphs(runner.device)
+    if not torch.equal(run(), expected):
         raise RuntimeError("the captured step commits other tokens than the eager step")
-    figures["graph_ms"] = median(_seconds(replay) for _ in range(15)) * 1000
+    figures["graph_ms"] = median(_seconds(run) for _ in range(15)) * 1000
     return figures
 
 
@@ -109,18 +111,18 @@ def requests(runner: ModelRunner, batch: int, temperature: float) -> Batch:
     """Requests with pages of their own, that are full up to CONTEXT tokens."""
     columns = _columns()
     dummy = Batch.dummy(batch, columns, CONTEXT, runner.vocab_size, runner.device)
-    pages = 1 + torch.arange(batch * columns, device=runner.device).view(batch, columns)
+    pages = 1 + torch.arange(batch * columns).view(batch, columns)
     params = [SamplingParams(temperature=temperature, seed=seed) for seed in range(batch)]
-    sampling = Sampling.of(params, runner.vocab_size, runner.device)
-    anchor = 1000 + torch.arange(batch, device=runner.device)
+    sampling = Sampling.pack(params, runner.vocab_size, runner.device)
+    anchor = 1000 + torch.arange(batch)
     return replace(dummy, anchor=anchor, page_table=pages, active=~dummy.active, sampling=sampling)
 
 
 def weight_bytes(runner: ModelRunner, policy: Policy) -> int:
     """Bytes of the layers and heads of the models that the policy runs, each once; the embedding is not read whole."""
     models: list[nn.Module] = [runner.target, *(runner._drafters[i] for i in policy.required_drafters)]
-    layers = sum(p.nbytes for model in models for name, p in model.named_parameters() if "embed" not in name)
-    return layers
+    others = sum(p.nbytes for model in models for name, p in model.named_parameters() if "embed" not in name)
+    return others + sum(one.nbytes for model in models for one in model.modules() if isinstance(one, FusedLayers))
 
 
 def _columns() -> int:

@@ -34,8 +34,8 @@ from d2sd.errors import D2SDError
 
 #: Part -> most seconds. Together they exceed the budget: a part that needs less leaves its time to the later ones.
 PARTS = {
-    "probe": 100, "copy": 40, "checks": 90, "replay": 40, "steps": 120, "times": 170, "writes": 40, "pytest": 150,
-    "flex": 150,
+    "probe": 100, "copy": 40, "checks": 90, "replay": 40, "layers": 60, "captured": 90, "steps": 120, "times": 170,
+    "writes": 40, "pytest": 150, "flex": 150,
 }  # fmt: skip
 #: Parts that run, or report why not, without a CUDA device.
 ANYWHERE = ("probe",)
@@ -80,7 +80,7 @@ def cases_of(part: str, out: Path, engines: Path, until: float) -> Iterable[Case
     if part in ("checks", "times", "flex"):
         kernels = importlib.import_module("benchmarks.gpu.kernels")
         return {"checks": kernels.check_cases, "times": kernels.time_cases, "flex": kernels.flex_cases}[part]()  # type: ignore[no-any-return]
-    module = {"copy": "copy_rate", "replay": "replay", "writes": "writes", "steps": "steps"}[part]
+    module = {"copy": "copy_rate"}.get(part, part)
     return importlib.import_module(f"benchmarks.gpu.{module}").cases()  # type: ignore[no-any-return]
 
 
@@ -143,10 +143,10 @@ def environment() -> dict[str, Any]:
 
 
 def code_hash() -> str:
-    """Of the kernels and of this suite: a machine without git has no commit to name."""
+    """Of the kernels, of what runs them and of this suite: a machine without git has no commit to name."""
     here = Path(__file__).resolve().parent
     digest = hashlib.sha256()
-    for folder in (here, here.parents[1] / "plugins"):
+    for folder in (here, *(here.parents[1] / "d2sd" / name for name in ("plugins", "modeling", "runtime"))):
         for path in sorted(folder.rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

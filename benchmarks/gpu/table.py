@@ -49,6 +49,16 @@ def _lines(rows: Rows) -> Iterator[tuple[str, ...]]:
         found = {key: row for key, row in _part(rows, part).items() if row["status"] == "ok"}
         errors = [(max(row["error_of_budget"], row["relative_error_of_budget"]), key) for key, row in found.items()]
         yield from _line(what, errors, _plain, most_is_best=False)
+    equal = [(row["equal_to_eager"], key) for key, row in _part(rows, "captured").items() if "equal_to_eager" in row]
+    yield from _line("served by CUDA graphs: answers equal to eager steps", equal, _percent)
+    for key, row in _part(rows, "steps").items():
+        if "graph_ms" in row:
+            yield (
+                f"decode step {_short(key)}",
+                "1",
+                f"{row['eager_ms']:.2f} ms eager",
+                f"{row['graph_ms']:.2f} ms captured",
+            )
     if rate:
         yield from _gate(rows, rate)
         yield from _attention(_part(rows, "times"), rate)

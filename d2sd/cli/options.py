@@ -39,6 +39,9 @@ backend_option = click.option(
 policy_option = click.option(
     "--policy", type=click.Choice(get_args(Policy)), help="Tree policy.  [default: the bundle's]"
 )
+prefix_cache_option = click.option(
+    "--prefix-cache/--no-prefix-cache", default=None, help="Reuse K/V of shared prefixes.  [default: the bundle's]"
+)
 held_out_option = click.option(
     "--prompts", type=FilePath, multiple=True,
     help="JSONL of {id, turns}; repeatable. Held out: neither trained on nor evaluated.  [default: our own two dozen]",

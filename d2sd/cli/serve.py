@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from d2sd.cli.options import backend_option, bundle_argument, device_option, policy_option
+from d2sd.cli.options import backend_option, bundle_argument, device_option, policy_option, prefix_cache_option
 from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.backends import BackendName
 from d2sd.extras import require
@@ -25,9 +25,7 @@ from d2sd.recipe import Policy
 @click.option("--max-body", type=click.IntRange(1), default=4 << 20, show_default=True, help="Bytes of a request body.")
 @click.option("--request-timeout", type=click.FloatRange(0, min_open=True), help="Seconds.  [default: unlimited]")
 @click.option("--drain-timeout", type=click.FloatRange(0), default=30, show_default=True, help="Seconds at shutdown.")
-@click.option(
-    "--prefix-cache/--no-prefix-cache", default=None, help="Reuse K/V of shared prefixes.  [default: the bundle's]"
-)
+@prefix_cache_option
 @policy_option
 @device_option
 @backend_option

@@ -18,7 +18,11 @@ from d2sd.serve.triton.repository import write_repository
 @click.option("--gpu", "gpus", type=click.IntRange(0), multiple=True, help="GPU of an instance; repeatable.")
 @click.option("--batched", is_flag=True, help="Inputs have a leading dimension of 1 (max_batch_size: 1).")
 @click.option(
-    "--set", "values", multiple=True, metavar="A=B", help="policy, backend, max_batch, max_waiting or drain_timeout."
+    "--set",
+    "values",
+    multiple=True,
+    metavar="A=B",
+    help="policy, backend, max_batch, max_waiting, drain_timeout, prefix_cache or stream_interval.",
 )
 def triton(bundle: Path, out: Path, name: str | None, gpus: list[int], batched: bool, values: tuple[str, ...]) -> None:
     """Write a model repository that serves the bundle at BUNDLE in Triton Inference Server.

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from d2sd.cli.options import backend_option, bundle_argument, device_option, policy_option
+from d2sd.cli.options import backend_option, bundle_argument, device_option, policy_option, prefix_cache_option
 from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.backends import BackendName
 from d2sd.errors import D2SDError
@@ -29,12 +29,13 @@ from d2sd.recipe import Policy
 @click.option("--drain-timeout", type=click.FloatRange(0), default=30, show_default=True, help="Seconds at shutdown.")
 @click.option("--kv-events/--no-kv-events", default=True, help="Report the prefix cache to the router.")
 @click.option("--disaggregation-mode", default="agg", hidden=True)
+@prefix_cache_option
 @policy_option
 @device_option
 @backend_option
 def worker(
-    bundle: Path, dynamo: bool, max_batch: int | None, disaggregation_mode: str, policy: Policy | None, device: str,
-    backend: BackendName, **settings: Any,
+    bundle: Path, dynamo: bool, max_batch: int | None, disaggregation_mode: str, prefix_cache: bool | None,
+    policy: Policy | None, device: str, backend: BackendName, **settings: Any,
 ) -> None:  # fmt: skip
     """Serve the bundle at BUNDLE as one worker behind Dynamo's frontend.
 
@@ -53,5 +54,7 @@ def worker(
     from d2sd.serve.dynamo.run import run_worker
     from d2sd.serve.dynamo.settings import WorkerSettings
 
-    options = {"policy": policy, "device": device, "backend": backend, "max_batch": max_batch}
-    run_worker(bundle, WorkerSettings(**settings), **options)
+    run_worker(
+        bundle, WorkerSettings(**settings),
+        policy=policy, device=device, backend=backend, max_batch=max_batch, prefix_cache=prefix_cache,
+    )  # fmt: skip

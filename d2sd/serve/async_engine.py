@@ -18,6 +18,7 @@ from threading import Lock, Thread
 from typing import TYPE_CHECKING, Literal
 
 from d2sd.errors import D2SDError, GenerationError, RequestError
+from d2sd.runtime.buckets import buckets
 from d2sd.runtime.sequence import Output
 from d2sd.serve.errors import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
 from d2sd.serve.stream import Stream, Watch
@@ -76,11 +77,13 @@ class AsyncEngine:
             stream.close()
 
     def submit(
-        self, requests: Sequence[Request], *, deadline: float | None = None, watch: Watch | None = None
-    ) -> list[Stream]:
+        self, requests: Sequence[Request], *, deadline: float | None = None, watch: Watch | None = None,
+        interval: int = 1,
+    ) -> list[Stream]:  # fmt: skip
         """Queue all requests, or none if one is refused; the caller must iterate or `close` every stream.
 
         Raises what `generate` raises before its first output. `watch` is called in the engine's thread with each step.
+        After their first output streams yield at least `interval` tokens at a time.
         """
         for request in requests:
             self.engine.check(request)
@@ -89,7 +92,7 @@ class AsyncEngine:
                 "the deadline is not in the future", where="deadline", found=deadline, expected="above 0"
             )
         expires = None if deadline is None else time.monotonic() + deadline
-        streams = [Stream(request, self._abandon, expires, watch) for request in requests]
+        streams = [Stream(request, self._abandon, expires, watch, interval) for request in requests]
         room = self.engine.limits.max_batch + self.max_waiting
         with self._lock:
             if self._refusal is not None:
@@ -127,9 +130,12 @@ class AsyncEngine:
         return len(self._live)
 
     async def start(self) -> None:
-        """Start the thread. An engine can be started again after `stop`, not after a failure."""
+        """Warm the engine up and start the thread. It can be started again after `stop`, not after a failure."""
         if self._failure is not None or (self._thread is not None and self._thread.is_alive()):
             raise EngineFailed("The engine cannot be started.", found=self._failure or "it is running")
+        selector, sizes = self.engine.selector, buckets(self.engine.limits.max_batch)
+        served = selector.times.seconds if selector else [(self.engine.policy, size) for size in sizes]
+        await asyncio.to_thread(self.engine.steps.warm_up, served)
         self._refusal = None
         self._thread = Thread(target=self._run, name="d2sd-engine", daemon=True)
         self._thread.start()
@@ -213,14 +219,15 @@ class AsyncEngine:
         streams = []
         for output in outputs:
             stream = self._running[output.sequence]
-            streams.append(stream)
             if stream.watch is not None and self.engine.trace is not None:
                 try:
                     stream.watch(self.engine.trace, output)
                 except Exception as error:  # of this request alone
                     self._end(stream, GenerationError.of(error))
+                    streams.append(stream)
                     continue
-            stream.push(output)
+            if stream.push(output):
+                streams.append(stream)
             if output.finish is not None:
                 self._end(stream, output.sequence.error)
         Stream.wake(streams)

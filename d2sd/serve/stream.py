@@ -34,9 +34,13 @@ class Stream:
         abandon: Callable[[Stream], None],
         expires: float | None = None,
         watch: Watch | None = None,
+        interval: int = 1,
     ) -> None:
-        """`abandon` is called when the reader leaves early. `expires` is a time of `time.monotonic()`."""
-        self.request, self.expires, self.watch = request, expires, watch
+        """`abandon` is called when the reader leaves early. `expires` is a time of `time.monotonic()`.
+
+        A reader that waits gets the first output at once, then at least `interval` tokens at a time.
+        """
+        self.request, self.expires, self.watch, self.interval = request, expires, watch, interval
         self.loop = asyncio.get_running_loop()
         self.sequence: Running | None = None  # set by the engine's thread when the engine takes the request
         self.ended = False  # set by the engine's thread: no more outputs will come
@@ -44,6 +48,7 @@ class Stream:
         self._error: D2SDError | None = None
         self._lock = Lock()
         self._pending: list[Output] = []
+        self._begun = False  # the first tokens have come
         self._ready = asyncio.Event()
 
     # -- the reader ----------------------------------------------------------------------------------------------------
@@ -72,12 +77,15 @@ class Stream:
 
     # -- the engine's thread -------------------------------------------------------------------------------------------
 
-    def push(self, output: Output) -> None:
-        """Add an output; `wake` must follow."""
+    def push(self, output: Output) -> bool:
+        """Add an output; returns whether `wake` must follow: not while the next output may join it."""
         with self._lock:
             self._pending.append(output)
             if len(self._pending) > _UNMERGED:
                 self._pending = [merge(self._pending)]
+            begun, self._begun = self._begun, True
+            tokens = sum(len(one.tokens) for one in self._pending)
+            return not begun or tokens >= self.interval or output.finish is not None
 
     def end(self, error: D2SDError | None = None) -> None:
         """Mark the end, with an error if given; `wake` must follow. Later calls change nothing."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -31,7 +32,16 @@ class AttnMask:
 
 
 def pack_mask_bits(attn_mask: Tensor) -> Tensor:
-    """[B, T, T] bool -> [B, T, ceil(T/32)] int32."""
+    """[B, T, T] bool -> [B, T, ceil(T/32)] int32; on CUDA with Triton in one kernel."""
+    if attn_mask.device.type == "cuda" and find_spec("triton") is not None:
+        from d2sd.plugins.cascade_attention.triton.launch import pack_mask_triton
+
+        return pack_mask_triton(attn_mask)
+    return pack_mask_reference(attn_mask)
+
+
+def pack_mask_reference(attn_mask: Tensor) -> Tensor:
+    """`pack_mask_bits` on any device."""
     padded = F.pad(attn_mask, (0, -attn_mask.shape[2] % WORD))
     bits = padded.view(*attn_mask.shape[:2], -1, WORD).int()
     shifts = torch.arange(WORD, device=attn_mask.device, dtype=torch.int32)

@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "trees.h"
 
 struct layer {
     const float *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be NULL */

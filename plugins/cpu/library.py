@@ -93,7 +93,9 @@ def load() -> ctypes.CDLL | str:
     library.d2sd_linear.argtypes = [POINTER(Linear), c_void_p, c_long, c_long, c_void_p, c_long, c_int]
     library.d2sd_free.argtypes = [POINTER(Memory)]
     library.d2sd_use_openmp.argtypes = [POINTER(OpenMP)]
-    for function in (library.d2sd_layers, library.d2sd_linear, library.d2sd_free, library.d2sd_use_openmp):
+    library.d2sd_argmax.argtypes = [c_void_p, c_long, c_long, c_void_p]
+    names = "layers", "linear", "free", "use_openmp", "grow", "accept", "argmax", "write_pages"
+    for function in (getattr(library, f"d2sd_{name}") for name in names):
         function.restype = None
     library.d2sd_use_openmp(byref(_openmp()))
     # A forked child has none of OpenMP's threads, and would wait for them forever.

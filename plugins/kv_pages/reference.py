@@ -10,7 +10,7 @@
                 computed by unfused PyTorch ops. N is only the accepted tokens, so launch overhead dominates, and a
                 CUDA graph removes it.
 
-This file is the specification and the CPU path.
+This file is the specification, and what runs where there is no kernel.
 """
 
 from __future__ import annotations

@@ -17,10 +17,12 @@ from d2sd.errors import CheckpointError, RecipeError
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.drafter import DraftModel
 from d2sd.modeling.fp8 import kv_scales
+from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.packed import pack, reduced_head
 from d2sd.modeling.rows import Rows
-from d2sd.runtime.backends.pending_context import MAX_PENDING_ROWS, PendingContext
+from d2sd.runtime.backends.graphs import Capture, CudaGraphs
+from d2sd.runtime.backends.pending_context import MAX_PENDING_ROWS, ContextRows, PendingContext
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.draft import Branches, Draft, candidates
@@ -54,7 +56,8 @@ class ModelRunner:
 
         `max_prefill_requests(rows)` is the most requests that one prefill call of `rows` rows a request accepts;
         engines have a limit.
-        On a CPU fp32 models are packed in place (`d2sd.modeling.packed`): they can serve, but not be saved or trained.
+        Models are packed (CPU, `d2sd.modeling.packed`) or fused (CUDA, `d2sd.modeling.fused`) in place: they can serve,
+        but not be saved or trained.
         Raises CheckpointError if the drafters differ in their target layers or block size.
         """
         assert first is not None or second is None
@@ -75,11 +78,13 @@ class ModelRunner:
         weight = target.embed_tokens.weight
         self.device, self._dtype = str(weight.device), weight.dtype
         self.static_shapes = weight.device.type != "cpu"  # as a CUDA graph needs; a CPU leaves rows out instead
+        #: Captures decode steps; None: their operators are launched one by one.
+        self.capture: Capture | None = CudaGraphs(self.device) if weight.device.type == "cuda" else None
         self._drafters = [d for d in (first, second) if d is not None]
-        if weight.device.type == "cpu":
-            pack(target)
-            for drafter in self._drafters:
-                pack(drafter)
+        prepare = pack if weight.device.type == "cpu" else fuse
+        prepare(target)
+        for drafter in self._drafters:
+            prepare(drafter)
         self._heads = self._draft_heads()
         # Most candidates that a slot can have in both drafts, because both become one tree.
         self._widest = min([self.vocab_size, *(len(d.draft_ids) for d in self._drafters if d.draft_ids is not None)])
@@ -172,6 +177,24 @@ class ModelRunner:
         for which, pending in enumerate(self._pending):
             if which in drafters or pending.holds(MAX_PENDING_ROWS):
                 pending.flush()
+
+    @torch.inference_mode()
+    def take_committed(self) -> ContextRows | None:
+        """The context that the last `commit` queued, out of the queues again; None without drafters."""
+        taken = [pending.pop() for pending in self._pending]
+        return taken[0] if taken else None
+
+    @torch.inference_mode()
+    def inject(self, context: ContextRows, drafters: Collection[int]) -> None:
+        """Compute the K/V of `context` for these drafters and write it to their pages, now."""
+        for which in drafters:
+            self._pending[which].inject([context])
+
+    @torch.inference_mode()
+    def queue(self, context: ContextRows, drafters: Collection[int]) -> None:
+        """Queue `context` for these drafters; it is kept, not copied."""
+        for which in drafters:
+            self._pending[which].push_rows(context)
 
     @property
     def drafters(self) -> int:

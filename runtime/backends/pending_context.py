@@ -11,7 +11,7 @@ owner wins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,10 +27,15 @@ from d2sd.modeling.kv_pool import KVPool
 MAX_PENDING_ROWS = 4096
 
 
-class _Rows(NamedTuple):
+class ContextRows(NamedTuple):
+    """Committed rows of a batch, as the drafters take them."""
+
     features: Tensor  # [R, n·E]
     positions: Tensor  # [R]
     pages: Tensor  # [R], 0 for rows that are not kept
+
+    def clone(self) -> ContextRows:
+        return ContextRows(*(tensor.clone() for tensor in self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +47,10 @@ class _Entry:
     positions: Tensor  # [B, T]
     keep: Tensor  # [B, T]
 
-    def rows(self, page_size: int) -> _Rows:
+    def rows(self, page_size: int) -> ContextRows:
         places = (self.positions // page_size).clamp(max=self.page_table.shape[1] - 1)  # rows not kept may be past it
         pages = torch.where(self.keep, self.page_table.gather(1, places), 0)
-        return _Rows(self.features.flatten(0, 1), self.positions.flatten(), pages.flatten())
+        return ContextRows(self.features.flatten(0, 1), self.positions.flatten(), pages.flatten())
 
 
 class PendingContext:
@@ -54,7 +59,7 @@ class PendingContext:
     def __init__(self, drafter: DraftModel, pool: KVPool) -> None:
         self._drafter, self._pool = drafter, pool
         self._on_cpu = pool.k.device.type == "cpu"
-        self._queue: list[tuple[int, _Entry | _Rows]] = []  # with the number of the push
+        self._queue: list[tuple[int, _Entry | ContextRows]] = []  # with the number of the push
         self._pushes = 0
         self._dropped: dict[int, int] = {}  # page -> pushes before it was dropped, for pages dropped since `_compact`
         self.rows = 0  # upper bound: padding and rows of dropped pages are counted until `_compact`
@@ -62,12 +67,26 @@ class PendingContext:
     def push(self, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
         """Queue the rows of `positions [B, T]` where `keep [B, T]`.
 
-        The tensors are kept, not copied. A captured step that runs again would overwrite them before the flush, so
-        capture must copy them here or flush inside the graph.
+        The tensors are kept, not copied: those of a captured step, which overwrites them when it runs again, must be
+        taken back (`pop`).
         """
-        self._queue.append((self._pushes, _Entry(features, page_table, positions, keep)))
+        self._append(_Entry(features, page_table, positions, keep), keep.numel())
+
+    def push_rows(self, rows: ContextRows) -> None:
+        """Queue rows; they are kept, not copied."""
+        self._append(rows, len(rows.pages))
+
+    def pop(self) -> ContextRows:
+        """Take back what was queued last."""
+        _, entry = self._queue.pop()
+        rows = self._rows_of(entry)
+        self.rows -= len(rows.pages)
+        return rows
+
+    def _append(self, entry: _Entry | ContextRows, rows: int) -> None:
+        self._queue.append((self._pushes, entry))
         self._pushes += 1
-        self.rows += keep.numel()
+        self.rows += rows
 
     def drop(self, pages: Iterable[int]) -> None:
         """Drop the rows that are queued for these pages; rows pushed later are kept."""
@@ -86,8 +105,11 @@ class PendingContext:
             self._compact()
         parts = [self._rows_of(entry) for _, entry in self._queue]
         self._queue, self.rows = [], 0
-        if not parts:
-            return
+        if parts:
+            self.inject(parts)
+
+    def inject(self, parts: Sequence[ContextRows]) -> None:
+        """Compute the K/V of these rows, padding included, and write it in their order: shapes depend on theirs."""
         features = torch.cat([part.features for part in parts])[None]
         positions = torch.cat([part.positions for part in parts])[None]
         k, v = self._drafter.context_keys_values(features, positions)
@@ -100,17 +122,17 @@ class PendingContext:
 
     def _compact(self) -> None:
         """Replace the queue by the rows that are to be computed. Reads which these are: not on CUDA."""
-        parts = []
+        parts: list[ContextRows] = []
         dropped_at = torch.zeros(self._pool.k.shape[1], dtype=torch.long)
         dropped_at[list(self._dropped)] = torch.tensor(list(self._dropped.values()), dtype=torch.long)
         for number, entry in self._queue:
             rows = self._rows_of(entry)
             (chosen,) = ((rows.pages > 0) & (dropped_at[rows.pages] <= number)).nonzero(as_tuple=True)
-            parts.append(_Rows(*(tensor[chosen] for tensor in rows)))
-        merged = _Rows(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))) if parts else None
+            parts.append(ContextRows(*(tensor[chosen] for tensor in rows)))
+        merged = ContextRows(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))) if parts else None
         self.rows = len(merged.pages) if merged else 0
         self._queue = [(self._pushes - 1, merged)] if merged and self.rows else []
         self._dropped = {}
 
-    def _rows_of(self, entry: _Entry | _Rows) -> _Rows:
+    def _rows_of(self, entry: _Entry | ContextRows) -> ContextRows:
         return entry.rows(self._pool.page_size) if isinstance(entry, _Entry) else entry

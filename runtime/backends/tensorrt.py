@@ -185,7 +185,11 @@ def engine_runner(
         ).to(device)
         for drafter, engine in drafters
     ]
-    return ModelRunner(
+    runner = ModelRunner(
         GraphDecoder(decoder, aux_layer_ids, session).to(device), *drafting, block_size=block_size,
         max_prefill_requests=partial(max_requests, engine.profiles),
     )  # fmt: skip
+    # A step runs one context with several shapes. What TensorRT prepares on the host when a shape changes is missing in
+    # a graph, and whether a replay then reads the right shapes is not known.
+    runner.capture = None
+    return runner

@@ -6,6 +6,7 @@ how many of them one step commits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -50,20 +51,27 @@ class Sampling:
         params: SequenceOf[SamplingParams], vocab_size: int, device: str, texts: SequenceOf[Text] | None = None
     ) -> Sampling:
         """`texts` are the requests' tokens so far, for parameters that depend on them; None: all are empty."""
+        return Sampling.pack(params, vocab_size, device, texts).to(device)
+
+    @staticmethod
+    def pack(
+        params: SequenceOf[SamplingParams], vocab_size: int, device: str, texts: SequenceOf[Text] | None = None
+    ) -> Sampling:
+        """As `of`, but only the tables of biases and penalties are on `device`; the rest is on the host until `to`."""
         signed = [p.seed - 2**64 if p.seed >= 2**63 else p.seed for p in params]  # the same 64 bits
         texts = [NO_TEXT] * len(params) if texts is None else texts
         logprobs = [p.logprobs for p in params if p.logprobs is not None]
         sampled = [p for p in params if p.temperature >= GREEDY_BELOW]
 
         def fp32(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)
+            return torch.tensor(values, dtype=torch.float32)
 
         return Sampling(
             temperature=fp32([p.temperature if p.temperature >= GREEDY_BELOW else 0.0 for p in params]),
             top_p=fp32([p.top_p if p.top_p < 1 else torch.inf for p in params]),
-            top_k=torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params], device=device),
+            top_k=torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params]),
             min_p=fp32([p.min_p for p in params]),
-            seed=torch.tensor(signed, device=device),
+            seed=torch.tensor(signed),
             any_sampled=bool(sampled),
             any_top_p=any(p.top_p < 1 for p in sampled),
             any_top_k=any(p.top_k for p in sampled),
@@ -72,6 +80,10 @@ class Sampling:
             penalties=Penalties.of(params, texts, vocab_size, device),
             logprobs=max(logprobs, default=None),
         )
+
+    def to(self, device: str) -> Sampling:
+        """The same parameters on the device."""
+        return _mapped(self, lambda tensor: tensor.to(device))
 
     @property
     def any_filter(self) -> bool:
@@ -107,10 +119,14 @@ class Sampling:
 
     def select(self, rows: Tensor) -> Sampling:
         """The parameters of the requests `rows` [R]."""
+
+        def select(tensor: Tensor) -> Tensor:
+            return tensor[rows]
+
         return replace(
-            _select(self, rows),
-            bias=self.bias and _select(self.bias, rows),
-            penalties=self.penalties and _select(self.penalties, rows),
+            _mapped(self, select),
+            bias=self.bias and _mapped(self.bias, select),
+            penalties=self.penalties and _mapped(self.penalties, select),
         )
 
     def noise(self, context_len: Tensor, depths: int, vocab_size: int) -> Tensor | None:
@@ -123,11 +139,11 @@ class Sampling:
         return gumbel(self.seed, context_len[:, None] + 1 + torch.arange(depths, device=self.seed.device), vocab_size)
 
 
-def _select(state: T, rows: Tensor) -> T:
-    """The same state with every tensor indexed by `rows`."""
+def _mapped(state: T, function: Callable[[Tensor], Tensor]) -> T:
+    """The same state with `function` of every tensor."""
     values = ((field.name, getattr(state, field.name)) for field in fields(state))
-    selected: dict[str, Any] = {name: value[rows] for name, value in values if isinstance(value, Tensor)}
-    return replace(state, **selected)
+    mapped: dict[str, Any] = {name: function(value) for name, value in values if isinstance(value, Tensor)}
+    return replace(state, **mapped)
 
 
 def token_scores(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from d2sd.plugins.cpu import trees as cpu
 from d2sd.runtime.sampling.sample import Sampling, token_scores
 from d2sd.runtime.speculation.tree import Tree
 
@@ -43,6 +44,14 @@ class Accepted:
 
 def accept(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
     """Accept along `chosen` [B, N], the target's choice after each node; paths have at most `longest` nodes (γ)."""
+    if cpu.supported(chosen):
+        columns = tree.tokens, tree.parent, tree.depth, tree.valid, tree.branch_id
+        return Accepted(*cpu.accept(*columns, chosen, longest))
+    return accept_reference(tree, chosen, longest)
+
+
+def accept_reference(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
+    """`accept` in PyTorch: the specification."""
     batch, size = chosen.shape
     agrees = tree.valid & (tree.tokens == chosen.gather(1, tree.parent))
     # the root is the anchor, which is committed already
@@ -75,7 +84,7 @@ def sample_target(
     device: then a step chooses no more rows than plain decoding chooses for the same tokens.
     """
     if sampling.is_argmax and mask is None:
-        return accept(tree, logits.argmax(-1), longest)
+        return accept(tree, cpu.argmax(logits) if cpu.supported(logits) else logits.argmax(-1), longest)
     batch, nodes, vocab_size = logits.shape
     noise = sampling.noise(context_len, longest, vocab_size) if static_shapes else None
     row, numbers = torch.arange(batch, device=logits.device), torch.arange(nodes, device=logits.device)

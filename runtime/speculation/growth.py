@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from d2sd.plugins.cpu import trees as cpu
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.tree import Tree, from_scored_nodes
 
@@ -29,6 +30,18 @@ def best_first_tree(
 
     Nodes are sorted by score, so a smaller tree is a prefix of a larger one.
     """
+    if cpu.supported(anchor) and (branches is None or branches.prefix_len.shape[1] <= cpu.MOST_BRANCHES):
+        restarts = None if branches is None else (branches.tokens, branches.prefix_len)
+        redrafted = None if second is None else (second.tokens, second.logprob)
+        found = cpu.grow(anchor, first.tokens, first.logprob, rows, restarts, redrafted)
+        return Tree(*found, num_merged=torch.zeros_like(anchor))
+    return best_first_tree_reference(anchor, first, rows, branches, second)
+
+
+def best_first_tree_reference(
+    anchor: Tensor, first: Draft, rows: int, branches: Branches | None = None, second: Draft | None = None
+) -> Tree:
+    """`best_first_tree` in PyTorch: the specification. Which of equal scores come first is not specified."""
     batch, slots, width = first.tokens.shape
     device = anchor.device
     tokens, logprob = first.tokens[:, None], first.logprob[:, None]

@@ -25,14 +25,14 @@ def lookup(tokens: list[int], count: int) -> list[int]:
     return []
 
 
-def lookup_draft(texts: Sequence[list[int]], slots: int, batch_size: int, device: str) -> Draft:
+def lookup_draft(texts: Sequence[list[int]], slots: int, batch_size: int) -> Draft:
     """A first draft [B, S, 1] for a batch of `batch_size`: probability 1 if a text has a match, else no proposal.
 
-    Searches the texts on the host, so it runs before the step and is not captured.
+    It is searched on the host and stays there: an input of the step.
     """
     found = [lookup(tokens, slots) for tokens in texts]
     found += [[]] * (batch_size - len(found))
-    tokens = torch.tensor([ids or [0] * slots for ids in found], dtype=torch.long, device=device)
-    known = torch.tensor([bool(ids) for ids in found], device=device)
+    tokens = torch.tensor([ids or [0] * slots for ids in found], dtype=torch.long)
+    known = torch.tensor([bool(ids) for ids in found])
     logprob = torch.where(known[:, None], 0.0, float("-inf")).expand(-1, slots)
     return Draft(tokens.view(-1, slots, 1), logprob[..., None])

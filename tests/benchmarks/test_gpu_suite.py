@@ -209,7 +209,7 @@ def test_the_suite_without_a_gpu_says_why(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "gpu.json").read_text())
     rows = found["rows"]
     assert found["environment"]["device"] is None
-    for part in ("copy", "checks", "replay", "times", "writes", "pytest", "flex"):
+    for part in ("copy", "checks", "replay", "captured", "steps", "times", "writes", "pytest", "flex"):
         assert rows[f"{part}/all"] == {"status": "skipped", "reason": "no CUDA device"}
         assert f"- {part}/all: skipped, no CUDA device" in done.stdout
     if find_spec("tensorrt_rtx") is None:

@@ -52,6 +52,12 @@ def test_a_tiny_bundle_is_measured(bundle: Path, tmp_path: Path, monkeypatch: py
     assert (tmp_path / "peers.png").stat().st_size > 10_000
 
 
+def test_a_bundle_of_rounded_weights_is_refused(tmp_path: Path) -> None:
+    bundle = build_tiny(tmp_path, limits=LIMITS, precision="bf16")
+    with pytest.raises(D2SDError, match="--set precision=fp32"):
+        peers.Benchmark(bundle, tmp_path, tmp_path, 1, 8, 2, 1, buffer=1 << 20).run()
+
+
 class Fixed:
     """A contestant that always gives the same answers."""
 

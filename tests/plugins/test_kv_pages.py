@@ -8,8 +8,11 @@ from torch import Tensor
 
 from d2sd.modeling.fp8 import Fp8Cache
 from d2sd.modeling.kv_pool import KVPool
+from d2sd.plugins.cpu import library
+from d2sd.plugins.cpu import pages as cpu
 from d2sd.plugins.fp8 import from_pages, to_pages
 from d2sd.plugins.kv_pages import write_pages
+from d2sd.plugins.kv_pages.reference import write_pages_reference
 
 # Two layers, two requests of three pages of 4; places interleave. The second request's last place is past its table.
 TABLE = torch.tensor([[3, 1, 6], [2, 4, 5]])
@@ -38,9 +41,14 @@ def looped(new: Tensor, pages: Tensor, path: Tensor | None, scales: Tensor | Non
     return pages
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("scales", [None, SCALES])
 @pytest.mark.parametrize("path", [None, PATH])
-def test_rows_go_where_loops_put_them(path: Tensor | None, scales: tuple[Tensor, Tensor] | None) -> None:
+def test_rows_go_where_loops_put_them(
+    path: Tensor | None, scales: tuple[Tensor, Tensor] | None, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr("d2sd.plugins.cpu.library.available", lambda: False)
     k, v = rows(4 if path is None else 6)
     blank = torch.full((2, 7, 4, 3, 8), 7.0)
     stored = torch.float32 if scales is None else torch.float8_e4m3fn
@@ -49,6 +57,21 @@ def test_rows_go_where_loops_put_them(path: Tensor | None, scales: tuple[Tensor,
     k_scale, v_scale = scales or (None, None)
     assert torch.equal(k_pages.float()[:, 1:], looped(k, blank.clone(), path, k_scale)[:, 1:])
     assert torch.equal(v_pages.float()[:, 1:], looped(v, blank.clone(), path, v_scale)[:, 1:])
+
+
+@pytest.mark.skipif(not library.available(), reason=f"no CPU kernels: {library.load()}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_any_strides_are_copied(dtype: torch.dtype) -> None:
+    """As a drafter's context gives them: layers and keys and values lie between the tokens."""
+    wide = torch.randn(2, 4, 2, 2, 3, 8, generator=torch.Generator().manual_seed(2)).to(dtype)
+    k, v = wide.movedim(3, 0).unbind(3)
+    assert cpu.supported(k, v, wide)
+    assert not cpu.supported(k.transpose(3, 4), v, wide)
+    assert not cpu.supported(k.double(), v, wide)
+    found, expected = torch.zeros(2, 2, 2, 7, 4, 3, 8, dtype=dtype).unbind()
+    write_pages(k, v, found[0], found[1], TABLE, POSITIONS, KEEP)
+    write_pages_reference(k, v, expected[0], expected[1], TABLE, POSITIONS, KEEP)
+    assert torch.equal(found[:, :, 1:], expected[:, :, 1:])
 
 
 def test_a_pool_commits_a_path() -> None:

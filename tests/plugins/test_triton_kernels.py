@@ -31,7 +31,7 @@ def run(names: list[str], *options: str, **environment: str) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("names", [["attention"], ["pages", "models"]], ids=" ".join)
+@pytest.mark.parametrize("names", [["attention"], ["pages", "models", "layers"]], ids=" ".join)
 def test_kernels_under_the_interpreter(names: list[str]) -> None:
     run(names, "-m", "not slow", TRITON_INTERPRET="1")
 
@@ -50,4 +50,4 @@ def test_launchers_bind_what_is_compiled_ahead_of_time() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_kernels_on_a_gpu() -> None:
-    run(["attention", "pages"], TRITON_INTERPRET="0")
+    run(["attention", "pages", "layers"], TRITON_INTERPRET="0")

@@ -55,7 +55,7 @@ pytestmark = pytest.mark.usefixtures("layers_of_pytorch")
 
 @pytest.fixture
 def layers_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the compiled layers of a CPU hide their operators."""
+    """As on a GPU: the compiled kernels of a CPU hide their operators."""
     monkeypatch.setattr("d2sd.plugins.cpu.library.available", lambda: False)
 
 

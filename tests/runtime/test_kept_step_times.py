@@ -43,6 +43,18 @@ class Measured:
         return self.count > before
 
 
+@pytest.fixture(autouse=True)
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the load average of the machine, which has two processors; 0 until it is called."""
+
+    def set_to(average: float) -> None:
+        monkeypatch.setattr("os.getloadavg", lambda: (average, 0.0, 0.0))
+
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    set_to(0.0)
+    return set_to
+
+
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     made = Measured()
@@ -97,6 +109,19 @@ def test_times_of_other_policies_or_sizes_are_not_taken(measured: Measured, tmp_
     assert measured.asked(path)
     assert measured.asked(path, POLICIES[:2])
     assert measured.asked(path, max_batch=4)
+
+
+def test_times_of_a_busy_machine_serve_until_it_is_quiet(
+    measured: Measured, load: Callable[[float], None], tmp_path: Path
+) -> None:
+    path = tmp_path / "times.json"
+    load(2.5)
+    assert measured.asked(path)
+    assert not measured.asked(path)
+    load(1.5)
+    assert measured.asked(path)
+    load(2.5)
+    assert not measured.asked(path)
 
 
 @pytest.mark.parametrize("name", ["file/times.json", "/proc/self/times.json", "folder"])

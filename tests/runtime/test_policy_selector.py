@@ -255,6 +255,7 @@ class Scripted:
     vocab_size: int = 32
     block_size: int = 4
     static_shapes: bool = False
+    capture: None = None
 
     def sync_drafters(self, drafters: Collection[int]) -> None:
         self.settled = tuple(drafters)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
 
@@ -16,21 +17,33 @@ from d2sd.errors import D2SDError
 from d2sd.io import write_text
 from d2sd.recipe import Policy
 
-_POSITIVE, _ABOVE_0 = click.IntRange(1), click.FloatRange(0, min_open=True)
+
+class _Range(click.FloatRange):
+    """A range without NaN, which passes every comparison with its bounds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail("nan is not a number.", param, ctx)
+        return number
+
+
+_TOKENS, _BATCH = click.IntRange(1, 2**24), click.IntRange(1, 2**16)
+_RATE, _SECONDS = _Range(0, 1e9, min_open=True), _Range(0, 86_400, min_open=True)
 
 
 @click.argument("source", metavar="BUNDLE_OR_RECIPE", type=click.Path(path_type=Path))
 @click.option("--gpu", type=click.Choice(list(GPUS)), required=True)
-@click.option("--rate", type=_ABOVE_0, required=True, help="Requests a second, at random times (Poisson).")
-@click.option("--prompt-tokens", type=_POSITIVE, required=True, help="Of a request (ISL).")
-@click.option("--output-tokens", type=_POSITIVE, required=True, help="Of its answer (OSL).")
-@click.option("--ttft", type=_ABOVE_0, required=True, help="Seconds to the first token, at most.")
-@click.option("--itl", type=_ABOVE_0, required=True, help="Seconds from token to token, mean of a request, at most.")
-@click.option("--max-batch", type=_POSITIVE, help="Requests that decode together.  [default: the recipe's]")
+@click.option("--rate", type=_RATE, required=True, help="Requests a second, at random times (Poisson).")
+@click.option("--prompt-tokens", type=_TOKENS, required=True, help="Of a request (ISL).")
+@click.option("--output-tokens", type=_TOKENS, required=True, help="Of its answer (OSL).")
+@click.option("--ttft", type=_SECONDS, required=True, help="Seconds to the first token, at most.")
+@click.option("--itl", type=_SECONDS, required=True, help="Seconds from token to token, mean of a request, at most.")
+@click.option("--max-batch", type=_BATCH, help="Requests that decode together.  [default: the recipe's]")
 @click.option("--policy", type=click.Choice(get_args(Policy)), help="Tree policy.  [default: the recipe's]")
 @click.option("--tau", type=float, help="Tokens a step of the policy.  [default: the calibration's forecast]")
 @click.option(
-    "--efficiency", type=click.FloatRange(0, 1, min_open=True), default=EFFICIENCY, show_default=True,
+    "--efficiency", type=_Range(0, 1, min_open=True), default=EFFICIENCY, show_default=True,
     help="Share of the GPU's peak bandwidth and products that a step reaches.",
 )  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), help="File of the sheet: .md or .json.")

@@ -114,7 +114,7 @@ def _decode(engine: Engine, policy: TreePolicy) -> dict[int, tuple[float, float]
     for context in _CONTEXTS:
         rounds = [
             time_steps(
-                engine.runner, list(dict.fromkeys([plain, policy])), {}, engine.limits, calibration=engine.calibration,
+                engine.runner, list(dict.fromkeys([plain, policy])), {}, engine.limits, steps=engine.steps,
                 clock=time.process_time, context=context,
             )
             for _ in range(_ROUNDS)

@@ -56,8 +56,9 @@ class Generation:
         facts: dict[str, Any],
         deadline: float | None = None,
         watch: Watch | None = None,
+        interval: int = 1,
     ) -> None:
-        streams = engine.submit(requests, deadline=deadline, watch=watch)
+        streams = engine.submit(requests, deadline=deadline, watch=watch, interval=interval)
         self.choices = [Choice(i, stream, RequestTimer(metrics)) for i, stream in enumerate(streams)]
         self._facts, self._closed = facts, False
         self._pumps: list[asyncio.Future[None]] = []

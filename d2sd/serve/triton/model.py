@@ -57,10 +57,12 @@ class TritonPythonModel:
             engine = make_engine(
                 bundle, policy=parameters.policy, device=f"cuda:{args['model_instance_device_id']}" if gpu else "cpu",
                 backend=parameters.backend, max_batch=parameters.max_batch,
+                prefix_cache=parameters.prefix_cache,
             )  # fmt: skip
         except D2SDError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._batched, self._drain_timeout = config["max_batch_size"] > 0, parameters.drain_timeout
+        self._interval = parameters.stream_interval
         self._requests = RequestMaker(bundle, 1)
         self._metrics = TritonMetrics(engine, args["model_name"], args["model_instance_name"], pb_utils)
         self._engine = AsyncEngine(engine, max_waiting=parameters.max_waiting)
@@ -127,7 +129,7 @@ class TritonPythonModel:
         self._senders[task] = name, sender
         try:
             made = await self._loop.run_in_executor(self._tokenizer_thread, self._make, call.body)
-            generation = Generation(self._engine, self._metrics, made, {})
+            generation = Generation(self._engine, self._metrics, made, {}, interval=self._interval)
             answer = Answer(call, generation, self._engine.engine.limits, self._bundle.tokenizer)
             async for _, output in generation.outputs():
                 if answer.add(output) and call.body.stream and output.finish is None:

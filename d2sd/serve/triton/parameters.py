@@ -24,7 +24,9 @@ class Parameters(BaseModel):
     policy: Policy | None = None
     backend: BackendName = "torch"
     max_batch: Annotated[int, Field(ge=1)] | None = None
+    prefix_cache: bool | None = None
     max_waiting: Annotated[int, Field(ge=0)] = 256  # requests in addition to max_batch; more are refused as UNAVAILABLE
+    stream_interval: Annotated[int, Field(ge=1)] = 4  # least tokens of a stream's responses after its first
     drain_timeout: Annotated[float, Field(ge=0)] = 30  # seconds
 
     @classmethod

@@ -128,6 +128,17 @@ def cascade_attention_kernel(
     tl.store(out + line[:, None] * HEAD + lane[None, :], result.to(out.dtype.element_ty), mask=in_tile)
 
 
+@triton.jit(do_not_specialize=["rows", "request_stride", "row_stride", "column_stride"])
+def pack_mask_kernel(attn_mask, words, rows, request_stride, row_stride, column_stride):
+    """Grid (B·T, ⌈T/32⌉): one program packs 32 columns of a row. The mask may be strided, words are contiguous."""
+    line, word = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    bit = tl.arange(0, 32)
+    column = word * 32 + bit
+    at = attn_mask + (line // rows) * request_stride + (line % rows) * row_stride + column * column_stride
+    seen = tl.load(at, mask=column < rows, other=0).to(tl.int32)
+    tl.store(words + line * tl.num_programs(1) + word, tl.sum(seen << bit, 0))
+
+
 @triton.jit
 def merge_kernel(
     partial, lse, out, HEAD: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from d2sd.plugins.cascade_attention.context import PagedContext
-from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel
+from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel, pack_mask_kernel
 from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, choose_splits, padded, select_tile
 
 # Shape letters as in reference.py.
@@ -21,41 +22,67 @@ def cascade_attention_triton(q: Tensor, k: Tensor, v: Tensor, context: PagedCont
 
     Never synchronizes with the host, and chooses tiles and splits by shapes alone: a CUDA graph can capture it.
     """
-    batch, rows, heads, size = q.shape
-    kv_heads = k.shape[2]
-    tile = select_tile(rows * heads // kv_heads, size, q.element_size(), fp8=context.fp8)
-    programs = batch * kv_heads * math.ceil(rows * heads / kv_heads / tile.rows)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    splits = choose_splits(programs, context.page_table.shape[1] * context.k_pages.shape[1], processors)
+    slots = context.page_table.shape[1] * context.k_pages.shape[1]
+    splits = _splits(*q.shape, k.shape[2], q.element_size(), slots, q.device, fp8=context.fp8)
     return launch(q, k, v, context, mask_words, splits=splits)
+
+
+# What depends on shapes alone is computed for the first layer of a pass, and found again for the others.
+
+
+@cache
+def _splits(
+    batch: int, rows: int, heads: int, size: int, kv_heads: int, itemsize: int, slots: int, device: torch.device,
+    *, fp8: bool,
+) -> int:  # fmt: skip
+    tile = select_tile(rows * heads // kv_heads, size, itemsize, fp8=fp8)
+    programs = batch * kv_heads * math.ceil(rows * heads / kv_heads / tile.rows)
+    return choose_splits(programs, slots, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def _plan(
+    rows: int, heads: int, size: int, kv_heads: int, itemsize: int, page_size: int, splits: int, *, fp8: bool
+) -> tuple[TileConfig, dict[str, Any]]:
+    """Tile and compile-time constants."""
+    group = heads // kv_heads
+    tile = select_tile(rows * group, size, itemsize, fp8=fp8)
+    return tile, constants(tile, size, kv_heads, group, page_size, splits, fp8=fp8)
 
 
 def launch(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask_words: Tensor, *, splits: int) -> Tensor:
     """The kernel with the context cut into `splits` parts, and the merge kernel where there are several."""
     batch, rows, heads, size = q.shape
     kv_heads = k.shape[2]
-    group = heads // kv_heads
     k_pages, v_pages, page_table = context.k_pages, context.v_pages, context.page_table
     assert k_pages.is_contiguous(), "`contiguous` would copy the whole pool"
     assert v_pages.is_contiguous()
     assert not q.requires_grad, "the kernel has no backward"
-    tile = select_tile(rows * group, size, q.element_size(), fp8=context.fp8)
+    tile, fixed = _plan(rows, heads, size, kv_heads, q.element_size(), k_pages.shape[1], splits, fp8=context.fp8)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     partial, lse = out, None
     if splits > 1:
         partial = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
         lse = torch.empty((splits, batch, rows, heads), dtype=torch.float32, device=q.device)
-    grid = (triton.cdiv(rows * group, tile.rows), batch * kv_heads, splits)
+    grid = (math.ceil(rows * heads // kv_heads / tile.rows), batch * kv_heads, splits)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         cascade_attention_kernel[grid](
             q.contiguous(), k.contiguous(), v.contiguous(), k_pages, v_pages,
             page_table.contiguous(), context.context_len.contiguous(), mask_words.contiguous(),
-            context.k_scale, context.v_scale, partial, lse, rows, page_table.shape[1],
-            **constants(tile, size, kv_heads, group, k_pages.shape[1], splits, fp8=context.fp8), num_warps=tile.warps,
+            context.k_scale, context.v_scale, partial, lse, rows, page_table.shape[1], **fixed, num_warps=tile.warps,
         )  # fmt: skip
         if lse is not None:
             merge_kernel[batch * rows * heads,](partial, lse, out, **merge_constants(size, splits), num_warps=1)
     return out
+
+
+def pack_mask_triton(attn_mask: Tensor) -> Tensor:
+    """`pack_mask_bits` on CUDA."""
+    batch, rows, columns = attn_mask.shape
+    words = torch.empty(batch, rows, -(-columns // 32), dtype=torch.int32, device=attn_mask.device)
+    with torch.cuda.device_of(attn_mask):  # type: ignore[no-untyped-call]
+        pack_mask_kernel[batch * rows, words.shape[2]](attn_mask, words, rows, *attn_mask.stride(), num_warps=1)
+    return words
 
 
 def constants(
@@ -69,6 +96,7 @@ def constants(
     }  # fmt: skip
 
 
+@cache
 def merge_constants(size: int, splits: int) -> dict[str, int]:
     """Compile-time constants of the merge kernel."""
     return {

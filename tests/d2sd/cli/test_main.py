@@ -54,6 +54,7 @@ FLAGS = {
     "worker": {
         *("bundle", "--dynamo", "--model", "--namespace", "--discovery", "--max-batch", "--max-waiting"),
         *("--drain-timeout", "--kv-events", "--no-kv-events", "--disaggregation-mode"),
+        *("--prefix-cache", "--no-prefix-cache"),
         *("--policy", "--device", "--executor"),
     },
 }

@@ -18,6 +18,7 @@ from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.errors import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
+from d2sd.serve.stream import Stream
 
 #: Greedy, and long enough to be in the middle for a while.
 LONG = Request((5, 7), 40)
@@ -260,6 +261,36 @@ def test_a_slow_reader_gets_merged_outputs(engine: Engine, bundle: Bundle, monke
     run(test())
 
 
+def test_a_reader_is_woken_for_the_first_output_and_then_for_an_interval(engine: Engine) -> None:
+    sequence = engine.submit(LONG)
+
+    async def test() -> None:
+        stream = Stream(LONG, lambda stream: None, interval=3)
+        assert [stream.push(Output(sequence, (1,), "a", None)) for _ in range(3)] == [True, False, True]
+        assert (await anext(stream)).tokens == (1, 1, 1)
+        assert [stream.push(Output(sequence, tokens, "", None)) for tokens in ((1,), (2, 3))] == [False, True]
+        assert (await anext(stream)).tokens == (1, 2, 3)
+        assert stream.push(Output(sequence, (4,), "", "length"))
+
+    run(test())
+    engine.cancel(sequence)
+
+
+def test_answers_with_an_interval_equal_those_without(engine: Engine) -> None:
+    expected = engine.generate([LONG])[0].answer
+
+    async def test() -> None:
+        async with served(engine) as service:
+            (stream,) = service.submit([LONG], interval=7)
+            outputs = [output async for output in stream]
+            assert [token for output in outputs for token in output.tokens] == expected
+            assert all(len(output.tokens) >= 7 for output in outputs[1:-1])
+            (stream,) = service.submit([LONG], interval=100)
+            assert sum([len(output.tokens) async for output in stream]) == 40
+
+    run(test())
+
+
 def test_a_watched_request_sees_its_steps_and_may_fail_alone(engine: Engine) -> None:
     async def test() -> None:
         async with served(engine) as service:
@@ -273,7 +304,7 @@ def test_a_watched_request_sees_its_steps_and_may_fail_alone(engine: Engine) -> 
             def fail(trace: object, output: object) -> None:
                 raise KeyError("picture")
 
-            (stream,) = service.submit([LONG], watch=fail)
+            (stream,) = service.submit([LONG], watch=fail, interval=100)
             with pytest.raises(GenerationError, match="picture"):
                 [output async for output in stream]
             assert len((await answer(service, LONG))[0]) == 40

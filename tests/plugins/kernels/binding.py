@@ -20,6 +20,9 @@ from d2sd.plugins.cascade_attention.triton import launch as attention
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel
 from d2sd.plugins.kv_pages.triton import launch as pages
 from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
+from d2sd.plugins.layer_ops import Heads
+from d2sd.plugins.layer_ops.triton import kernel as layer_kernels
+from d2sd.plugins.layer_ops.triton import launch as layers
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "compile_kernels.py"))
 triton.runtime.driver.set_active(
@@ -74,3 +77,28 @@ def test_write(monkeypatch: pytest.MonkeyPatch) -> None:
     strides = {"row_stride": "i32", "page_stride": "i32"}  # 64 bits where a pool is large, as it is compiled ahead
     assert bound.types() == variant.types | strides
     assert bound.constants() == variant.constants
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_layers(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Qwen3-8B's sizes; FP8 is its products' sums and pages."""
+    names = ("add_rms_norm_kernel", "qk_norm_rope_kernel", "silu_mul_kernel")
+    bound = [Bound(getattr(layer_kernels, name)) for name in names]
+    for name, stand_in in zip(names, bound, strict=True):
+        monkeypatch.setattr(layers, name, stand_in)
+    x, one = torch.zeros(2, 4096).bfloat16(), torch.ones(1)
+    scale = one if fp8 else None
+    layers.add_rms_norm(x, x, x[0], 1e-6, total=x, scale=scale)
+    of_products = {"bias": torch.zeros(1, 6144).bfloat16(), "scales": torch.ones(1, 3), "k_scale": one, "v_scale": one}
+    heads = Heads(32, 8, 128, 1e-6, x[0, :128], x[:1, :128], **(of_products if fp8 else {}))
+    product, kept = torch.float32 if fp8 else torch.bfloat16, torch.zeros(1, 2, 8, 128).bfloat16()
+    layers.qk_norm_rope(torch.zeros(1, 2, 6144, dtype=product), x[:, :64].clone(), x[:, :64].clone(), heads, kept, kept)
+    layers.silu_mul(torch.zeros(2, 24576, dtype=product), torch.bfloat16, scales=scale, scale=scale)
+    variants = [
+        SCRIPT["norm_variant"]("bf16", 4096, fp8=fp8), SCRIPT["rope_variant"]("bf16", 128, fp8=fp8),
+        SCRIPT["silu_variant"]("bf16", fp8=fp8),
+    ]  # fmt: skip
+    for found, variant in zip(bound, variants, strict=True):
+        strides = {name: "i32" for name in variant.types if name.endswith("_stride")}  # 64 bits where a pass is large
+        assert found.types() == variant.types | strides
+        assert found.constants() == variant.constants

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import Fp8Cache, kv_scales
-from d2sd.plugins import dispatch
+from d2sd.modeling.fused import fuse
+from d2sd.plugins import dispatch, layer_ops
 from tests.plugins.kernels import calls
 from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder
 
@@ -38,12 +39,16 @@ def hidden(model: Decoder, chunks: list[int]) -> Tensor:
     return torch.cat(out, dim=1)
 
 
-@pytest.mark.parametrize("fp8_pages", [False, True])
-def test_a_model_over_kernels_is_the_model(fp8_pages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("fp8_pages", "fused"), [(False, False), (True, False), (False, True)])
+def test_a_model_over_kernels_is_the_model(fp8_pages: bool, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls.DEVICE == "cpu"
     model = model_with(fp8_pages)
     with torch.inference_mode():
         expected = hidden(model, [10])
         monkeypatch.setattr(dispatch, "use_triton", lambda pages: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+        if fused:
+            monkeypatch.setattr(dispatch, "use_fused_layers", lambda *_, **__: True)
+            monkeypatch.setattr(layer_ops, "_on_kernels", lambda x: True)
+            fuse(model)
         torch.testing.assert_close(hidden(model, [6, 1, 3]), expected, rtol=1e-4, atol=1e-5)

@@ -83,6 +83,12 @@ def test_a_bundle_has_the_plan_of_its_recipe(tmp_path: Path) -> None:
         ({"prompt_tokens": 60}, "does not fit the context"),
         ({"out": "sheet.txt"}, "a name in .md or .json"),
         ({"tau": 9.0}, "out of range"),
+        ({"rate": "nan"}, "nan is not a number"),
+        ({"rate": "inf"}, "not in the range"),
+        ({"itl": "inf"}, "not in the range"),
+        ({"efficiency": "nan"}, "nan is not a number"),
+        ({"prompt_tokens": 10**9}, "not in the range"),
+        ({"max_batch": 10**30}, "not in the range"),
     ],
 )
 def test_what_cannot_be_met_names_the_bound(recipe: Path, changed: dict[str, object], message: str) -> None:

@@ -7,11 +7,14 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from d2sd.cli.main import main
 from d2sd.convert.bundle.load import Bundle
 from d2sd.convert.bundle.serving import make_engine
 from d2sd.runtime.engine import Engine
@@ -367,3 +370,13 @@ def test_without_kv_events_nothing_is_recorded(bundle: Bundle, engine: Engine) -
             assert engine.scheduler.pages.cache.events is None
 
     run(test())
+
+
+def test_options_of_the_command_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr("d2sd.cli.worker.require", lambda *needed: None)
+    monkeypatch.setattr("d2sd.serve.dynamo.run.run_worker", lambda *_, **options: given.append(options))
+    for flags in ([], ["--no-prefix-cache", "--max-batch", "3"]):
+        assert CliRunner().invoke(main, ["worker", str(tmp_path), "--dynamo", *flags]).exit_code == 0
+    assert [one["prefix_cache"] for one in given] == [None, False]
+    assert given[1]["max_batch"] == 3

@@ -129,6 +129,22 @@ def test_the_last_response_reports_what_was_asked(start: Start, llm: LLM) -> Non
     assert plain.next()[0].keys() == {"text_output"}
 
 
+def test_a_stream_may_be_sent_in_fewer_responses(start: Start, llm: LLM) -> None:
+    (expected,) = llm.generate("w3 w4", SamplingParams(max_tokens=40))
+    model = start(policy="off", stream_interval=6)
+    request = Request(text_input="w3 w4", max_tokens=40, stream=True, return_num_output_tokens=True)
+    model.execute([request])
+    text, counts, final = b"", [], False
+    while not final:
+        outputs, final = request.next()
+        text += outputs["text_output"]
+        counts.append(outputs["num_output_tokens"])
+    assert text.decode() == expected.text
+    assert sum(counts) == len(expected.token_ids)
+    assert len(counts) > 2
+    assert min(counts[1:-1]) >= 6
+
+
 def test_a_stop_string_and_a_stop_token_are_reasons(start: Start) -> None:
     model = start()
     free = Request(text_input="w3 w4", max_tokens=12)
@@ -287,6 +303,12 @@ def test_outputs_of_a_batched_model_have_two_dimensions(start: Start) -> None:
     response, _ = request.sender.sent.get(timeout=20)
     assert response is not None
     assert response.output_tensors[0].as_numpy().shape == (1, 1)
+
+
+def test_the_prefix_cache_is_a_parameter(start: Start, tiny_bundle: Path) -> None:
+    assert start()._engine.engine.limits.prefix_cache
+    given = Parameters.parse([f"bundle={tiny_bundle}", "prefix_cache=false"])
+    assert not start(**given.model_dump())._engine.engine.limits.prefix_cache
 
 
 def test_a_wrong_parameter_fails_the_load_with_its_name(start: Start, tmp_path: Path) -> None:

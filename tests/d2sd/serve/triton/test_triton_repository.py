@@ -45,7 +45,7 @@ def test_the_config_declares_every_tensor() -> None:
 
 
 def test_parameters_survive_the_config() -> None:
-    given = Parameters(bundle="/b", policy="chain", max_batch=3, drain_timeout=0.5)
+    given = Parameters(bundle="/b", policy="chain", max_batch=3, drain_timeout=0.5, stream_interval=1)
     assert Parameters.of({name: {"string_value": value} for name, value in given.strings().items()}) == given
     with pytest.raises(D2SDError, match="max_waiting"):
         Parameters.of({"bundle": {"string_value": "/b"}, "max_waiting": {"string_value": "many"}})

@@ -1,0 +1,268 @@
+"""Fused layers: every kernel and whole models against PyTorch's operators, then the times of a verification pass.
+
+    python -m benchmarks.gpu.suite --part layers --until 9e9 --out build/gpu
+
+Times are of 36 layers of Qwen3-8B's geometry over 2,048 tokens of context, as one CUDA graph, before and after fusing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.call import Wrong
+from benchmarks.gpu.cases import Case, Note
+from benchmarks.gpu.shapes import PAGE_SIZE, TYPES
+from benchmarks.gpu.timing import Times
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.fp8 import Fp8Linear, kv_scales, linear_names, make_fp8
+from d2sd.modeling.fused import fuse
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.rows import Rows
+from d2sd.plugins.layer_ops import Heads, reference
+from d2sd.plugins.layer_ops.triton import launch
+from d2sd.runtime.backends import model_runner
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.request import Limits, Request, SamplingParams
+from d2sd.runtime.speculation.policy import make_policy
+
+# Shape letters as in plugins/layer_ops/__init__.py.
+
+#: Largest ‖fused - unfused‖ / ‖unfused‖ of a model's outputs; where FP8 rounds, a bit is a 16th.
+RELATIVE = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 3e-2, "fp8": 3e-1}
+#: Largest relative error of one op: one rounding of the type, seldom.
+OP_RELATIVE = {"fp32": 1e-6, "fp16": 1e-4, "bf16": 1e-3}
+CONTEXT = 2048
+#: Two layers of heads that are no power of two, for the ops.
+HEADS, KV_HEADS, SIZE, WIDTH, ROWS = 9, 3, 96, 720, 21
+
+
+def cases() -> Iterator[Case]:
+    for kind in ("fp32", "fp16", "bf16"):
+        yield f"layers/ops {kind}", partial(check_ops, kind)
+    for kind in ("fp32", "fp16", "bf16", "fp8"):
+        yield f"layers/model {kind}", partial(check_model, kind)
+    yield "layers/tokens fp32", check_tokens
+    for kind in ("bf16", "fp8"):
+        yield f"layers/pass {kind}", partial(time_pass, kind)
+
+
+def check_ops(kind: str, _: Note, device: str = "cuda") -> dict[str, Any]:
+    """Each op's relative error, and the share of its numbers that are other bits than the specification's."""
+    dtype, found = TYPES[kind], dict[str, float]()
+    draw = torch.Generator(device).manual_seed(1)
+
+    def some(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=draw, device=device).to(of)
+
+    def both(name: str, run: Callable[[Any], list[Tensor]]) -> None:
+        pairs = [(a.flatten().float(), b.flatten().float()) for a, b in zip(run(launch), run(reference), strict=True)]
+        ours, theirs = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        found[name] = float((ours - theirs).norm() / theirs.norm())
+        found[f"{name} differ"] = float((ours != theirs).float().mean())
+        if not found[name] <= (OP_RELATIVE[kind] if "fp8" not in name else 1e-2):
+            raise Wrong(f"{name}: {found}")
+
+    x, branch, weight, scale = some(ROWS, WIDTH), some(ROWS, WIDTH), some(WIDTH), torch.tensor(0.013, device=device)
+
+    def norm(ops: Any, **more: Any) -> list[Tensor]:
+        total = torch.empty(ROWS, 2 * WIDTH, dtype=dtype, device=device)[:, WIDTH:]
+        return [ops.add_rms_norm(x, branch, weight, 1e-6, total=total, **more), total]
+
+    both("norm", norm)
+    both("norm fp8", partial(norm, scale=scale))
+    gate_up, factors = some(ROWS, 2 * WIDTH), torch.tensor([0.5, 0.3], device=device)
+    both("silu", lambda ops: [ops.silu_mul(gate_up, dtype)])
+    both("silu fp8", lambda ops: [ops.silu_mul(gate_up.float(), dtype, scales=factors, scale=scale)])
+    both("quantize fp8", lambda ops: [ops.quantize(x, scale)])
+    positions = torch.randint(0, 131072, (3, ROWS // 3), generator=draw, device=device)
+    frequencies = 1e6 ** -(torch.arange(SIZE // 2, device=device) / (SIZE // 2))
+    both("tables", lambda ops: ops.rope_tables(positions, frequencies, 1.2, dtype))
+    cos, sin = reference.rope_tables(positions, frequencies, 1.2, dtype)
+
+    def rope(ops: Any, qkv: Tensor, heads: Heads) -> list[Tensor]:
+        k, v = torch.empty(2, len(qkv), ROWS, KV_HEADS, SIZE, dtype=dtype, device=device).unbind()
+        return [ops.qk_norm_rope(qkv, cos, sin, heads, k, v), k, v]
+
+    norms, columns = {"q_norm": some(SIZE), "k_norm": some(1, SIZE)}, (HEADS + 2 * KV_HEADS) * SIZE
+    qkv, context = some(1, ROWS, columns), some(2, ROWS, 2 * KV_HEADS * SIZE)
+    plain = partial(Heads, HEADS, KV_HEADS, SIZE, 1e-6)
+    both("rope", lambda ops: rope(ops, qkv, plain(**norms)))
+    both("rope alone", lambda ops: rope(ops, qkv, plain()))
+    both(
+        "rope context",
+        lambda ops: rope(ops, context, Heads(0, KV_HEADS, SIZE, 1e-6, k_norm=weight[: 2 * SIZE].view(2, -1))),
+    )
+    sums = {"scales": torch.tensor([[0.5, 0.2, 0.3]], device=device), "bias": some(1, columns)}
+    pages = {name: torch.tensor([0.02], device=device) for name in ("k_scale", "v_scale")}
+    both("rope fp8", lambda ops: rope(ops, qkv.float(), plain(**norms, **sums, **pages)))
+    return found
+
+
+def models(kind: str, body: BodyConfig, vocab: int, device: str, drafters: int = 1) -> tuple[Decoder, list[Drafter]]:
+    """Random models of `body` and, five layers deep at most, drafters; "fp8" is bf16 with FP8 layers and pages."""
+    drafter = BodyConfig(
+        **{name: getattr(body, name) for name in body.__dataclass_fields__} | {"num_layers": min(5, body.num_layers)}
+    )
+    ids = tuple(range(0, body.num_layers, max(1, body.num_layers // 4)))[:5]
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(TYPES.get(kind, torch.bfloat16))
+    try:
+        with torch.device(device):
+            target = Decoder(DecoderConfig("qwen3", body, vocab, tie_word_embeddings=False))
+            made = [
+                Drafter(DrafterConfig(drafter, vocab, 8, vocab - 1, ids, body.num_layers, "first"))
+                for _ in range(drafters)
+            ]
+    finally:
+        torch.set_default_dtype(default)
+    draw = torch.Generator(device).manual_seed(3)
+    for model in (target, *made):
+        model.to(device).eval().requires_grad_(False)
+        for parameter in model.parameters():
+            parameter.data.normal_(0 if parameter.dim() > 1 else 1, parameter.shape[-1] ** -0.5, generator=draw)
+        if kind == "fp8":
+            _quantize(model, device, cache=model is target)
+    return target, made
+
+
+def _quantize(model: Decoder | Drafter, device: str, *, cache: bool) -> None:
+    weights = {name: model.get_submodule(name).weight.detach() for name in linear_names(model)}
+    with torch.device(device):
+        make_fp8(model, list(weights), cache=cache)
+    for name, weight in weights.items():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, Fp8Linear)
+        layer.weight_scale.copy_(weight.abs().max().float() / 448)
+        layer.input_scale.fill_(0.02)
+        layer.weight.data = (weight / layer.weight_scale).to(torch.float8_e4m3fn)
+    for name, buffer in model.named_buffers():
+        if name.endswith("cache.scale"):
+            buffer.fill_(0.05)
+
+
+def check_model(
+    kind: str, _: Note, device: str = "cuda", geometry: tuple[int, ...] = (512, 1024, 4, 8, 2, 64)
+) -> dict[str, Any]:
+    """A target's pass behind pages, and a drafter's context and draft: relative errors, fused against unfused."""
+    body = BodyConfig(*geometry, 1e-6, RopeConfig(1e6), 4096, qk_norm=True, qkv_bias=False, o_bias=False)
+    target, (drafter,) = models(kind, body, 512, device)
+    draw = torch.Generator(device).manual_seed(2)
+    tokens = torch.randint(0, 512, (3, 50), generator=draw, device=device)
+    outs = []
+    for fused in (False, True):
+        both = deepcopy(target), deepcopy(drafter)
+        if fused:
+            for model in both:
+                fuse(model)
+        outs.append(_outputs(*both, tokens))
+    found = {
+        name: float((b.double() - a.double()).norm() / a.double().norm())
+        for (name, a), b in zip(outs[0].items(), outs[1].values(), strict=True)
+    }
+    if not max(found.values()) <= RELATIVE[kind]:
+        raise Wrong(str(found))
+    return found
+
+
+@torch.inference_mode()
+def _outputs(target: Decoder, drafter: Drafter, tokens: Tensor) -> dict[str, Tensor]:
+    """A chunk of 37 tokens, committed, then 13 rows, then the drafter over the chunk's context."""
+    batch, device, ids = len(tokens), str(tokens.device), drafter.config.target_layer_ids
+    dtype, columns = target.embed_tokens.weight.dtype, -(-tokens.shape[1] // PAGE_SIZE)
+    pools = [
+        KVPool.for_body(m.config.body, 1 + batch * columns, PAGE_SIZE, dtype, device, kv_scales(m))
+        for m in (target, drafter)
+    ]
+    table = 1 + torch.arange(batch * columns, device=device).view(batch, columns)
+    chunk, length = tokens[:, :37], torch.zeros(batch, dtype=torch.long, device=device)
+    rows, every = Rows.chain(37, table, length), torch.ones(batch, 37, dtype=torch.bool, device=device)
+    first = target(chunk, rows, pools[0], ids)
+    pools[0].write(first.k, first.v, table, rows.positions, every)
+    context = drafter.context_keys_values(first.features, rows.positions)
+    pools[1].write(*context, table, rows.positions, every)
+    rows = Rows.chain(13, table, length + 37)
+    out = target(tokens[:, 37:], rows, pools[0], ids)
+    drafted = drafter.draft(target.embed_tokens(tokens[:, 37:]), rows, pools[1])
+    return {
+        "hidden": out.hidden, "features": out.features, "k": out.k, "v": out.v, "draft": drafted,
+        "context k": context[0], "context v": context[1],
+    }  # fmt: skip
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """Runners that are made inside keep PyTorch's layers."""
+    kept, model_runner.fuse = model_runner.fuse, lambda model: None
+    try:
+        yield
+    finally:
+        model_runner.fuse = kept
+
+
+def check_tokens(_: Note, device: str = "cuda") -> dict[str, Any]:
+    """Tokens of an engine over small fp32 models, d2sd and hybrid, greedy and not: fused equals unfused."""
+    body = BodyConfig(128, 256, 3, 4, 2, 32, 1e-6, RopeConfig(1e4), 512, qk_norm=True, qkv_bias=False, o_bias=False)
+    target, drafters = models("fp32", body, 128, device, drafters=2)
+    requests = [Request(tuple(range(5 * i + 1, 7 * i + 9)), 40, SamplingParams(float(i % 2), seed=i)) for i in range(4)]
+    count = 0
+    for policy in ("d2sd", "hybrid"):
+        answers = []
+        for fused in (False, True):
+            copies = deepcopy((target, *drafters))
+            if fused:
+                runner = model_runner.ModelRunner(*copies)
+            else:
+                with unfused():
+                    runner = model_runner.ModelRunner(*copies)
+            made = make_policy(policy, block_size=8, branches=3, row_budget=24)  # type: ignore[arg-type]
+            engine = Engine(runner, made, Limits(max_batch=4, max_context=128, page_size=16, prefill_chunk=32))
+            answers.append([sequence.answer for sequence in engine.generate(requests)])
+        if answers[0] != answers[1]:
+            raise Wrong(f"{policy}: {answers}")
+        count += sum(map(len, answers[0]))
+    return {"tokens": count}
+
+
+@torch.inference_mode()
+def time_pass(kind: str, note: Note) -> dict[str, Any]:
+    """Milliseconds of the target's layers at 1, 16 and 64 rows, and of the drafter's context of 16 rows."""
+    body = BodyConfig(
+        4096, 12288, 36, 32, 8, 128, 1e-6, RopeConfig(1e6), 40960, qk_norm=True, qkv_bias=False, o_bias=False
+    )
+    target, (drafter,) = models(kind, body, 1024, "cuda")
+    columns = CONTEXT // PAGE_SIZE + 4
+    pool = KVPool.for_body(body, 1 + columns, PAGE_SIZE, torch.bfloat16, "cuda", kv_scales(target))
+    table = 1 + torch.arange(columns, device="cuda")[None]
+    context = torch.tensor([CONTEXT], device="cuda")
+    ids, tokens = drafter.config.target_layer_ids, torch.arange(64, device="cuda")[None]
+    features = torch.randn(1, 16, len(ids) * 4096, device="cuda", dtype=torch.bfloat16)
+    chains = {count: Rows.chain(count, table, context) for count in (1, 16, 64)}
+    runs = {f"rows {n}": partial(target, tokens[:, :n], rows, pool, ids) for n, rows in chains.items()}
+    runs["context"] = partial(drafter.context_keys_values, features, tokens[:, :16])
+    figures: dict[str, Any] = {"weights_gb": sum(p.nbytes for p in target.layers.parameters()) / 1e9}
+    for state in ("unfused", "fused"):
+        if state == "fused":
+            before = torch.cuda.memory_allocated()
+            for model in (target, drafter):
+                fuse(model)
+            figures["memory grew"] = torch.cuda.memory_allocated() / before - 1
+        for name, run in runs.items():
+            times = Times()
+            times.add(name, run)
+            times.again()
+            found = times.figures()[name]
+            figures[f"{name} {state}"] = round(median(found["all_ms"]), 4)
+            if not found["graph"]:
+                raise Wrong(f"{name} {state} cannot be captured")
+            note(**figures)
+    return figures

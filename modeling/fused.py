@@ -1,0 +1,288 @@
+"""The layers of a model on CUDA: few, large kernels, for inference. The twin of `d2sd.modeling.native`.
+
+    a layer                                          in FP8
+    add_rms_norm     x += branch before, norm        quantizes
+    qkv              one product                     one product of sums, scaled by the next op
+    qk_norm_rope     into q and the pass's k, v      and rounds K/V to FP8 pages
+    cascade attention, and its merge
+                                                     quantize
+    o                product
+    add_rms_norm                                     quantizes
+    gate-up          one product                     one product of sums
+    silu_mul                                         quantizes
+    down             product, added by the next norm
+
+Ten kernels a layer, eleven in FP8. The drafters' context K/V of all layers are one product and one `qk_norm_rope`; in
+FP8 a product a layer, because no FP8 product is batched.
+
+Values are `layers.py`'s: ops round where it rounds. In FP8 an input that several products share is quantized once, with
+the largest of their scales. E4M3 is a floating-point type, so that costs no precision but next to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from d2sd.modeling.config import BodyConfig
+from d2sd.modeling.decoder import Decoder, TargetModel
+from d2sd.modeling.drafter import Drafter, DraftModel
+from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.layers import Layer, RMSNorm
+from d2sd.modeling.rope import Rotary
+from d2sd.modeling.rows import Rows
+from d2sd.plugins import dispatch
+from d2sd.plugins.layer_ops import Heads, add_rms_norm, qk_norm_rope, quantize, silu_mul
+
+# Shape letters: B requests, T rows, R = B·T, E hidden, I intermediate, L layers, Hq/Hkv query and K/V heads, D head
+# size, n auxiliary layers.
+
+Linear = nn.Linear | Fp8Linear
+
+
+def fuse(model: TargetModel | DraftModel) -> None:
+    """Replace the layers of a CUDA model in place. Fusing twice is fine.
+
+    Afterwards `state_dict` lacks their weights, which are not kept twice: a fused model can only serve. Where this GPU
+    or these layers cannot be fused, they stay, after a warning.
+    Raises `D2SDError` instead of that warning under `D2SD_NO_FALLBACK=1`.
+    """
+    if not isinstance(model, Decoder | Drafter) or not len(model.layers):
+        return
+    fp8 = any(isinstance(one, Fp8Linear | Fp8Cache) for one in model.modules())
+    weight = model.norm.weight
+    if not dispatch.use_fused_layers(weight, model.config.body.head_dim, fp8=fp8, unlike=_unlike(model)):
+        return
+    model.native = FusedLayers(model.config.body, model.layers, model.norm, context=isinstance(model, Drafter))
+    model.layers = nn.ModuleList()
+    if isinstance(model, Drafter):
+        model.fc = Product([cast("Linear", model.fc)], weight.dtype)  # type: ignore[assignment]
+    torch.cuda.empty_cache()  # the parts that were joined
+
+
+def _unlike(model: Decoder | Drafter) -> str | None:
+    """Why the layers cannot be joined: somebody else's modules in place of linear ones, or products of two kinds."""
+    for layer in cast("Sequence[Layer]", model.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        groups = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+        for group in (*groups, (attention.o_proj,), (mlp.down_proj,)):
+            kinds = {type(part) for part in group}
+            if not kinds <= {nn.Linear, Fp8Linear} or len(kinds) > 1:
+                return f"layers of {', '.join(sorted(kind.__name__ for kind in kinds))} side by side"
+    return None
+
+
+class Product(nn.Module):
+    """Linear layers of one input as one product; holds no parameters, so it cannot be trained or saved.
+
+    Several FP8 layers have a scale each. Their product is the bare sums in fp32, and the op that reads it applies
+    `scales` and `bias`.
+    """
+
+    def __init__(self, parts: Sequence[Linear], dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self.weight = _joined([part.weight.detach() for part in parts])
+        biases = [part.bias.detach() for part in parts if part.bias is not None]
+        self.bias = torch.cat(biases) if biases else None
+        self.input_scale: Tensor | None = None  # of what the op before quantizes
+        self.scales: Tensor | None = None  # [parts] fp32
+        if isinstance(parts[0], Fp8Linear):
+            quantized = cast("Sequence[Fp8Linear]", parts)
+            self.input_scale = torch.stack([part.input_scale for part in quantized]).max()
+            self._weight_scale = quantized[0].weight_scale
+            self._one = torch.ones_like(self._weight_scale)
+            if len(parts) > 1:
+                self.scales = self.input_scale * torch.stack([part.weight_scale for part in quantized])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] in the model's type, or in FP8 by `input_scale` -> [..., out]."""
+        if self.input_scale is None:
+            return F.linear(x, self.weight, self.bias)
+        rows = x.flatten(0, -2)
+        if rows.dtype != torch.float8_e4m3fn:
+            rows = quantize(rows.contiguous(), self.input_scale)
+        if self.scales is not None:
+            return _sums(rows, self.weight, self._one)
+        out: Tensor = torch._scaled_mm(
+            rows, self.weight.t(), scale_a=self.input_scale, scale_b=self._weight_scale, out_dtype=self._dtype
+        )
+        out = out.view(*x.shape[:-1], -1)
+        return out if self.bias is None else out + self.bias
+
+
+def _joined(weights: Sequence[Tensor]) -> Tensor:
+    """[out, in] each, one below the other."""
+    if len(weights) == 1:
+        return weights[0]
+    stored = [weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight for weight in weights]
+    return torch.cat(stored).view(weights[0].dtype)  # PyTorch does not join FP8 tensors on every device
+
+
+def _sums(x: Tensor, weight: Tensor, one: Tensor, out: Tensor | None = None) -> Tensor:
+    """FP8 x [R, in] and weight [out, in] -> x Wᵀ [R, out] in fp32, unscaled. `one` is 1."""
+    found: Tensor = torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, out=out)
+    return found
+
+
+class _Layer:
+    """One layer's products and parameters."""
+
+    def __init__(self, layer: Layer, body: BodyConfig, dtype: torch.dtype) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.input_norm = layer.input_layernorm.weight.detach()
+        self.post_norm = layer.post_attention_layernorm.weight.detach()
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        self.qkv = Product(projections, dtype)
+        attention.q_proj = attention.k_proj = attention.v_proj = nn.Identity()  # type: ignore[assignment]
+        self.o = Product([attention.o_proj], dtype)
+        self.gate_up = Product([mlp.gate_proj, mlp.up_proj], dtype)
+        mlp.gate_proj = mlp.up_proj = nn.Identity()  # type: ignore[assignment]
+        self.down = Product([mlp.down_proj], dtype)
+        norms = [_weight(norm) for norm in (attention.q_norm, attention.k_norm)]
+        caches = [_scale(cache) for cache in (attention.k_cache, attention.v_cache)]
+        scales, bias = self.qkv.scales, self.qkv.bias
+        self.heads = Heads(
+            body.num_heads, body.num_kv_heads, body.head_dim, body.rms_norm_eps,
+            q_norm=norms[0], k_norm=None if norms[1] is None else norms[1][None],
+            bias=None if scales is None or bias is None else bias[None],
+            scales=None if scales is None else scales[None],
+            k_scale=caches[0], v_scale=caches[1],
+        )  # fmt: skip
+
+
+def _weight(norm: nn.Module) -> Tensor | None:
+    return norm.weight.detach() if isinstance(norm, RMSNorm) else None
+
+
+def _scale(cache: nn.Module) -> Tensor | None:
+    """[1], of FP8 pages."""
+    return cache.scale.view(1) if isinstance(cache, Fp8Cache) else None
+
+
+class FusedLayers(nn.Module):
+    """A model's layers and last norm. They hold no parameters: they can only serve."""
+
+    def __init__(self, body: BodyConfig, layers: nn.ModuleList, norm: RMSNorm, *, context: bool = False) -> None:
+        """Takes the weights out of `layers` one by one, so that no more than a layer's are held twice.
+
+        `context`: for drafters, which make keys and values of a context too.
+        """
+        super().__init__()
+        self._config = body
+        self._dtype, self._norm = norm.weight.dtype, norm.weight.detach()
+        self._layers: list[_Layer] = []
+        for layer in cast("Sequence[Layer]", layers):
+            self._layers.append(_Layer(layer, body, self._dtype))
+        self._context = _Context(self._layers, body, self._dtype) if context else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights of all products."""
+        products = [product for one in self._layers for product in (one.qkv, one.o, one.gate_up, one.down)]
+        return sum(product.weight.nbytes for product in products)
+
+    @property
+    def kv_scales(self) -> tuple[Tensor, Tensor] | None:
+        """Of FP8 pages, (k, v), [L] fp32 each; None where the pages are not FP8."""
+        heads = [layer.heads for layer in self._layers]
+        if heads[0].k_scale is None:
+            return None
+        k, v = (torch.cat([cast("Tensor", getattr(one, name)) for one in heads]) for name in ("k_scale", "v_scale"))
+        return k, v
+
+    def forward(
+        self, x: Tensor, rotary: Rotary, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [B, T, E] -> the fields of `DecoderOutput`."""
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+            return self._forward(x, rotary, rows, pool, aux_layer_ids)
+
+    def _forward(
+        self, x: Tensor, rotary: Rotary, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        body, eps = self._config, self._config.rms_norm_eps
+        shape, width = x.shape[:2], body.hidden_size
+        attend = pool.attend(rows)
+        cos, sin = rotary.tables(rows.positions, x.dtype)
+        k, v = x.new_empty(2, body.num_layers, *shape, body.num_kv_heads, body.head_dim).unbind()
+        features = x.new_empty(*shape, len(aux_layer_ids) * width)
+        # The residual stream after a layer is written where it is wanted: a column of `features`, or one buffer.
+        lines = features.flatten(0, 1)
+        columns = {layer: lines[:, i * width : (i + 1) * width] for i, layer in enumerate(aux_layer_ids)}
+        x = x.reshape(-1, width)
+        buffer, branch = torch.empty_like(x), None
+        for index, layer in enumerate(self._layers):
+            total = columns.get(index - 1, buffer)
+            normed = add_rms_norm(x, branch, layer.input_norm, eps, total=total, scale=layer.qkv.input_scale)
+            x = x if branch is None else total
+            keys, values = k[index : index + 1], v[index : index + 1]
+            q = qk_norm_rope(layer.qkv(normed)[None], cos, sin, layer.heads, keys.flatten(1, 2), values.flatten(1, 2))
+            heads = attend(index, q.view(*shape, -1, body.head_dim), k[index], v[index])
+            branch = layer.o(heads.reshape(len(x), -1))
+            normed = add_rms_norm(x, branch, layer.post_norm, eps, total=buffer, scale=layer.gate_up.input_scale)
+            x, down = buffer, layer.down
+            inner = silu_mul(layer.gate_up(normed), x.dtype, scales=layer.gate_up.scales, scale=down.input_scale)
+            branch = down(inner)
+        hidden = add_rms_norm(x, branch, self._norm, eps, total=columns.get(body.num_layers - 1))
+        return hidden.view(*shape, width), features, k, v
+
+    def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D]."""
+        assert self._context is not None
+        with torch.cuda.device_of(projected):  # type: ignore[no-untyped-call]
+            rows = projected.flatten(0, 1)
+            context = add_rms_norm(rows, None, norm.weight, norm.eps, scale=self._context.input_scale)
+            cos, sin = rotary.tables(positions, projected.dtype)
+            k, v = self._context(context, cos, sin)
+            shape = len(k), *projected.shape[:2], *k.shape[2:]
+            return k.view(shape), v.view(shape)
+
+
+class _Context:
+    """The product that makes keys and values of a context, over the same weights as the layers' qkv products."""
+
+    def __init__(self, layers: Sequence[_Layer], body: BodyConfig, dtype: torch.dtype) -> None:
+        products, heads = [layer.qkv for layer in layers], [layer.heads for layer in layers]
+        stacked = _joined([product.weight for product in products]).view(len(layers), -1, body.hidden_size)
+        for product, weight in zip(products, stacked, strict=True):
+            product.weight = weight
+        queries = heads[0].parts[0]
+        self._weight = stacked[:, queries:]  # [L, 2·Hkv·D, E]
+        self.input_scale: Tensor | None = None
+        scales = None
+        if products[0].input_scale is not None:
+            of_layers = torch.stack([cast("Tensor", product.input_scale) for product in products])
+            self.input_scale = of_layers.max()
+            self._one = torch.ones_like(self.input_scale)
+            scales = torch.stack([cast("Tensor", product.scales) for product in products])
+            scales = scales * (self.input_scale / of_layers)[:, None]
+        bias = None
+        if products[0].bias is not None:
+            bias = torch.stack([cast("Tensor", product.bias)[queries:] for product in products])
+        k_norm = [one.k_norm for one in heads if one.k_norm is not None]
+        first = heads[0]
+        self._heads = Heads(
+            0, body.num_kv_heads, body.head_dim, body.rms_norm_eps, k_norm=torch.cat(k_norm) if k_norm else None,
+            bias=bias, scales=scales,
+            k_scale=None if first.k_scale is None else torch.cat([cast("Tensor", one.k_scale) for one in heads]),
+            v_scale=None if first.v_scale is None else torch.cat([cast("Tensor", one.v_scale) for one in heads]),
+        )  # fmt: skip
+
+    def __call__(self, context: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """context [R, E] -> k, v [L, R, Hkv, D]."""
+        layers, rows, heads = len(self._weight), len(context), self._heads
+        if self.input_scale is None:
+            product = torch.bmm(context.expand(layers, -1, -1), self._weight.transpose(1, 2))
+        else:
+            product = torch.empty(layers, rows, self._weight.shape[1], device=context.device)
+            for weight, out in zip(self._weight, product, strict=True):
+                _sums(context, weight, self._one, out)
+        k, v = torch.empty(2, layers, rows, heads.kv, heads.size, dtype=cos.dtype, device=context.device).unbind()
+        qk_norm_rope(product, cos, sin, heads, k, v)
+        return k, v

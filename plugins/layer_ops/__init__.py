@@ -1,0 +1,102 @@
+"""The ops between the matrix products of a transformer layer, a kernel each, for inference on CUDA.
+
+    reference.py     the specification in plain PyTorch, in `modeling/layers.py`'s order of rounding
+    triton/          the kernels and their launchers
+
+    op               takes the place of                                         products around it
+    add_rms_norm     the residual addition, RMSNorm, quantisation               o or down  ->  qkv or gate-up
+    qk_norm_rope     norms and rotation of q and k, biases, FP8 K/V             qkv        ->  attention
+    silu_mul         silu(gate) * up, quantisation                              gate-up    ->  down
+    rope_tables      cosines and sines of a pass
+    quantize         the input of an FP8 product that no other op makes
+
+Each op picks its implementation by device: CPU tensors take the reference, CUDA tensors the kernel. Whether a model
+may call them on CUDA is asked once, when it is loaded (`d2sd.plugins.dispatch.use_fused_layers`).
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from d2sd.plugins.layer_ops import reference
+from d2sd.plugins.layer_ops.heads import Heads
+
+__all__ = ["Heads", "add_rms_norm", "qk_norm_rope", "quantize", "rope_tables", "silu_mul"]
+
+# Shape letters: R rows of all requests, E hidden, I intermediate, L layers, Hq/Hkv query and K/V heads, D head size.
+
+
+def _implementation(x: Tensor) -> ModuleType:
+    if not _on_kernels(x):
+        return reference
+    from d2sd.plugins.layer_ops.triton import launch
+
+    return launch
+
+
+def _on_kernels(x: Tensor) -> bool:
+    return x.device.type == "cuda"
+
+
+def add_rms_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, *, total: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """RMSNorm of x + branch, rows [R, E]; x may be strided by row.
+
+    Args:
+        branch: [R, E], None: nothing is added.
+        weight: [E].
+        total: [R, E], strided by row; receives the sum, may be x. None: the sum is not stored.
+        scale: 0-dim fp32; with it the result is quantized, fp8(norm / scale).
+    """
+    out: Tensor = _implementation(x).add_rms_norm(x, branch, weight, eps, total=total, scale=scale)
+    return out
+
+
+def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor, v: Tensor) -> Tensor:
+    """Queries, keys and values of a product, normed and rotated, for one layer or (keys and values) for several.
+
+    Args:
+        qkv: [L, R, (Hq + 2·Hkv)·D], in the order q, k, v; fp32 sums of FP8 values where `heads.scales`.
+        cos, sin: [R, D/2], by `rope_tables`. Their type is the result's.
+        k, v: [L, R, Hkv, D], receive rotated keys and plain values, rounded to FP8 pages' values where `heads.k_scale`.
+            They may be strided by layer.
+
+    Returns:
+        [R, Hq, D]; L is 1 where Hq is not 0.
+    """
+    out: Tensor = _implementation(qkv).qk_norm_rope(qkv, cos, sin, heads, k, v)
+    return out
+
+
+def silu_mul(
+    gate_up: Tensor, dtype: torch.dtype, *, scales: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """silu(gate) * up of [R, 2·I], gate first -> [R, I].
+
+    Args:
+        dtype: the model's, in which gate, silu(gate) and the result are rounded.
+        scales: [2] fp32 of an FP8 product's sums, of gate and of up.
+        scale: 0-dim fp32; with it the result is quantized.
+    """
+    out: Tensor = _implementation(gate_up).silu_mul(gate_up, dtype, scales=scales, scale=scale)
+    return out
+
+
+def rope_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions · frequencies, times `factor`: [..., ] and [D/2] fp32 -> [R, D/2] each in `dtype`.
+
+    Angles are fp32 whatever `dtype`.
+    """
+    out: tuple[Tensor, Tensor] = _implementation(positions).rope_tables(positions, frequencies, factor, dtype)
+    return out
+
+
+def quantize(x: Tensor, scale: Tensor) -> Tensor:
+    """fp8(x / scale), any shape; `d2sd.plugins.fp8.to_pages` of a scalar scale in one kernel."""
+    out: Tensor = _implementation(x).quantize(x, scale)
+    return out

@@ -1,0 +1,28 @@
+"""What `qk_norm_rope` needs to know of the layers whose heads it makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Geometry, and parameters of L layers. None: the model has no such thing."""
+
+    queries: int  # Hq, 0 where only keys and values are made
+    kv: int  # Hkv
+    size: int  # D
+    eps: float
+    q_norm: Tensor | None = None  # [D]
+    k_norm: Tensor | None = None  # [L, D]
+    bias: Tensor | None = None  # [L, (Hq + 2·Hkv)·D], where the product has not added it
+    scales: Tensor | None = None  # [L, 3] fp32, of the FP8 sums of q, k and v
+    k_scale: Tensor | None = None  # [L] fp32, of FP8 pages
+    v_scale: Tensor | None = None
+
+    @property
+    def parts(self) -> list[int]:
+        """Columns of q, k and v in the product."""
+        return [self.queries * self.size, self.kv * self.size, self.kv * self.size]

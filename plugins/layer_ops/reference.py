@@ -1,0 +1,91 @@
+"""The ops of this folder in plain PyTorch: their specification, and their CPU path.
+
+Every rounding stands where `modeling/layers.py`, `rope.py` and `fp8.py` round.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from d2sd.plugins.fp8 import from_pages, to_pages
+from d2sd.plugins.layer_ops.heads import Heads
+
+# Shape letters as in __init__.py.
+
+
+def add_rms_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, *, total: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`d2sd.plugins.layer_ops.add_rms_norm`."""
+    if branch is not None:
+        x = x + branch
+        if total is not None:
+            total.copy_(x)
+    normed = weight * _normed(x, eps)
+    return normed if scale is None else quantize(normed, scale)
+
+
+def _normed(x: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor, v: Tensor) -> Tensor:
+    """`d2sd.plugins.layer_ops.qk_norm_rope`."""
+    dtype = cos.dtype
+    parts = list(torch.split(qkv, heads.parts, -1))
+    if heads.scales is not None:
+        parts = [part * scale[:, None, None] for part, scale in zip(parts, heads.scales.unbind(1), strict=True)]
+    parts = [part.to(dtype) for part in parts]
+    if heads.bias is not None:
+        biases = torch.split(heads.bias, heads.parts, -1)
+        parts = [part + bias[:, None] for part, bias in zip(parts, biases, strict=True)]
+    queries, keys, values = (
+        part.view(*part.shape[:2], part.shape[2] // heads.size, heads.size) for part in parts
+    )  # [L, R, H, D]
+    if heads.q_norm is not None:
+        queries = heads.q_norm * _normed(queries, heads.eps)
+    if heads.k_norm is not None:
+        keys = heads.k_norm[:, None, None] * _normed(keys, heads.eps)
+    keys = _rotated(keys, cos, sin)
+    if heads.k_scale is not None:
+        assert heads.v_scale is not None
+        keys, values = (
+            from_pages(to_pages(x, scale.view(-1, 1, 1, 1)), scale.view(-1, 1, 1, 1), dtype)
+            for x, scale in ((keys, heads.k_scale), (values, heads.v_scale))
+        )
+    k.copy_(keys)
+    v.copy_(values)
+    return _rotated(queries, cos, sin)[0]
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [L, R, H, D] by tables [R, D/2]."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([first * cos + -second * sin, second * cos + first * sin], dim=-1)
+
+
+def silu_mul(
+    gate_up: Tensor, dtype: torch.dtype, *, scales: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """`d2sd.plugins.layer_ops.silu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if scales is not None:
+        gate, up = gate * scales[0], up * scales[1]
+    out = F.silu(gate.to(dtype)) * up.to(dtype)
+    return out if scale is None else quantize(out, scale)
+
+
+def rope_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`d2sd.plugins.layer_ops.rope_tables`."""
+    angles = positions.flatten()[:, None].float() * frequencies
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def quantize(x: Tensor, scale: Tensor) -> Tensor:
+    """`d2sd.plugins.layer_ops.quantize`."""
+    return to_pages(x, scale)

@@ -1,0 +1,187 @@
+"""The kernels of this op folder: one pass over memory each, rounding where `reference.py` rounds.
+
+Arithmetic is fp32; `.to(TYPE)` is a rounding of the model's type that the specification has too. The launcher turns
+contraction to fused multiply-add off, because PyTorch's separate kernels round products. What is left to differ is the
+order of the sums of squares.
+
+INTERPRET: Triton's interpreter has no libdevice, whose `cos` and `exp` are those of PyTorch's kernels; Triton's own
+are approximations. Triton compiles this file's functions; mypy does not know their types.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+
+@triton.jit
+def _fp8(x, scale):
+    """x / scale within E4M3's range. IEEE division, or a tie would round to the other side than in the reference."""
+    return tl.clamp(tl.div_rn(x.to(tl.float32), scale), -448.0, 448.0)
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x, branch, weight, total, out, scale,
+    EPS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, X_STRIDE: tl.constexpr, TOTAL_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Grid (R,): one program a row. WIDTH = E, PADDED ≥ E a power of two; strides are from row to row."""
+    TYPE: tl.constexpr = x.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, PADDED)
+    mask = lane < WIDTH
+    value = tl.load(x + row * X_STRIDE + lane, mask=mask, other=0.0).to(tl.float32)
+    if branch is not None:
+        added = tl.load(branch + row * WIDTH + lane, mask=mask, other=0.0).to(tl.float32)
+        rounded = (value + added).to(TYPE)
+        if total is not None:
+            tl.store(total + row * TOTAL_STRIDE + lane, rounded, mask=mask)
+        value = rounded.to(tl.float32)
+    mean = tl.sum(value * value, 0) * (1.0 / WIDTH)
+    normed = (value * tl.rsqrt(mean + EPS)).to(TYPE).to(tl.float32)
+    result = (tl.load(weight + lane, mask=mask, other=0.0).to(tl.float32) * normed).to(TYPE)
+    if scale is not None:
+        result = _fp8(result, tl.load(scale))
+    tl.store(out + row * WIDTH + lane, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _half(qkv, at, mask, bias, bias_at, factor, TYPE: tl.constexpr):
+    """Halves of some heads as the product leaves them: scaled, rounded, biased; in fp32."""
+    x = tl.load(qkv + at, mask=mask, other=0.0).to(tl.float32)
+    x = (x * factor[:, None]).to(TYPE).to(tl.float32)
+    if bias is not None:
+        x = (x + tl.load(bias + bias_at, mask=mask, other=0.0).to(tl.float32)).to(TYPE).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _weights(q_norm, k_norm, lane, q_mask, k_mask):
+    """Norm weights of heads: those of queries, of keys, or 0."""
+    weights = tl.load(k_norm + lane, mask=k_mask, other=0.0).to(tl.float32)
+    if q_norm is not None:
+        weights += tl.load(q_norm + lane, mask=q_mask, other=0.0).to(tl.float32)
+    return weights
+
+
+@triton.jit
+def _paged(x, scale, TYPE: tl.constexpr):
+    """x as FP8 pages give it back."""
+    return (_fp8(x, scale).to(tl.float8e4nv).to(tl.float32) * scale).to(TYPE)
+
+
+@triton.jit
+def qk_norm_rope_kernel(
+    qkv, cos, sin, q_norm, k_norm, bias, scales, k_scale, v_scale, q, k, v, in_stride, out_stride,
+    EPS: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (R, ⌈(Hq + 2·Hkv) / BLOCK⌉, L): one program BLOCK heads of a row.
+
+    HEAD = D/2, PADDED ≥ D/2 a power of two; strides are from layer to layer, of the product and of k and v.
+    """
+    TYPE: tl.constexpr = k.dtype.element_ty
+    HEADS: tl.constexpr = HQ + 2 * HKV
+    row, layer = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_q, is_k, is_v = head < HQ, (head >= HQ) & (head < HQ + HKV), (head >= HQ + HKV) & (head < HEADS)
+    lane = tl.arange(0, PADDED)
+    in_half = (lane < HEAD)[None, :]
+    mask = (head < HEADS)[:, None] & in_half
+    q_mask, k_mask, v_mask = is_q[:, None] & in_half, is_k[:, None] & in_half, is_v[:, None] & in_half
+
+    column = head[:, None] * (2 * HEAD) + lane[None, :]
+    at = layer * in_stride + row * (HEADS * 2 * HEAD) + column
+    bias_at = layer * (HEADS * 2 * HEAD) + column
+    factor = tl.full([BLOCK], 1.0, tl.float32)
+    if scales is not None:
+        factor = tl.load(scales + layer * 3 + tl.where(is_q, 0, tl.where(is_k, 1, 2)))
+    first = _half(qkv, at, mask, bias, bias_at, factor, TYPE)
+    second = _half(qkv, at + HEAD, mask, bias, bias_at + HEAD, factor, TYPE)
+
+    a, b = first, second
+    if k_norm is not None:
+        mean = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) * (0.5 / HEAD)
+        root = tl.rsqrt(mean + EPS)[:, None]
+        near = lane[None, :] + tl.zeros([BLOCK, 1], tl.int32)
+        of_layer = k_norm + layer * (2 * HEAD)
+        weights_a = _weights(q_norm, of_layer, near, q_mask, k_mask)
+        weights_b = _weights(q_norm, of_layer, near + HEAD, q_mask, k_mask)
+        a = (weights_a * (a * root).to(TYPE).to(tl.float32)).to(TYPE).to(tl.float32)
+        b = (weights_b * (b * root).to(TYPE).to(tl.float32)).to(TYPE).to(tl.float32)
+
+    c = tl.load(cos + row * HEAD + lane, mask=lane < HEAD, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + row * HEAD + lane, mask=lane < HEAD, other=0.0).to(tl.float32)[None, :]
+    turned_a = ((a * c).to(TYPE).to(tl.float32) + (-b * s).to(TYPE).to(tl.float32)).to(TYPE)
+    turned_b = ((b * c).to(TYPE).to(tl.float32) + (a * s).to(TYPE).to(tl.float32)).to(TYPE)
+
+    if HQ > 0:
+        to_q = row * (HQ * 2 * HEAD) + column
+        tl.store(q + to_q, turned_a, mask=q_mask)
+        tl.store(q + to_q + HEAD, turned_b, mask=q_mask)
+    value_a, value_b = first.to(TYPE), second.to(TYPE)
+    if k_scale is not None:
+        key_scale, value_scale = tl.load(k_scale + layer), tl.load(v_scale + layer)
+        turned_a, turned_b = _paged(turned_a, key_scale, TYPE), _paged(turned_b, key_scale, TYPE)
+        value_a, value_b = _paged(value_a, value_scale, TYPE), _paged(value_b, value_scale, TYPE)
+    to_kv = layer * out_stride + row * (HKV * 2 * HEAD) + column - HQ * 2 * HEAD
+    tl.store(k + to_kv, turned_a, mask=k_mask)
+    tl.store(k + to_kv + HEAD, turned_b, mask=k_mask)
+    to_kv -= HKV * 2 * HEAD
+    tl.store(v + to_kv, value_a, mask=v_mask)
+    tl.store(v + to_kv + HEAD, value_b, mask=v_mask)
+
+
+@triton.jit
+def silu_mul_kernel(
+    gate_up, scales, out, scale,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Grid (R, ⌈I / BLOCK⌉). WIDTH = I."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = lane < WIDTH
+    at = gate_up + row * (2 * WIDTH) + lane
+    gate, up = (
+        tl.load(at, mask=mask, other=0.0).to(tl.float32),
+        tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32),
+    )
+    if scales is not None:
+        gate = (gate * tl.load(scales)).to(TYPE).to(tl.float32)
+        up = (up * tl.load(scales + 1)).to(TYPE).to(tl.float32)
+    faded = tl.exp(-gate) if INTERPRET else libdevice.exp(-gate)
+    silu = tl.div_rn(gate, 1.0 + faded).to(TYPE).to(tl.float32)
+    result = (silu * up).to(TYPE)
+    if scale is not None:
+        result = _fp8(result, tl.load(scale))
+    tl.store(out + row * WIDTH + lane, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rope_tables_kernel(
+    positions, frequencies, cos, sin,
+    FACTOR: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Grid (R,). HEAD = D/2."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, PADDED)
+    mask = lane < HEAD
+    angle = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + lane, mask=mask, other=0.0)
+    if INTERPRET:
+        c, s = tl.cos(angle), tl.sin(angle)
+    else:
+        c, s = libdevice.cos(angle), libdevice.sin(angle)
+    at = row * HEAD + lane
+    tl.store(cos + at, (c * FACTOR).to(cos.dtype.element_ty), mask=mask)
+    tl.store(sin + at, (s * FACTOR).to(sin.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def quantize_kernel(x, scale, out, numbers, BLOCK: tl.constexpr):
+    """Grid (⌈numbers / BLOCK⌉,)."""
+    lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = lane < numbers
+    rounded = _fp8(tl.load(x + lane, mask=mask, other=0.0), tl.load(scale))
+    tl.store(out + lane, rounded.to(out.dtype.element_ty), mask=mask)

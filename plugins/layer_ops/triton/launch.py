@@ -1,0 +1,141 @@
+"""Launches the kernels. Shapes alone decide how, and nothing is read on the host: a CUDA graph can capture all of it.
+
+Triton launches on the current device: callers make the tensors' device the current one, once a pass.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from d2sd.plugins.layer_ops.heads import Heads
+from d2sd.plugins.layer_ops.triton.kernel import (
+    add_rms_norm_kernel,
+    qk_norm_rope_kernel,
+    quantize_kernel,
+    rope_tables_kernel,
+    silu_mul_kernel,
+)
+
+# Shape letters as in d2sd/plugins/layer_ops/__init__.py.
+
+INTERPRET = triton.knobs.runtime.interpret
+#: Heads of one program of `qk_norm_rope`: with 64 lanes of each half, eight bf16 numbers a thread and load.
+HEADS_A_PROGRAM = 4
+#: Numbers of one program of the elementwise kernels.
+BLOCK = 1024
+#: And their warps: eight numbers a thread.
+WARPS = 4
+#: Products are rounded before they are added, as between PyTorch's kernels.
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
+#: Types by Triton's names for them.
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def add_rms_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, *, total: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`d2sd.plugins.layer_ops.add_rms_norm` on CUDA."""
+    rows, width = x.shape
+    assert x.stride(1) == 1
+    assert branch is None or branch.is_contiguous()
+    assert total is None or total.stride(1) == 1
+    out = torch.empty(rows, width, dtype=x.dtype if scale is None else torch.float8_e4m3fn, device=x.device)
+    strides = x.stride(0), 0 if total is None else total.stride(0)
+    add_rms_norm_kernel[rows,](
+        x, branch, weight, total, out, scale, **norm_constants(width, eps, *strides), num_warps=norm_warps(width),
+        **OPTIONS,
+    )  # fmt: skip
+    return out
+
+
+@cache
+def norm_constants(width: int, eps: float, x_stride: int, total_stride: int) -> dict[str, Any]:
+    """Compile-time constants of `add_rms_norm_kernel`: E and the strides of rows."""
+    return {
+        "EPS": eps, "WIDTH": width, "PADDED": triton.next_power_of_2(width), "X_STRIDE": x_stride,
+        "TOTAL_STRIDE": total_stride,
+    }  # fmt: skip
+
+
+def norm_warps(width: int) -> int:
+    """16 numbers a thread, in loads of eight; at most 16 warps."""
+    warps: int = triton.next_power_of_2(width) // 512
+    return max(1, min(16, warps))
+
+
+def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor, v: Tensor) -> Tensor:
+    """`d2sd.plugins.layer_ops.qk_norm_rope` on CUDA."""
+    layers, rows, _ = qkv.shape
+    assert qkv[0].is_contiguous()
+    assert k[0].is_contiguous()
+    assert v[0].is_contiguous()
+    assert k.stride(0) == v.stride(0)
+    q = torch.empty(rows, heads.queries, heads.size, dtype=cos.dtype, device=qkv.device)
+    grid = rows, triton.cdiv(heads.queries + 2 * heads.kv, HEADS_A_PROGRAM), layers
+    qk_norm_rope_kernel[grid](
+        qkv, cos, sin, heads.q_norm, heads.k_norm, heads.bias, heads.scales, heads.k_scale, heads.v_scale,
+        q if heads.queries else None, k, v, qkv.stride(0), k.stride(0),
+        **rope_constants(heads.queries, heads.kv, heads.size, heads.eps), num_warps=1, **OPTIONS,
+    )  # fmt: skip
+    return q
+
+
+@cache
+def rope_constants(queries: int, kv_heads: int, size: int, eps: float) -> dict[str, Any]:
+    """Compile-time constants of `qk_norm_rope_kernel`: Hq, Hkv, D."""
+    return {
+        "EPS": eps, "HQ": queries, "HKV": kv_heads, "HEAD": size // 2, "PADDED": triton.next_power_of_2(size // 2),
+        "BLOCK": HEADS_A_PROGRAM,
+    }  # fmt: skip
+
+
+def silu_mul(
+    gate_up: Tensor, dtype: torch.dtype, *, scales: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """`d2sd.plugins.layer_ops.silu_mul` on CUDA."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.is_contiguous()
+    out = torch.empty(rows, width, dtype=dtype if scale is None else torch.float8_e4m3fn, device=gate_up.device)
+    silu_mul_kernel[rows, triton.cdiv(width, BLOCK)](
+        gate_up, scales, out, scale, **silu_constants(width, dtype), num_warps=WARPS, **OPTIONS
+    )  # fmt: skip
+    return out
+
+
+@cache
+def silu_constants(width: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Compile-time constants of `silu_mul_kernel`: I and the model's type."""
+    return {"WIDTH": width, "BLOCK": BLOCK, "TYPE": _TYPES[dtype], "INTERPRET": INTERPRET}
+
+
+def rope_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`d2sd.plugins.layer_ops.rope_tables` on CUDA."""
+    tables = torch.empty(2, positions.numel(), len(frequencies), dtype=dtype, device=positions.device)
+    cos, sin = tables.unbind()
+    rope_tables_kernel[positions.numel(),](
+        positions.contiguous(), frequencies, cos, sin, **table_constants(len(frequencies), factor), num_warps=1,
+        **OPTIONS,
+    )  # fmt: skip
+    return cos, sin
+
+
+@cache
+def table_constants(half: int, factor: float) -> dict[str, Any]:
+    """Compile-time constants of `rope_tables_kernel`: D/2 and the factor of cosines and sines."""
+    return {"FACTOR": factor, "HEAD": half, "PADDED": triton.next_power_of_2(half), "INTERPRET": INTERPRET}
+
+
+def quantize(x: Tensor, scale: Tensor) -> Tensor:
+    """`d2sd.plugins.layer_ops.quantize` on CUDA."""
+    assert x.is_contiguous()
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    quantize_kernel[triton.cdiv(x.numel(), BLOCK),](x, scale, out, x.numel(), BLOCK=BLOCK, num_warps=WARPS, **OPTIONS)
+    return out

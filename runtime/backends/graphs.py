@@ -1,0 +1,48 @@
+"""CUDA graphs: the launches of a function, recorded once and repeated by one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+#: Runs before a capture: kernels are compiled, libraries loaded and workspaces allocated by then.
+_WARM_UPS = 2
+
+
+class Capture(Protocol):
+    """Records what a function does on the device; a stand-in records it on a CPU."""
+
+    def __call__(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """The result of `run`, and the function that repeats its work.
+
+        `run` reads nothing back. It may be called several times; its result holds nothing until it is repeated, and is
+        overwritten by every repetition. Tensors that it reads keep their addresses.
+        """
+
+
+class CudaGraphs:
+    """Captures CUDA graphs. All share one memory pool, so no two may run at a time."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """As `Capture`; the caller's stream continues behind the capture. Raises RuntimeError if CUDA refuses."""
+        with torch.cuda.device(self._device):
+            caller = torch.cuda.current_stream()
+            self._stream.wait_stream(caller)
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UPS):
+                    run()
+            caller.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: other threads of a server may use CUDA meanwhile
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                out = run()
+        return out, graph.replay

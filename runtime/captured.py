@@ -1,0 +1,140 @@
+"""Runs decode steps: on CUDA as graphs, one launch a step, else operator by operator.
+
+    host tensors of a batch -> one pinned buffer -> one copy -> static inputs -> graph -> one tensor that the host reads
+
+A graph holds a whole step, from the first draft to the K/V of the committed tokens in the target's pages and in those
+of the drafters that its policy runs. There is one for each (policy, batch bucket, kind of sampling), captured by
+`warm_up` or at its first use; the page table always has the width of the longest context, because attention reads
+`context_len` tokens of it. A drafter that the policy does not run stays behind: what it must catch up with is copied
+out of the graph's memory into its queue.
+
+Batches whose shapes vary take the other path on CUDA too: those with a grammar, log-probabilities, biases or penalties
+(`Batch.has_static_shapes`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from d2sd.errors import D2SDError
+from d2sd.plugins.dispatch import NO_FALLBACK
+from d2sd.policies import FirstPass
+from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.backends.pending_context import ContextRows
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.buckets import bucket
+from d2sd.runtime.decode import StepResult, Timer, decode_step
+from d2sd.runtime.request import Limits, SamplingParams
+from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.draft import Draft
+from d2sd.runtime.speculation.policy import Policy
+from d2sd.runtime.speculation.prompt_lookup import lookup_draft
+from d2sd.runtime.static_inputs import StaticInputs
+
+#: The kinds of sampling that have graphs of their own; see `StaticInputs.batch`.
+_KINDS = SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)
+
+
+class DecodeSteps:
+    """The decode steps of one engine: one model runner with its pools allocated, one calibration."""
+
+    def __init__(self, runner: ModelRunner, limits: Limits, calibration: Calibration | None = None) -> None:
+        self._runner, self._calibration = runner, calibration
+        self._pages = bucket(limits.pages_for(limits.max_context + runner.block_size))
+        self._inputs: dict[tuple[int, bool], StaticInputs] = {}  # by batch bucket, and with or without prompt lookup
+        self._graphs: dict[tuple[object, ...], _Graph] = {}
+        self._refused = False  # a capture failed: nothing is captured any more
+
+    def run(
+        self, policy: Policy, batch: Batch, prompt_lookup: Draft | None = None, timer: Timer = nullcontext
+    ) -> StepResult:
+        """`decode_step` of tensors on the host. Read its result before the next call, which overwrites it.
+
+        Raises D2SDError if CUDA cannot capture the step, under `D2SD_NO_FALLBACK=1`; else that is a warning.
+        """
+        graph = self._graph(policy, batch, prompt_lookup)
+        if graph is None:
+            device = self._runner.device
+            draft = prompt_lookup and Draft(prompt_lookup.tokens.to(device), prompt_lookup.logprob.to(device))
+            return decode_step(self._runner, policy, batch.to(device), self._calibration, draft, timer)
+        with timer("decode"):
+            graph.inputs.load(batch, prompt_lookup)
+            graph.replay()
+            waiting = set(range(self._runner.drafters)).difference(policy.required_drafters)
+            if waiting and graph.context is not None:
+                self._runner.queue(graph.context.clone(), waiting)
+        return graph.result
+
+    def warm_up(self, served: Iterable[tuple[Policy, int]]) -> None:
+        """Capture the graphs of these policies and batch buckets for all kinds of sampling; nothing on a CPU.
+
+        Before the first request, so that none waits; graphs of smaller batches fit in the memory of larger ones.
+        """
+        if self._runner.capture is None:
+            return
+        for policy, size in sorted(served, key=lambda pair: -pair[1]):
+            slots = self._runner.block_size - 1
+            draft = lookup_draft([], slots, size) if policy.first_pass is FirstPass.PROMPT_LOOKUP else None
+            for kind in _KINDS:
+                batch = Batch.dummy(size, 1, 0, self._runner.vocab_size, self._runner.device, kind)
+                self._graph(policy, batch, draft)
+
+    def _graph(self, policy: Policy, batch: Batch, draft: Draft | None) -> _Graph | None:
+        """The graph of this step, captured now if it is the first of its kind; None if it runs without."""
+        if self._runner.capture is None or self._refused or not batch.has_static_shapes:
+            return None
+        size, sampling = len(batch.anchor), batch.sampling
+        key = (policy, size, sampling.any_sampled, sampling.any_filter)
+        if key not in self._graphs:
+            inputs = self._inputs.get((size, draft is not None))
+            if inputs is None:
+                inputs = StaticInputs(batch, draft, self._pages, self._runner.device)
+                self._inputs[size, draft is not None] = inputs
+            try:
+                self._graphs[key] = self._captured(policy, inputs, sampling)
+            except Exception as error:  # of PyTorch, Triton or TensorRT
+                self._refused = True
+                _refuse(error)
+                return None
+        return self._graphs[key]
+
+    def _captured(self, policy: Policy, inputs: StaticInputs, sampling: Sampling) -> _Graph:
+        assert self._runner.capture is not None
+        batch = inputs.batch(sampling)
+
+        def run() -> tuple[StepResult, ContextRows | None]:
+            result = decode_step(self._runner, policy, batch, self._calibration, inputs.draft)
+            context = self._runner.take_committed()
+            if context is not None:
+                self._runner.inject(context, policy.required_drafters)
+            return result, context
+
+        inputs.clear()  # what runs before the capture then writes to the scratch page alone
+        (result, context), replay = self._runner.capture(run)
+        return _Graph(inputs, result, context, replay)
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A captured step; `result` and `context` are in the graph's memory."""
+
+    inputs: StaticInputs
+    result: StepResult
+    context: ContextRows | None  # what the step committed, for drafters that it did not run
+    replay: Callable[[], None]
+
+
+def _refuse(error: Exception) -> None:
+    """Say that steps run without graphs; an error where falling back is forbidden."""
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    if os.environ.get(NO_FALLBACK) == "1":
+        raise D2SDError(
+            "The decode step cannot be captured as a CUDA graph.", where=f"{NO_FALLBACK}=1", found=reason,
+            fix=f"unset {NO_FALLBACK} to launch its operators one by one, slower",
+        ) from error  # fmt: skip
+    print(f"d2sd: decode steps run without CUDA graphs: {reason}", file=sys.stderr, flush=True)

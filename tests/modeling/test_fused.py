@@ -1,0 +1,235 @@
+"""Fused layers: with the ops' specifications they are the layers bit by bit, and few kernels."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from d2sd.errors import D2SDError
+from d2sd.modeling import kv_pool
+from d2sd.modeling.config import Family
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.fp8 import Fp8Linear, kv_scales, linear_names
+from d2sd.modeling.fused import FusedLayers, fuse
+from d2sd.modeling.rows import Rows
+from d2sd.plugins import dispatch, layer_ops
+from tests.tiny import Model, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_drafter
+
+AUX = (0, 2)
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU models fuse too; their ops are the specifications."""
+    monkeypatch.setattr(dispatch, "use_fused_layers", lambda *_, unlike, **__: unlike is None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+def fused(model: Model) -> Model:
+    made = copy.deepcopy(model)
+    fuse(made)
+    return made
+
+
+@torch.inference_mode()
+def outputs(target: Decoder, drafter: Drafter) -> dict[str, Tensor]:
+    """Two chunks of the target, then the drafter over the first one's context."""
+    tokens, weight = random_tokens(target, 2, 12), target.embed_tokens.weight
+    pool, table = pool_for(target.config.body, 2, 12, dtype=weight.dtype, fp8=kv_scales(target))
+    drafts, _ = pool_for(drafter.config.body, 2, 12, dtype=weight.dtype, fp8=kv_scales(drafter))
+    first, second = (Rows.chain(n, table, torch.full((2,), done)) for done, n in ((0, 7), (7, 5)))
+    out = target(tokens[:, :7], first, pool, AUX)
+    every = torch.ones(2, 7, dtype=torch.bool)
+    pool.write(out.k, out.v, table, first.positions, every)
+    k, v = drafter.context_keys_values(out.features, first.positions)
+    drafts.write(k, v, table, first.positions, every)
+    later = target(tokens[:, 7:], second, pool, AUX)
+    return {
+        "hidden": later.hidden, "features": later.features, "k": later.k, "v": later.v, "context k": k, "context v": v,
+        "draft": drafter.draft(target.embed_tokens(tokens[:, 7:]), second, drafts),
+    }  # fmt: skip
+
+
+def pair(target: Decoder) -> tuple[Decoder, Drafter]:
+    return target, tiny_drafter(target.config, target_layer_ids=AUX, layers=3)
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("family", "bias"), [("llama", False), ("llama", True), ("qwen2", False), ("qwen3", False)])
+def test_fused_layers_are_the_layers(family: Family, bias: bool, dtype: torch.dtype) -> None:
+    models = [model.to(dtype) for model in pair(tiny_decoder(family, attention_bias=bias))]
+    expected, found = outputs(*models), outputs(*map(fused, models))  # type: ignore[arg-type]
+    for name, tensor in expected.items():
+        if dtype == torch.float32:  # a product of another shape may sum in another order
+            torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
+        else:
+            assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("bias", [False, True])
+def test_fp8_layers_and_pages(bias: bool) -> None:
+    """Every product in FP8, and the target's pages."""
+    target, drafter = pair(tiny_decoder("llama", attention_bias=bias))
+    models = in_fp8(target, linear_names(target), cache=True), in_fp8(drafter, linear_names(drafter))
+    expected, found = outputs(*models), outputs(*map(fused, models))  # type: ignore[arg-type]
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_products_of_one_input_share_its_largest_scale() -> None:
+    model = in_fp8(tiny_decoder(), linear_names(tiny_decoder()))
+    together = copy.deepcopy(model)
+    for which, one in enumerate((model, together)):
+        for layer in one.layers:
+            for factor, name in enumerate(("q_proj", "k_proj", "v_proj"), start=1):
+                linear = layer.get_submodule(f"self_attn.{name}")
+                assert isinstance(linear, Fp8Linear)
+                linear.input_scale = torch.tensor(0.01 * (3 if which else factor))
+    tokens = random_tokens(model, 1, 9)
+    expected, found = (fused(one).full_pass(tokens).hidden for one in (together, model))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_weights_are_held_once() -> None:
+    target, drafter = pair(tiny_decoder("qwen3"))
+    for model in (target, drafter):
+        weights = sum(p.nbytes for name, p in model.layers.named_parameters() if name.endswith("proj.weight"))
+        layers = list(model.layers)
+        fuse(model)
+        fuse(model)
+        native = model.native
+        assert isinstance(native, FusedLayers)
+        assert native.nbytes == weights
+        assert not list(native.parameters())
+        assert not any(
+            isinstance(m, nn.Linear)
+            for one in layers
+            for n, m in one.named_modules()
+            if "o_" not in n and "down" not in n
+        )
+        products = [getattr(one, name) for one in native._layers for name in ("qkv", "o", "gate_up", "down")]
+        storages = {
+            product.weight.untyped_storage().data_ptr(): product.weight.untyped_storage().nbytes()
+            for product in products
+        }
+        assert sum(storages.values()) == weights, "and the context's product has none of its own"
+
+
+def test_where_layers_are_fused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On CUDA where the kernels take them; else after a warning, or not at all."""
+    weight: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    capability = (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
+    monkeypatch.setattr(dispatch, "triton_version", lambda: Version("99"), raising=False)
+    monkeypatch.delenv(dispatch.NO_FALLBACK, raising=False)
+    dispatch.unsupported.cache_clear()
+    dispatch._warn_once.cache_clear()
+
+    def use(size: int = 128, *, fp8: bool = False, unlike: str | None = None) -> bool:
+        return dispatch.use_fused_layers(weight, size, fp8=fp8, unlike=unlike)
+
+    assert use()
+    assert not capsys.readouterr().err
+    assert [use(8), use(fp8=True), use(unlike="some other modules")] == [False] * 3
+    said = capsys.readouterr().err
+    assert all(text in said for text in ("head size 8", "compute capability 8.9", "some other modules"))
+    monkeypatch.setenv(dispatch.NO_FALLBACK, "1")
+    with pytest.raises(D2SDError, match="some other modules"):
+        use(unlike="some other modules")
+    capability = (9, 0)
+    assert use(fp8=True)
+    weight.device = torch.device("cpu")
+    assert not use()
+    model = tiny_decoder()
+    fuse(model)
+    assert model.native is None
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_products_of_two_kinds_stay_apart() -> None:
+    model = in_fp8(tiny_decoder(), ["layers.1.mlp.up_proj"])
+    fuse(model)
+    assert model.native is None
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators that launch something: not views, and not memory that is only reserved."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: Counter[str] = Counter()
+        self.inside = False  # an op of ours, counted as such
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if not (self.inside or func.is_view or "view" in name or "empty" in name):
+            self.names[name] += 1
+        return out
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Launches of what runs inside, as on a GPU: our ops are one each, attention is two."""
+    launches = Launches()
+
+    def once(name: str, run: Callable[..., Any], number: int = 1) -> Callable[..., Any]:
+        def counting(*arguments: Any, **named: Any) -> Any:
+            launches.names[name] += number
+            launches.inside = True
+            try:
+                return run(*arguments, **named)
+            finally:
+                launches.inside = False
+
+        return counting
+
+    ops = {name: once(name, getattr(layer_ops.reference, name)) for name in layer_ops.__all__ if name != "Heads"}
+    monkeypatch.setattr(layer_ops, "_implementation", lambda x: SimpleNamespace(**ops))
+    attention = once("attention", lambda q, *_: torch.empty_like(q), 2)
+    monkeypatch.setattr(kv_pool, "cascade_attention", attention)
+    with launches:
+        yield launches.names
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("fp8", [False, True])
+@torch.inference_mode()
+def test_a_pass_is_few_launches(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten kernels a layer, eleven in FP8; the embedding, the tables and the last norm."""
+    target, drafter = pair(tiny_decoder("qwen3", layers=7))
+    if fp8:
+        target, drafter = in_fp8(target, linear_names(target), cache=True), in_fp8(drafter, linear_names(drafter))
+    target, drafter = fused(target), fused(drafter)
+    rows, features = (
+        Rows.chain(4, torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)),
+        torch.ones(1, 4, 64),
+    )
+    tokens, pool = torch.ones(1, 4, dtype=torch.long), pool_for(target.config.body, 1, 4)[0]
+    layer = 11 if fp8 else 10
+    with counted(monkeypatch) as launches:
+        target(tokens, rows, pool, AUX)
+    assert launches.total() == 7 * layer + 3, launches
+    with counted(monkeypatch) as launches:
+        drafter.draft(target.embed_tokens(tokens), rows, pool)
+    assert launches.total() == 3 * layer + 3, launches
+    with counted(monkeypatch) as launches:
+        drafter.context_keys_values(features, rows.positions)
+    # fc, its norm, tables, product, heads; in FP8 a product for each of three layers, and fc's input
+    assert launches.total() == (8 if fp8 else 5), launches

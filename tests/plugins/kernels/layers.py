@@ -1,0 +1,148 @@
+"""The kernels between a layer's products against their specification and the loops.
+
+The interpreter rounds to fp16 as a GPU does, so there the bits must be equal; it cuts bf16 and FP8 off.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from d2sd.plugins.cascade_attention.mask import pack_mask_reference
+from d2sd.plugins.cascade_attention.triton.launch import pack_mask_triton
+from d2sd.plugins.layer_ops import Heads, reference
+from d2sd.plugins.layer_ops.triton import launch
+from tests.plugins.kernels.calls import DEVICE
+from tests.plugins.test_layer_ops import (
+    EPS,
+    HEADS,
+    HKV,
+    ROWS,
+    SIZE,
+    WIDTH,
+    heads_of,
+    looped_heads,
+    looped_norm,
+    products,
+    some,
+    tables,
+)
+
+#: Share of numbers that may be other bits, and by how much relatively: sums and functions of another order.
+TYPES = {torch.float32: (1.0, 2e-6), torch.float16: (0.002, 2e-3), torch.bfloat16: (1.0, 4e-2)}
+if DEVICE == "cuda":
+    TYPES[torch.bfloat16] = (0.002, 2e-2)
+
+
+def there(x: Any) -> Any:
+    if isinstance(x, Heads):
+        return Heads(*(there(getattr(x, name)) for name in x.__dataclass_fields__))
+    return x.to(DEVICE) if isinstance(x, Tensor) else x
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    share, relative = TYPES[expected.dtype]
+    found = found.cpu()
+    assert found.dtype == expected.dtype
+    assert int((found != expected).sum()) <= share * found.numel()
+    torch.testing.assert_close(found, expected, rtol=relative, atol=relative)
+
+
+def made_heads(ops: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    k, v = torch.full((2, len(qkv), ROWS, HKV, SIZE), torch.nan, dtype=cos.dtype, device=qkv.device)
+    return ops.qk_norm_rope(qkv, cos, sin, heads, k, v), k, v
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("layers", "queries", "norms", "fp8"), HEADS)
+def test_heads(layers: int, queries: int, norms: bool, fp8: bool, dtype: torch.dtype) -> None:
+    qkv = products(layers, queries).to(torch.float32 if fp8 else dtype)
+    arguments = qkv, *tables(dtype), heads_of(layers, queries, norms=norms, fp8=fp8, dtype=dtype)
+    found = made_heads(launch, *(there(x) for x in arguments))
+    for ours, expected in zip(found, made_heads(reference, *arguments), strict=True):
+        assert_same(ours, expected)
+    if dtype == torch.float32:
+        for ours, looped in zip(found, looped_heads(*arguments), strict=True):
+            torch.testing.assert_close(ours.cpu().double(), looped, atol=3e-6, rtol=3e-6)
+
+
+def test_heads_of_fp8_pages() -> None:
+    """Values that are E4M3 numbers times a power of two: the interpreter cannot round to FP8."""
+    scale, numbers = 2.0**-5, torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers[::5] = 1e4  # saturates
+    columns = (HKV + 2 * HKV) * SIZE
+    qkv = (numbers * scale).repeat(-(-ROWS * columns // len(numbers)))[: ROWS * columns].view(1, ROWS, columns)
+    scales = torch.tensor([scale])
+    heads = Heads(HKV, HKV, SIZE, EPS, k_scale=scales, v_scale=scales)
+    arguments = qkv, torch.ones(ROWS, SIZE // 2), torch.zeros(ROWS, SIZE // 2), heads
+    found = made_heads(launch, *(there(x) for x in arguments))
+    for ours, expected in zip(found, made_heads(reference, *arguments), strict=True):
+        assert torch.equal(ours.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [WIDTH, 1024])
+def test_norm(width: int, dtype: torch.dtype) -> None:
+    x, branch = some(ROWS, 2 * width)[:, width:].to(dtype), some(ROWS, width, seed=1).to(dtype)
+    weight = some(width, seed=2).to(dtype)
+    totals = [there(torch.zeros(ROWS, 3 * width, dtype=dtype))[:, width : 2 * width] for _ in "ab"]
+    x, branch, weight = there(x), there(branch), there(weight)
+    found = launch.add_rms_norm(x, branch, weight, EPS, total=totals[0])
+    expected = reference.add_rms_norm(x, branch, weight, EPS, total=totals[1]).cpu()
+    assert_same(found, expected)
+    assert_same(totals[0], totals[1].cpu())
+    assert_same(launch.add_rms_norm(x, None, weight, EPS), reference.add_rms_norm(x, None, weight, EPS).cpu())
+    if dtype == torch.float32:
+        looped = [looped_norm(line, weight.tolist()) for line in (x.double() + branch.double()).tolist()]
+        torch.testing.assert_close(found.cpu(), torch.tensor(looped), rtol=3e-6, atol=3e-6)
+
+
+def test_a_norm_may_add_in_place() -> None:
+    x, branch, weight = there(some(ROWS, WIDTH)), there(some(ROWS, WIDTH, seed=1)), there(some(WIDTH, seed=2))
+    expected = reference.add_rms_norm(x, branch, weight, EPS).cpu()
+    summed = x + branch
+    assert_same(launch.add_rms_norm(x, branch, weight, EPS, total=x), expected)
+    assert torch.equal(x, summed)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gate(scaled: bool, dtype: torch.dtype) -> None:
+    gate_up = (some(ROWS, 2 * (launch.BLOCK + 7)) * 5).to(torch.float32 if scaled else dtype)
+    scales = torch.tensor([0.5, 3.0]) if scaled else None
+    found = launch.silu_mul(there(gate_up), dtype, scales=there(scales))
+    assert_same(found, reference.silu_mul(gate_up, dtype, scales=scales))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_tables(dtype: torch.dtype) -> None:
+    frequencies, positions = 1e4 ** -(torch.arange(11) / 11), torch.tensor([[0, 3, 131_071], [9, 4_000, 17]])
+    found = launch.rope_tables(there(positions), there(frequencies), 1.1, dtype)
+    for ours, expected in zip(found, reference.rope_tables(positions, frequencies, 1.1, dtype), strict=True):
+        assert_same(ours, expected)
+
+
+def test_quantized_results() -> None:
+    """E4M3 numbers times a power of two, and some that saturate."""
+    scale = torch.tensor(2.0**-5)
+    x = torch.arange(0, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float() * scale
+    x = torch.cat([x, -x, torch.tensor([1e5, -1e5, 15.0])])
+    assert torch.equal(launch.quantize(there(x), there(scale)).cpu().float(), reference.quantize(x, scale).float())
+    one = torch.tensor(1.0)
+    gate_up = torch.cat([torch.full((1, 64), 100.0), torch.arange(64.0)[None] // 8], dim=1)  # silu(100) is 100
+    found = launch.silu_mul(there(gate_up), torch.float32, scale=there(one * 100))
+    assert found.cpu().float().tolist() == [(torch.arange(64) // 8).tolist()]
+    ones = there(torch.ones(2, 16))
+    found = launch.add_rms_norm(ones, None, 3 * ones[0], 0.0, scale=there(one / 4))
+    assert found.cpu().float().tolist() == [[12.0] * 16] * 2
+
+
+@pytest.mark.parametrize("rows", [5, 33])
+def test_masks_pack(rows: int) -> None:
+    attn_mask = torch.rand(2, rows, rows, generator=torch.Generator().manual_seed(rows)) < 0.5
+    assert torch.equal(pack_mask_triton(there(attn_mask)).cpu(), pack_mask_reference(attn_mask))
+    for strided in (attn_mask[:1].transpose(1, 2), attn_mask[1:].expand(2, rows, rows)):
+        assert torch.equal(pack_mask_triton(there(strided)).cpu(), pack_mask_reference(strided))

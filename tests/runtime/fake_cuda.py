@@ -1,0 +1,118 @@
+"""Engines on fake CUDA tensors: shapes, types and devices are real, values are not, and no GPU is needed.
+
+    python -m tests.runtime.fake_cuda GUARD.so POLICY KIND ...
+
+Prints a JSON line for each policy and kind of sampling: operators of the captured step, and every operator on tensors
+of both host and device, of the capture and of a step that replays it. A shared library with a CUDA device guard that
+does nothing lets PyTorch for CPUs index and change such tensors; other tests' process must not load it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from d2sd.plugins import dispatch
+from d2sd.runtime.backends import model_runner
+from d2sd.runtime.decode import Committed, StepResult
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.request import Limits, Request, SamplingParams
+from d2sd.runtime.speculation.policy import make_policy
+
+T = TypeVar("T")
+BLOCK, BRANCHES, NODES, STEPS = 8, 3, 16, 4
+KINDS = {"greedy": SamplingParams(), "hot": SamplingParams(1.0), "narrow": SamplingParams(0.7, top_p=0.9, top_k=20)}
+
+
+class Watch(TorchDispatchMode):
+    """Counts operators, and those between host and device by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators = 0
+        self.crossing: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.operators += 1
+        if len({t.device.type for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}) > 1:
+            self.crossing[func.overloadpacket.__name__] += 1
+        return out
+
+
+class Captures:
+    """A `Capture` that runs the function once more under a watch, and replays nothing."""
+
+    def __init__(self, device: str) -> None:
+        self.watches: list[Watch] = []
+
+    def __call__(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        run()
+        self.watches.append(watch := Watch())
+        with watch:
+            out = run()
+        return out, lambda: None
+
+
+def read(result: StepResult) -> list[Committed]:
+    """As `StepResult.read`, with counts and tokens that the fake tensors do not have."""
+    result.packed.cpu()
+    batch, longest = result.accepted.tokens.shape
+    counts = [random.randint(1, longest) for _ in range(batch)]
+    return [Committed(count, 0, [random.randrange(400) for _ in range(count)], []) for count in counts]
+
+
+def models() -> list[Any]:
+    body = BodyConfig(64, 128, 2, 4, 2, 16, 1e-6, RopeConfig(1e6), 4096, qk_norm=True, qkv_bias=False, o_bias=False)
+    first = DrafterConfig(body, 512, BLOCK, 511, (0, 1), 2, "first")
+    second = DrafterConfig(body, 512, BLOCK, 511, (0, 1), 2, "variable_prefix", 0.9)
+    with torch.device("cuda"):
+        made = [Decoder(DecoderConfig("qwen3", body, 512, False)), Drafter(first), Drafter(second)]
+    for model in made:
+        model.eval().requires_grad_(False)
+        rotary: Any = model.rotary
+        rotary._frequencies = rotary._frequencies.to("cuda")  # `to` of a module cannot swap fake tensors
+    return made
+
+
+def main(guard: str, *runs: str) -> None:
+    torch.ops.load_library(guard)  # type: ignore[no-untyped-call]
+    dispatch.use_triton = lambda pages: False  # kernels are not operators
+    dispatch.use_fused_layers = lambda *a, **k: False
+    patch.object(model_runner, "CudaGraphs", Captures).start()
+    patch.object(StepResult, "read", read).start()
+    zeros = torch.zeros
+    torch.zeros = lambda *a, pin_memory=False, **k: zeros(*a, **k)
+    for policy, kind in zip(runs[::2], runs[1::2], strict=True):
+        with FakeTensorMode(allow_non_fake_inputs=False):
+            runner = model_runner.ModelRunner(*models())
+            made = make_policy(policy, block_size=BLOCK, branches=BRANCHES, row_budget=NODES)  # type: ignore[arg-type]
+            engine = Engine(runner, made, Limits(4, 256, 16, 64))
+            for row in range(3):
+                engine.submit(Request(tuple(range(1, 6 + 3 * row)), 60, KINDS[kind]))
+            for _ in range(STEPS):
+                with (watch := Watch()):
+                    engine.step()
+        assert isinstance(runner.capture, Captures)
+        captured = [{"operators": w.operators, "crossing": w.crossing} for w in runner.capture.watches]
+        print(json.dumps({"captured": captured, "step": watch.crossing}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
