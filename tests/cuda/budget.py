@@ -11,24 +11,20 @@ LAYERS, DRAFTER_LAYERS = 36, 5
 #: (policy, FP8 layers, sampled) -> stage -> launches. "sync" flushes the drafters' pending context before the step;
 #: "other" packs the tokens for the host. Sampled: greedy, temperature 1, and all filters, in one batch.
 LAUNCHES: dict[tuple[PolicyName, bool, bool], dict[str, int]] = {
-    ("off", False, False): {"build_tree": 13, "verify": 2046, "accept": 19, "commit": 9, "other": 1},
+    ("off", False, False): {"build_tree": 13, "verify": 367, "accept": 19, "commit": 8, "other": 1},
     ("chain", False, False): {
-        "sync": 105, "draft_first": 319, "build_tree": 46, "verify": 2046, "accept": 19, "commit": 9, "other": 1
+        "sync": 14, "draft_first": 69, "build_tree": 46, "verify": 367, "accept": 19, "commit": 8, "other": 1
     },
     ("d2sd", False, False): {
-        "sync": 210, "draft_first": 319, "pick_boundaries": 14, "draft_second": 329, "build_tree": 86, "verify": 2046,
-        "accept": 19, "commit": 9, "other": 1,
+        "sync": 28, "draft_first": 69, "pick_boundaries": 14, "draft_second": 79, "build_tree": 86, "verify": 367,
+        "accept": 19, "commit": 8, "other": 1,
     },
     ("d2sd", False, True): {
-        "sync": 210, "draft_first": 710, "pick_boundaries": 14, "draft_second": 720, "build_tree": 86, "verify": 2046,
-        "accept": 3916, "commit": 9, "other": 1,
-    },
-    ("d2sd", True, False): {
-        "sync": 298, "draft_first": 459, "pick_boundaries": 14, "draft_second": 469, "build_tree": 86, "verify": 3054,
-        "accept": 19, "commit": 9, "other": 1,
+        "sync": 28, "draft_first": 460, "pick_boundaries": 14, "draft_second": 470, "build_tree": 86, "verify": 367,
+        "accept": 3916, "commit": 8, "other": 1,
     },
     ("hybrid", False, False): {
-        "sync": 210, "draft_first": 319, "pick_boundaries": 222, "draft_second": 329, "build_tree": 358,
-        "verify": 2046, "accept": 19, "commit": 9, "other": 1,
+        "sync": 28, "draft_first": 69, "pick_boundaries": 222, "draft_second": 79, "build_tree": 358, "verify": 367,
+        "accept": 19, "commit": 8, "other": 1,
     },
 }  # fmt: skip

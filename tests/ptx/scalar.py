@@ -282,7 +282,7 @@ def _prepare_float(instruction: Instruction) -> Step:
 # -- conversions -------------------------------------------------------------------------------------------------------
 
 _TO_INTEGER = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
-_CVT_MODES = {"rn", "ftz", "satfinite", *_TO_INTEGER}
+_CVT_MODES = {"rn", "rz", "ftz", "satfinite", *_TO_INTEGER}
 
 
 @executes("cvt")
@@ -290,7 +290,7 @@ def prepare_cvt(instruction: Instruction) -> Step:
     """Between types, rounded to nearest even. Of two sources the first becomes the upper half."""
     *modes, kind, source_kind = instruction.parts[1:]
     to, *sources = instruction.operands
-    if not _CVT_MODES.issuperset(modes) or kind.startswith("tf"):
+    if not _CVT_MODES.issuperset(modes) or kind.startswith("tf") or ("rz" in modes and kind != "f16"):
         raise Unsupported(instruction.opcode)
     whole = next((_TO_INTEGER[mode] for mode in modes if mode in _TO_INTEGER), None)
     from_float, to_float = (k.startswith(("f", "bf", "e4m3")) for k in (source_kind, kind))
@@ -303,6 +303,8 @@ def prepare_cvt(instruction: Instruction) -> Step:
         found = values[0] if len(values) == 1 else np.stack(np.broadcast_arrays(*values[::-1]), -1)
         if whole is not None:
             found = whole(found)
+        if "rz" in modes:
+            found = _truncated(found)
         if from_float and not to_float:
             limits = np.iinfo(SIGNED[width(kind)] if kind[0] == "s" else UNSIGNED[width(kind)])
             exact = np.nan_to_num(found.astype(np.float64), nan=0.0)
@@ -313,6 +315,13 @@ def prepare_cvt(instruction: Instruction) -> Step:
         machine.write(to, encode(kind, found) if to_float or from_float else found & _ones(kind), mask)
 
     return convert
+
+
+def _truncated(value: Array) -> Array:
+    """fp32 to the next fp16 towards zero."""
+    near = value.astype(np.float16)
+    found: Array = np.where(np.abs(near) > np.abs(value), np.nextafter(near, np.float16(0)), near)
+    return found
 
 
 def _ones(kind: str) -> Any:

@@ -178,6 +178,11 @@ def clipped(value: Any, low: int, high: int) -> int:
     return 0 if np.isnan(value) else low if value <= low else high if value >= high else int(value)
 
 
+def towards_zero(value: Any) -> Any:
+    near = np.float16(value)
+    return np.nextafter(near, np.float16(0)) if abs(f32(near)) > abs(value) else near
+
+
 WIDE = np.longdouble
 FLOATS: list[tuple[str, str, str, Callable[..., Any]]] = [
     ("add.f32", "f32 f32", "f32", lambda a, b: a + b),
@@ -213,7 +218,9 @@ FLOATS: list[tuple[str, str, str, Callable[..., Any]]] = [
     ("cvt.rn.f16x2.f32", "f32 f32", "f16x2", lambda a, b: np.array([b, a])),
     ("cvt.rn.satfinite.e4m3x2.f32", "f32 f32", "e4m3x2", lambda a, b: np.array([b, a])),
     ("cvt.rn.f16x2.e4m3x2", "e4m3x2", "f16x2", lambda a: a),
+    ("cvt.rn.satfinite.e4m3x2.f16x2", "f16x2", "e4m3x2", lambda a: a),
     ("cvt.rn.bf16.f32", "f32", "bf16", once),
+    ("cvt.rz.f16.f32", "f32", "f16", lambda a: towards_zero(a)),
     ("cvt.rn.f16.f32", "f32", "f16", once),
     ("cvt.f32.bf16", "bf16", "f32", once),
     ("cvt.f32.f16", "f16", "f32", once),
