@@ -23,6 +23,10 @@ LAUNCHES: dict[tuple[PolicyName, bool, bool], dict[str, int]] = {
         "sync": 28, "draft_first": 460, "pick_boundaries": 14, "draft_second": 470, "build_tree": 86, "verify": 367,
         "accept": 3916, "commit": 8, "other": 1,
     },
+    ("d2sd", True, False): {
+        "sync": 38, "draft_first": 74, "pick_boundaries": 14, "draft_second": 84, "build_tree": 86, "verify": 403,
+        "accept": 19, "commit": 8, "other": 1,
+    },
     ("hybrid", False, False): {
         "sync": 28, "draft_first": 69, "pick_boundaries": 222, "draft_second": 79, "build_tree": 358, "verify": 367,
         "accept": 19, "commit": 8, "other": 1,

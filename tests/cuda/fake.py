@@ -36,6 +36,7 @@ from d2sd.runtime.decode import decode_step
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
 
@@ -171,7 +172,8 @@ def steps(
             calibration = Calibration(*neutral).to(made.device)
         batch, draft = batch_of(size, kinds), None
         if policy.first_pass is FirstPass.PROMPT_LOOKUP:
-            draft = lookup_draft([[1, 2, 1, 2]] * size, BLOCK - 1, size, "cuda")
+            searched = lookup_draft([[1, 2, 1, 2]] * size, BLOCK - 1, size)
+            draft = Draft(searched.tokens.to("cuda"), searched.logprob.to("cuda"))
         for _ in range(2):
             with watch:
                 watch.launches.clear()
