@@ -18,6 +18,14 @@ from benchmarks.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
 from d2sd.plugins.cascade_attention.triton import launch as attention
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel, pack_mask_kernel
 from d2sd.plugins.cascade_attention.triton.tiles import select_tile
+from d2sd.plugins.choose.triton import launch as choices
+from d2sd.plugins.choose.triton.drafts import pool_kernel, segments_kernel
+from d2sd.plugins.choose.triton.filters import threshold_kernel
+from d2sd.plugins.choose.triton.tokens import combine_kernel, scores_kernel
+from d2sd.plugins.draft_tree.triton import launch as trees
+from d2sd.plugins.draft_tree.triton.accept import accept_kernel
+from d2sd.plugins.draft_tree.triton.growth import grow_kernel
+from d2sd.plugins.draft_tree.triton.nodes import candidates_kernel, chain_kernel
 from d2sd.plugins.kv_pages.triton import launch as pages
 from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
 from d2sd.plugins.layer_ops.triton import kernel as layer_kernels
@@ -71,6 +79,92 @@ def write_variant(kind: str, stored: str, path: bool) -> Variant:
     return Variant(
         f"write {kind}{'/fp8' if stored == FP8 else ''}{' path' if path else ''}", write_pages_kernel, types,
         pages.constants(KV_HEADS * 128, PAGE, fp8=stored == FP8), pages.WARPS,
+    )  # fmt: skip
+
+
+#: A tree's columns, as `Columns.outputs` gives them.
+COLUMNS = {
+    **dict.fromkeys(("tokens", "parent", "depth", "branch_id"), "*i64"),
+    "valid": "*u1", "score": "*fp32", "attn_mask": "*u1", "num_merged": "*i64",
+}  # fmt: skip
+
+
+def growth_variant(nodes: int, branches: int, width: int = 16) -> Variant:
+    types = {"anchor": "*i64", "first_tokens": "*i64", "first_logprob": "*fp32"}
+    if branches:
+        types |= {"second_tokens": "*i64", "second_logprob": "*fp32", "branch_tokens": "*i64", "prefix_len": "*i64"}
+    types |= COLUMNS | {"scratch": "*i64", "tokens_stride": "i32", "logprob_stride": "i32", "slots": "i32"}
+    return Variant(
+        f"grow {nodes} of {branches} branches", grow_kernel, types,
+        trees.growth_constants(nodes, width, branches) | trees.tree_constants(nodes), trees.tree_warps(nodes),
+    )  # fmt: skip
+
+
+def tree_variants() -> Iterator[Variant]:
+    """Trees of the usual size, and the largest."""
+    for nodes in (64, 1024):
+        yield growth_variant(nodes, 0)
+        yield growth_variant(nodes, 7)
+    given = {"candidate": "*i64", "path_score": "*fp32"}
+    for count, size, nodes in ((8, 16, 64), (16, 16, 256), (8, 128, 1024)):
+        yield Variant(
+            f"merge {count}x{size} to {nodes}", candidates_kernel, given | COLUMNS,
+            trees.candidates_constants(count, size) | trees.tree_constants(nodes),
+            trees.candidates_warps(count, size, nodes),
+        )  # fmt: skip
+    strides = {"candidate_stride": "i32", "score_stride": "i32"}
+    for nodes in (16, 128):
+        yield Variant(
+            f"chain {nodes}", chain_kernel, given | COLUMNS | strides, trees.tree_constants(nodes),
+            trees.tree_warps(nodes),
+        )  # fmt: skip
+    types = dict.fromkeys(("tokens", "parent", "valid", "branch_id", "chosen", "path", "accepted", "packed"), "*i64")
+    for nodes in (64, 1024):
+        yield Variant(
+            f"accept {nodes}", accept_kernel, types | {"valid": "*u1"}, trees.accept_constants(nodes, 16),
+            trees.accept_warps(nodes),
+        )  # fmt: skip
+
+
+def choice_variants(vocab: int) -> Iterator[Variant]:
+    """Drafts of every width, and the target's choice, greedy and sampled."""
+    for pool, width, sampled in ((1, 1, False), (16, 16, False), (64, 16, True)):
+        constants = choices.pool_constants(vocab, pool, width)
+        block = {"BLOCKS": constants["BLOCKS"], "BLOCK": choices.BLOCK}
+        about = f"{width} of {vocab}{' sampled' if sampled else ''}"
+        types = {"logits": "*bf16", "maxima": "*i32", "partial": "*fp32"}
+        yield Variant(
+            f"segments {about}", segments_kernel, types | {"vocab": "i32"}, block | {"SEG": constants["SEG"]},
+            choices.WARPS,
+        )  # fmt: skip
+        parameters = {
+            "context_len": "*i64", "temperature": "*fp32", "seed": "*i64", "min_p": "*fp32", "top_k": "*i64",
+            "top_p": "*fp32",
+        }  # fmt: skip
+        types |= {"ids": "*i64"} | (parameters if sampled else {})
+        flags = dict.fromkeys(("SAMPLED", "MIN_P", "TOP_K", "TOP_P"), sampled)
+        yield Variant(
+            f"pool {about}", pool_kernel, types | {"tokens": "*i64", "logprob": "*fp32", "vocab": "i32"},
+            constants | flags | {"ROWS": 105, "SLOTS": 15}, choices.pool_warps(pool),
+        )  # fmt: skip
+    blocks = -(-vocab // choices.BLOCK)
+    for sampled in (False, True):
+        types = {"logits": "*bf16"}
+        types |= {"temperature": "*fp32", "seed": "*i64", "context_len": "*i64", "depth": "*i64"} if sampled else {}
+        types |= {"threshold": "*i32"} if sampled else {}
+        yield Variant(
+            f"scores of {vocab}{' sampled' if sampled else ''}", scores_kernel,
+            types | {"partial": "*i64", "vocab": "i32"},
+            {"ROWS": 64, "BLOCKS": blocks, "BLOCK": choices.BLOCK, "SAMPLED": sampled}, choices.WARPS,
+        )  # fmt: skip
+    filters = {"temperature": "*fp32", "min_p": "*fp32", "top_k": "*i64", "top_p": "*fp32", "threshold": "*i32"}
+    yield Variant(
+        f"filters of {vocab}", threshold_kernel, {"logits": "*bf16"} | filters | {"vocab": "i32"},
+        {"ROWS": 64, "BLOCK": choices.BLOCK} | dict.fromkeys(("MIN_P", "TOP_K", "TOP_P"), True), choices.ROW_WARPS,
+    )  # fmt: skip
+    yield Variant(
+        f"combine {vocab}", combine_kernel, {"partial": "*i64", "chosen": "*i64"},
+        {"BLOCKS": blocks, "BLOCKSP": choices.power(blocks)}, 1,
     )  # fmt: skip
 
 
@@ -137,6 +231,9 @@ def variants() -> Iterator[Variant]:
     yield write_variant("bf16", "bf16", path=False)
     yield write_variant("bf16", "bf16", path=True)
     yield write_variant("bf16", FP8, path=True)
+    yield from tree_variants()
+    for vocab in (151_936, 32_000):
+        yield from choice_variants(vocab)
     yield from layer_variants()
 
 

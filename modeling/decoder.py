@@ -45,8 +45,11 @@ class TargetModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., E] -> [..., V] in fp32, so that the argmax breaks ties at the same precision everywhere."""
-        logits = F.linear(hidden, self.head) if self.packed_head is None else self.packed_head(hidden)
-        return logits.float()
+        return self.raw_logits(hidden).float()
+
+    def raw_logits(self, hidden: Tensor) -> Tensor:
+        """`logits` in the type of the head, for kernels that convert them in registers."""
+        return F.linear(hidden, self.head) if self.packed_head is None else self.packed_head(hidden)
 
     def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
         """tokens [B, T]; `aux_layer_ids` are layer ids whose outputs the drafters read (see

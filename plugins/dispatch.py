@@ -29,6 +29,7 @@ FP8_CAPABILITY = (8, 9)
 FENCED_TRITON = Version("3.7.1")
 FENCE_CAPABILITY = (9, 0)
 NO_FALLBACK = "D2SD_NO_FALLBACK"
+NO_TRITON = "triton is not installed (pip install 'd2sd[triton]')"
 
 
 def use_triton(pages: torch.Tensor) -> bool:
@@ -40,6 +41,18 @@ def use_triton(pages: torch.Tensor) -> bool:
         return False
     reason = unsupported(pages.shape[-1], pages.dtype, torch.cuda.get_device_capability(pages.device))
     return reason is None or _fall_back("attention", reason)
+
+
+def use_kernels(x: torch.Tensor, what: str, reason: str | None = None) -> bool:
+    """Whether `what`, an op without heads and pages over tensors like `x`, runs as a Triton kernel.
+
+    `reason`: why its kernel does not take this call. Raises `D2SDError` where a CUDA device runs no kernel, under
+    `D2SD_NO_FALLBACK=1`.
+    """
+    if x.device.type != "cuda":
+        return False
+    reason = reason or _unsupported_device(torch.cuda.get_device_capability(x.device))
+    return reason is None or _fall_back(what, reason)
 
 
 def use_fp8_gemm(x: torch.Tensor) -> bool:
@@ -86,7 +99,7 @@ def _fall_back(what: str, reason: str) -> bool:
 def unsupported(size: int, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
     """Why the kernels do not take heads of `size` in pages of `dtype`; None where they do."""
     if find_spec("triton") is None:
-        return "triton is not installed (pip install 'd2sd[triton]')"
+        return NO_TRITON
     if capability >= FENCE_CAPABILITY and (version := triton_version()) < FENCED_TRITON:
         return (
             f"triton {version} compiles the attention kernel for compute capability 9.0 and above without a fence that"
@@ -98,6 +111,13 @@ def unsupported(size: int, dtype: torch.dtype, capability: tuple[int, int]) -> s
         return None if capability >= FP8_CAPABILITY else f"FP8 pages need compute capability 8.9, this is {capability}"
     if dtype not in TYPES:
         return f"pages of {dtype}"
+    return _unsupported_device(capability)
+
+
+@cache
+def _unsupported_device(capability: tuple[int, int]) -> str | None:
+    if find_spec("triton") is None:
+        return NO_TRITON
     return None if capability >= (8, 0) else f"compute capability {capability} is below 8.0"
 
 

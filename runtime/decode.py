@@ -148,5 +148,5 @@ def _packed(batch: Batch, logits: Tensor, accepted: Accepted) -> Tensor:
     if batch.sampling.logprobs is None:
         return packed
     rows = torch.arange(len(packed), device=packed.device)[:, None]
-    found = pack_logprobs(logits[rows, accepted.path], accepted.tokens, batch.sampling.logprobs)
+    found = pack_logprobs(logits[rows, accepted.path].float(), accepted.tokens, batch.sampling.logprobs)
     return torch.cat([packed, found.flatten(1)], dim=1)

@@ -34,8 +34,8 @@ from d2sd.errors import D2SDError
 
 #: Part -> most seconds. Together they exceed the budget: a part that needs less leaves its time to the later ones.
 PARTS = {
-    "probe": 100, "copy": 40, "checks": 90, "replay": 40, "layers": 60, "captured": 90, "steps": 120, "times": 170,
-    "writes": 40, "pytest": 150, "flex": 150,
+    "probe": 100, "copy": 40, "checks": 90, "replay": 40, "layers": 60, "choices": 120, "captured": 90, "steps": 120,
+    "times": 170, "writes": 40, "pytest": 150, "flex": 150,
 }  # fmt: skip
 #: Parts that run, or report why not, without a CUDA device.
 ANYWHERE = ("probe",)

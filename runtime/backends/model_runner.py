@@ -21,6 +21,7 @@ from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.packed import pack, reduced_head
 from d2sd.modeling.rows import Rows
+from d2sd.plugins import choose
 from d2sd.runtime.backends.graphs import Capture, CudaGraphs
 from d2sd.runtime.backends.pending_context import MAX_PENDING_ROWS, ContextRows, PendingContext
 from d2sd.runtime.batch import Batch
@@ -36,7 +37,7 @@ from d2sd.runtime.speculation.tree import Tree
 class Verified:
     """The target's outputs at every node; nothing is committed yet."""
 
-    logits: Tensor  # [B, N, V] fp32
+    logits: Tensor  # [B, N, V]: fp32, or the head's own type where kernels choose the tokens
     rows: DecoderOutput
 
 
@@ -148,7 +149,8 @@ class ModelRunner:
         """The target over all nodes."""
         rows = Rows(batch.context_len[:, None] + tree.depth, tree.attn_mask, batch.page_table, batch.context_len)
         out = self.target(tree.tokens, rows, self._target_pool, self._aux_layer_ids)
-        return Verified(self.target.logits(out.hidden), out)
+        head = self.target.raw_logits if choose.use_kernels(out.hidden) else self.target.logits
+        return Verified(head(out.hidden), out)
 
     @torch.inference_mode()
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
@@ -220,7 +222,9 @@ class ModelRunner:
             pending.drop(pages)
 
     def _draft(self, which: int, batch: Batch, blocks: Tensor) -> Tensor:
-        """blocks [B, K, G], masked from each other -> logits [B, K, G-1, V or Vd] of slots 1 .. γ-1, in fp32."""
+        """blocks [B, K, G], masked from each other -> logits [B, K, G-1, V or Vd] of slots 1 .. γ-1, in
+        fp32, or in the head's own type where kernels read them.
+        """
         assert not self._pending[which].rows, "call sync_drafters first"
         drafter, pool = self._drafters[which], self._pools[which]
         _, count, size = blocks.shape
@@ -231,7 +235,8 @@ class ModelRunner:
         rows = Rows(positions, attn_mask, batch.page_table, batch.context_len)
         hidden = drafter.draft(self.target.embed_tokens(blocks.flatten(1)), rows, pool)
         # contiguous: on a view PyTorch multiplies batch by batch, 60 times slower in bf16 on a CPU
-        return self._heads[which](hidden.view(len(blocks), count, size, -1)[:, :, 1:].contiguous()).float()
+        logits = self._heads[which](hidden.view(len(blocks), count, size, -1)[:, :, 1:].contiguous())
+        return logits if choose.use_kernels(logits) else logits.float()
 
     def _candidates(self, which: int, batch: Batch, logits: Tensor, width: int) -> Draft:
         ids = self._drafters[which].draft_ids
@@ -239,7 +244,7 @@ class ModelRunner:
 
     def _draft_heads(self) -> list[Callable[[Tensor], Tensor]]:
         """The head of each drafter, hidden states -> logits; drafters with the same draft vocabulary share one."""
-        heads: dict[tuple[int, ...] | None, Callable[[Tensor], Tensor]] = {None: self.target.logits}
+        heads: dict[tuple[int, ...] | None, Callable[[Tensor], Tensor]] = {None: self.target.raw_logits}
         for drafter in self._drafters:
             ids = drafter.draft_ids
             if ids is not None and drafter.config.draft_vocabulary not in heads:

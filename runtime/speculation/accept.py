@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from d2sd.plugins import choose, draft_tree
 from d2sd.plugins.cpu import trees as cpu
 from d2sd.runtime.sampling.sample import Sampling, token_scores
 from d2sd.runtime.speculation.tree import Tree
@@ -44,6 +45,10 @@ class Accepted:
 
 def accept(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
     """Accept along `chosen` [B, N], the target's choice after each node; paths have at most `longest` nodes (γ)."""
+    if draft_tree.use_kernels(chosen):
+        from d2sd.plugins.draft_tree.triton.launch import accept_triton
+
+        return Accepted(*accept_triton(tree.tokens, tree.parent, tree.valid, tree.branch_id, chosen, longest))
     if cpu.supported(chosen):
         columns = tree.tokens, tree.parent, tree.depth, tree.valid, tree.branch_id
         return Accepted(*cpu.accept(*columns, chosen, longest))
@@ -78,11 +83,16 @@ def sample_target(
 ) -> Accepted:
     """Choose the target's tokens and accept along them; paths have at most `longest` nodes (γ).
 
-    logits [B, N, V] fp32; context_len [B], the root's position. `mask` [B, N, ceil(V / 32)] int32 has a bit for each
+    logits [B, N, V]; context_len [B], the root's position. `mask` [B, N, ceil(V / 32)] int32 has a bit for each
     token that a grammar allows after the node, the lowest for token 0; -1 in the rows of unconstrained requests.
     Without `static_shapes` the paths that have ended are left out of the levels below, which reads back from the
     device: then a step chooses no more rows than plain decoding chooses for the same tokens.
     """
+    if mask is None and not sampling.changes_logits and choose.use_kernels(logits):
+        from d2sd.plugins.choose.triton.launch import choose_triton
+
+        chosen = choose_triton(logits, context_len, tree.depth, sampling if sampling.any_sampled else None)
+        return accept(tree, chosen, longest)
     if sampling.is_argmax and mask is None:
         return accept(tree, cpu.argmax(logits) if cpu.supported(logits) else logits.argmax(-1), longest)
     batch, nodes, vocab_size = logits.shape
@@ -96,7 +106,7 @@ def sample_target(
         before = context_len[row] + depth
         level_noise = sampling.noise(before, 1, vocab_size) if noise is None else noise[:, depth : depth + 1]
         allowed = None if mask is None else unpack_bits(mask[row, node], vocab_size)
-        chosen = _choose(logits[row, node], before + 1, sampling, level_noise, allowed)
+        chosen = _choose(logits[row, node].float(), before + 1, sampling, level_noise, allowed)
         path[row, depth] = node.where(on_path, 0)
         tokens[row, depth] = chosen
         count[row] += on_path

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from d2sd.plugins import choose
 from d2sd.runtime.sampling.filters import apply_filters
 from d2sd.runtime.sampling.philox import gumbel_at
 from d2sd.runtime.sampling.sample import Sampling
@@ -85,7 +86,7 @@ def index_in_vocab(ids: Tensor, tokens: Tensor) -> Tensor:
 
 
 def candidates(logits: Tensor, context_len: Tensor, sampling: Sampling, width: int, ids: Tensor | None = None) -> Draft:
-    """The `width` likeliest tokens of every slot: logits [B, K, S, V or Vd] in fp32 -> [B, K, S, M].
+    """The `width` likeliest tokens of every slot: logits [B, K, S, V or Vd] -> [B, K, S, M].
 
     When the target samples, it takes argmax(logits / T + g) with noise g that depends on seed, position and token
     alone. Drafts are ranked by scores with the same g ("drafter-invariant" coupling, Daliri et al., arXiv 2408.07978):
@@ -93,7 +94,14 @@ def candidates(logits: Tensor, context_len: Tensor, sampling: Sampling, width: i
     CANDIDATE_POOL likeliest tokens only. Probabilities are normalised over the draft vocabulary.
     """
     size = logits.shape[-1]
-    pool, tokens = logits.topk(min(width if sampling.is_argmax else CANDIDATE_POOL, size), dim=-1)
+    pool_size = min(width if sampling.is_argmax else CANDIDATE_POOL, size)
+    if not sampling.changes_logits and choose.use_kernels(logits):
+        from d2sd.plugins.choose.triton.launch import candidates_triton
+
+        sampled = sampling if sampling.any_sampled else None
+        return Draft(*candidates_triton(logits, context_len, min(width, size), pool_size, ids, sampled))
+    logits = logits.float()
+    pool, tokens = logits.topk(pool_size, dim=-1)
     if ids is not None:
         tokens = ids[tokens]
     total = logits.logsumexp(-1, keepdim=True)

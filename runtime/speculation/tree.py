@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from d2sd.plugins import draft_tree
+
 # Shape letters: B requests, C candidates, G block size γ, N nodes (the node budget), F nodes before the budget.
 
 
@@ -42,6 +44,10 @@ def max_nodes(block_size: int, branches: int) -> int:
 
 def from_chain(tokens: Tensor, score: Tensor) -> Tree:
     """A chain of one candidate [B, N] with path scores [B, N]; it ends before the first score of -inf."""
+    if draft_tree.use_kernels(tokens):
+        from d2sd.plugins.draft_tree.triton.launch import chain_triton
+
+        return Tree(*chain_triton(tokens, score))
     batch, size = tokens.shape
     steps = torch.arange(size, device=tokens.device)
     depth = steps.expand(batch, size)
@@ -52,6 +58,10 @@ def from_chain(tokens: Tensor, score: Tensor) -> Tree:
 
 def from_candidates(candidates: Tensor, score: Tensor, budget: int) -> Tree:
     """candidates [B, C, G], all with the same slot 0, and their path scores [B, C, G] -> at most `budget` nodes."""
+    if draft_tree.use_kernels(candidates):
+        from d2sd.plugins.draft_tree.triton.launch import candidates_triton
+
+        return Tree(*candidates_triton(candidates, score, budget))
     batch, count, size = candidates.shape
     device = candidates.device
     # same[b, c, e, g]: candidates c and e agree on slots 0 .. g. The first such candidate owns the node.

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).parent / "interpreted.py"
+FILES = [Path(__file__).parent / name for name in ("interpreted.py", "interpreted_choices.py")]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="the extra triton is not installed")
 @pytest.mark.slow
 def test_the_suite_under_the_interpreter() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(FILE)], cwd=FILE.parents[2],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *FILES], cwd=FILES[0].parents[2],
         env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -31,7 +31,7 @@ def run(names: list[str], *options: str, **environment: str) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("names", [["attention"], ["pages", "models", "layers"]], ids=" ".join)
+@pytest.mark.parametrize("names", [["attention"], ["pages", "models", "layers"], ["trees", "choices"]], ids=" ".join)
 def test_kernels_under_the_interpreter(names: list[str]) -> None:
     run(names, "-m", "not slow", TRITON_INTERPRET="1")
 
@@ -39,8 +39,9 @@ def test_kernels_under_the_interpreter(names: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.interpreter
 @pytest.mark.timeout(300)
-def test_kernels_under_the_interpreter_in_the_other_dtype() -> None:
-    run(["attention"], "-m", "slow", TRITON_INTERPRET="1")
+@pytest.mark.parametrize("name", ["attention", "trees", "choices", "steps"])
+def test_kernels_under_the_interpreter_in_every_case(name: str) -> None:
+    run([name], "-m", "slow", TRITON_INTERPRET="1")
 
 
 @pytest.mark.subprocess
@@ -50,4 +51,4 @@ def test_launchers_bind_what_is_compiled_ahead_of_time() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_kernels_on_a_gpu() -> None:
-    run(["attention", "pages", "layers"], TRITON_INTERPRET="0")
+    run(["attention", "pages", "layers", "trees", "choices"], TRITON_INTERPRET="0")

@@ -18,6 +18,8 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from d2sd.plugins.cascade_attention import PagedContext
 from d2sd.plugins.cascade_attention.triton import launch as attention
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel
+from d2sd.plugins.choose.triton import launch as choices
+from d2sd.plugins.draft_tree.triton import launch as trees
 from d2sd.plugins.kv_pages.triton import launch as pages
 from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
 from d2sd.plugins.layer_ops import Heads
@@ -77,6 +79,65 @@ def test_write(monkeypatch: pytest.MonkeyPatch) -> None:
     strides = {"row_stride": "i32", "page_stride": "i32"}  # 64 bits where a pool is large, as it is compiled ahead
     assert bound.types() == variant.types | strides
     assert bound.constants() == variant.constants
+
+
+def bound(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> list[Bound]:
+    """Stand-ins for these kernels of a launcher's module, bound alone: `make kernels` compiles the same."""
+    monkeypatch.setattr("triton.compiler.compile", lambda src, **_: SimpleNamespace(src=src))
+    found = [Bound(getattr(module, name)) for name in names]
+    for name, kernel in zip(names, found, strict=True):
+        monkeypatch.setattr(module, name, kernel)
+    return found
+
+
+def assert_compiled_ahead(kernel: Bound, variant: Any) -> None:
+    assert kernel.types() == variant.types
+    assert kernel.constants() == {name: value for name, value in variant.constants.items() if value is not None}
+
+
+@pytest.mark.parametrize("branches", [0, 7])
+def test_growth(branches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (kernel,) = bound(monkeypatch, trees, "grow_kernel")
+    tokens, anchor = torch.zeros(2, 15, 16, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+    more = torch.zeros(2, branches, 15, 16, dtype=torch.long)
+    behind = ((more[..., 0], more[:, :, 0, 0]), (more, more.float())) if branches else (None, None)
+    trees.growth_triton(anchor, tokens, tokens.float(), 64, *behind)
+    assert_compiled_ahead(kernel, SCRIPT["growth_variant"](64, branches))
+
+
+def test_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    merge, chain, accept = bound(monkeypatch, trees, "candidates_kernel", "chain_kernel", "accept_kernel")
+    made = {variant.name: variant for variant in SCRIPT["tree_variants"]()}
+    tokens = torch.zeros(2, 8, 16, dtype=torch.long)
+    trees.candidates_triton(tokens, tokens.float(), 64)
+    assert_compiled_ahead(merge, made["merge 8x16 to 64"])
+    trees.chain_triton(tokens[:, 0], tokens[:, 0].float())
+    assert_compiled_ahead(chain, made["chain 16"])
+    node = torch.zeros(2, 64, dtype=torch.long)
+    trees.accept_triton(node, node, node > 0, node, node, 16)
+    assert_compiled_ahead(accept, made["accept 64"])
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_choices(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("segments_kernel", "pool_kernel", "scores_kernel", "combine_kernel", "threshold_kernel")
+    segments, pool, scores, combine, threshold = bound(monkeypatch, choices, *names)
+    vocab, one, number = 32_000, torch.ones(1), torch.ones(1, dtype=torch.long)
+    logits = torch.zeros(1, 7, 15, vocab, dtype=torch.bfloat16)
+    parameters = SimpleNamespace(
+        temperature=one, seed=number, min_p=one, top_k=number, top_p=one, any_min_p=True, any_top_k=True, any_top_p=True
+    )
+    sampling: Any = parameters if sampled else None
+    choices.candidates_triton(logits, number, 16, 64 if sampled else 16, torch.arange(vocab), sampling)
+    choices.choose_triton(logits[:, :4].reshape(1, 60, vocab), number, torch.zeros(1, 60, dtype=torch.long), sampling)
+    made = {variant.name: variant for variant in SCRIPT["choice_variants"](vocab)}
+    more = " sampled" if sampled else ""
+    assert_compiled_ahead(segments, made[f"segments 16 of 32000{more}"])
+    assert_compiled_ahead(pool, made[f"pool 16 of 32000{more}"])
+    assert scores.types() == made[f"scores of 32000{more}"].types
+    assert combine.types() == made["combine 32000"].types
+    if sampled:
+        assert threshold.types() == made["filters of 32000"].types
 
 
 @pytest.mark.parametrize("fp8", [False, True])

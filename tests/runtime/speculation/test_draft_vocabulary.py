@@ -125,7 +125,7 @@ def test_one_copy_of_the_head_for_each_vocabulary() -> None:
     same, other, single = (Coached(frequent(24), ids) for ids in (frequent(24), frequent(16), None))
     assert same._heads[0] is same._heads[1]
     assert other._heads[0] is not other._heads[1]
-    assert single._heads[1] == single.target.logits
+    assert single._heads[1] == single.target.raw_logits
 
 
 # -- the same drafts as a whole head whose other tokens are impossible -------------------------------------------------

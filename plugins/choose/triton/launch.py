@@ -1,0 +1,122 @@
+"""Launches the kernels from logits to tokens. Nothing here waits for the device: a CUDA graph can capture it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from d2sd.plugins.choose.triton.drafts import pool_kernel, segments_kernel
+from d2sd.plugins.choose.triton.filters import threshold_kernel
+from d2sd.plugins.choose.triton.tokens import combine_kernel, scores_kernel
+
+# Shape letters: B requests, K branches, S slots, N nodes, R rows of logits, M candidates of a slot, V vocabulary.
+
+#: Logits that one program reads.
+BLOCK = 4096
+WARPS = 8
+#: Of a program that reads a whole row.
+ROW_WARPS = 16
+
+
+class Parameters(Protocol):
+    """What the kernels read of `d2sd.runtime.sampling.sample.Sampling`."""
+
+    @property
+    def temperature(self) -> Tensor: ...  # [B] fp32, 0 where greedy
+    @property
+    def seed(self) -> Tensor: ...  # [B] int64
+    @property
+    def min_p(self) -> Tensor: ...  # [B] fp32
+    @property
+    def top_k(self) -> Tensor: ...  # [B] int64
+    @property
+    def top_p(self) -> Tensor: ...  # [B] fp32
+    @property
+    def any_min_p(self) -> bool: ...
+    @property
+    def any_top_k(self) -> bool: ...
+    @property
+    def any_top_p(self) -> bool: ...
+
+
+def power(size: int) -> int:
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+def segment_size(vocab: int, pool: int) -> int:
+    """Neighbours of one maximum: as many segments as tokens in the segments that are looked into."""
+    size = 32
+    while size < 256 and size * size * 2 <= vocab // pool:
+        size *= 2
+    return size
+
+
+def pool_constants(vocab: int, pool: int, width: int) -> dict[str, int]:
+    blocks, seg = -(-vocab // BLOCK), segment_size(vocab, pool)
+    segments = blocks * (BLOCK // seg)
+    return {
+        "POOL": pool, "POOLP": power(pool), "WIDTH": width, "SEG": seg, "SEGMENTS": segments,
+        "SEGMENTSP": max(power(segments), power(pool)), "BLOCKS": blocks, "BLOCKSP": power(blocks),
+    }  # fmt: skip
+
+
+def pool_warps(pool: int) -> int:
+    return WARPS if pool <= 16 else 2 * WARPS
+
+
+def candidates_triton(
+    logits: Tensor, context_len: Tensor, width: int, pool: int, ids: Tensor | None, sampling: Parameters | None
+) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probabilities [B, K, S, M] of logits [B, K, S, V] in any type; `sampling` None: all greedy."""
+    batch, count, slots, vocab = logits.shape
+    rows, device = batch * count * slots, logits.device
+    constants = pool_constants(vocab, pool, width)
+    maxima = torch.empty(rows, constants["SEGMENTS"], dtype=torch.int32, device=device)
+    partial = torch.empty(rows, 2, constants["BLOCKS"], dtype=torch.float32, device=device)
+    tokens = torch.empty(batch, count, slots, width, dtype=torch.long, device=device)
+    logprob = torch.empty(batch, count, slots, width, dtype=torch.float32, device=device)
+    logits = logits.contiguous()
+    given = [None] * 5 if sampling is None else [
+        sampling.temperature, sampling.seed, sampling.min_p, sampling.top_k, sampling.top_p,
+    ]  # fmt: skip
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+        segments_kernel[(rows, constants["BLOCKS"])](
+            logits, maxima, partial, vocab, BLOCKS=constants["BLOCKS"], BLOCK=BLOCK, SEG=constants["SEG"],
+            num_warps=WARPS,
+        )  # fmt: skip
+        pool_kernel[(rows,)](
+            logits, maxima, partial, ids, None if sampling is None else context_len, *given, tokens, logprob, vocab,
+            ROWS=count * slots, SLOTS=slots, **constants, SAMPLED=sampling is not None,
+            MIN_P=sampling is not None and sampling.any_min_p, TOP_K=sampling is not None and sampling.any_top_k,
+            TOP_P=sampling is not None and sampling.any_top_p, num_warps=pool_warps(pool),
+        )  # fmt: skip
+    return tokens, logprob
+
+
+def choose_triton(logits: Tensor, context_len: Tensor, depth: Tensor, sampling: Parameters | None) -> Tensor:
+    """The token [B, N] after each node: logits [B, N, V] in any type, depth [B, N]; `sampling` None: all greedy."""
+    batch, nodes, vocab = logits.shape
+    blocks = -(-vocab // BLOCK)
+    partial = torch.empty(batch * nodes, blocks, dtype=torch.long, device=logits.device)
+    chosen = torch.empty(batch, nodes, dtype=torch.long, device=logits.device)
+    logits = logits.contiguous()
+    given: list[Tensor | None] = [None] * 5
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+        if sampling is not None:
+            given = [sampling.temperature, sampling.seed, context_len, depth.contiguous(), None]
+            flags = {"MIN_P": sampling.any_min_p, "TOP_K": sampling.any_top_k, "TOP_P": sampling.any_top_p}
+            if any(flags.values()):
+                given[-1] = torch.empty(batch * nodes, dtype=torch.int32, device=logits.device)
+                threshold_kernel[(batch * nodes,)](
+                    logits, sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p, given[-1], vocab,
+                    ROWS=nodes, BLOCK=BLOCK, **flags, num_warps=ROW_WARPS,
+                )  # fmt: skip
+        scores_kernel[(batch * nodes, blocks)](
+            logits, *given, partial, vocab, ROWS=nodes, BLOCKS=blocks, BLOCK=BLOCK, SAMPLED=sampling is not None,
+            num_warps=WARPS,
+        )  # fmt: skip
+        combine_kernel[(batch * nodes,)](partial, chosen, BLOCKS=blocks, BLOCKSP=power(blocks), num_warps=1)
+    return chosen

@@ -1,0 +1,157 @@
+"""Launches the kernels of trees. Nothing here waits for the device: a CUDA graph can capture it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from d2sd.plugins.draft_tree.triton.accept import accept_kernel
+from d2sd.plugins.draft_tree.triton.growth import grow_kernel
+from d2sd.plugins.draft_tree.triton.nodes import candidates_kernel, chain_kernel
+
+# Shape letters: B requests, N nodes, C candidates, G slots with the anchor, S without it, K branches, M candidates of a
+# slot.
+
+
+class Columns(NamedTuple):
+    """The fields of `d2sd.runtime.speculation.tree.Tree`, in its order."""
+
+    tokens: Tensor  # [B, N] int64
+    parent: Tensor  # [B, N] int64
+    depth: Tensor  # [B, N] int64
+    valid: Tensor  # [B, N] bool
+    attn_mask: Tensor  # [B, N, N] bool
+    branch_id: Tensor  # [B, N] int64
+    score: Tensor  # [B, N] fp32
+    num_merged: Tensor  # [B] int64
+
+    @staticmethod
+    def empty(batch: int, nodes: int, device: torch.device) -> Columns:
+        tokens, parent, depth, branch_id = torch.empty(4, batch, nodes, dtype=torch.long, device=device).unbind(0)
+        return Columns(
+            tokens, parent, depth,
+            torch.empty(batch, nodes, dtype=torch.bool, device=device),
+            torch.empty(batch, nodes, nodes, dtype=torch.bool, device=device),
+            branch_id,
+            torch.empty(batch, nodes, dtype=torch.float32, device=device),
+            torch.empty(batch, dtype=torch.long, device=device),
+        )  # fmt: skip
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """In the order of the kernels' arguments."""
+        return (
+            self.tokens, self.parent, self.depth, self.branch_id, self.valid, self.score, self.attn_mask,
+            self.num_merged,
+        )  # fmt: skip
+
+
+def power(size: int) -> int:
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+def tree_constants(nodes: int) -> dict[str, int]:
+    padded = power(nodes)
+    return {"N": nodes, "NP": padded, "TILE": min(padded, (4096 if padded <= 128 else 16384) // padded)}
+
+
+def tree_warps(nodes: int) -> int:
+    return 4 if nodes <= 128 else 8
+
+
+def chain_triton(candidate: Tensor, score: Tensor) -> Columns:
+    """`tree.from_chain`: candidate [B, N] int64, score [B, N] fp32."""
+    batch, nodes = candidate.shape
+    if candidate.stride(1) != 1 or score.stride(1) != 1:
+        candidate, score = candidate.contiguous(), score.contiguous()
+    out = Columns.empty(batch, nodes, candidate.device)
+    with torch.cuda.device_of(candidate):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+        chain_kernel[(batch,)](
+            candidate, score, *out.outputs(), candidate.stride(0), score.stride(0),
+            **tree_constants(nodes), num_warps=tree_warps(nodes),
+        )  # fmt: skip
+    return out
+
+
+def candidates_constants(count: int, size: int) -> dict[str, int]:
+    return {"C": count, "G": size, "CP": power(count), "GP": power(size)}
+
+
+def candidates_warps(count: int, size: int, nodes: int) -> int:
+    return max(tree_warps(nodes), 4 if power(count) * power(size) <= 512 else 8)
+
+
+def candidates_triton(candidate: Tensor, score: Tensor, budget: int) -> Columns:
+    """`tree.from_candidates`: candidate [B, C, G] int64, score [B, C, G] fp32."""
+    batch, count, size = candidate.shape
+    out = Columns.empty(batch, budget, candidate.device)
+    with torch.cuda.device_of(candidate):  # type: ignore[no-untyped-call]
+        candidates_kernel[(batch,)](
+            candidate.contiguous(), score.contiguous(), *out.outputs(),
+            **candidates_constants(count, size), **tree_constants(budget),
+            num_warps=candidates_warps(count, size, budget),
+        )  # fmt: skip
+    return out
+
+
+def growth_constants(nodes: int, width: int, branches: int) -> dict[str, int]:
+    padded, wide = power(nodes), power(width)
+    return {
+        "M": width, "MP": wide, "K": branches, "KP": power(branches) if branches else 1,
+        "ROWS": min(padded, max(1, max(padded, 4096 if padded > 128 else 2048) // wide)),
+    }  # fmt: skip
+
+
+def growth_triton(
+    anchor: Tensor,
+    tokens: Tensor,
+    logprob: Tensor,
+    rows: int,
+    branches: tuple[Tensor, Tensor] | None = None,
+    second: tuple[Tensor, Tensor] | None = None,
+) -> Columns:
+    """`growth.best_first_tree`.
+
+    tokens int64 and logprob fp32: of the first draft [B, S, M], `second` of the other [B, K, S, M]; `branches`: tokens
+    [B, K, S] and prefix lengths [B, K].
+    """
+    batch, slots, width = tokens.shape
+    count = 0
+    more: list[Tensor | None] = [None] * 4
+    if branches is not None and second is not None:
+        count = branches[1].shape[1]
+        more = [x.contiguous() for x in (*second, *branches)]
+    tokens, logprob = (x if x[0].is_contiguous() else x.contiguous() for x in (tokens, logprob))
+    out = Columns.empty(batch, rows, anchor.device)
+    scratch = torch.empty(batch, 4, 1 + slots * power(rows), dtype=torch.long, device=anchor.device)
+    with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
+        grow_kernel[(batch,)](
+            anchor, tokens, logprob, *more, *out.outputs(), scratch, tokens.stride(0), logprob.stride(0), slots,
+            **growth_constants(rows, width, count), **tree_constants(rows), num_warps=tree_warps(rows),
+        )  # fmt: skip
+    return out
+
+
+def accept_triton(
+    tokens: Tensor, parent: Tensor, valid: Tensor, branch_id: Tensor, chosen: Tensor, longest: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`accept.accept`: path [B, G], count [B], tokens [B, G] and branch [B], all int64, for G = `longest`."""
+    batch, nodes = chosen.shape
+    path, accepted = torch.empty(2, batch, longest, dtype=torch.long, device=chosen.device).unbind(0)
+    packed = torch.empty(batch, 2, dtype=torch.long, device=chosen.device)
+    columns = (x.contiguous() for x in (tokens, parent, valid, branch_id, chosen))
+    with torch.cuda.device_of(chosen):  # type: ignore[no-untyped-call]
+        accept_kernel[(batch,)](
+            *columns, path, accepted, packed, **accept_constants(nodes, longest), num_warps=accept_warps(nodes),
+        )  # fmt: skip
+    return path, packed[:, 0], accepted, packed[:, 1]
+
+
+def accept_constants(nodes: int, longest: int) -> dict[str, int]:
+    return {"N": nodes, "NP": power(nodes), "G": longest, "GP": power(longest)}
+
+
+def accept_warps(nodes: int) -> int:
+    return 1 if nodes <= 256 else 4

@@ -1,0 +1,111 @@
+"""The columns and the mask of a tree, and the tree of candidates that share prefixes. One program builds one tree.
+
+Shape letters as in `d2sd.runtime.speculation.tree`, whose functions are the specification. Capitals with P are sizes
+rounded up to powers of two.
+"""
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def store_mask(attn_mask, parent, depth, valid, N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr):
+    """Rows of `attn_mask`: each valid node attends to itself and its ancestors, padding to itself.
+
+    Padding has depth 0.
+    """
+    column = tl.arange(0, NP)[None, :]
+    deepest = tl.max(depth, axis=0)
+    above = tl.where(valid, parent, tl.arange(0, NP))
+    for start in range(0, NP, TILE):
+        row = start + tl.arange(0, TILE)
+        node = row
+        seen = node[:, None] == column
+        for _ in range(deepest):
+            node = tl.gather(above, node, 0)
+            seen = seen | (node[:, None] == column)
+        inside = (row[:, None] < N) & (column < N)
+        tl.store(attn_mask + row[:, None] * N + column, seen, mask=inside)
+
+
+@triton.jit
+def chain_kernel(
+    candidate, path_score, tokens, parent, depth, branch_id, valid, score, attn_mask, num_merged,
+    candidate_stride, score_stride,
+    N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid (B). candidate, path_score: [B, N]."""
+    request = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, NP)
+    inside = n < N
+    own = tl.load(path_score + request * score_stride + n, mask=inside, other=float("-inf"))
+    real = own > float("-inf")
+    token = tl.load(candidate + request * candidate_stride + n, mask=inside & real, other=0)
+    at = request * N + n
+    tl.store(tokens + at, token, mask=inside)
+    tl.store(parent + at, tl.maximum(n - 1, 0), mask=inside)
+    tl.store(depth + at, n, mask=inside)
+    tl.store(branch_id + at, n * 0, mask=inside)
+    tl.store(valid + at, real, mask=inside)
+    tl.store(score + at, tl.where(real, own, float("-inf")), mask=inside)
+    tl.store(num_merged + request, 0)
+    store_mask(attn_mask + request * N * N, tl.maximum(n - 1, 0), tl.where(real, n, 0), real, N, NP, TILE)
+
+
+@triton.jit
+def candidates_kernel(
+    candidate, path_score, tokens, parent, depth, branch_id, valid, score, attn_mask, num_merged,
+    C: tl.constexpr, G: tl.constexpr, CP: tl.constexpr, GP: tl.constexpr,
+    N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid (B). candidate, path_score: [B, C, G]."""
+    request = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, CP)[:, None]
+    g = tl.arange(0, GP)[None, :]
+    inside = (c < C) & (g < G)
+    source = request * C * G + c * G + g
+    token = tl.load(candidate + source, mask=inside, other=-1)
+
+    # The first candidate with the same prefix owns the node.
+    owner = c + tl.zeros([CP, GP], dtype=tl.int32)
+    for back in range(C):
+        e = C - 1 - back
+        other = tl.load(candidate + request * C * G + e * G + g, mask=g < G, other=-1)
+        same = tl.cumsum((token != other).to(tl.int32), axis=1) == 0
+        owner = tl.where(same & (c < C), e, owner)
+    own = (owner == c) & inside
+    in_row = tl.cumsum(own.to(tl.int32), axis=1)
+    of_row = tl.sum(own.to(tl.int32), axis=1)
+    index = (tl.cumsum(of_row, axis=0) - of_row)[:, None] + in_row - 1
+    total = tl.sum(of_row, axis=0)
+    node = tl.gather(index, owner, 0)
+    above = tl.gather(node, tl.maximum(g - 1, 0) + tl.zeros([CP, GP], dtype=tl.int32), 1)
+    above = tl.where(g == 0, 0, above)
+
+    kept = own & (index < N)
+    at = request * N + index
+    tl.store(tokens + at, token, mask=kept)
+    tl.store(parent + at, above, mask=kept)
+    tl.store(depth + at, g + c * 0, mask=kept)
+    tl.store(branch_id + at, c + g * 0, mask=kept)
+    tl.store(score + at, tl.load(path_score + source, mask=kept, other=0.0), mask=kept)
+
+    n = tl.arange(0, NP)
+    real = n < total
+    padding = (n < N) & (n >= total)
+    at = request * N + n
+    tl.store(tokens + at, n * 0, mask=padding)
+    tl.store(parent + at, n * 0, mask=padding)
+    tl.store(depth + at, n * 0, mask=padding)
+    tl.store(branch_id + at, n * 0, mask=padding)
+    tl.store(score + at, tl.full([NP], float("-inf"), tl.float32), mask=padding)
+    tl.store(valid + at, real, mask=n < N)
+    tl.store(num_merged + request, C * G - total)
+
+    tl.debug_barrier()  # what other threads have stored
+    up = tl.load(parent + at, mask=n < N, other=0).to(tl.int32)
+    levels = tl.load(depth + at, mask=n < N, other=0).to(tl.int32)
+    store_mask(attn_mask + request * N * N, up, levels, real & (n < N), N, NP, TILE)

@@ -1,0 +1,171 @@
+"""The kernels from logits to tokens against the functions of the runtime that specify them."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from d2sd.plugins import choose
+from d2sd.plugins.choose.triton.filters import threshold_kernel
+from d2sd.plugins.choose.triton.launch import choose_triton
+from d2sd.plugins.choose.triton.noise import philox_words
+from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling.filters import _ascending, apply_filters
+from d2sd.runtime.sampling.philox import philox
+from d2sd.runtime.sampling.sample import Sampling, token_scores
+from d2sd.runtime.speculation.draft import candidates
+from tests.plugins.kernels.calls import DEVICE
+from tests.plugins.kernels.trees import specification, stable_topk, there
+
+__all__ = ["specification", "stable_topk"]
+GREEDY = [SamplingParams(seed=2)] * 2
+SAMPLED = [SamplingParams(1.0, seed=2**64 - 7), SamplingParams(0.3, seed=3)]
+MIXED = [SamplingParams(0.7, seed=5), SamplingParams(seed=6)]
+TOP = [SamplingParams(1.3, seed=5, top_p=0.8, top_k=9), SamplingParams(0.6, seed=6, min_p=0.1, top_p=0.5)]
+NUCLEUS = SamplingParams(0.9, seed=8, top_p=0.95)
+CHOICES = (GREEDY, SAMPLED, MIXED, TOP, [TOP[0], GREEDY[0]], [NUCLEUS, TOP[1]])
+#: Nodes or slots, tokens: one block, several, a tail of one; one token alone.
+SIZES = ((3, 1), (2, 63), (3, 1000), (2, 4097))
+
+
+def sampling_of(params: list[SamplingParams], vocab: int, device: str) -> Sampling:
+    return Sampling.of(params, vocab, device).to(device)
+
+
+def logits_of(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Few distinct values, so that many tie; some rows hold -inf alone, one token alone, or equal numbers."""
+    draw = torch.Generator().manual_seed(seed)
+    x = (torch.randn(shape, generator=draw) * 3).to(dtype)
+    rows = x.view(-1, shape[-1])
+    rows[0] = float("-inf")
+    rows[0, -1] = 1.0
+    rows[1 % len(rows)] = -0.0
+    rows[1 % len(rows), shape[-1] // 2 :] = 0.0
+    rows[2 % len(rows)].masked_fill_(torch.rand(shape[-1], generator=draw) < 0.5, float("-inf"))
+    rows[2 % len(rows), 0] = 2.0
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def words_kernel(seed, position, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    n = tl.arange(0, SIZE)
+    w0, w1, w2, w3 = philox_words(tl.load(seed), tl.load(position), n * 7919)
+    tl.store(out + n, w0.to(tl.int64))
+    tl.store(out + SIZE + n, w1.to(tl.int64))
+    tl.store(out + 2 * SIZE + n, w2.to(tl.int64))
+    tl.store(out + 3 * SIZE + n, w3.to(tl.int64))
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF])
+def test_words_are_those_of_the_specification(seed: int) -> None:
+    key, position = torch.tensor(seed), torch.tensor(2**31 - 1)
+    out = torch.empty(4, 64, dtype=torch.long, device=DEVICE)
+    words_kernel[(1,)](key.to(DEVICE), position.to(DEVICE), out, SIZE=64)
+    zero = torch.tensor(0)
+    expected = philox(
+        (key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF), (torch.arange(64) * 7919, position.expand(64), zero, zero)
+    )
+    assert torch.equal(out.cpu(), torch.stack(list(expected)))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "vocab", "params"),
+    [
+        pytest.param(*size, params, marks=[] if size[1] in (1, 63) or turn in (6, 11) else pytest.mark.slow)
+        for turn, (params, size) in enumerate(product(CHOICES, SIZES))
+    ],
+)
+def test_choice(nodes: int, vocab: int, params: list[SamplingParams]) -> None:
+    logits = logits_of(1, 2, nodes, vocab)
+    if params is GREEDY and vocab > 1:
+        logits[1, 0, vocab // 2] = float("nan")
+        logits[1, 1] = float("-inf")
+    depth = torch.arange(nodes).expand(2, -1)
+    context, sampling = torch.tensor([5, 1000]), sampling_of(params, vocab, "cpu")
+    noise = sampling.noise(context, nodes, vocab)
+    expected = [
+        token_scores(logits[:, n].float(), context, sampling, None if noise is None else noise[:, n]).argmax(-1)
+        for n in range(nodes)
+    ]
+    there_sampling = sampling_of(params, vocab, DEVICE) if sampling.any_sampled else None
+    found = choose_triton(logits.to(DEVICE), context.to(DEVICE), depth.to(DEVICE), there_sampling)
+    assert torch.equal(found.cpu(), torch.stack(expected, dim=1))
+
+
+@pytest.mark.parametrize("vocab", [1, 50, pytest.param(4100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "params",
+    [
+        *(SamplingParams(1.0, top_k=k) for k in (1, 2, 7)),
+        *(SamplingParams(0.5, top_p=p) for p in (0.25, 0.5, 0.999)),
+        SamplingParams(1.5, min_p=0.2),
+        SamplingParams(1.0, top_k=20, top_p=0.7, min_p=0.01),
+    ],
+    ids=lambda p: f"{p.top_k}-{p.top_p}-{p.min_p}",
+)
+def test_filters_keep_the_set_of_the_specification(vocab: int, params: SamplingParams) -> None:
+    """Also where a limit is met exactly, of two and of four equal logits, and of numbers without one in between."""
+    logits = logits_of(4, 4, vocab).float()
+    logits[1] = (torch.tensor(1.0).view(torch.int32) + torch.arange(vocab, dtype=torch.int32)).view(torch.float32)
+    logits[3] = -100.0
+    logits[3, :4] = 1.0
+    logits[2] = torch.tensor(-200.0)
+    logits[2, :2] = 1.0
+    sampling = sampling_of([params] * 4, vocab, DEVICE)
+    threshold = torch.empty(4, dtype=torch.int32, device=DEVICE)
+    threshold_kernel[(4,)](
+        logits.to(DEVICE), sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p, threshold, vocab,
+        ROWS=1, BLOCK=1024, MIN_P=sampling.any_min_p, TOP_K=sampling.any_top_k, TOP_P=sampling.any_top_p,
+    )  # fmt: skip
+    scaled = logits.float() / params.temperature
+    kept = apply_filters(scaled, sampling_of([params] * 4, vocab, "cpu")) > float("-inf")
+    found = (_ascending(scaled) >= threshold.cpu()[:, None]) & (scaled > float("-inf"))
+    assert torch.equal(found, kept)
+
+
+@pytest.mark.parametrize(
+    ("slots", "vocab", "width", "params"),
+    [  # a few at every change
+        pytest.param(*size, width, params, marks=[] if turn in (19, 20, 36) else pytest.mark.slow)
+        for turn, (size, width, params) in enumerate(product(SIZES, (1, 5, 16), (GREEDY, SAMPLED, MIXED, TOP)))
+    ],
+)
+def test_candidates(
+    slots: int, vocab: int, width: int, params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, context = logits_of(2, 2, 1, slots, vocab), torch.tensor([5, 1000])
+    ids = None if width == 5 else torch.arange(vocab) * 3 + 1
+    made: list[tuple[Tensor, Tensor]] = []
+    for on_kernels in (False, True):
+        monkeypatch.setattr(choose, "use_kernels", lambda _, on=on_kernels: on)
+        place = DEVICE if on_kernels else "cpu"
+        given = logits.to(place) if on_kernels else logits.float()
+        draft = candidates(
+            given,
+            context.to(place),
+            sampling_of(params, vocab * 3 + 1, place),
+            width,
+            None if ids is None else ids.to(place),
+        )
+        made.append((draft.tokens.cpu(), draft.logprob.cpu()))
+    (tokens, logprob), (found, scores) = made
+    assert torch.equal(found.where(logprob > float("-inf"), 0), tokens.where(logprob > float("-inf"), 0))
+    # differences of numbers up to 50, of which fp32 holds 4e-6
+    torch.testing.assert_close(scores, logprob, rtol=1e-6, atol=1e-6 if params is GREEDY else 4e-6)
+
+
+def test_an_overflow_is_no_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = logits_of(3, 2, 1, 3, 200, dtype=torch.float32)
+    logits[0, 0, 0, 7], logits[0, 0, 1, 8], logits[1, 0, 2] = float("nan"), float("inf"), float("-inf")
+    sampling = sampling_of(GREEDY, 200, "cpu")
+    monkeypatch.setattr(choose, "use_kernels", lambda _: False)
+    expected = candidates(logits, torch.tensor([1, 2]), sampling, 4)
+    monkeypatch.setattr(choose, "use_kernels", lambda _: True)
+    found = candidates(there(logits), torch.tensor([1, 2]), sampling, 4)
+    assert torch.equal(found.tokens.cpu(), expected.tokens)
+    torch.testing.assert_close(found.logprob.cpu(), expected.logprob, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,158 @@
+"""The kernels of draft trees against the functions of the runtime that specify them: equal to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from d2sd.plugins import draft_tree
+from d2sd.runtime.speculation.accept import Accepted, accept
+from d2sd.runtime.speculation.draft import Branches, Draft
+from d2sd.runtime.speculation.growth import best_first_tree
+from d2sd.runtime.speculation.tree import Tree, from_candidates, from_chain
+from tests.plugins.kernels.calls import DEVICE
+
+#: Candidates, slots, budget: none merges, all merge; more room than nodes, and less; no power of two anywhere.
+MERGES = (
+    (5, 6, 13),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (1, 1, 1), (1, 5, 3), (3, 4, 20), (8, 7, 40), (2, 16, 64), (5, 3, 130),
+    )),
+)  # fmt: skip
+#: Slots, width, branches, rows.
+GROWTHS = (
+    (0, 2, 0, 4), (3, 3, 3, 13),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (1, 1, 0, 1), (3, 4, 0, 10), (4, 3, 3, 21), (5, 5, 6, 64), (2, 16, 2, 33), (6, 2, 4, 7), (3, 16, 0, 130),
+    )),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def specification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In PyTorch, not in the compiled library of a CPU."""
+    monkeypatch.setattr("d2sd.plugins.cpu.library.available", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def stable_topk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of equal scores the first one, which `topk` leaves open."""
+
+    def topk(x: Tensor, k: int, dim: int = -1) -> Any:
+        found = x.sort(dim=dim, descending=True, stable=True)
+        return torch.return_types.topk((found.values.narrow(dim, 0, k), found.indices.narrow(dim, 0, k)))
+
+    monkeypatch.setattr(Tensor, "topk", topk)
+
+
+def both(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any], *given: Any) -> tuple[Any, Any]:
+    """The specification's result, and the kernels'."""
+    monkeypatch.setattr(draft_tree, "use_kernels", lambda *_: False)
+    expected = make(*given)
+    monkeypatch.setattr(draft_tree, "use_kernels", lambda *_: True)
+    return expected, make(*(there(x) for x in given))
+
+
+def there(given: Any) -> Any:
+    """On the device of the kernels."""
+    if isinstance(given, Tensor):
+        return given.to(DEVICE)
+    if isinstance(given, (Draft, Branches, Tree)):
+        return type(given)(*(there(getattr(given, field.name)) for field in fields(given)))
+    return given
+
+
+def assert_equal(expected: Tree | Accepted, found: Tree | Accepted) -> None:
+    for field in fields(expected):
+        one, other = getattr(expected, field.name), getattr(found, field.name).cpu()
+        assert one.dtype == other.dtype, field.name
+        assert torch.equal(one, other), (field.name, one, other)
+
+
+def scores(draw: torch.Generator, *shape: int, ties: bool) -> Tensor:
+    """Log-probabilities in no order, one in eight -inf; with ties they are 0, -1/2 or -1."""
+    values = torch.randint(0, 3, shape, generator=draw) / -2 if ties else torch.randn(shape, generator=draw).abs().neg()
+    return values.masked_fill(torch.rand(shape, generator=draw) < 0.125, float("-inf"))
+
+
+def random_candidates(draw: torch.Generator, count: int, size: int, vocab: int) -> Tensor:
+    tokens = torch.randint(0, vocab, (3, count, size), generator=draw)
+    tokens[..., 0] = tokens[:, :1, 0]
+    return tokens
+
+
+@pytest.mark.parametrize(("count", "size", "budget"), MERGES)
+@pytest.mark.parametrize("vocab", [1, 2])
+def test_candidates(count: int, size: int, budget: int, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(1)
+    tokens, score = random_candidates(draw, count, size, vocab), scores(draw, 3, count, size, ties=False)
+    assert_equal(*both(monkeypatch, from_candidates, tokens, score, budget))
+
+
+@pytest.mark.parametrize("size", [1, 5, 16])
+def test_chain(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(1)
+    tokens, score = torch.randint(0, 9, (3, size + 1), generator=draw), scores(draw, 3, size + 1, ties=False)
+    score[:, 0] = 0
+    assert_equal(*both(monkeypatch, from_chain, tokens[:, :size], score.cumsum(-1)[:, :size]))
+
+
+def random_drafts(
+    draw: torch.Generator, slots: int, width: int, count: int, ties: bool
+) -> tuple[Draft, Branches | None, Draft | None]:
+    """Drafts over few tokens, so that paths pass through branches; siblings differ."""
+    vocab = width + 2
+
+    def siblings(*shape: int) -> Tensor:
+        return torch.rand(*shape, vocab, generator=draw).argsort(-1)[..., :width]
+
+    first = Draft(siblings(3, slots), scores(draw, 3, slots, width, ties=ties))
+    if not count:
+        return first, None, None
+    kept = first.tokens[..., 0][:, None].repeat(1, count, 1)
+    kept = torch.where(torch.rand(kept.shape, generator=draw) < 0.5, kept, siblings(3, count, slots)[..., 0])
+    length = torch.randint(0, slots + 1, (3, count), generator=draw)
+    branches = Branches(kept, length, torch.full_like(length, -1))
+    return first, branches, Draft(siblings(3, count, slots), scores(draw, 3, count, slots, width, ties=ties))
+
+
+@pytest.mark.parametrize(("slots", "width", "count", "rows"), GROWTHS)
+@pytest.mark.parametrize("ties", [False, True])
+def test_growth(slots: int, width: int, count: int, rows: int, ties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(1)
+    first, branches, second = random_drafts(draw, slots, width, count, ties)
+    anchor = torch.tensor([7, 8, 9])
+    assert_equal(*both(monkeypatch, best_first_tree, anchor, first, rows, branches, second))
+
+
+def test_a_draft_that_is_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `tree_branches` takes all slots but the last."""
+    first, _, _ = random_drafts(torch.Generator().manual_seed(1), 3, 3, 0, ties=False)
+    sliced = Draft(first.tokens[:, :-1], first.logprob[:, :-1])
+    assert_equal(*both(monkeypatch, best_first_tree, torch.tensor([7, 8, 9]), sliced, 9))
+
+
+def test_nothing_proposed_and_everything_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, branches, second = random_drafts(torch.Generator().manual_seed(2), 2, 3, 2, ties=True)
+    assert branches is not None
+    assert second is not None
+    anchor = torch.tensor([7, 8, 9])
+    for value in (float("-inf"), -0.0):
+        drafts = [Draft(x.tokens, torch.full_like(x.logprob, value)) for x in (first, second)]
+        assert_equal(*both(monkeypatch, best_first_tree, anchor, drafts[0], 9, branches, drafts[1]))
+
+
+@pytest.mark.parametrize(("count", "size", "budget"), MERGES)
+def test_acceptance(count: int, size: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(1)
+    for vocab in (1, 2, 3):
+        monkeypatch.setattr(draft_tree, "use_kernels", lambda *_: False)
+        tokens = random_candidates(draw, count, size, vocab)
+        tree = from_candidates(tokens, torch.zeros(tokens.shape), budget)
+        chosen = torch.randint(0, vocab, (3, budget), generator=draw)
+        assert_equal(*both(monkeypatch, accept, tree, chosen, size))
