@@ -10,7 +10,7 @@ CONSTRAINTS := constraints/tested.txt
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS)
 
-.PHONY: demo test fast-tests test-slow engines lint verify gpu-suite kernels consumers triton-test dynamo-test dynamo-schema bench bench-serving peers fleet soak eval train ablation train-gpu data data-wheel wheel docs clean
+.PHONY: demo test fast-tests test-slow engines lint verify gpu-suite kernels ptx consumers triton-test dynamo-test dynamo-schema bench bench-serving peers fleet soak eval train ablation train-gpu data data-wheel wheel docs clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -37,7 +37,7 @@ test-slow: .venv/dev
 
 ## TensorRT engines of all layers of SmolLM2, in fp16 and FP8, for any GPU and two architectures
 engines: .venv/dev
-	$(BIN)/pytest -m full
+	$(BIN)/pytest -m full --ignore=tests/ptx --ignore=tests/cuda
 
 lint: .venv/dev
 	$(BIN)/ruff check
@@ -68,6 +68,14 @@ gpu-suite:
 ## compile the Triton kernels for every architecture, without a GPU: minutes; checks shared memory and registers
 kernels: .venv/dev
 	$(BIN)/python -m benchmarks.compile_kernels
+
+## what is proven without a GPU (docs/proofs.md): the kernels' PTX executed for four architectures, the step on fake CUDA
+## tensors, its launches: a quarter of an hour. Two versions of Triton that miscompile are installed to see them fail
+ptx: .venv/dev build/triton-3.6.0 build/triton-3.7.0
+	$(BIN)/pytest -m "" tests/ptx tests/cuda
+
+build/triton-%: | .venv/dev
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==$*
 
 ## load d2sd's output in transformers, speculators, ModelOpt and TensorRT Edge-LLM: environments of gigabytes, built once
 consumers: .venv/dev

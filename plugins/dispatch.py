@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import sys
 from functools import cache
+from importlib import metadata
 from importlib.util import find_spec
 
 import torch
+from packaging.version import Version
 
 from d2sd.errors import D2SDError
 
@@ -22,6 +24,10 @@ LARGEST_HEAD = 256
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: Older devices have neither FP8 tensor cores nor an instruction that converts from E4M3.
 FP8_CAPABILITY = (8, 9)
+#: Triton before this leaves out a fence between cp.async and wgmma (its pull request 9610): the attention kernel reads
+#: keys and values that may not have arrived. tests/ptx shows it. Devices before Hopper have no such instructions.
+FENCED_TRITON = Version("3.7.1")
+FENCE_CAPABILITY = (9, 0)
 NO_FALLBACK = "D2SD_NO_FALLBACK"
 NO_TRITON = "triton is not installed (pip install 'd2sd[triton]')"
 
@@ -94,6 +100,11 @@ def unsupported(size: int, dtype: torch.dtype, capability: tuple[int, int]) -> s
     """Why the kernels do not take heads of `size` in pages of `dtype`; None where they do."""
     if find_spec("triton") is None:
         return NO_TRITON
+    if capability >= FENCE_CAPABILITY and (version := triton_version()) < FENCED_TRITON:
+        return (
+            f"triton {version} compiles the attention kernel for compute capability 9.0 and above without a fence that"
+            f" it needs, so that results may be wrong (pip install 'triton>={FENCED_TRITON}')"
+        )
     if size % HEAD_STEP or not 0 < size <= LARGEST_HEAD:
         return f"head size {size} is not a multiple of {HEAD_STEP} up to {LARGEST_HEAD}"
     if dtype == torch.float8_e4m3fn:
@@ -108,6 +119,16 @@ def _unsupported_device(capability: tuple[int, int]) -> str | None:
     if find_spec("triton") is None:
         return NO_TRITON
     return None if capability >= (8, 0) else f"compute capability {capability} is below 8.0"
+
+
+def triton_version() -> Version:
+    """Of the installed package, whatever distribution brought it."""
+    try:
+        return Version(metadata.version("triton"))
+    except metadata.PackageNotFoundError:
+        import triton  # type: ignore[import-untyped]
+
+        return Version(triton.__version__)
 
 
 @cache

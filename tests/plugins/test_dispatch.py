@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from d2sd.errors import D2SDError
 from d2sd.plugins import dispatch
+from d2sd.plugins.dispatch import triton_version
 
 
 def on_gpu(size: int = 128, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -21,6 +23,7 @@ def on_gpu(size: int = 128, dtype: torch.dtype = torch.bfloat16) -> Any:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
+    monkeypatch.setattr(dispatch, "triton_version", lambda: dispatch.FENCED_TRITON)
     monkeypatch.delenv(dispatch.NO_FALLBACK, raising=False)
     dispatch.unsupported.cache_clear()
     dispatch._warn_once.cache_clear()
@@ -82,3 +85,29 @@ def test_fp8_products_need_fp8_tensor_cores(
     monkeypatch.setenv(dispatch.NO_FALLBACK, "1")
     with pytest.raises(D2SDError, match=r"8\.9"):
         dispatch.use_fp8_gemm(x)
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.0"])
+def test_triton_that_forgets_a_fence_is_refused(
+    version: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On Hopper and later; tests/ptx/test_versions.py shows what such a kernel does."""
+    monkeypatch.setattr(dispatch, "triton_version", lambda: Version(version))
+    assert not dispatch.use_triton(on_gpu())
+    assert f"triton {version} compiles" in capsys.readouterr().err
+    monkeypatch.setenv(dispatch.NO_FALLBACK, "1")
+    with pytest.raises(D2SDError, match=f"triton {version} .* without a fence .*triton>=3.7.1"):
+        dispatch.use_triton(on_gpu())
+    assert dispatch.unsupported(128, torch.bfloat16, (8, 9)) is None
+    assert dispatch.unsupported(128, torch.bfloat16, (10, 0)) is not None
+
+
+@pytest.mark.parametrize("version", ["3.7.1", "3.8.0", "3.9.0+git1234"])
+def test_later_triton_is_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "triton_version", lambda: Version(version))
+    assert dispatch.use_triton(on_gpu())
+
+
+def test_the_version_of_triton_is_that_of_its_package() -> None:
+    triton = pytest.importorskip("triton", reason="the extra triton is not installed")
+    assert triton_version() == Version(triton.__version__)

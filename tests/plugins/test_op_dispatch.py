@@ -26,6 +26,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """A Hopper GPU and stand-ins for all four implementations, which record that they were called."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
+    monkeypatch.setattr(dispatch, "triton_version", lambda: dispatch.FENCED_TRITON)
     monkeypatch.delenv(dispatch.NO_FALLBACK, raising=False)
     dispatch.unsupported.cache_clear()
     dispatch._warn_once.cache_clear()

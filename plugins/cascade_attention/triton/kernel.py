@@ -153,5 +153,8 @@ def merge_kernel(
     weights = tl.exp2(sizes - tl.where(best == float("-inf"), 0.0, best))
     parts = tl.load(partial + at[:, None] * HEAD + lane[None, :], mask=in_splits[:, None] & in_head[None, :], other=0.0)
     total = tl.sum(weights, 0)
-    result = tl.sum(weights[:, None] * parts, 0) / tl.where(total == 0.0, 1.0, total)
+    # Not weights * parts: the compiler would fuse the product into the sum, rounded in one lane and not in its partner,
+    # and where several lanes hold one sum (D up to 32) their copies would differ in the last bit.
+    products = tl.fma(weights[:, None], parts, 0.0)
+    result = tl.sum(products, 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + line * HEAD + lane, result.to(out.dtype.element_ty), mask=in_head)

@@ -1,0 +1,184 @@
+"""Decode steps on fake CUDA tensors: shapes, types and devices are those of a GPU, and there are no numbers.
+
+FakeTensorMode refuses operators that mix devices and everything that reads a value: `item`, `tolist`, `bool`, masks as
+indices. `Watch` reports what it lets pass, copies between devices, and counts launches: operators that are no views,
+and Triton kernels. Kernels inside an operator of PyTorch count as one. What kernels compute is in tests/ptx.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
+
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role, RopeConfig
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.fp8 import make_fp8
+from d2sd.modeling.rope import Rotary
+from d2sd.plugins import dispatch
+from d2sd.policies import FirstPass, PolicyName
+from d2sd.runtime.backends import model_runner
+from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.decode import decode_step
+from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.draft import Draft
+from d2sd.runtime.speculation.policy import Policy, make_policy
+from d2sd.runtime.speculation.prompt_lookup import lookup_draft
+
+BLOCK, BRANCHES, NODES, VOCABULARY = 16, 4, 64, 512
+#: Make tensors without running anything on the device, or are shapes only.
+_FREE = ("aten.empty", "aten.new_empty", "aten.expand", "aten._unsafe_view", "prim.")
+
+GREEDY, HOT, NARROW = (
+    SamplingParams(), SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, seed=2),
+)  # fmt: skip
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Launches by stage, and copies between host and device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.launches: Counter[str] = Counter()
+        self.copies: list[str] = []
+        self.current = "other"
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """The timer of `decode_step`."""
+        before, self.current = self.current, name
+        yield
+        self.current = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # The one operator of the step that has no fake form.
+        out = kwargs["out"] if str(func) == "aten._scaled_mm.out" and kwargs else func(*args, **(kwargs or {}))
+        given = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        devices = {x.device.type for x in (*given, *made)}
+        if "cuda" in devices and self._launches(func, given, made):
+            self.launches[self.current] += 1
+        if len(devices) > 1 and any(x.device.type == "cpu" and (x.dim() or x in made) for x in (*given, *made)):
+            self.copies.append(f"{func} in {self.current}")
+        return out
+
+    @staticmethod
+    def _launches(func: Any, given: list[Tensor], made: list[Tensor]) -> bool:
+        storages = {x.untyped_storage()._cdata for x in given}
+        view = all(x.untyped_storage()._cdata in storages for x in made) and not func._schema.is_mutable
+        return not view and not str(func).startswith(_FREE)
+
+
+@contextmanager
+def fake_gpu(watch: Watch, capability: tuple[int, int] = (9, 0)) -> Iterator[FakeTensorMode]:
+    """An H100 in all that the code asks PyTorch and Triton for; Triton kernels are counted instead of launched."""
+
+    def launched(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        for value in args:
+            if isinstance(value, Tensor):
+                assert value.device.type == "cuda", kernel.__name__
+            else:
+                assert value is None or isinstance(value, (int, float)), f"{kernel.__name__}: {type(value)}"
+        assert all(isinstance(size, int) and size > 0 for size in grid), grid
+        watch.launches[watch.current] += 1
+
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        patch.setattr(model_runner, "CudaGraphs", lambda device: None)  # steps run one by one
+        patch.setattr(dispatch, "use_triton", lambda pages: True)
+        patch.setattr(JITFunction, "run", launched)
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+        patch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
+        yield mode
+
+
+def runner(layers: int, drafter_layers: int, *, fp8: bool, dtype: torch.dtype = torch.bfloat16) -> ModelRunner:
+    """Narrow models of this depth: launches do not depend on widths. `fp8`: all linear layers but the head."""
+    body = BodyConfig(
+        hidden_size=64, intermediate_size=128, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=64,
+        rms_norm_eps=1e-6, rope=RopeConfig(1e6), max_positions=4096, qk_norm=True, qkv_bias=False, o_bias=False,
+    )  # fmt: skip
+
+    def drafter(role: Role) -> Drafter:
+        return Drafter(
+            DrafterConfig(
+                body=replace(body, num_layers=drafter_layers), vocab_size=VOCABULARY, block_size=BLOCK,
+                mask_token_id=VOCABULARY - 1, target_layer_ids=(0, layers - 1), num_target_layers=layers, role=role,
+                prefix_weight_base=None if role == "first" else 0.9,
+            )
+        )  # fmt: skip
+
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("cuda"):
+            target = Decoder(DecoderConfig("qwen3", body, VOCABULARY, False))
+            models = target, drafter("first"), drafter("variable_prefix")
+            for model in models:
+                linears = [n for n, part in model.named_modules() if isinstance(part, nn.Linear) and n != "lm_head"]
+                if fp8:
+                    make_fp8(model, linears, cache=False)
+                for part in model.modules():  # frequencies are made on the CPU and follow their model
+                    if isinstance(part, Rotary):
+                        part.to("cuda")
+                model.eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return ModelRunner(*models)
+
+
+def batch_of(size: int, kinds: tuple[SamplingParams, ...]) -> Batch:
+    """Requests of 100 tokens in up to 16 pages."""
+    params = [kinds[row % len(kinds)] for row in range(size)]
+    batch = Batch.dummy(size, 16, 100, VOCABULARY, "cuda")
+    return replace(batch, sampling=Sampling.pack(params, VOCABULARY, "cuda")).to("cuda")
+
+
+def policy_of(name: PolicyName) -> Policy:
+    return make_policy(name, block_size=BLOCK, branches=BRANCHES, row_budget=NODES)
+
+
+def steps(
+    name: PolicyName, kinds: tuple[SamplingParams, ...], *, size: int = 3, layers: int = 2, drafter_layers: int = 2,
+    fp8: bool = False, calibrated: bool = False,
+) -> Watch:  # fmt: skip
+    """The second of two decode steps: the first one moves tables of positions to the device, once.
+
+    Its copies are those inside `decode_step`; its launches those of `sync_drafters`, too, under "sync".
+    """
+    watch = Watch()
+    with fake_gpu(watch):
+        made, policy, calibration = runner(layers, drafter_layers, fp8=fp8), policy_of(name), None
+        made.allocate(64, 16)
+        if calibrated:
+            neutral = torch.ones(2, 2, BLOCK - 1, 2), torch.zeros(2, 2, BLOCK - 1, 2)
+            calibration = Calibration(*neutral).to(made.device)
+        batch, draft = batch_of(size, kinds), None
+        if policy.first_pass is FirstPass.PROMPT_LOOKUP:
+            searched = lookup_draft([[1, 2, 1, 2]] * size, BLOCK - 1, size)
+            draft = Draft(searched.tokens.to("cuda"), searched.logprob.to("cuda"))
+        for _ in range(2):
+            with watch:
+                watch.launches.clear()
+                with watch.stage("sync"):
+                    made.sync_drafters(policy.required_drafters)
+                watch.copies.clear()
+                decode_step(made, policy, batch, calibration, draft, watch.stage)
+    return watch

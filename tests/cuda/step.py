@@ -1,0 +1,85 @@
+"""A decode step on CUDA, without a GPU: no copy to or from the host, no read, and how many launches.
+
+Run by test_step.py in a process of its own, because the device guard stays loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the extra triton is not installed")
+
+from d2sd.policies import NAMES, PolicyName
+from tests.conftest import Once
+from tests.cuda import guard
+from tests.cuda.budget import DRAFTER_LAYERS, LAUNCHES, LAYERS
+from tests.cuda.fake import GREEDY, HOT, NARROW, Watch, fake_gpu, steps
+
+SAMPLED = GREEDY, HOT, NARROW
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(autouse=True)
+def guarded(once: Once) -> None:
+    guard.load(once("cuda-guard", guard.build))
+
+
+#: Every policy once, and sampled where two passes draft; the rest of the product is `full`.
+CASES = [
+    pytest.param(
+        name, fp8, kinds, id=f"{name}{'-fp8' * fp8}-{label}",
+        marks=[] if fp8 == (name in ("hybrid", "off")) and (label == "greedy" or name in ("d2sd", "hybrid"))
+        else pytest.mark.full,
+    )
+    for name in NAMES
+    for fp8 in (False, True)
+    for label, kinds in (("greedy", (GREEDY,)), ("sampled", SAMPLED))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "fp8", "kinds"), CASES)
+def test_nothing_leaves_the_device(policy: PolicyName, fp8: bool, kinds: Any) -> None:
+    """Between the first draft and the end of commit."""
+    watch = steps(policy, kinds, fp8=fp8, calibrated=True)
+    assert watch.copies == []
+    assert watch.launches.total() > 50
+
+
+CONTROLS: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": lambda x: x[0].item(),
+    "bool": lambda x: bool(x.any()),
+    "tolist": lambda x: x.tolist(),
+    "a mask as index": lambda x: x[x > 1],
+    "a tensor of the CPU": lambda x: x + torch.arange(4),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_reads_are_refused(name: str) -> None:
+    with fake_gpu(watch := Watch()), watch, pytest.raises(Exception, match=r"_local_scalar_dense|nonzero|device"):
+        CONTROLS[name](torch.zeros(4, dtype=torch.long, device="cuda"))
+
+
+@pytest.mark.parametrize("copy", [lambda: torch.ones(3, device="cuda").cpu(), lambda: torch.ones(3).to("cuda")])
+def test_copies_are_reported(copy: Callable[[], object]) -> None:
+    with fake_gpu(watch := Watch()), watch:
+        copy()
+    assert len(watch.copies) == 1
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(8, marks=pytest.mark.full), pytest.param(32, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case == ("d2sd", False, False) else pytest.mark.full) for case in LAUNCHES]
+)
+def test_launches_stay_within_their_budget(case: tuple[PolicyName, bool, bool], size: int) -> None:
+    policy, fp8, sampled = case
+    kinds = SAMPLED[::-1] if sampled else (GREEDY,)  # at batch 1, the one with all filters
+    watch = steps(policy, kinds, size=size, layers=LAYERS, drafter_layers=DRAFTER_LAYERS, fp8=fp8)
+    budget = LAUNCHES[case]
+    over = {stage: count for stage, count in watch.launches.items() if count > budget.get(stage, 0)}
+    assert not over, f"tests/cuda/budget.py allows {[(stage, budget.get(stage, 0)) for stage in over]}, found {over}"
+    assert watch.launches.keys() == budget.keys()

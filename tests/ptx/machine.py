@@ -1,0 +1,227 @@
+"""The state of a running kernel, and how its threads take turns.
+
+Every thread of the grid is a lane of NumPy arrays: a register is an array [L]. Lanes at the lowest instruction go first
+until they meet others or branch, so that lanes which took different ways meet again where those join. Threads that are
+at the same instruction run in lockstep; what a GPU may order otherwise is found by the checks in shared.py and
+memory.py, not by trying orders.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tests.ptx.memory import Fault, GlobalMemory
+from tests.ptx.parse import Address, Instruction, Kernel, Operand, Register, Symbol, Unsupported, Vector
+from tests.ptx.shared import SharedMemory
+from tests.ptx.values import UNSIGNED, Array, decode, encode, width
+
+if TYPE_CHECKING:
+    from tests.ptx.asynchronous import Copies, Products
+
+WARP = 32
+#: Lanes that run an instruction [L]; None: all.
+Mask = Array | None
+Step = Callable[["Machine", Mask], None]
+#: First part of an opcode -> what prepares an instruction once, so that running it parses nothing.
+PREPARE: dict[str, Callable[[Instruction], Step]] = {}
+
+
+def executes(*names: str) -> Callable[[Callable[[Instruction], Step]], Callable[[Instruction], Step]]:
+    """Registers a function that prepares the instructions of these names."""
+
+    def register(prepare: Callable[[Instruction], Step]) -> Callable[[Instruction], Step]:
+        PREPARE.update(dict.fromkeys(names, prepare))
+        return prepare
+
+    return register
+
+
+@dataclass(frozen=True)
+class Program:
+    kernel: Kernel
+    steps: tuple[Step | None, ...]  # None: a branch or a return
+
+
+@lru_cache(maxsize=4096)
+def _constant(value: int, bits: int) -> Array:
+    found = np.array([value & (1 << bits) - 1 if bits > 1 else value], UNSIGNED[bits])
+    found.flags.writeable = False
+    return found
+
+
+class Machine:
+    """One launch. `arguments` are the kernel's parameters as integers: addresses, sizes, bits of floats."""
+
+    def __init__(
+        self, program: Program, grid: tuple[int, ...], arguments: list[int], memory: GlobalMemory, shared: int
+    ) -> None:
+        kernel = program.kernel
+        assert len(arguments) == len(kernel.parameters), f"{kernel.name}: {kernel.parameters}"
+        self.program, self.memory = program, memory
+        grid = (*grid, *(1,) * (3 - len(grid)))
+        self.blocks, self.threads = int(np.prod(grid)), kernel.threads
+        self.lanes = self.blocks * self.threads
+        self.all_lanes = np.arange(self.lanes)
+        self.block, thread = self.all_lanes // self.threads, self.all_lanes % self.threads
+        self.warp = (thread // WARP).astype(np.int16)
+        self.special = {"%tid.x": thread.astype(np.uint32), "%laneid": (thread % WARP).astype(np.uint32)}
+        self.special |= dict.fromkeys(("%tid.y", "%tid.z"), _constant(0, 32))
+        for axis, size in enumerate(grid):
+            place = self.block // int(np.prod(grid[:axis])) % size
+            self.special[f"%ctaid.{'xyz'[axis]}"] = place.astype(np.uint32)
+            self.special[f"%nctaid.{'xyz'[axis]}"] = _constant(size, 32)
+        self.special[f"%ntid.{'x'}"] = _constant(self.threads, 32)
+        self.special["global_smem"] = _constant(0, 64)
+        self.arguments = {name: value for (_, name), value in zip(kernel.parameters, arguments, strict=True)}
+        self.shared = SharedMemory(self.blocks, shared)
+        self.registers: dict[str, Array] = {}
+        self.tracked = any(i.opcode.startswith("wgmma") for i in kernel.code)
+        self.touched_at: dict[
+            str, int
+        ] = {}  # where tracked: number of the last instruction of threads that used a register
+        self.executed = 0
+        self.counts: Counter[str] = Counter()
+        self.active: Mask = None  # lanes of the instruction that runs
+        self.copies: Copies
+        self.products: Products
+
+    # -- operands ------------------------------------------------------------------------------------------------------
+
+    def read(self, operand: Operand, bits: int) -> Array:
+        """Bits of an operand [L], or [1] where it is the same for all lanes."""
+        if isinstance(operand, Register):
+            found = self.registers.get(operand.name)
+            if found is None:  # LLVM leaves halves of pairs open that it does not use: NaN, if anything does
+                return _constant((1 << operand.bits) - 1, operand.bits)
+            if self.tracked:
+                self.touched_at[operand.name] = self.executed
+                self.products.check_read(operand.name)
+            return found
+        if isinstance(operand, Symbol):
+            if (special := self.special.get(operand.name)) is None:
+                raise Unsupported(f"{operand.name} as an operand")
+            return special
+        assert not isinstance(operand, Address | Vector)
+        return _constant(operand.value, bits)
+
+    def value(self, operand: Operand, kind: str) -> Array:
+        """Values of an operand as a PTX type."""
+        return decode(kind, self.read(operand, width(kind)))
+
+    def write(self, operand: Operand, raw: Array, mask: Mask) -> None:
+        """Bits [L] or [1] to a register; wider registers are extended with zeros."""
+        if isinstance(operand, Symbol) and operand.name == "_":
+            return
+        assert isinstance(operand, Register), operand
+        if self.tracked:
+            self.touched_at[operand.name] = self.executed
+            self.products.check_write(operand.name)
+        bits = UNSIGNED[operand.bits]
+        raw = raw.astype(bits, copy=False)
+        if mask is not None:
+            old = self.registers.get(operand.name)
+            raw = np.where(mask, raw, np.zeros(1, bits) if old is None else old)
+        self.registers[operand.name] = raw if len(raw) == self.lanes else np.repeat(raw, self.lanes)
+
+    def write_value(self, operand: Operand, kind: str, value: Array, mask: Mask) -> None:
+        self.write(operand, encode(kind, value), mask)
+
+    def write_lanes(self, operand: Operand, lanes: Array, raw: Array, mask: Mask) -> None:
+        """Bits of some lanes, those of `mask`."""
+        if mask is not None:
+            spread = np.zeros(self.lanes, raw.dtype)
+            spread[lanes] = raw
+            raw = spread
+        self.write(operand, raw, mask)
+
+    def address(self, operand: Operand, lanes: Array) -> Array:
+        """Addresses [lanes] uint64 of `[register + offset]`."""
+        assert isinstance(operand, Address)
+        base = np.broadcast_to(self.read(operand.base, 64), self.lanes)[lanes]
+        found: Array = base.astype(np.uint64) + np.uint64(operand.offset & (1 << 64) - 1)
+        return found
+
+    def lanes_of(self, mask: Mask) -> Array:
+        return self.all_lanes if mask is None else np.flatnonzero(mask)
+
+    # -- what must not be divided --------------------------------------------------------------------------------------
+
+    def whole_warps(self, mask: Mask, what: str) -> Array:
+        """The lanes, all or none of each warp."""
+        if mask is not None and (mask.reshape(-1, WARP).any(1) != mask.reshape(-1, WARP).all(1)).any():
+            raise Fault(f"{what} by a part of a warp")
+        return self.lanes_of(mask)
+
+    def whole_blocks(self, mask: Mask, what: str) -> Array:
+        """The blocks, all or no lanes of each."""
+        if mask is None:
+            return np.arange(self.blocks)
+        of_block = mask.reshape(self.blocks, self.threads)
+        if (of_block.any(1) != of_block.all(1)).any():
+            raise Fault(f"{what} by a part of a block")
+        return np.flatnonzero(of_block.all(1))
+
+    # -- taking turns --------------------------------------------------------------------------------------------------
+
+    def run(self, limit: int = 3_000_000) -> Machine:
+        """To the end of every thread. Raises Fault, with the instruction, at the first thing a kernel must not do."""
+        code, end = self.program.kernel.code, len(self.program.kernel.code)
+        counter = np.zeros(self.lanes, np.int64)
+        with np.errstate(all="ignore"):
+            while (at := int(counter.min())) < end:
+                here = counter == at
+                others = counter[~here]
+                meets = int(others.min()) if len(others) else end
+                mask = here if len(others) else None
+                while at < meets and not self._branch(code[at], at, here, mask, counter):
+                    self._step(code[at], at, mask)
+                    at += 1
+                if at >= meets:
+                    counter[here] = at
+                if self.executed > limit:
+                    raise Fault("the kernel does not end")
+        return self
+
+    def _guarded(self, instruction: Instruction, mask: Mask) -> Mask:
+        if instruction.guard is None:
+            return mask
+        allowed = self.read(instruction.guard.register, 1) != instruction.guard.negated
+        allowed = allowed if mask is None else allowed & mask
+        return None if allowed.all() else allowed
+
+    def _branch(self, instruction: Instruction, at: int, here: Array, mask: Mask, counter: Array) -> bool:
+        """Moves the program counters of lanes at a branch or return; False at any other instruction."""
+        if self.program.steps[at] is not None:
+            return False
+        self.executed += 1
+        self.active = mask
+        guarded = self._guarded(instruction, mask)
+        taken = here if guarded is None else here & guarded
+        counter[here] = at + 1
+        if instruction.opcode.startswith("ret"):
+            counter[taken] = len(self.program.steps)
+        else:
+            (target,) = instruction.operands
+            assert isinstance(target, Symbol)
+            counter[taken] = self.program.kernel.labels[target.name]
+        return True
+
+    def _step(self, instruction: Instruction, at: int, mask: Mask) -> None:
+        self.executed += 1
+        self.active = mask
+        try:
+            guarded = self._guarded(instruction, mask)
+            if guarded is None or guarded.any():
+                self.active = guarded
+                self.counts[instruction.opcode] += 1
+                step = self.program.steps[at]
+                assert step is not None
+                step(self, guarded)
+        except (Fault, Unsupported) as error:
+            raise type(error)(f"{error}, at `{instruction.text}`") from None

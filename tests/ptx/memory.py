@@ -1,0 +1,110 @@
+"""Global memory: every tensor an allocation of its own, with gaps between them that no access may touch.
+
+Checked at every access: it is aligned, it stays within one allocation, and a tensor that a kernel only reads is not
+written. No block may read or write what another block writes: blocks run in any order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.ptx.values import UNSIGNED, Array
+
+#: Beyond 32 bits, so that addresses cut to 32 bits are noticed.
+BASE = 0x7F00_0000_0000
+_ALIGNED, _GAP = 256, 4096
+_NONE = -1
+
+
+class Fault(Exception):  # what a GPU would do in silence
+    """What a kernel must not do. The message ends with the instruction."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor's bytes, copied to the device; `shift` is its address modulo 256."""
+
+    name: str
+    data: Array  # [bytes] uint8
+    writable: bool
+    shift: int = 0
+
+
+class GlobalMemory:
+    """Bytes of all tensors, by place: an address less BASE."""
+
+    def __init__(self, tensors: list[Placed]) -> None:
+        self.tensors, self.places, end = tensors, [], _GAP
+        for tensor in tensors:
+            place = -(-end // _ALIGNED) * _ALIGNED + tensor.shift
+            self.places.append(place)
+            end = place + tensor.data.size + _GAP
+        size = -(-end // 16) * 16
+        self.bytes = np.zeros(size, np.uint8)
+        self.owner = np.full(size, _NONE, np.int16)  # index of the tensor; _NONE: a gap
+        self.writable = np.zeros(size, bool)
+        self.writer = np.full(size, _NONE, np.int32)  # block
+        self.read_bytes = self.written_bytes = 0
+        for number, (tensor, place) in enumerate(zip(tensors, self.places, strict=True)):
+            part = slice(place, place + tensor.data.size)
+            self.bytes[part] = tensor.data
+            self.owner[part], self.writable[part] = number, tensor.writable
+
+    def address(self, number: int) -> int:
+        """Of a tensor."""
+        return BASE + self.places[number]
+
+    def data(self, number: int) -> Array:
+        """What the tensor holds now."""
+        place = self.places[number]
+        return self.bytes[place : place + self.tensors[number].data.size]
+
+    def load(self, address: Array, bits: int, count: int, block: Array) -> Array:
+        """[lanes, count] numbers of `bits` bits."""
+        place = self._check(address, bits // 8 * count, block, write=False)
+        self.read_bytes += place.size * (bits // 8 * count)
+        step = np.arange(count)
+        numbers: Array = self.bytes.view(UNSIGNED[bits])[place[:, None] // (bits // 8) + step]
+        return numbers
+
+    def store(self, address: Array, numbers: Array, block: Array) -> None:
+        """Numbers [lanes, count] of unsigned type."""
+        size = numbers.shape[1] * numbers.itemsize
+        place = self._check(address, size, block, write=True)
+        self.written_bytes += place.size * size
+        at = place[:, None] // numbers.itemsize + np.arange(numbers.shape[1])
+        store = self.bytes.view(numbers.dtype)
+        store[at] = numbers
+        if (store[at] != numbers).any():
+            raise Fault("two lanes write different values to one address")
+        self.writer[place[:, None] + np.arange(size)] = block[:, None]
+
+    def _check(self, address: Array, size: int, block: Array, *, write: bool) -> Array:
+        what = "write" if write else "read"
+        if (address % np.uint64(size)).any():
+            raise Fault(f"misaligned global {what} of {size} bytes")
+        place = address.view(np.int64) - BASE
+        inside = (place >= 0) & (place + size <= self.bytes.size)
+        if not inside.all():
+            raise Fault(f"global {what} at {hex(int(address[~inside][0]))}, far from every tensor")
+        first, last = self.owner[place], self.owner[place + size - 1]
+        good = (first != _NONE) & (first == last)
+        if not good.all():
+            raise Fault(f"global {what} out of bounds by {int((~good).sum())} lanes, {self._near(place[~good][0])}")
+        if write and not self.writable[place].all():
+            name = self.tensors[first[~self.writable[place]][0]].name
+            raise Fault(f"global write to {name}, which the kernel must only read")
+        writer = self.writer[place]
+        if ((writer != _NONE) & (writer != block)).any():
+            raise Fault(f"global {what} of what another block writes")
+        return place
+
+    def _near(self, place: int) -> str:
+        distance = [
+            max(start - place, place - start - tensor.data.size, 0)
+            for tensor, start in zip(self.tensors, self.places, strict=True)
+        ]
+        number = int(np.argmin(distance))
+        return f"at byte {place - self.places[number]} of {self.tensors[number].name}"

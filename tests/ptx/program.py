@@ -1,0 +1,39 @@
+"""From PTX text to a run: parses and prepares every instruction once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from tests.ptx import asynchronous, matrices, scalar, transfers
+from tests.ptx.asynchronous import Copies, Products
+from tests.ptx.machine import PREPARE, Machine, Program, Step
+from tests.ptx.memory import GlobalMemory
+from tests.ptx.parse import Instruction, Unsupported, parse
+
+assert asynchronous, matrices  # imported for the instructions that they register
+assert scalar, transfers
+
+
+@lru_cache(maxsize=64)
+def prepare(ptx: str) -> Program:
+    """Raises Unsupported where an instruction is not modelled."""
+    kernel = parse(ptx)
+    return Program(kernel, tuple(map(_prepare, kernel.code)))
+
+
+def _prepare(instruction: Instruction) -> Step | None:
+    if instruction.parts[0] in ("bra", "ret"):
+        return None
+    found = PREPARE.get(instruction.parts[0])
+    if found is None:
+        raise Unsupported(instruction.opcode)
+    return found(instruction)
+
+
+def execute(
+    ptx: str, grid: tuple[int, ...], arguments: list[int], memory: GlobalMemory, shared: int = 0, limit: int = 3_000_000
+) -> Machine:
+    """Run a kernel over `memory`. Raises Fault at the first thing that it must not do."""
+    machine = Machine(prepare(ptx), grid, arguments, memory, shared)
+    machine.copies, machine.products = Copies(machine.lanes), Products(machine)
+    return machine.run(limit)

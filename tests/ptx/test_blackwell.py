@@ -1,0 +1,28 @@
+"""B200 (sm_100): which kernels can be executed. Tiles of 64 rows use tcgen05 and tensor memory, which are not modelled;
+all others multiply with mma.sync, as on older architectures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton", reason="the extra triton is not installed")
+
+from tests.plugins.kernels.calls import assert_within_budget
+from tests.ptx.cases import Attention, table
+from tests.ptx.parse import Unsupported
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("case", list(table()), ids=str)
+def test_attention_on_blackwell(case: Attention) -> None:
+    if case.tile.rows == 64:
+        with pytest.raises(Unsupported, match=r"tcgen05\.alloc"):
+            replace(case, contexts=(20,)).run(100)
+        return
+    found, expected, plain, launches = case.run(100)
+    assert_within_budget(found, expected, plain)
+    assert not any(name.startswith("tcgen05") for name in launches[0].counts)

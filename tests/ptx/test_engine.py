@@ -1,0 +1,79 @@
+"""Whole answers with attention and page writes executed as Hopper's PTX: the tokens of the CPU's reference."""
+
+from __future__ import annotations
+
+from collections import Counter
+from copy import deepcopy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the extra triton is not installed")
+
+from d2sd.plugins import dispatch
+from d2sd.policies import PolicyName
+from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.request import Limits, Request, SamplingParams
+from d2sd.runtime.speculation.policy import make_policy
+from tests.ptx.launch import executed_as_ptx
+from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET
+from tests.tiny import tiny_decoder, tiny_drafter
+
+KINDS = SamplingParams(), SamplingParams(temperature=1.0, seed=3), SamplingParams(temperature=0.7, top_p=0.95, seed=2)
+REQUESTS = [
+    Request(tuple((7 * place + 3 * number) % 60 for place in range(length)), 16, KINDS[number])
+    for number, length in enumerate((40, 3, 17))
+]
+
+
+@pytest.fixture(autouse=True)
+def layers_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled layers of a CPU have an attention of their own."""
+    monkeypatch.setattr("d2sd.plugins.cpu.library.available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+
+
+def answers(policy: PolicyName, dtype: torch.dtype) -> list[list[int]]:
+    """GQA 4:1: prompts and trees of 14 rows take the tile of 64 rows, and with it wgmma."""
+    target = tiny_decoder("qwen3", layers=2, heads=4, kv_heads=1, head_dim=16).to(dtype)
+    drafters = (
+        tiny_drafter(target.config, block_size=BLOCK, layers=1).to(dtype),
+        tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2).to(dtype),
+    )
+    made = make_policy(policy, block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
+    limits = Limits(4, max_context=256, page_size=16, prefill_chunk=32)
+    engine = Engine(ModelRunner(target, *drafters), made, limits)
+    return [sequence.answer for sequence in engine.generate(deepcopy(REQUESTS))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("policy", "dtype", "capability"),
+    [
+        pytest.param("d2sd", torch.bfloat16, 90),
+        *(
+            pytest.param(policy, dtype, capability, marks=pytest.mark.full)
+            for policy, dtype in (("d2sd", torch.bfloat16), ("hybrid", torch.float16), ("d2sd", torch.float32))
+            for capability in (90, 80, 89, 120)
+            if (policy, dtype, capability) != ("d2sd", torch.bfloat16, 90)
+        ),
+    ],
+)
+def test_answers_are_the_cpus(
+    policy: PolicyName, dtype: torch.dtype, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answers(policy, dtype)
+    monkeypatch.setattr(dispatch, "use_triton", lambda pages: True)
+    with executed_as_ptx(capability) as launches:
+        found = answers(policy, dtype)
+    assert found == expected
+    assert all(len(answer) == 16 for answer in found)
+    counts = sum((launch.counts for launch in launches), Counter[str]())
+    names = Counter(launch.name for launch in launches)
+    assert names["cascade_attention_kernel"] > 20
+    assert names["write_pages_kernel"] > 10
+    wgmma = sum(count for name, count in counts.items() if name.startswith("wgmma.mma_async"))
+    assert bool(wgmma) == (capability == 90 and dtype != torch.float32)

@@ -1,0 +1,332 @@
+"""Every instruction of the executor by itself: against Python's integers and NumPy's scalars, one lane at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.ptx.assembly import run
+from tests.ptx.machine import PREPARE
+from tests.ptx.parse import Unsupported
+from tests.ptx.values import UNSIGNED, Array, decode, encode, width
+
+LANES = 64
+PREFIX = {1: "%p", 8: "%rs", 16: "%rs", 32: "%r", 64: "%rd"}
+M32, M64 = (1 << 32) - 1, (1 << 64) - 1
+
+
+def drawn(kind: str, place: int) -> Array:
+    """Bits of LANES numbers of a type: its special ones, then random ones."""
+    dice = np.random.default_rng([place, width(kind)])
+    bits = width(kind)
+    if kind == "pred":
+        return dice.integers(0, 2, LANES).astype(bool)
+    if kind == "count":
+        return dice.integers(0, 40, LANES).astype(np.uint32)
+    raw = dice.integers(0, 1 << bits, LANES, dtype=np.uint64).astype(UNSIGNED[bits])
+    if kind.startswith(("f", "bf")) and "x" not in kind:
+        values = dice.normal(size=LANES) * 2.0 ** dice.integers(-8, 8, LANES)
+        values[:6] = [0, -0.0, np.inf, -np.inf, np.nan, 2.0**-130]
+        return encode(kind, np.roll(values, 7 * place))
+    if "x" in kind:
+        return encode(kind, dice.normal(size=(LANES, 2)))
+    raw[:4] = [0, (1 << bits) - 1, 1 << bits - 1, (1 << bits - 1) - 1]
+    return np.roll(raw, 5 * place)
+
+
+def result(text: str, kinds: list[str], sources: list[Array], to: str) -> Array:
+    """Bits of the result of `text`, such as "add.s32", over registers of these types."""
+    used = [f"{PREFIX[max(width(kind), 1)]}{place}" for place, kind in enumerate(kinds, 1)]
+    target = f"{PREFIX[width(to)]}0"
+    opcode, _, more = text.partition(" ")
+    operands = ", ".join([target, *used, *([more] if more else [])])
+    registers = dict(zip(used, sources, strict=True))
+    return run(f"{opcode} {operands};", registers, threads=LANES).registers[target]
+
+
+def integers(kind: str, raw: Array) -> list[int]:
+    return [int(value) for value in decode(kind, raw)]
+
+
+def trunc_div(a: int, b: int) -> int:
+    return 0 if b == 0 else abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+def field(a: int, start: int, length: int) -> int:
+    return a >> min(start, 63) & (1 << length) - 1
+
+
+def signed_field(a: int, start: int, length: int) -> int:
+    found = field(a, start, length)
+    return found - (1 << length) if length and found >> length - 1 else found
+
+
+def byte_of(a: int, b: int, selector: int) -> int:
+    byte = (b << 32 | a) >> 8 * (selector & 7) & 255
+    return byte if selector < 8 else 255 * (byte >> 7)
+
+
+INTEGERS: list[tuple[str, str, str, Callable[..., int]]] = [
+    *((f"add.{k}", f"{k} {k}", k, lambda a, b: a + b) for k in ("s16", "u32", "s32", "s64", "u64")),
+    *((f"sub.{k}", f"{k} {k}", k, lambda a, b: a - b) for k in ("s16", "s32", "s64")),
+    *((f"mul.lo.{k}", f"{k} {k}", k, lambda a, b: a * b) for k in ("s16", "u32", "s32", "s64", "u64")),
+    *((f"mul.hi.{k}", f"{k} {k}", k, lambda a, b: a * b >> 32) for k in ("u32", "s32")),
+    ("mul.wide.s32", "s32 s32", "s64", lambda a, b: a * b),
+    ("mul.wide.u32", "u32 u32", "u64", lambda a, b: a * b),
+    ("mul.wide.u16", "u16 u16", "u32", lambda a, b: a * b),
+    *((f"mad.lo.{k}", f"{k} {k} {k}", k, lambda a, b, c: a * b + c) for k in ("s32", "u32", "s64")),
+    ("mad.wide.s32", "s32 s32 s64", "s64", lambda a, b, c: a * b + c),
+    ("mad.wide.u32", "u32 u32 u64", "u64", lambda a, b, c: a * b + c),
+    *((f"div.{k}", f"{k} {k}", k, trunc_div) for k in ("s32", "u32", "u16")),
+    *((f"rem.{k}", f"{k} {k}", k, lambda a, b: 0 if b == 0 else a - b * trunc_div(a, b)) for k in ("s32", "u32")),
+    *((f"min.{k}", f"{k} {k}", k, min) for k in ("s32", "u32", "s64")),
+    *((f"max.{k}", f"{k} {k}", k, max) for k in ("s32", "u32", "s64")),
+    ("neg.s32", "s32", "s32", lambda a: -a),
+    ("abs.s32", "s32", "s32", abs),
+    *((f"and.b{n}", f"b{n} b{n}", f"b{n}", lambda a, b: a & b) for n in (16, 32, 64)),
+    *((f"or.b{n}", f"b{n} b{n}", f"b{n}", lambda a, b: a | b) for n in (16, 32, 64)),
+    *((f"xor.b{n}", f"b{n} b{n}", f"b{n}", lambda a, b: a ^ b) for n in (16, 32, 64)),
+    *((f"not.b{n}", f"b{n}", f"b{n}", lambda a: ~a) for n in (16, 32, 64)),
+    *((f"{n}.pred", "pred pred", "pred", f) for n, f in
+      (("and", lambda a, b: a & b), ("or", lambda a, b: a | b), ("xor", lambda a, b: a ^ b))),
+    ("not.pred", "pred", "pred", lambda a: 1 - a),
+    ("shl.b32", "b32 u32", "b32", lambda a, b: a << b if b < 32 else 0),
+    ("shl.b64", "b64 u32", "b64", lambda a, b: a << b if b < 64 else 0),
+    ("shr.u32", "u32 u32", "u32", lambda a, b: a >> b),
+    ("shr.b32", "b32 u32", "b32", lambda a, b: a >> b),
+    ("shr.s32", "s32 u32", "s32", lambda a, b: a >> b),
+    ("shr.s16", "s16 u32", "s16", lambda a, b: a >> b),
+    ("shr.u64", "u64 u32", "u64", lambda a, b: a >> b),
+    ("shf.l.wrap.b32", "b32 b32 b32", "b32", lambda a, b, c: ((b << 32 | a) << (c & 31)) >> 32),
+    ("shf.r.wrap.b32", "b32 b32 b32", "b32", lambda a, b, c: (b << 32 | a) >> (c & 31)),
+    ("shf.r.clamp.b32", "b32 b32 b32", "b32", lambda a, b, c: (b << 32 | a) >> min(c, 32)),
+    ("bfe.u32 5, 9", "u32", "u32", lambda a: field(a, 5, 9)),
+    ("bfe.s32 5, 9", "s32", "s32", lambda a: signed_field(a, 5, 9)),
+    ("bfe.u32 28, 20", "u32", "u32", lambda a: field(a, 28, 20)),
+    ("bfe.s32 28, 20", "s32", "s32", lambda a: signed_field(a, 28, 20)),
+    ("bfe.s32 25, 1", "s32", "s32", lambda a: signed_field(a, 25, 1)),
+    ("bfe.u32 3, 0", "u32", "u32", lambda a: 0),
+    ("bfi.b32 7, 11", "b32 b32", "b32", lambda a, b: b & ~(0x7FF << 7) | (a & 0x7FF) << 7),
+    ("prmt.b32", "b32 b32 b32", "b32",
+     lambda a, b, c: sum(byte_of(a, b, c >> 4 * n & 15) << 8 * n for n in range(4))),
+    ("lop3.b32 0x96", "b32 b32 b32", "b32", lambda a, b, c: a ^ b ^ c),
+    ("lop3.b32 0xE8", "b32 b32 b32", "b32", lambda a, b, c: a & b | b & c | a & c),
+    ("popc.b32", "b32", "b32", int.bit_count),
+    ("mov.b32", "b32", "b32", lambda a: a),
+    ("mov.u64", "u64", "u64", lambda a: a),
+    ("mov.b16", "b16", "b16", lambda a: a),
+    ("mov.pred", "pred", "pred", lambda a: a),
+    ("selp.b32", "b32 b32 pred", "b32", lambda a, b, c: a if c else b),
+    ("selp.b64", "b64 b64 pred", "b64", lambda a, b, c: a if c else b),
+    *((f"setp.{n}.{k}", f"{k} {k}", "pred", f) for k in ("s32", "u32", "s64", "u64") for n, f in
+      (("eq", lambda a, b: a == b), ("ne", lambda a, b: a != b), ("lt", lambda a, b: a < b),
+       ("le", lambda a, b: a <= b), ("gt", lambda a, b: a > b), ("ge", lambda a, b: a >= b))),
+    ("setp.ne.b16", "b16 b16", "pred", lambda a, b: a != b),
+    ("setp.lt.and.s32", "s32 s32 pred", "pred", lambda a, b, c: a < b and c),
+    ("cvt.s64.s32", "s32", "s64", lambda a: a),
+    ("cvt.u64.u32", "u32", "u64", lambda a: a),
+    ("cvt.u32.u64", "u64", "u32", lambda a: a),
+    ("cvt.u16.u32", "u32", "u16", lambda a: a),
+    ("cvt.u32.u16", "u16", "u32", lambda a: a),
+    ("cvt.s32.s16", "s16", "s32", lambda a: a),
+    ("cvta.to.global.u64", "u64", "u64", lambda a: a),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "kinds", "to", "function"), INTEGERS, ids=[case[0] for case in INTEGERS])
+def test_integers(text: str, kinds: str, to: str, function: Callable[..., int]) -> None:
+    sources = [drawn(kind, place) for place, kind in enumerate(kinds.split())]
+    values = [integers(kind, raw) for kind, raw in zip(kinds.split(), sources, strict=True)]
+    if text.startswith("sh") and text[:3] != "shf":  # half of the counts within the width
+        sources[1] = np.where(np.arange(LANES) % 2, sources[1], sources[1] % 70).astype(np.uint32)
+        values[1] = integers("u32", sources[1])
+    lanes = list(range(LANES))
+    if text.startswith(("div", "rem")):  # what a division by 0 gives is not defined
+        lanes = [
+            lane for lane in lanes if values[1][lane] != 0 and (values[0][lane], values[1][lane]) != (-(2**31), -1)
+        ]
+    found = result(text, kinds.split(), sources, to)
+    for lane in lanes:
+        expected = int(function(*(value[lane] for value in values))) & (1 << width(to)) - 1
+        assert int(found[lane]) == expected, [value[lane] for value in values]
+
+
+f32 = np.float32
+
+
+def once(*values: Any) -> Any:
+    return f32(values[0])
+
+
+def ftz(value: Any) -> Any:
+    return f32(math.copysign(0, value)) if abs(value) < 2.0**-126 else value
+
+
+def lesser(a: Any, b: Any) -> Any:
+    return b if np.isnan(a) else a if np.isnan(b) else min(a, b)
+
+
+def greater(a: Any, b: Any) -> Any:
+    return -lesser(-a, -b)
+
+
+def clipped(value: Any, low: int, high: int) -> int:
+    return 0 if np.isnan(value) else low if value <= low else high if value >= high else int(value)
+
+
+def towards_zero(value: Any) -> Any:
+    near = np.float16(value)
+    return np.nextafter(near, np.float16(0)) if abs(f32(near)) > abs(value) else near
+
+
+WIDE = np.longdouble
+FLOATS: list[tuple[str, str, str, Callable[..., Any]]] = [
+    ("add.f32", "f32 f32", "f32", lambda a, b: a + b),
+    ("add.rn.f32", "f32 f32", "f32", lambda a, b: a + b),
+    ("sub.f32", "f32 f32", "f32", lambda a, b: a - b),
+    ("mul.f32", "f32 f32", "f32", lambda a, b: a * b),
+    ("div.rn.f32", "f32 f32", "f32", lambda a, b: a / b),
+    ("div.full.f32", "f32 f32", "f32", lambda a, b: a / b),
+    ("fma.rn.f32", "f32 f32 f32", "f32", lambda a, b, c: f32(WIDE(a) * WIDE(b) + WIDE(c))),
+    ("fma.rn.ftz.f32", "f32 f32 f32", "f32", lambda a, b, c: ftz(f32(WIDE(ftz(a)) * WIDE(ftz(b)) + WIDE(ftz(c))))),
+    ("max.f32", "f32 f32", "f32", greater),
+    ("max.NaN.f32", "f32 f32", "f32", lambda a, b: f32(np.nan) if np.isnan(a + b) and a != -b else greater(a, b)),
+    ("max.f32", "f32 f32 f32", "f32", lambda a, b, c: greater(greater(a, b), c)),
+    ("min.f32", "f32 f32", "f32", lesser),
+    ("min.xorsign.abs.f32", "f32 f32", "f32",
+     lambda a, b: f32(math.copysign(lesser(abs(a), abs(b)), -1 if np.signbit(a) != np.signbit(b) else 1))),
+    ("neg.f32", "f32", "f32", lambda a: -a),
+    ("abs.f32", "f32", "f32", abs),
+    ("ex2.approx.ftz.f32", "f32", "f32", lambda a: ftz(f32(np.exp2(WIDE(ftz(a)))))),
+    ("lg2.approx.f32", "f32", "f32", lambda a: f32(np.log2(WIDE(a)))),
+    ("rcp.approx.f32", "f32", "f32", lambda a: f32(1) / a),
+    ("sqrt.rn.f32", "f32", "f32", np.sqrt),
+    ("rsqrt.approx.f32", "f32", "f32", lambda a: f32(WIDE(1) / np.sqrt(WIDE(a)))),
+    ("tanh.approx.f32", "f32", "f32", lambda a: f32(np.tanh(WIDE(a)))),
+    ("sin.approx.f32", "f32", "f32", lambda a: f32(np.sin(float(a)))),
+    ("cos.approx.f32", "f32", "f32", lambda a: f32(np.cos(float(a)))),
+    ("add.f16", "f16 f16", "f16", lambda a, b: np.float16(a) + np.float16(b)),
+    ("mul.bf16", "bf16 bf16", "bf16", lambda a, b: a * b),
+    ("add.f32x2", "f32x2 f32x2", "f32x2", lambda a, b: a + b),
+    ("mul.f32x2", "f32x2 f32x2", "f32x2", lambda a, b: a * b),
+    ("fma.rn.f32x2", "f32x2 f32x2 f32x2", "f32x2", lambda a, b, c: (a.astype(WIDE) * b + c).astype(f32)),
+    ("cvt.rn.bf16x2.f32", "f32 f32", "bf16x2", lambda a, b: np.array([b, a])),
+    ("cvt.rn.f16x2.f32", "f32 f32", "f16x2", lambda a, b: np.array([b, a])),
+    ("cvt.rn.satfinite.e4m3x2.f32", "f32 f32", "e4m3x2", lambda a, b: np.array([b, a])),
+    ("cvt.rn.f16x2.e4m3x2", "e4m3x2", "f16x2", lambda a: a),
+    ("cvt.rn.satfinite.e4m3x2.f16x2", "f16x2", "e4m3x2", lambda a: a),
+    ("cvt.rn.bf16.f32", "f32", "bf16", once),
+    ("cvt.rz.f16.f32", "f32", "f16", lambda a: towards_zero(a)),
+    ("cvt.rn.f16.f32", "f32", "f16", once),
+    ("cvt.f32.bf16", "bf16", "f32", once),
+    ("cvt.f32.f16", "f16", "f32", once),
+    ("cvt.rn.f32.s32", "s32", "f32", lambda a: f32(int(a))),
+    ("cvt.rn.f32.u32", "u32", "f32", lambda a: f32(int(a))),
+    ("cvt.rzi.s32.f32", "f32", "s32", lambda a: clipped(a, -(2**31), 2**31 - 1)),
+    ("cvt.rni.s32.f32", "f32", "s32", lambda a: clipped(np.rint(a), -(2**31), 2**31 - 1)),
+    ("cvt.rzi.u32.f32", "f32", "u32", lambda a: clipped(a, 0, 2**32 - 1)),
+    ("cvt.rmi.f32.f32", "f32", "f32", np.floor),
+    ("cvt.rpi.f32.f32", "f32", "f32", np.ceil),
+    *((f"setp.{n}.f32", "f32 f32", "pred", f) for n, f in
+      (("eq", lambda a, b: a == b), ("lt", lambda a, b: a < b), ("gt", lambda a, b: a > b),
+       ("ne", lambda a, b: a < b or a > b), ("neu", lambda a, b: a != b), ("ltu", lambda a, b: not a >= b),
+       ("nan", lambda a, b: np.isnan(a) or np.isnan(b)), ("num", lambda a, b: a == a and b == b))),
+    ("selp.f32", "f32 f32 pred", "f32", lambda a, b, c: a if c else b),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "kinds", "to", "function"), FLOATS, ids=[f"{c[0]}-{c[1].count(' ')}" for c in FLOATS])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_floats(text: str, kinds: str, to: str, function: Callable[..., Any]) -> None:
+    """Bit by bit; NaN are all alike."""
+    sources = [drawn(kind, place) for place, kind in enumerate(kinds.split())]
+    values = [decode(kind, raw) for kind, raw in zip(kinds.split(), sources, strict=True)]
+    expected = encode(to, np.stack([np.asarray(function(*lane)) for lane in zip(*values, strict=True)]))
+    found = result(text, kinds.split(), sources, to)
+    if to.startswith(("s", "u", "p")):
+        assert found.tolist() == expected.astype(found.dtype).tolist()
+        return
+    one, other = decode(to, found), decode(to, expected)
+    same = (one == other) & (np.signbit(one) == np.signbit(other)) | np.isnan(one) & np.isnan(other)
+    assert same.all(), (values, one, other)
+
+
+def test_bf16_is_rounded_to_nearest_even() -> None:
+    """Ties both ways, the largest number to infinity, and what stays."""
+    bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x3F800000], np.uint32)
+    assert encode("bf16", bits.view(f32)).tolist() == [0x3F80, 0x3F82, 0x3F81, 0x7F80, 0x3F80]
+
+
+def test_e4m3_is_what_pytorch_makes_of_it() -> None:
+    torch = pytest.importorskip("torch")
+    values = np.concatenate([decode("e4m3", np.arange(256, dtype=np.uint8)), np.linspace(-460, 460, 4001, dtype=f32)])
+    ours = encode("e4m3", values)
+    theirs = torch.from_numpy(values).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    number = ~np.isnan(values)
+    assert (ours[number] == theirs[number]).all()
+    assert (ours[~number] & 127 == 127).all()
+
+
+def test_registers_are_taken_apart_and_put_together() -> None:
+    one, two = drawn("b32", 0), drawn("b32", 1)
+    lines = "mov.b64 %rd0, {%r1, %r2}; mov.b64 {%r3, %r4}, %rd0; mov.b32 {%rs1, %rs2}, %r1; mov.b32 %r5, {%rs2, %rs1};"
+    machine = run(lines, {"%r1": one, "%r2": two}, threads=LANES)
+    assert (machine.registers["%rd0"] == one + (two.astype(np.uint64) << np.uint64(32))).all()
+    assert (machine.registers["%r3"] == one).all()
+    assert (machine.registers["%r4"] == two).all()
+    assert (machine.registers["%r5"] == (one << np.uint32(16) | one >> np.uint32(16))).all()
+
+
+def test_a_guard_leaves_the_others_as_they_are() -> None:
+    which = drawn("pred", 0)
+    lines = "mov.u32 %r1, 5; @%p1 mov.u32 %r1, 7; @!%p1 add.s32 %r1, %r1, 1;"
+    machine = run(lines, {"%p1": which}, threads=LANES)
+    assert machine.registers["%r1"].tolist() == [7 if one else 6 for one in which]
+
+
+def test_lanes_that_part_meet_again() -> None:
+    """A loop of as many turns as the lane's number, and one instruction behind it that all reach together."""
+    lines = """
+        mov.u32 %r1, %tid.x; mov.u32 %r2, 0;
+        setp.eq.s32 %p1, %r1, 0;
+        @%p1 bra $END;
+    $LOOP:
+        add.s32 %r2, %r2, %r1; sub.s32 %r1, %r1, 1;
+        setp.ne.s32 %p2, %r1, 0;
+        @%p2 bra $LOOP;
+    $END:
+        shfl.sync.idx.b32 %r3, %r2, 3, 31, -1;
+    """
+    machine = run(lines)
+    assert machine.registers["%r2"].tolist() == [n * (n + 1) // 2 for n in range(32)]
+    assert set(machine.registers["%r3"].tolist()) == {6}
+
+
+def test_special_registers() -> None:
+    names = ("tid.x", "ctaid.x", "nctaid.x", "ntid.x", "laneid")
+    lines = "".join(f"mov.u32 %r{number}, %{name};" for number, name in enumerate(names, 1))
+    registers = run(lines, threads=64, blocks=3).registers
+    lanes = np.arange(192)
+    for number, expected in enumerate((lanes % 64, lanes // 64, lanes * 0 + 3, lanes * 0 + 64, lanes % 32), 1):
+        assert (registers[f"%r{number}"] == expected).all()
+
+
+@pytest.mark.parametrize(
+    "text", ["tcgen05.alloc.b32 %r1, %r2", "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 %r1, %r2, %r3, %r4",
+             "cvt.rna.tf32.f32 %r1, %r2", "mul.hi.u64 %rd1, %rd2, %rd3", "add.sat.s32 %r1, %r2, %r3", "bar.sync 1",
+             "ld.local.b32 %r1, [%rd1]", "add.rz.f32 %r1, %r2, %r3", "fence.acq_rel.gpu"],
+)  # fmt: skip
+def test_what_is_not_modelled_is_refused(text: str) -> None:
+    with pytest.raises(Unsupported):
+        run(f"{text};")
+
+
+def test_every_instruction_is_tested() -> None:
+    """By its name, here or among the memory instructions and matrices."""
+    named = {text.split(".")[0].split()[0] for text, *_ in (*INTEGERS, *FLOATS)}
+    elsewhere = {"ld", "st", "cp", "fence", "bar", "shfl", "vote", "ldmatrix", "stmatrix", "mma", "wgmma", "fma", "mad"}
+    assert set(PREPARE) - elsewhere <= named

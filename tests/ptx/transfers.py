@@ -1,0 +1,108 @@
+"""Loads, stores, barriers, and what a warp does together without tensor cores."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.ptx.machine import WARP, Machine, Mask, Step, executes
+from tests.ptx.parse import Address, Instruction, Operand, Symbol, Unsupported, Vector
+from tests.ptx.values import SIGNED, UNSIGNED, Array, width
+
+_SPACES = ("param", "global", "shared")
+
+
+@executes("ld", "st")
+def prepare_transfer(instruction: Instruction) -> Step:
+    """One to eight numbers of a lane, at an address that is a multiple of their size."""
+    name, space, *_ = instruction.parts
+    if space not in _SPACES or {"volatile", "relaxed", "acquire", "release"} & set(instruction.parts):
+        raise Unsupported(instruction.opcode)
+    kind, bits = instruction.kind, width(instruction.kind)
+    place, data = instruction.operands if name == "st" else instruction.operands[::-1]
+    items: tuple[Operand, ...] = data.items if isinstance(data, Vector) else (data,)
+    size = bits // 8 * len(items)
+
+    def extended(numbers: Array) -> Array:
+        """Signed numbers may go to wider registers."""
+        return numbers.view(SIGNED[bits]).astype(np.int64).view(np.uint64) if kind[0] == "s" else numbers
+
+    def load_parameter(machine: Machine, mask: Mask) -> None:
+        assert isinstance(place, Address)
+        assert isinstance(place.base, Symbol)
+        value = machine.arguments[place.base.name] >> 8 * place.offset & (1 << bits) - 1
+        machine.write(items[0], extended(np.array([value], UNSIGNED[bits])), mask)
+
+    def load(machine: Machine, mask: Mask) -> None:
+        lanes = machine.lanes_of(mask)
+        address, block = machine.address(place, lanes), machine.block[lanes]
+        if space == "global":
+            numbers = machine.memory.load(address, bits, len(items), block)
+        else:
+            at = machine.shared.locate(block, address, size, size)
+            numbers = machine.shared.load(at, block, machine.warp[lanes]).view(UNSIGNED[bits])
+        for column, item in enumerate(items):
+            machine.write_lanes(item, lanes, extended(np.ascontiguousarray(numbers[:, column])), mask)
+
+    def store(machine: Machine, mask: Mask) -> None:
+        lanes = machine.lanes_of(mask)
+        address, block = machine.address(place, lanes), machine.block[lanes]
+        numbers = np.stack([np.broadcast_to(machine.read(item, bits), machine.lanes)[lanes] for item in items], 1)
+        numbers = numbers.astype(UNSIGNED[bits])  # of a wider register the lowest bits
+        if space == "global":
+            machine.memory.store(address, numbers, block)
+        else:
+            at = machine.shared.locate(block, address, size, size)
+            machine.shared.store(at, numbers.view(np.uint8), block, machine.warp[lanes])
+
+    return load_parameter if space == "param" else load if name == "ld" else store
+
+
+@executes("bar")
+def prepare_barrier(instruction: Instruction) -> Step:
+    """Of a block, or of a warp."""
+    of_warp = instruction.parts[1] == "warp"
+    if not of_warp and instruction.text != "bar.sync 0":
+        raise Unsupported(instruction.text)
+
+    def wait(machine: Machine, mask: Mask) -> None:
+        if of_warp:
+            machine.whole_warps(mask, "bar.warp.sync")
+        else:
+            machine.shared.barrier(machine.whole_blocks(mask, "bar.sync"))
+
+    return wait
+
+
+@executes("shfl")
+def prepare_shuffle(instruction: Instruction) -> Step:
+    """A register of another lane of the warp; past the end of its segment, its own."""
+    mode = instruction.parts[2]
+    to, source, other, clamp, _ = instruction.operands
+
+    def shuffle(machine: Machine, mask: Mask) -> None:
+        machine.whole_warps(mask, "shfl.sync")
+        lane = np.arange(machine.lanes) % WARP
+        by, bound = machine.read(other, 32).astype(np.int64) & 31, machine.read(clamp, 32).astype(np.int64)
+        segment = bound >> 8 & 31
+        first, last = lane & segment, (lane & segment) | (bound & 31 & ~segment)
+        wanted = {"up": lane - by, "down": lane + by, "bfly": lane ^ by, "idx": first | (by & ~segment)}[mode]
+        inside = wanted >= last if mode == "up" else wanted <= last
+        given = np.broadcast_to(machine.read(source, 32), machine.lanes)
+        machine.write(to, given[machine.all_lanes - lane + np.where(inside, wanted, lane)], mask)
+
+    return shuffle
+
+
+@executes("vote")
+def prepare_vote(instruction: Instruction) -> Step:
+    """A predicate of all lanes of the warp: its bits, or whether any or all have it."""
+    mode, (to, source, _) = instruction.parts[2], instruction.operands
+
+    def vote(machine: Machine, mask: Mask) -> None:
+        machine.whole_warps(mask, "vote.sync")
+        given = np.broadcast_to(machine.read(source, 1), machine.lanes).reshape(-1, WARP)
+        bits = (given * (1 << np.arange(WARP, dtype=np.uint64))).sum(1).astype(np.uint32)
+        found = {"ballot": bits, "any": given.any(1), "all": given.all(1)}[mode]
+        machine.write(to, np.repeat(found, WARP), mask)
+
+    return vote
