@@ -1,10 +1,11 @@
 """Engines on fake CUDA tensors: shapes, types and devices are real, values are not, and no GPU is needed.
 
-    python -m tests.runtime.fake_cuda GUARD.so POLICY KIND ...
+    python -m tests.runtime.fake_cuda FOLDER POLICY KIND ...
 
 Prints a JSON line for each policy and kind of sampling: operators of the captured step, and every operator on tensors
-of both host and device, of the capture and of a step that replays it. A shared library with a CUDA device guard that
-does nothing lets PyTorch for CPUs index and change such tensors; other tests' process must not load it.
+of both host and device, of the capture and of a step that replays it. FOLDER has the device guard of
+tests/cuda/guard.py, which other tests' processes must not load. tests/cuda counts launches; this shows what the engine
+does around a graph.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -34,6 +36,7 @@ from d2sd.runtime.decode import Committed, StepResult
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
+from tests.cuda import guard
 
 T = TypeVar("T")
 BLOCK, BRANCHES, NODES, STEPS = 8, 3, 16, 4
@@ -96,10 +99,10 @@ def models() -> list[Any]:
     return made
 
 
-def main(guard: str, *runs: str) -> None:
-    torch.ops.load_library(guard)  # type: ignore[no-untyped-call]
-    dispatch.use_triton = lambda pages: False  # kernels are not operators
-    dispatch.use_fused_layers = lambda *a, **k: False
+def main(folder: str, *runs: str) -> None:
+    guard.load(Path(folder))
+    for name in ("use_triton", "use_kernels", "use_fused_layers"):  # kernels are not operators
+        setattr(dispatch, name, lambda *a, **k: False)
     patch.object(model_runner, "CudaGraphs", Captures).start()
     patch.object(StepResult, "read", read).start()
     zeros = torch.zeros
