@@ -2,6 +2,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3.10 || echo python3)
 BIN := .venv/bin
 BUNDLE := bundles/smollm2-135m
+# Published figures and comparisons are of fp32 weights: $(call fp32_bundle,FOLDER OF PROGRAMS)
+FP32 := $(BUNDLE)-fp32
+fp32_bundle = test -d $(FP32) || $(1)/d2sd-build recipes/smollm2-135m.yaml --set precision=fp32 --out $(FP32) -v
 
 # The versions tested together; docs/install.md has other ways to install.
 CONSTRAINTS := constraints/tested.txt
@@ -58,8 +61,8 @@ data-wheel: .venv/demo
 ## the losslessness check on 128 real prompts in fp32: hours, resumable; PROMPTS is a folder of four JSONL sets, see `make data`
 PROMPTS ?= data/eval
 verify: .venv/demo
-	test -d $(BUNDLE)-fp32 || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --set precision=fp32 --out $(BUNDLE)-fp32 -v
-	$(BIN)/python benchmarks/lossless.py $(BUNDLE)-fp32 --prompts $(PROMPTS) --out build/lossless
+	$(call fp32_bundle,$(BIN))
+	$(BIN)/python benchmarks/lossless.py $(FP32) --prompts $(PROMPTS) --out build/lossless
 
 ## kernels, engines and tests on a GPU, in nine minutes; benchmarks/pack_tensorrt_rtx.sh packs optional inputs
 gpu-suite:
@@ -135,18 +138,18 @@ build/dynamographdeployments.yaml:
 
 ## the results of the README: two hours on two cores, resumable; tables, JSON and plots in build/bench
 bench: .venv/demo
-	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
-	$(BIN)/d2sd bench $(BUNDLE) --prompts $(PROMPTS) --out build/bench/trees \
+	$(call fp32_bundle,$(BIN))
+	$(BIN)/d2sd bench $(FP32) --prompts $(PROMPTS) --out build/bench/trees \
 	  --methods lookup,chain,reanchor:64,d2sd:64,ddtree,hybrid --rows 16,64
-	$(BIN)/d2sd bench $(BUNDLE) --prompts $(PROMPTS)/gsm8k.jsonl --prompts $(PROMPTS)/mt_bench.jsonl \
+	$(BIN)/d2sd bench $(FP32) --prompts $(PROMPTS)/gsm8k.jsonl --prompts $(PROMPTS)/mt_bench.jsonl \
 	  --out build/bench/serving --methods auto --concurrency 1,2,4,8,16 --max-new-tokens 48 --repeat 3
 
 ## accuracy by lm-eval: GSM8K and log-likelihood tasks, plain decoding and speculation; LIMIT documents each, AGAINST=an FP8 bundle
 LIMIT ?= 32
 eval: .venv/demo
 	$(PIP_INSTALL) --editable ".[gguf,eval]"
-	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
-	$(BIN)/d2sd eval $(BUNDLE) $(if $(AGAINST),--compare "$(AGAINST)") --data $(dir $(PROMPTS)) --limit $(LIMIT)
+	$(call fp32_bundle,$(BIN))
+	$(BIN)/d2sd eval $(FP32) $(if $(AGAINST),--compare "$(AGAINST)") --data $(dir $(PROMPTS)) --limit $(LIMIT)
 
 # What the loads ask: `d2sd serve`, or with FACE=triton or FACE=dynamo another face of the engine, in its environment.
 FACE ?= serve
@@ -165,8 +168,8 @@ bench-serving: $(FACE_READY)
 ## llama.cpp is compiled, in ten minutes, in an environment of its own, 2 GB
 PEERS := build/peers
 peers: $(PEERS)/installed
-	test -d $(BUNDLE)-fp32 || $(PEERS)/env/bin/d2sd-build recipes/smollm2-135m.yaml --set precision=fp32 --out $(BUNDLE)-fp32 -v
-	$(PEERS)/env/bin/python -m benchmarks.peers $(BUNDLE)-fp32 --data $(dir $(PROMPTS)) --out $(PEERS)/results
+	$(call fp32_bundle,$(PEERS)/env/bin)
+	$(PEERS)/env/bin/python -m benchmarks.peers $(FP32) --data $(dir $(PROMPTS)) --out $(PEERS)/results
 
 $(PEERS)/installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(PEERS)/env
@@ -176,8 +179,8 @@ $(PEERS)/installed: pyproject.toml $(CONSTRAINTS)
 
 ## step costs of this machine, the simulation against the engine, and 1 to 64 workers simulated: minutes, resumable
 fleet: .venv/dev
-	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fleet $(BUNDLE) --out build/fleet
+	$(call fp32_bundle,$(BIN))
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fleet $(FP32) --out build/fleet
 
 ## ten minutes of mixed load with disconnects, deadlines, kills and malformed requests, then SIGTERM and a fuzzer
 soak: $(FACE_READY)

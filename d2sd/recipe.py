@@ -312,7 +312,7 @@ class Recipe(RecipeFile):
     target: Target
     #: The drafters; without them the bundle serves plain decoding and prompt lookup.
     drafters: Drafters = Drafters()
-    #: Type of weights and activations; losslessness is proven in fp32.
+    #: Type of weights and activations; lossless in all three on a CPU with a compiler (docs/cpu.md), elsewhere in fp32.
     precision: Precision = "fp32"
     #: FP8 quantization; without it weights are in `precision`.
     fp8: FP8 | None = None

@@ -142,7 +142,8 @@ class _Layer:
         attention.q_proj = attention.k_proj = attention.v_proj = nn.Identity()  # type: ignore[assignment]
         self.o = Product([attention.o_proj], dtype)
         self.gate_up = Product([mlp.gate_proj, mlp.up_proj], dtype)
-        mlp.gate_proj = mlp.up_proj = nn.Identity()  # type: ignore[assignment]
+        for part, weight in zip((mlp.gate_proj, mlp.up_proj), self.gate_up.weight.chunk(2), strict=True):
+            part.weight.data = weight  # a view: FlexDraft's mask rows pass the target's MLPs
         self.down = Product([mlp.down_proj], dtype)
         norms = [_weight(norm) for norm in (attention.q_norm, attention.k_norm)]
         caches = [_scale(cache) for cache in (attention.k_cache, attention.v_cache)]

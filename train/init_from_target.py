@@ -70,7 +70,7 @@ def flex_config(geometry: FlexGeometry, config: DecoderConfig) -> FlexConfig:
     limit = config.body.num_layers - 1
     if geometry.layers > limit:
         raise D2SDError(
-            "The head has more layers than the target can split off.", where="flex.layers",
+            "The head has more layers than the target can split off.", where="flex.head.layers",
             found=geometry.layers, expected=f"at most {limit}",
         )  # fmt: skip
     return FlexConfig(

@@ -83,7 +83,7 @@ class AsyncEngine:
         """Queue all requests, or none if one is refused; the caller must iterate or `close` every stream.
 
         Raises what `generate` raises before its first output. `watch` is called in the engine's thread with each step.
-        After their first output streams yield at least `interval` tokens at a time.
+        A waiting reader is woken by the first output, then by at least `interval` tokens or the end.
         """
         for request in requests:
             self.engine.check(request)

@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role, RopeConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, Role, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.rope import Rotary
 from d2sd.plugins import dispatch
@@ -131,9 +132,10 @@ def runner(layers: int, drafter_layers: int, *, fp8: bool, dtype: torch.dtype = 
         with torch.device("cuda"):
             target = Decoder(DecoderConfig("qwen3", body, VOCABULARY, False))
             models = target, drafter("first"), drafter("variable_prefix")
-            for model in models:
+            head = FlexHead(FlexConfig("qwen3", replace(body, num_layers=1), VOCABULARY, BLOCK, layers, 16))
+            for model in (*models, head):
                 linears = [n for n, part in model.named_modules() if isinstance(part, nn.Linear) and n != "lm_head"]
-                if fp8:
+                if fp8 and model is not head:
                     make_fp8(model, linears, cache=False)
                 for part in model.modules():  # frequencies are made on the CPU and follow their model
                     if isinstance(part, Rotary):
@@ -141,7 +143,8 @@ def runner(layers: int, drafter_layers: int, *, fp8: bool, dtype: torch.dtype = 
                 model.eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(torch.float32)
-    return ModelRunner(*models)
+    head.join(target)
+    return ModelRunner(*models, flex=head)
 
 
 def batch_of(size: int, kinds: tuple[SamplingParams, ...]) -> Batch:

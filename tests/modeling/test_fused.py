@@ -24,7 +24,7 @@ from d2sd.modeling.fp8 import Fp8Linear, kv_scales, linear_names
 from d2sd.modeling.fused import FusedLayers, fuse
 from d2sd.modeling.rows import Rows
 from d2sd.plugins import dispatch, layer_ops
-from tests.tiny import Model, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_drafter
+from tests.tiny import Model, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_drafter, tiny_flex
 
 AUX = (0, 2)
 
@@ -105,6 +105,23 @@ def test_products_of_one_input_share_its_largest_scale() -> None:
 
 
 @pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("fp8", [False, True])
+@torch.inference_mode()
+def test_a_flexdraft_head_drafts_beside_fused_layers(fp8: bool) -> None:
+    """Its mask rows pass the target's own MLPs."""
+    target = tiny_decoder("qwen3")
+    target = in_fp8(target, linear_names(target)) if fp8 else target
+    head = tiny_flex(target, block_size=4)
+    pool, table = pool_for(target.config.body, 2, 12)
+    rows = Rows.chain(4, table, torch.zeros(2, dtype=torch.long))
+    pool = pool.from_layer(head.config.split_layer)
+    expected = head.draft(rows, pool)
+    fuse(target)
+    assert not len(target.layers)
+    assert torch.equal(head.draft(rows, pool), expected)
+
+
+@pytest.mark.usefixtures("anywhere")
 def test_weights_are_held_once() -> None:
     target, drafter = pair(tiny_decoder("qwen3"))
     for model in (target, drafter):
@@ -120,7 +137,7 @@ def test_weights_are_held_once() -> None:
             isinstance(m, nn.Linear)
             for one in layers
             for n, m in one.named_modules()
-            if "o_" not in n and "down" not in n
+            if "o_" not in n and "mlp" not in n
         )
         products = [getattr(one, name) for one in native._layers for name in ("qkv", "o", "gate_up", "down")]
         storages = {

@@ -101,7 +101,7 @@ def test_the_first_head_is_the_targets_attention() -> None:
     assert 0.01 < float(head.mask_embedding.detach().std()) < 0.03
     with pytest.raises(D2SDError, match="split off") as caught:
         flex_head(FlexGeometry(layers=4, block_size=BLOCK), decoder, seed=0)
-    assert (caught.value.where, caught.value.expected) == ("flex.layers", "at most 3")
+    assert (caught.value.where, caught.value.expected) == ("flex.head.layers", "at most 3")
 
 
 def test_answers_are_learnt_by_heart_and_the_target_stays(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def first_config(recipe: TrainRecipe, target: DecoderConfig) -> DrafterConfig:
 
 
 def check_geometry(recipe: TrainRecipe, target: DecoderConfig) -> None:
-    """Raise D2SDError if what the recipe trains does not fit the target, or a pretrained first drafter neither."""
+    """Raise D2SDError if what the recipe trains, or its pretrained first drafter, does not fit the target."""
     if recipe.flex is not None:
         flex_config(recipe.flex.head, target)
     else:
