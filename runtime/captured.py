@@ -131,7 +131,8 @@ class _Graph:
 
 def _refuse(error: Exception) -> None:
     """Say that steps run without graphs; an error where falling back is forbidden."""
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    cause = error.__context__ or error  # the end of a failed capture raises an error of its own
+    reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
     if os.environ.get(NO_FALLBACK) == "1":
         raise D2SDError(
             "The decode step cannot be captured as a CUDA graph.", where=f"{NO_FALLBACK}=1", found=reason,

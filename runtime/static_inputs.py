@@ -19,6 +19,7 @@ _ALIGNMENT = 256
 class StaticInputs:
     """Static inputs of a batch bucket: tensors on the device that one copy from a pinned buffer fills."""
 
+    @torch.inference_mode(False)  # else only callers in inference mode could load values
     def __init__(self, batch: Batch, draft: Draft | None, pages: int, device: str) -> None:
         """Shapes and types are those of `batch` and `draft`, but the page table has `pages` columns."""
         like = _tensors(replace(batch, page_table=batch.page_table.new_zeros(len(batch.anchor), pages)), draft)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -143,12 +143,17 @@ def _time(runner: ModelRunner, policy: Policy, batch: Batch, steps: DecodeSteps,
 
 
 def _dummy_batch(runner: ModelRunner, limits: Limits, size: int, context: int) -> Batch:
-    """Greedy requests with `context` tokens of context, or fewer if the limits are lower."""
+    """Greedy requests with `context` tokens of context, or fewer if the limits are lower.
+
+    Their pages differ, as those of real requests: one page for all would stay in a GPU's cache. Nothing is written.
+    """
     pages = limits.pages_for(min(context, limits.max_context))
     most = limits.pages_for(limits.max_context + runner.block_size)
-    return Batch.dummy(size, min(pages + 1, most), pages * limits.page_size, runner.vocab_size, runner.device)
+    batch = Batch.dummy(size, min(pages + 1, most), pages * limits.page_size, runner.vocab_size, runner.device)
+    page_ids = torch.arange(batch.page_table.numel(), device=batch.page_table.device).view(batch.page_table.shape)
+    return replace(batch, page_table=page_ids % runner.pool_pages)
 
 
 def _wait(runner: ModelRunner) -> None:
     if runner.device.startswith("cuda"):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(runner.device)

@@ -20,6 +20,7 @@ import torch
 from benchmarks.gpu.cases import Case, Note
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.policies import PolicyName
 from d2sd.runtime.backends.graphs import Capture, CudaGraphs
@@ -28,9 +29,9 @@ from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.runtime.knowing import Knowing
-from tests.tiny import tiny_decoder, tiny_drafter
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
 
-POLICIES: tuple[PolicyName, ...] = ("off", "lookup", "chain", "d2sd", "hybrid")
+POLICIES: tuple[PolicyName, ...] = ("off", "lookup", "chain", "d2sd", "hybrid", "flex")
 BLOCK, BRANCHES, NODES = 5, 3, 14
 LIMITS = Limits(max_batch=4, max_context=128, page_size=16, prefill_chunk=32)
 KINDS = (SamplingParams(), SamplingParams(1.0), SamplingParams(0.8, top_p=0.9, top_k=20))
@@ -81,10 +82,11 @@ def requests_of(count: int) -> list[Request]:
 
 
 @cache
-def models() -> tuple[Decoder, Drafter, Drafter]:
+def models() -> tuple[Decoder, Drafter, Drafter, FlexHead]:
     target = tiny_decoder("qwen3", hidden=64, head_dim=16)
     first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
-    return target, first, tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
+    second = tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
+    return target, first, second, tiny_flex(target, block_size=BLOCK)
 
 
 def cpu_texts(requests: Sequence[Request]) -> dict[int, list[int]]:
@@ -94,7 +96,10 @@ def cpu_texts(requests: Sequence[Request]) -> dict[int, list[int]]:
 
 
 def _runner(dtype: torch.dtype, device: str, capture: Capture | None, texts: Texts) -> ModelRunner:
-    runner = Knowing(*(model.to(device, dtype) for model in deepcopy(models())), texts)
+    target, first, second, head = deepcopy(models())
+    for model in (target, first, second, head):
+        model.to(device, dtype)
+    runner = Knowing(target, first, second, head, texts)
     runner.capture, runner.static_shapes = capture, True
     return runner
 

@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
@@ -237,7 +237,7 @@ def cases(device: str = "cuda") -> Iterator[Case]:
                 )
 
 
-def measure(make: list[Callable[[], Both]], _: Note) -> dict[str, Any]:
+def measure(make: Sequence[Callable[[], Both]], _: Note) -> dict[str, Any]:
     """Compare on every input; time on the first."""
     errors: dict[str, float] = {}
     pairs = [one() for one in make]

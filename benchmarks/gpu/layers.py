@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -126,7 +127,8 @@ def models(kind: str, body: BodyConfig, vocab: int, device: str, drafters: int =
     finally:
         torch.set_default_dtype(default)
     draw = torch.Generator(device).manual_seed(3)
-    for model in (target, *made):
+    everything: list[Decoder | Drafter] = [target, *made]
+    for model in everything:
         model.to(device).eval().requires_grad_(False)
         for parameter in model.parameters():
             parameter.data.normal_(0 if parameter.dim() > 1 else 1, parameter.shape[-1] ** -0.5, generator=draw)
@@ -136,7 +138,7 @@ def models(kind: str, body: BodyConfig, vocab: int, device: str, drafters: int =
 
 
 def _quantize(model: Decoder | Drafter, device: str, *, cache: bool) -> None:
-    weights = {name: model.get_submodule(name).weight.detach() for name in linear_names(model)}
+    weights = {name: cast("Tensor", model.get_submodule(name).weight).detach() for name in linear_names(model)}
     with torch.device(device):
         make_fp8(model, list(weights), cache=cache)
     for name, weight in weights.items():
@@ -151,7 +153,7 @@ def _quantize(model: Decoder | Drafter, device: str, *, cache: bool) -> None:
 
 
 def check_model(
-    kind: str, _: Note, device: str = "cuda", geometry: tuple[int, ...] = (512, 1024, 4, 8, 2, 64)
+    kind: str, _: Note, device: str = "cuda", geometry: tuple[int, int, int, int, int, int] = (512, 1024, 4, 8, 2, 64)
 ) -> dict[str, Any]:
     """A target's pass behind pages, and a drafter's context and draft: relative errors, fused against unfused."""
     body = BodyConfig(*geometry, 1e-6, RopeConfig(1e6), 4096, qk_norm=True, qkv_bias=False, o_bias=False)
@@ -202,11 +204,8 @@ def _outputs(target: Decoder, drafter: Drafter, tokens: Tensor) -> dict[str, Ten
 @contextmanager
 def unfused() -> Iterator[None]:
     """Runners that are made inside keep PyTorch's layers."""
-    kept, model_runner.fuse = model_runner.fuse, lambda model: None
-    try:
+    with patch.object(model_runner, "fuse", lambda model: None):
         yield
-    finally:
-        model_runner.fuse = kept
 
 
 def check_tokens(_: Note, device: str = "cuda") -> dict[str, Any]:
@@ -218,13 +217,13 @@ def check_tokens(_: Note, device: str = "cuda") -> dict[str, Any]:
     for policy in ("d2sd", "hybrid"):
         answers = []
         for fused in (False, True):
-            copies = deepcopy((target, *drafters))
+            copies: Any = deepcopy((target, *drafters))
             if fused:
                 runner = model_runner.ModelRunner(*copies)
             else:
                 with unfused():
                     runner = model_runner.ModelRunner(*copies)
-            made = make_policy(policy, block_size=8, branches=3, row_budget=24)  # type: ignore[arg-type]
+            made = make_policy(policy, block_size=8, branches=3, row_budget=24)
             engine = Engine(runner, made, Limits(max_batch=4, max_context=128, page_size=16, prefill_chunk=32))
             answers.append([sequence.answer for sequence in engine.generate(requests)])
         if answers[0] != answers[1]:

@@ -42,7 +42,11 @@ class CudaGraphs:
                     run()
             caller.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            # thread_local: other threads of a server may use CUDA meanwhile
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            # thread_local: other threads of a server may use CUDA meanwhile. The outer `stream` restores the caller's
+            # where a capture fails: `graph` does not.
+            with (
+                torch.cuda.stream(self._stream),
+                torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+            ):
                 out = run()
         return out, graph.replay

@@ -117,6 +117,11 @@ class ModelRunner:
             ) from None  # fmt: skip
         self._pending = [PendingContext(*pair) for pair in zip(self._drafters, self._pools, strict=True)]
 
+    @property
+    def pool_pages(self) -> int:
+        """Pages of each pool, the scratch page 0 among them."""
+        return self._target_pool.k.shape[1]
+
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page of `page_size` tokens, in the pools of all models."""
         return sum(pool.k.nbytes + pool.v.nbytes for pool in self._make_pools(1, page_size, "meta"))

@@ -109,7 +109,9 @@ def threshold_kernel(
         if MIN_P:
             low = tl.maximum(low, ascending_of(best + tl.log(tl.load(min_p + request))).to(tl.int64))
         if TOP_K:
-            low = _smallest_kept(row, vocab, heat, best, low, high, tl.load(top_k + request), False, BLOCK)
+            most = tl.load(top_k + request)
+            if most < vocab:
+                low = _smallest_kept(row, vocab, heat, best, low, high, most, False, BLOCK)
         if TOP_P:
             share = tl.load(top_p + request)
             if share < 1:

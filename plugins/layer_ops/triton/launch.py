@@ -137,5 +137,7 @@ def quantize(x: Tensor, scale: Tensor) -> Tensor:
     """`d2sd.plugins.layer_ops.quantize` on CUDA."""
     assert x.is_contiguous()
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    quantize_kernel[triton.cdiv(x.numel(), BLOCK),](x, scale, out, x.numel(), BLOCK=BLOCK, num_warps=WARPS, **OPTIONS)
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # a drafter's `fc` runs outside of its fused layers
+        grid = (triton.cdiv(x.numel(), BLOCK),)
+        quantize_kernel[grid](x, scale, out, x.numel(), BLOCK=BLOCK, num_warps=WARPS, **OPTIONS)
     return out
