@@ -121,7 +121,7 @@ def candidates(logits: Tensor, context_len: Tensor, sampling: Sampling, width: i
         slots = torch.arange(logits.shape[2], device=logits.device)
         position = (context_len[:, None, None, None] + 1 + slots[:, None]).expand_as(tokens)
         scores = torch.where(random, scaled_logits + gumbel_at(sampling.seed, position, tokens), pool)
-        scores, order = scores.sort(-1, descending=True)
+        scores, order = scores.sort(dim=-1, descending=True, stable=True)
         tokens = tokens.gather(-1, order)
         total = torch.where(random, scores.logsumexp(-1, keepdim=True), total)
     width = min(width, size)

@@ -46,7 +46,7 @@ def test_nothing_leaves_the_device(policy: PolicyName, fp8: bool, kinds: Any) ->
     """Between the first draft and the end of commit."""
     watch = steps(policy, kinds, fp8=fp8, calibrated=True)
     assert watch.copies == []
-    assert watch.launches.total() > 50
+    assert watch.launches.total() > 30, "the kernels are counted"
 
 
 CONTROLS: dict[str, Callable[[torch.Tensor], object]] = {

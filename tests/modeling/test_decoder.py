@@ -314,7 +314,7 @@ def test_smollm2_logits_equal_transformers(smollm2_dir: Path) -> None:
     )
     with torch.device("meta"):  # no time spent on random numbers that are replaced at once
         decoder = Decoder(DecoderConfig("llama", body, c.vocab_size, c.tie_word_embeddings))
-    weights = load_file(smollm2_dir / "model.safetensors")
+    weights = {name: weight.float() for name, weight in load_file(smollm2_dir / "model.safetensors").items()}
     decoder.load_state_dict({name.removeprefix("model."): w for name, w in weights.items()}, strict=True, assign=True)
     decoder.eval().requires_grad_(False)
 

@@ -45,11 +45,12 @@ def filled(decoder: Decoder, tokens: torch.Tensor, page_size: int = 4) -> tuple[
 
 
 def random_tree(batch: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Depths [B, T] and ancestor masks [B, T, T] of random trees."""
+    """Depths [B, T] and ancestor masks [B, T, T] of random trees, the same in every run."""
+    draw = torch.Generator().manual_seed(count)
     depth, mask = torch.zeros(batch, count, dtype=torch.long), torch.eye(count, dtype=torch.bool).repeat(batch, 1, 1)
     for b in range(batch):
         for t in range(1, count):
-            parent = int(torch.randint(max(0, t - 4), t, ()))
+            parent = int(torch.randint(max(0, t - 4), t, (), generator=draw))
             depth[b, t] = depth[b, parent] + 1
             mask[b, t] |= mask[b, parent]
     return depth, mask

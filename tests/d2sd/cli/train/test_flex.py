@@ -71,7 +71,7 @@ def test_the_plan_knows_it(project: Path) -> None:
     edit(project, "flex.head.layers", 3)
     result = CliRunner().invoke(main, [*arguments(project), "--plan"])
     assert result.exit_code != 0
-    assert "flex.layers" in result.output + repr(result.exception)
+    assert "flex.head.layers" in result.output + repr(result.exception)
 
 
 @pytest.mark.parametrize(
