@@ -47,6 +47,15 @@ class SelfWritten(Part):
     max_tokens: Positive = 96
 
 
+class SampledResponses(Part):
+    """A part of the responses is sampled; drafters that saw greedy text alone lose acceptance when users sample."""
+
+    #: Share of the prompts with a sampled response, chosen by their ids.
+    share: Share
+    #: Sampling temperature of these responses.
+    temperature: Above0 = 0.8
+
+
 class Data(Part):
     """Training prompts, and the limits of the target's responses."""
 
@@ -60,6 +69,8 @@ class Data(Part):
     max_prompt_tokens: Positive = 224
     #: Longest response in tokens; short responses leave room for more prompts.
     max_new_tokens: Positive = 144
+    #: Responses that are sampled; without it all are greedy.
+    sampled: SampledResponses | None = None
     #: Number of responses held out of training; evaluations use their prompts.
     held_out: Positive = 48
     #: Whether the target's features are stored once (cached) or computed when needed (online), for large targets.

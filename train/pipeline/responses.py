@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,7 +33,7 @@ from d2sd.train.data.prompts import Job, Turn, append_turn, plan_prompts, take_t
 from d2sd.train.data.responses import Response, append_response, finished_ids, match_responses, read_responses
 from d2sd.train.dist import Dist
 from d2sd.train.pipeline.log import Say, paced
-from d2sd.train_recipe import TrainRecipe
+from d2sd.train_recipe import Data, TrainRecipe
 
 #: Appends the outcome of a finished request to the process's file.
 Append = Callable[[TextIO, str, Sequence], None]
@@ -123,6 +124,8 @@ class ResponseGenerator:
         now: dict[str, Any] = {"max_new_tokens": data.max_new_tokens} | {
             f"self_written.{kind.name}.{key}": getattr(kind, key) for kind in data.self_written for key in limits
         }
+        if data.sampled is not None:
+            now |= {f"sampled.{key}": value for key, value in data.sampled.model_dump().items()}
         settings = (
             read_model(_Settings, path, error=D2SDError, what="record of settings", fix=_FIX)
             if path.is_file()
@@ -176,7 +179,7 @@ class ResponseGenerator:
         data, found = self.recipe.data, {}
         with self.progress("prompts", len(jobs)) as advance:
             for job in jobs:
-                request = chat_request(self.bundle, job.text, SamplingParams(), data.max_new_tokens)
+                request = chat_request(self.bundle, job.text, response_sampling(job.id, data), data.max_new_tokens)
                 if len(request.prompt) <= data.max_prompt_tokens:
                     found[job.id] = request
                 advance(1)
@@ -206,6 +209,14 @@ class ResponseGenerator:
     def _markers(self) -> list[str]:
         """The texts of the tokenizer's special tokens."""
         return [token.content for token in self.bundle.tokenizer.added_tokens_decoder.values() if token.special]
+
+
+def response_sampling(name: str, data: Data) -> SamplingParams:
+    """How the prompt of this id is answered: greedily, or sampled from a seed of its own. It depends on the id alone."""
+    number = int.from_bytes(blake2b(f"sampled/{name}".encode(), digest_size=4).digest(), "big")
+    if data.sampled is None or number >= data.sampled.share * 2**32:
+        return SamplingParams()
+    return SamplingParams(data.sampled.temperature, seed=number)
 
 
 def _ignored(count: int) -> None:
