@@ -1,8 +1,8 @@
 """The least that a decode step reads and computes, and the seconds of its launches on a GPU: arithmetic over `count`.
 
-A pass (a stage of `decode_step`) must read its weights and the K/V of the context once, and compute its matrix products;
-it takes the longer of the two at the peaks of the data sheet. Context is injected by weights that the drafts read too,
-so only what they do not read counts there. Activations, logits and writes cost nothing in that floor.
+A pass (a stage of `decode_step`) must read its weights and the K/V of the context once, and compute its products; it
+takes the longer of the two at the peaks of the data sheet. Context is injected by weights that the drafts read too, so
+only what they do not read counts there. Activations, logits and writes cost nothing in that floor.
 """
 
 from __future__ import annotations

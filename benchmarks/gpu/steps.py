@@ -1,5 +1,6 @@
-"""Whole decode steps at the geometry of Qwen3-8B with two drafters of 5 layers and a FlexDraft head of 10: random weights,
-which change no time.
+"""Whole decode steps at the geometry of Qwen3-8B with two drafters of 5 layers and a FlexDraft head of 10.
+
+Weights are random, which changes no time.
 
 Each step is timed as the engine serves it, inputs uploaded and result read: operator by operator (eager: what the host
 needs is in it) and as one CUDA graph. Beside the times are its bytes and graph nodes as counted without a GPU
@@ -43,9 +44,7 @@ CONTEXT, PAGE_SIZE = 2048, 16
 BLOCK_SIZE, BRANCHES, ROWS = 16, 4, 64
 #: Qwen3-8B, the first drafter that is public for it, and FlexDraft's head as its authors released it.
 VOCABULARY = 151936
-BODY = BodyConfig(
-    4096, 12288, 36, 32, 8, 128, 1e-6, RopeConfig(1e6), 40960, qk_norm=True, qkv_bias=False, o_bias=False
-)
+BODY = BodyConfig(4096, 12288, 36, 32, 8, 128, 1e-6, RopeConfig(1e6), 40960, qk_norm=True, qkv_bias=False, o_bias=False)
 DRAFTER_LAYERS, FLEX_LAYERS, CALIBRATION = 5, 10, 256
 MASK, FEATURE_LAYERS = 151669, (1, 9, 17, 25, 33)
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
@@ -100,7 +99,7 @@ def cases() -> Iterator[Case]:
 
 
 @torch.inference_mode()
-def step(one: Step, note: Note) -> dict[str, Any]:
+def step(one: Step, note: Note, device: str = "cuda") -> dict[str, Any]:
     """Milliseconds of a step, eager and captured, its kernels, and its bytes and graph nodes by counting.
 
     Raises where a replay of the graph gives other tokens than the eager step.
@@ -111,7 +110,7 @@ def step(one: Step, note: Note) -> dict[str, Any]:
     moved = traffic.read(counted) + traffic.written(counted)
     figures: dict[str, Any] = {"gb": moved / 1e9, "nodes": len(counted)}
     note(**figures)
-    runner, policy = made(one), one.make_policy()
+    runner, policy = made(one, device), one.make_policy()
     inputs, steps = requests(one, runner), DecodeSteps(runner, LIMITS)
 
     def run() -> torch.Tensor:
@@ -157,16 +156,20 @@ def models(kind: str, drafted: int | None, device: str) -> tuple[Decoder, Drafte
             first, second = (
                 Drafter(
                     DrafterConfig(
-                        body, VOCABULARY, BLOCK_SIZE, MASK, FEATURE_LAYERS, BODY.num_layers, role,
+                        body,
+                        VOCABULARY,
+                        BLOCK_SIZE,
+                        MASK,
+                        FEATURE_LAYERS,
+                        BODY.num_layers,
+                        role,
                         draft_vocabulary=ids,
                     )
                 )
                 for role in ("first", "variable_prefix")
             )
             deep, of = replace(BODY, num_layers=FLEX_LAYERS), BODY.num_layers
-            flex = FlexHead(
-                FlexConfig("qwen3", deep, VOCABULARY, BLOCK_SIZE, of, CALIBRATION, draft_vocabulary=ids)
-            )
+            flex = FlexHead(FlexConfig("qwen3", deep, VOCABULARY, BLOCK_SIZE, of, CALIBRATION, draft_vocabulary=ids))
     finally:
         torch.set_default_dtype(default)
     for model in (target, first, second, flex):

@@ -1,6 +1,6 @@
-"""Bytes that every launch of a step reads and writes, and its matrix products' operations: counted by shapes on meta tensors.
+"""Bytes that each launch of a step reads and writes, and operations of its products, by shapes on meta tensors.
 
-    meter = Meter(context=2048)
+    meter = Meter(context=2048, vocabularies=(151936,))
     with without_gpu(meter), meter:
         ...                          # decode steps of models on torch.device("meta")
 
@@ -122,7 +122,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         both = [
             tuple(
                 Access(self._roles.get(_storage(x), WEIGHTS), _storage(x), x.untyped_storage().nbytes(), count)
-                for x, count in part if count
+                for x, count in part
+                if count
             )
             for part in (reads, writes)
         ]

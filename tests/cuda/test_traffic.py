@@ -129,7 +129,7 @@ def step(kind: str) -> list[Launch]:
 
 
 def test_every_weight_is_read_once(step: list[Launch], kind: str) -> None:
-    """But the head by each of three passes, and k and v of the drafters' qkv by the injection too; the embedding in part."""
+    """But the head by each of three passes, k and v of the drafters by the injection too, the embedding in part."""
     times: dict[int, float] = {}
     for launch in step:
         for access in launch.reads:
@@ -195,7 +195,7 @@ def test_the_page_has_this_step() -> None:
     """One row of each table; `test_the_page_is_current` compares them all."""
     made = script()
     for line in (made["counts"](Step("d2sd")), made["times"](Step("d2sd"))):
-        assert f"| {' | '.join(line)} |" in PAGE.read_text("utf-8").splitlines(), "run python docs/roofline.py"
+        assert f"| {' | '.join(line)} |" in PAGE.read_text("utf-8").splitlines(), "run python -m docs.roofline"
 
 
 def test_the_page_has_every_row() -> None:
@@ -205,4 +205,4 @@ def test_the_page_has_every_row() -> None:
 
 @pytest.mark.slow
 def test_the_page_is_current() -> None:
-    assert script()["page"]() == PAGE.read_text("utf-8"), "run python docs/roofline.py"
+    assert script()["page"]() == PAGE.read_text("utf-8"), "run python -m docs.roofline"
