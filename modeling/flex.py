@@ -26,14 +26,14 @@ from torch.nn import functional as F
 
 from d2sd.modeling.config import BodyConfig, FlexConfig
 from d2sd.modeling.decoder import Decoder, DecoderOutput, TargetModel
-from d2sd.modeling.inference import InferenceLayers
+from d2sd.modeling.inference import InferenceLayers, JointLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import MLP, Attend, Attention, Layer, RMSNorm
 from d2sd.modeling.rope import Rotary
 from d2sd.modeling.rows import Rows
 
-# Shape letters: B requests, T mask rows, N nodes, G block size γ, S tokens of a sequence, E hidden, L layers that draft, Hkv heads, D head size,
-# V vocabulary or draft vocabulary.
+# Shape letters: B requests, T mask rows, N nodes, G block size γ, S tokens of a sequence, E hidden, L layers that
+# draft, Hkv heads, D head size, V vocabulary or draft vocabulary.
 
 
 class DraftLayer(Layer):
@@ -123,7 +123,7 @@ class FlexHead(nn.Module):
         count, size = tokens.shape[1], self.config.block_size
         behind = rows_behind(rows, size)
         layers = getattr(target, "native", None)
-        if layers is not None and self.native is not None:
+        if isinstance(layers, JointLayers) and self.native is not None:
             both, *rest = layers.with_masks(
                 target.embed_tokens(tokens), self.mask_embedding, self.native, self.rotary, rows, behind, pool,
                 aux_layer_ids,
@@ -144,7 +144,8 @@ class FlexHead(nn.Module):
             k, v = (torch.cat([own[split + index], new], 1) for own, new in ((out.k, k), (out.v, v)))
             return attend_all(index, q, k, v)[:, count:]
 
-        return self(behind.positions[:, count:], attend)
+        hidden: Tensor = self(behind.positions[:, count:], attend)
+        return hidden
 
     @torch.no_grad()
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

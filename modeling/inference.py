@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -26,6 +26,17 @@ class InferenceLayers(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [B, T, E] -> the fields of `DecoderOutput`."""
 
+    def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D].
+
+        Drafters' layers only.
+        """
+
+
+@runtime_checkable
+class JointLayers(InferenceLayers, Protocol):
+    """Layers that FlexDraft's mask rows can join."""
+
     def with_masks(
         self, x: Tensor, mask: Tensor, draft: InferenceLayers, rotary: Rotary, rows: Rows, behind: Rows, pool: KVPool,
         aux_layer_ids: tuple[int, ...] = (),
@@ -35,10 +46,4 @@ class InferenceLayers(Protocol):
         x [B, T, E] are the target's own rows, at `rows`; mask [E] is the input of every mask row. `behind` has the
         positions of both kinds, [B, T + masks]. The fields of `DecoderOutput`: hidden states of both kinds, the rest of
         the target's own rows.
-        """
-
-    def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D].
-
-        Drafters' layers only.
         """

@@ -50,7 +50,7 @@ class NativeLayers(nn.Module):
         self._dtype = layers[0].self_attn.o_proj.weight.dtype
         self._kept: list[object] = [target]  # what the library points to
         mlps = [None] * len(layers) if target is None else list(target._layers)[-len(layers) :]
-        self._layers = (library.Layer * len(layers))(*map(self._packed, layers, mlps))
+        self._layers: ctypes.Array[library.Layer] = (library.Layer * len(layers))(*map(self._packed, layers, mlps))
         self._norm = self._wide(norm.weight)
         self._body = self._range(0, len(layers))
         self._memory = library.Memory()

@@ -84,8 +84,8 @@ def decode_step(
     """Draft, verify and commit 1 .. γ tokens for every request of `batch`.
 
     The pending context of the policy's drafters must be flushed (`ModelRunner.sync_drafters`). `calibration` maps the
-    drafters' probabilities to acceptance probabilities. `host_draft` [B, S, M] is the first draft of a policy that takes
-    it from the host: from the text (`lookup_draft`), or from the step before (`carried_draft`).
+    drafters' probabilities to acceptance probabilities. `host_draft` [B, S, M] is the first draft of a policy that
+    takes it from the host: from the text (`lookup_draft`), or from the step before (`carried_draft`).
     """
     calibrated = calibration.apply if calibration is not None and policy.uses_probabilities else uncalibrated
     offered = policy.topk if batch.grammar is None else max(policy.topk, OFFERED)

@@ -1,16 +1,16 @@
 """Tree policies: what is drafted and how it becomes a tree. All are lossless; nodes and tokens a step differ.
 
-policy         first pass                      second pass                       tree
-off            -                               -                                 the anchor: plain decoding
-lookup         prompt lookup                   -                                 a chain: the baseline for drafters
-chain          first drafter                   -                                 a chain: DFlash (arXiv 2602.06036)
-samples        first drafter                   -                                 the chain and K samples of the same pass
-reanchor       first drafter                   first drafter at K boundaries     the chain and K branches
-d2sd           first drafter                   second drafter at K boundaries    the same: D²SD (arXiv 2606.04446)
-ddtree         first drafter                   -                                 likeliest paths of one pass: DDTree
-hybrid         first drafter                   second drafter at K tree nodes    likeliest paths of both passes
-flex           mask rows                       -                                 a chain: FlexDraft (arXiv 2605.20022)
-flex_parallel  mask rows of the step before    -                                 the same, verified and drafted in one pass
+policy         first pass      second pass                      tree
+off            -               -                                the anchor: plain decoding
+lookup         prompt lookup   -                                a chain: the baseline for drafters
+chain          first drafter   -                                a chain: DFlash (arXiv 2602.06036)
+samples        first drafter   -                                the chain and K samples of the same pass
+reanchor       first drafter   first drafter at K boundaries    the chain and K branches
+d2sd           first drafter   second drafter at K boundaries   the same: D²SD (arXiv 2606.04446)
+ddtree         first drafter   -                                likeliest paths of one pass: DDTree
+hybrid         first drafter   second drafter at K tree nodes   likeliest paths of both passes
+flex           mask rows       -                                a chain: FlexDraft (arXiv 2605.20022)
+flex_parallel  the step before -                                the same; one pass verifies, and drafts the next chain
 """
 
 from __future__ import annotations
@@ -171,9 +171,13 @@ class Flex(Policy):
         return _chain(batch, first, self.num_nodes)
 
 
-class FlexParallel(Flex):
+class FlexParallel(Policy):
     name = "flex_parallel"
     topk = WIDTH  # a grammar may lead the draft in the next step
+    uses_probabilities = False
+
+    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
+        return _chain(batch, first, self.num_nodes)
 
 
 def _chain(batch: Batch, first: Draft | None, rows: int) -> Tree:

@@ -17,8 +17,8 @@ from d2sd.runtime.observe import NodeOutcome, StepObservation, observe
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.accept import accept
-from d2sd.runtime.speculation.draft import Branches, Draft
-from d2sd.runtime.speculation.policy import WIDTH, Chain, DDTree, Hybrid, Lookup, Off, Policy, make_policy
+from d2sd.runtime.speculation.draft import WIDTH, Branches, Draft
+from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Lookup, Off, Policy, make_policy
 from d2sd.runtime.trace import StepTrace
 from tests.runtime.drafts import NONSENSE, Passes, batch_of, draft_of, nodes_of, passes
 from tests.runtime.helpers import STEADY

@@ -86,8 +86,8 @@ def fit_calibration(
         report |= _errors(outcomes, fitted, drafters=2 if bundle.second else 1)
     return CalibrationFile(
         drafters=weights.drafters, flex=weights.flex, block_size=slots + 1, tau=tau, report=report,
-        slope=fitted and fitted.slope.double().round(decimals=4).tolist(),
-        offset=fitted and fitted.offset.double().round(decimals=4).tolist(),
+        slope=None if fitted is None else fitted.slope.double().round(decimals=4).tolist(),
+        offset=None if fitted is None else fitted.offset.double().round(decimals=4).tolist(),
     )  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from d2sd.errors import RecipeError
 from d2sd.policies import MAX_NODES, NAMES, FirstPass, PolicyName
-from d2sd.runtime.speculation.draft import Draft
-from d2sd.runtime.speculation.policy import WIDTH, Policy, make_policy
+from d2sd.runtime.speculation.draft import WIDTH, Draft
+from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.runtime import oracle
 from tests.runtime.drafts import Passes, batch_of, check_best, draft_of, nodes_of, passes
 from tests.runtime.helpers import STEADY
