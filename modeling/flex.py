@@ -132,7 +132,7 @@ class FlexHead(nn.Module):
         else:  # in a second pass, over the same keys and values
             out = target(tokens, rows, pool, aux_layer_ids)
             masks = self._behind(out, behind, pool)
-        return out, masks.unflatten(1, (count, size))
+        return out, masks.reshape(len(masks), count, size, -1)
 
     def _behind(self, out: DecoderOutput, behind: Rows, pool: KVPool) -> Tensor:
         """Hidden states [B, N·G, E] of the mask rows of `behind`, whose first rows are those of `out`."""

@@ -91,10 +91,10 @@ def decode_step(
     offered = policy.topk if batch.grammar is None else max(policy.topk, OFFERED)
     guided = partial(_guided, batch.grammar, policy.topk, timer)
     first, branches, second = host_draft, None, None
-    if policy.first_pass in (FirstPass.DRAFTER, FirstPass.FLEX):
+    draft = {FirstPass.DRAFTER: runner.draft_first, FirstPass.FLEX: runner.draft_flex}.get(policy.first_pass)
+    if draft is not None:
         with timer("draft_first"):
-            flex = policy.first_pass is FirstPass.FLEX
-            first = runner.draft_flex(batch, offered) if flex else runner.draft_first(batch, offered)
+            first = draft(batch, offered)
         first = calibrated(guided(first), batch, DrafterRole.FIRST)
     elif first is not None:
         first = guided(first)
@@ -116,10 +116,7 @@ def decode_step(
         )
     with timer("commit"):
         runner.commit(batch, verified, accepted)
-    following = None
-    if carried:
-        with timer("draft_first"):
-            following = runner.draft_behind(batch, verified, accepted, policy.topk)
+        following = runner.draft_behind(batch, verified, accepted, policy.topk) if carried else None
     packed = _packed(batch, verified.logits, accepted, following)
     return StepResult(first, branches, second, tree, accepted, following, packed)
 
