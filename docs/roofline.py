@@ -48,22 +48,22 @@ TOP = f"""# Roofline of a decode step
 `benchmarks/gpu_suite.sh` times the same rows where there is one.
 
 Qwen3-8B's geometry (36 layers, width 4,096), two drafters of 5 layers that read 5 of its layers, a FlexDraft head over
-the last 10; block size {BLOCK_SIZE}, {BRANCHES} branches, {ROWS} nodes, {CONTEXT:,} tokens of context in bf16 pages, greedy.
-FP8 is what `d2sd build` makes: all linear layers of the target but the head; of the drafters o and the MLP, while q, k, v
-and fc stay in bf16. Draft vocabulary: all 151,936 tokens, or {DRAFT_VOCABULARY:,}.
+the last 10; block size {BLOCK_SIZE}, {BRANCHES} branches, {ROWS} nodes, {CONTEXT:,} tokens of context in bf16 pages,
+greedy. FP8 is what `d2sd build` makes: all linear layers of the target but the head; of the drafters o and the MLP;
+q, k, v and fc stay in bf16. Draft vocabulary: all 151,936 tokens, or {DRAFT_VOCABULARY:,}.
 
 ## How it is counted
 
 The step's own code runs on tensors of PyTorch's `meta` device, which have shapes and no memory
-(`benchmarks/gpu/traffic.py`). A **node** of the step's CUDA graph is an operator that is no view, or a Triton kernel;
+(`benchmarks/gpu/traffic.py`). A **node** of the step's CUDA graph is a Triton kernel or an operator other than a view;
 without a graph it is a launch. A step is one copy in and one copy out besides. Bytes are those of its arguments and
 results: each byte once a node, of K/V pages those of the context, of a table the rows that are picked. Operations are
 those of matrix products.
 
-The **floor** of a pass is the longer of reading its weights and its context's K/V once, and of its products. It has
-nothing for activations, logits, writes and launches. **Counted** takes for each node the longer of all its bytes and its
-products, at the same peaks. **With nodes** a node also takes at least {1e6 * NODE:g} µs, an assumption for small kernels
-behind each other.
+The **floor** of a pass is the longer of reading its weights and its context's K/V once, and of its products. It leaves
+out activations, logits, writes and launches. **Counted** takes for each node the longer of all its bytes and its
+products, at the same peaks. **With nodes** a node also takes at least {1e6 * NODE:g} µs, an assumption for small
+kernels behind each other.
 
 | GPU | TB/s | TFLOP/s in bf16 | in FP8 | NVIDIA's data sheet |
 |---|---|---|---|---|

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.gpu.steps import CONTEXT, VOCABULARY, Step, made, requests
+from benchmarks.gpu.steps import CONTEXT, VOCABULARY, Step, host_draft, made, requests
 from benchmarks.gpu.traffic import ACTIVATIONS, KV, Launch, Meter, without_gpu
 from d2sd.runtime.decode import decode_step
+from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.static_inputs import _tensors
 
 
@@ -18,10 +19,11 @@ def count(one: Step) -> list[Launch]:
         runner, policy = made(one, "meta"), one.make_policy()
         for pool in (runner._target_pool, *runner._pools):
             meter.known(KV, pool.k, pool.v)
-        batch = requests(one, runner).to("meta")
-        meter.known(ACTIVATIONS, *_tensors(batch, None))
+        batch, draft = requests(one, runner).to("meta"), host_draft(one)
+        draft = draft and Draft(draft.tokens.to("meta"), draft.logprob.to("meta"))
+        meter.known(ACTIVATIONS, *_tensors(batch, draft))
         with meter:
-            decode_step(runner, policy, batch, timer=meter.stage)
+            decode_step(runner, policy, batch, host_draft=draft, timer=meter.stage)
             with meter.stage("inject"):
                 context = runner.take_committed()
                 if context is not None:

@@ -37,6 +37,8 @@ from d2sd.runtime.batch import Batch
 from d2sd.runtime.captured import DecodeSteps
 from d2sd.runtime.request import Limits, SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.speculation.carried import carried_draft
+from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy, make_policy
 
 #: Tokens of context of every request, and of a page.
@@ -73,7 +75,8 @@ class Step:
 
 #: Policy -> batch sizes. A row more here is a row more in docs/roofline.md and in the GPU suite.
 BATCHES: dict[PolicyName, tuple[int, ...]] = {
-    "off": (1, 8), "chain": (1, 8), "d2sd": (1, 8), "hybrid": (1, 8), "flex": (1, 2, 4, 8, 16)
+    "off": (1, 8), "chain": (1, 8), "d2sd": (1, 8), "hybrid": (1, 8), "flex": (1, 2, 4, 8, 16),
+    "flex_parallel": (1, 2, 4, 8, 16),
 }  # fmt: skip
 DRAFTED = (None, 32768)
 
@@ -111,11 +114,11 @@ def step(one: Step, note: Note, device: str = "cuda") -> dict[str, Any]:
     figures: dict[str, Any] = {"gb": moved / 1e9, "nodes": len(counted)}
     note(**figures)
     runner, policy = made(one, device), one.make_policy()
-    inputs, steps = requests(one, runner), DecodeSteps(runner, LIMITS)
+    inputs, draft, steps = requests(one, runner), host_draft(one), DecodeSteps(runner, LIMITS)
 
     def run() -> torch.Tensor:
         runner.sync_drafters(policy.required_drafters)
-        return steps.run(policy, inputs).packed
+        return steps.run(policy, inputs, draft).packed
 
     runner.capture = None
     expected = run().clone()
@@ -135,7 +138,7 @@ def made(one: Step, device: str = "cuda") -> ModelRunner:
     target, first, second, flex = models(one.kind, one.drafted, device)
     facts = FACTS[one.policy]
     wanted = [(first, second)[role] for role in facts.required_drafters]
-    joined = flex if facts.first_pass is FirstPass.FLEX else None
+    joined = flex if facts.first_pass in (FirstPass.FLEX, FirstPass.CARRIED) else None
     runner = ModelRunner(target, *wanted, flex=joined, block_size=BLOCK_SIZE)
     runner.allocate(1 + one.batch * columns(), PAGE_SIZE)
     return runner
@@ -192,6 +195,12 @@ def requests(one: Step, runner: ModelRunner) -> Batch:
     sampling = Sampling.pack(params, VOCABULARY, runner.device)
     anchor = 1000 + torch.arange(one.batch)
     return replace(dummy, anchor=anchor, page_table=pages, active=~dummy.active, sampling=sampling)
+
+
+def host_draft(one: Step) -> Draft | None:
+    """What the step is given where the step before drafted for it: no proposal, which costs the same."""
+    carried = FACTS[one.policy].first_pass is FirstPass.CARRIED
+    return carried_draft([], BLOCK_SIZE - 1, one.make_policy().topk, one.batch) if carried else None
 
 
 def columns() -> int:

@@ -4,7 +4,7 @@
     with without_gpu(meter), meter:
         ...                          # decode steps of models on torch.device("meta")
 
-A launch is an operator of PyTorch that is no view, or a Triton kernel. It reads each byte once, however many of its
+A launch is a Triton kernel, or an operator of PyTorch other than a view. It reads each byte once, however many of its
 programs do: the others find it in the L2 cache. Kernels whose reads are not all of their arguments have a rule below; a
 kernel without one is an error.
 """
