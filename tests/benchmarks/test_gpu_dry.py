@@ -49,7 +49,7 @@ def test_a_typo_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_captured_steps_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {}
+    asked: dict[str, Any] = {}
 
     def served(note: Any, device: str = "cuda", capture: Any = None, requests: int = 12) -> dict[str, Any]:
         asked.update(device=device, requests=requests)
