@@ -84,7 +84,7 @@ class Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def read(result: StepResult) -> list[Committed]:
     """Every request commits the longest path, of token 0."""
     requests, longest = result.accepted.tokens.shape
-    return [Committed(longest, 0, [0] * longest, []) for _ in range(requests)]
+    return [Committed(longest, 0, [0] * longest, [], None) for _ in range(requests)]
 
 
 class OfCpu(torch.Generator):
