@@ -312,8 +312,12 @@ class Recipe(RecipeFile):
     target: Target
     #: The drafters; without them the bundle serves plain decoding and prompt lookup.
     drafters: Drafters = Drafters()
-    #: Type of weights and activations; lossless in all three on a CPU with a compiler (docs/cpu.md), elsewhere in fp32.
+    #: Type of weights and activations; lossless in all three on a CPU with a compiler (docs/cpu.md) and with `exact`, else in
+    #: fp32.
     precision: Precision = "fp32"
+    #: Batch-invariant steps on CUDA: speculation gives the tokens of plain decoding in 16 bits and FP8 too, more slowly
+    #: (docs/accuracy.md). On a CPU with a compiler this is always so.
+    exact: bool = False
     #: FP8 quantization; without it weights are in `precision`.
     fp8: FP8 | None = None
     #: TensorRT engines; without them the bundle has only checkpoints, for PyTorch and TensorRT-LLM.

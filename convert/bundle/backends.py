@@ -35,7 +35,14 @@ def make_runner(
         first, second = (*(drafter.to(device) for drafter in drafters), None, None)[:2]
         head = bundle.flex.to(device) if flex and bundle.flex is not None else None
         size = bundle.recipe.tree.block_size
-        return ModelRunner(bundle.target.to(device), first, second, flex=head, block_size=size)
+        return ModelRunner(
+            bundle.target.to(device), first, second, flex=head, block_size=size, exact=bundle.recipe.exact
+        )
+    if bundle.recipe.exact:
+        raise BundleError(
+            "The bundle is to be served batch-invariant (exact), which graphs and engines are not.", where=bundle.path,
+            found=name, fix="serve it with --executor torch, or build it without `exact`",
+        )  # fmt: skip
     if flex:
         raise BundleError(
             "FlexDraft has neither graphs nor engines: PyTorch runs it.", where=bundle.path, found=name,

@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
+from d2sd.plugins.batch_invariant.triton import launch as batch_invariant
 from d2sd.policies import NAMES, PolicyName
 from tests.conftest import Once
 from tests.cuda import guard
@@ -83,3 +84,12 @@ def test_launches_stay_within_their_budget(case: tuple[PolicyName, bool, bool], 
     over = {stage: count for stage, count in watch.launches.items() if count > budget.get(stage, 0)}
     assert not over, f"tests/cuda/budget.py allows {[(stage, budget.get(stage, 0)) for stage in over]}, found {over}"
     assert watch.launches.keys() == budget.keys()
+
+
+@pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_batch_invariant_steps_take_as_many_launches(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel of `exact` takes the place of one; nothing leaves the device."""
+    monkeypatch.setattr(batch_invariant, "SPAN", 128)  # several splits: with one there is no merge
+    found = steps("d2sd", (GREEDY,), layers=LAYERS, drafter_layers=DRAFTER_LAYERS, fp8=fp8, exact=True)
+    assert found.launches == LAUNCHES["d2sd", fp8, False]
+    assert found.copies == []
