@@ -2,16 +2,17 @@
 
 A tile holds the keys of BLOCK_N positions, from a multiple of BLOCK_N on. In front of the last such multiple all keys
 are committed and shared by the rows of a program. Behind it each row of a tree has keys of its own: committed ones,
-its ancestors, itself. They are put into the places of their positions, for one row at a time; the other rows keep their
-sums. The rows of a prompt's chunk (ORDER None) share those keys too.
+its ancestors, itself. They are put into the places of their positions, for one row at a time; to the other rows they are
+masked. The rows of a prompt's chunk (`order` None) share those keys too.
 
                   position   0 ........ 31 | 32 ....... 63 | 64 .. 69 | 70 71 72 ..      context_len 70, BLOCK_N 32
                              pages: for all rows           | pages    | order[t]: row t's ancestors and t itself
                              one tile at a time            | a tile of row t alone
                   split      0, up to SPAN positions; then 1, ..: `merge_splits_kernel` adds them up, first to last
 
-Tile heights, SPAN and the order of the merge are the same for every batch, bucket and number of rows. A masked key has
-a weight of 0 in a place of its own, an empty split changes nothing. FP8 pages are converted to q's type.
+Tile heights, SPAN and the order of the merge are the same for every batch, bucket and number of rows. Tiles of masked
+keys change nothing: they multiply sums by 1 and add products with 0. Neither do empty splits. FP8 pages are converted
+to q's type.
 
 Shapes are those of `cascade_attention/triton/kernel.py`. WIDEN is for the interpreter, whose products of bf16 are
 wrong. Triton compiles this file's functions; mypy does not know their types.
@@ -47,12 +48,21 @@ def _fold(queries, keys, values, seen, best, total, sums, SCALE: tl.constexpr, W
 
 
 @triton.jit
-def _paged(pages, slot, scale, mask, TYPE: tl.constexpr, FP8: tl.constexpr):
+def _paged(paged, scale, mask, TYPE: tl.constexpr, FP8: tl.constexpr):
     """Tile of pages in q's type: FP8 times its scale, rounded once. Masked lanes are 0."""
-    found = tl.load(pages + slot, mask=mask, other=0.0)
+    found = tl.load(paged, mask=mask, other=0.0)
     if FP8:
         return (found.to(tl.float32) * scale).to(TYPE)
     return found.to(TYPE)
+
+
+@triton.jit
+def _gathered(paged, fresh, scale, from_page, from_rows, TYPE: tl.constexpr, FP8: tl.constexpr):
+    """Tile of keys or values from pages and from rows of the pass."""
+    if FP8:
+        committed = _paged(paged, scale, from_page, TYPE, FP8)
+        return tl.where(from_page, committed, tl.load(fresh, mask=from_rows, other=0.0))
+    return tl.load(tl.where(from_page, paged, fresh), mask=from_page | from_rows, other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows", "new", "first", "columns"])
@@ -97,8 +107,8 @@ def attention_kernel(
         position = start + tl.arange(0, BLOCK_N)
         page = tl.load(table + position // PAGE).to(tl.int64)
         slot = ((page * PAGE + position % PAGE) * HKV + head)[:, None] * HEAD + lane[None, :]
-        keys = _paged(k_pages, slot, key_scale, in_head, TYPE, FP8)
-        values = _paged(v_pages, slot, value_scale, in_head, TYPE, FP8)
+        keys = _paged(k_pages + slot, key_scale, in_head, TYPE, FP8)
+        values = _paged(v_pages + slot, value_scale, in_head, TYPE, FP8)
         best, total, sums = _fold(queries, keys, values, everything, best, total, sums, SCALE, WIDEN)
 
     last = tl.minimum(tl.program_id(0) * BLOCK_M + BLOCK_M - 1, rows * GROUP - 1) // GROUP
@@ -115,23 +125,14 @@ def attention_kernel(
             slot = ((page * PAGE + position % PAGE) * HKV + head)[:, None] * HEAD + lane[None, :]
             at = ((request * new + column) * HKV + head)[:, None] * HEAD + lane[None, :]
             from_page, from_rows = committed[:, None] & in_head, fresh[:, None] & in_head
-            keys = tl.where(
-                from_page, _paged(k_pages, slot, key_scale, from_page, TYPE, FP8),
-                tl.load(k + at, mask=from_rows, other=0.0),
-            )  # fmt: skip
-            values = tl.where(
-                from_page, _paged(v_pages, slot, value_scale, from_page, TYPE, FP8),
-                tl.load(v + at, mask=from_rows, other=0.0),
-            )  # fmt: skip
+            keys = _gathered(k_pages + slot, k + at, key_scale, from_page, from_rows, TYPE, FP8)
+            values = _gathered(v_pages + slot, v + at, value_scale, from_page, from_rows, TYPE, FP8)
+            # A row that sees nothing of a tile keeps its sums: times 1, plus weights of 0.
             if order is None:
                 seen = rank[None, :] <= first + row[:, None]
-                best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
             else:
-                seen = (rank < count)[None, :] & everything
-                folded = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
-                mine = row == turn
-                best, total = tl.where(mine, folded[0], best), tl.where(mine, folded[1], total)
-                sums = tl.where(mine[:, None], folded[2], sums)
+                seen = (rank < count)[None, :] & (row == turn)[:, None]
+            best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
         turn += 1
 
     some = total > 0.0

@@ -82,10 +82,20 @@ def key_order_triton(attn_mask: Tensor) -> Tensor:
     order = torch.empty(batch, rows, columns + 1, dtype=torch.int32, device=attn_mask.device)
     with torch.cuda.device_of(attn_mask):  # type: ignore[no-untyped-call]
         key_order_kernel[batch * rows,](
-            attn_mask, order, rows, *attn_mask.stride(), COLUMNS=columns,
-            PADDED=max(32, triton.next_power_of_2(columns)), num_warps=1,
+            attn_mask, order, rows, *attn_mask.stride(), **key_order_constants(columns),
+            num_warps=key_order_warps(columns),
         )  # fmt: skip
     return order
+
+
+def key_order_constants(columns: int) -> dict[str, int]:
+    """Compile-time constants of `key_order_kernel`."""
+    return {"COLUMNS": columns, "PADDED": max(32, triton.next_power_of_2(columns))}
+
+
+def key_order_warps(columns: int) -> int:
+    """Eight columns a thread; at most eight warps."""
+    return max(1, min(8, triton.next_power_of_2(columns) // 256))
 
 
 def attention_triton(
