@@ -352,6 +352,8 @@ class Recipe(RecipeFile):
             raise ValueError("drafters.calibration needs drafters.first or drafters.flex; remove it")
         if self.fp8 is not None and self.precision == "fp32":
             raise ValueError("fp8 computes in 16 bits around its products; set precision to bf16 or fp16")
+        if self.exact and self.engines is not None:
+            raise ValueError("exact is PyTorch's step: engines are not batch-invariant; remove exact or engines")
         if self.fp8 is not None and self.engines is not None and (old := _NO_FP8 & set(self.engines.compute)):
             raise ValueError(f"engines.compute {min(old)} has no FP8; remove it, or fp8")
         if self.drafters.second is not None and self.drafters.first is None:

@@ -64,7 +64,7 @@ def fuse(model: TargetModel | DraftModel, *, exact: bool = False) -> None:
         if exact:
             raise D2SDError(
                 "A batch-invariant step needs fused layers, which this GPU or model does not have.", where="exact",
-                fix="set exact to false; without D2SD_NO_FALLBACK=1 a line on stderr says why",
+                fix="a line on stderr says what is missing; serve it on a CPU, or build it without `exact`",
             )  # fmt: skip
         return
     context = isinstance(model, Drafter)

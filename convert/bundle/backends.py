@@ -38,11 +38,6 @@ def make_runner(
         return ModelRunner(
             bundle.target.to(device), first, second, flex=head, block_size=size, exact=bundle.recipe.exact
         )
-    if bundle.recipe.exact:
-        raise BundleError(
-            "The bundle is to be served batch-invariant (exact), which graphs and engines are not.", where=bundle.path,
-            found=name, fix="serve it with --executor torch, or build it without `exact`",
-        )  # fmt: skip
     if flex:
         raise BundleError(
             "FlexDraft has neither graphs nor engines: PyTorch runs it.", where=bundle.path, found=name,

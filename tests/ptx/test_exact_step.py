@@ -1,4 +1,4 @@
-"""A target's whole step with `exact`, its kernels executed as PTX: the same bits in plain decoding, chunks and trees."""
+"""A target's whole step with `exact`, executed as PTX: the same bits in plain decoding, chunks and trees."""
 
 from __future__ import annotations
 

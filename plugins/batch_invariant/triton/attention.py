@@ -62,7 +62,8 @@ def _gathered(paged, fresh, scale, from_page, from_rows, TYPE: tl.constexpr, FP8
     if FP8:
         committed = _paged(paged, scale, from_page, TYPE, FP8)
         return tl.where(from_page, committed, tl.load(fresh, mask=from_rows, other=0.0))
-    return tl.load(tl.where(from_page, paged, fresh), mask=from_page | from_rows, other=0.0)
+    else:  # Triton gives both returns a type
+        return tl.load(tl.where(from_page, paged, fresh), mask=from_page | from_rows, other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows", "new", "first", "columns"])
