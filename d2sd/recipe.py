@@ -312,8 +312,8 @@ class Recipe(RecipeFile):
     target: Target
     #: The drafters; without them the bundle serves plain decoding and prompt lookup.
     drafters: Drafters = Drafters()
-    #: Type of weights and activations; lossless in all three on a CPU with a compiler (docs/cpu.md) and with `exact`, else in
-    #: fp32.
+    #: Type of weights and activations; lossless in all three on a CPU with a compiler (docs/cpu.md) and with
+    #: `exact`, else in fp32.
     precision: Precision = "fp32"
     #: Batch-invariant steps on CUDA: speculation gives the tokens of plain decoding in 16 bits and FP8 too, more slowly
     #: (docs/accuracy.md). On a CPU with a compiler this is always so.

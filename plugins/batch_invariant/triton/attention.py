@@ -2,8 +2,8 @@
 
 A tile holds the keys of BLOCK_N positions, from a multiple of BLOCK_N on. In front of the last such multiple all keys
 are committed and shared by the rows of a program. Behind it each row of a tree has keys of its own: committed ones,
-its ancestors, itself. They are put into the places of their positions, for one row at a time; to the other rows they are
-masked. The rows of a prompt's chunk (`order` None) share those keys too.
+its ancestors, itself. They are put into the places of their positions, for one row at a time; for the other rows they
+are masked. The rows of a prompt's chunk (`order` None) share those keys too.
 
                   position   0 ........ 31 | 32 ....... 63 | 64 .. 69 | 70 71 72 ..      context_len 70, BLOCK_N 32
                              pages: for all rows           | pages    | order[t]: row t's ancestors and t itself

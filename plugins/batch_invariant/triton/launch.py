@@ -95,7 +95,8 @@ def key_order_constants(columns: int) -> dict[str, int]:
 
 def key_order_warps(columns: int) -> int:
     """Eight columns a thread; at most eight warps."""
-    return max(1, min(8, triton.next_power_of_2(columns) // 256))
+    warps: int = triton.next_power_of_2(columns) // 256
+    return max(1, min(8, warps))
 
 
 def attention_triton(
@@ -110,7 +111,7 @@ def attention_triton(
         return _attention(q, k, v, context, order, 0, splits)
     parts = [
         _attention(one, k, v, context, None if order is None else order[:, first : first + part], first, splits)
-        for first, one in zip(range(0, rows, part), q.split(part, 1), strict=True)
+        for first, one in zip(range(0, rows, part), torch.split(q, part, 1), strict=True)
     ]
     return torch.cat(parts, 1)
 
