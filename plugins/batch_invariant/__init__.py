@@ -51,7 +51,7 @@ def linear(
 def key_order(attn_mask: Tensor) -> Tensor:
     """For each row of attn_mask [B, T, T] the columns that it sees, in their order, and how many: [B, T, T + 1] int32.
 
-    In a tree or a chunk the n-th of them is the key at position context_len + n. What lies between is undefined.
+    In a tree or a chunk the n-th of them is the key at position context_len + n. The other numbers are undefined.
     """
     if not _on_kernels(attn_mask):
         return key_order_reference(attn_mask)
