@@ -1,4 +1,4 @@
-"""Cascade attention whose sums follow positions: a row's bits do not tell where its keys are, nor what else is run.
+"""Cascade attention whose sums follow positions: where keys are stored and what else is run change no bit of a row.
 
 A tile holds the keys of BLOCK_N positions, from a multiple of BLOCK_N on. In front of the last such multiple all keys
 are committed and shared by the rows of a program. Behind it each row of a tree has keys of its own: committed ones,
