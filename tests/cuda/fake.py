@@ -104,7 +104,9 @@ def fake_gpu(watch: Watch, capability: tuple[int, int] = (9, 0)) -> Iterator[Fak
         yield mode
 
 
-def runner(layers: int, drafter_layers: int, *, fp8: bool, dtype: torch.dtype = torch.bfloat16) -> ModelRunner:
+def runner(
+    layers: int, drafter_layers: int, *, fp8: bool, exact: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> ModelRunner:
     """Narrow models of this depth: launches do not depend on widths. `fp8`: all linear layers but the head."""
     body = BodyConfig(
         hidden_size=64, intermediate_size=128, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=64,
@@ -137,7 +139,7 @@ def runner(layers: int, drafter_layers: int, *, fp8: bool, dtype: torch.dtype = 
     finally:
         torch.set_default_dtype(torch.float32)
     head.join(target)
-    return ModelRunner(*models, flex=head)
+    return ModelRunner(*models, flex=head, exact=exact)
 
 
 def batch_of(size: int, kinds: tuple[SamplingParams, ...]) -> Batch:
@@ -153,7 +155,7 @@ def policy_of(name: PolicyName) -> Policy:
 
 def steps(
     name: PolicyName, kinds: tuple[SamplingParams, ...], *, size: int = 3, layers: int = 2, drafter_layers: int = 2,
-    fp8: bool = False, calibrated: bool = False,
+    fp8: bool = False, exact: bool = False, calibrated: bool = False,
 ) -> Watch:  # fmt: skip
     """The second of two decode steps: the first one moves tables of positions to the device, once.
 
@@ -161,7 +163,7 @@ def steps(
     """
     watch = Watch()
     with fake_gpu(watch):
-        made, policy, calibration = runner(layers, drafter_layers, fp8=fp8), policy_of(name), None
+        made, policy, calibration = runner(layers, drafter_layers, fp8=fp8, exact=exact), policy_of(name), None
         made.allocate(64, 16)
         if calibrated:
             neutral = torch.ones(2, 2, BLOCK - 1, 2), torch.zeros(2, 2, BLOCK - 1, 2)

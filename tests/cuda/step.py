@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 
 from benchmarks.gpu.count import count
 from benchmarks.gpu.steps import Step
+from d2sd.plugins.batch_invariant.triton import launch as batch_invariant
 from d2sd.policies import NAMES, PolicyName
 from tests.conftest import Once
 from tests.cuda import guard
@@ -96,3 +97,12 @@ def test_steps_on_the_meta_device_have_these_launches(policy: PolicyName) -> Non
     fake = steps(policy, (GREEDY,), size=1, layers=LAYERS, drafter_layers=DRAFTER_LAYERS)
     fake.launches["inject"] = fake.launches.pop("sync", 0)
     assert Counter(launch.stage for launch in count(Step(policy))) == +fake.launches
+
+
+@pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_batch_invariant_steps_take_as_many_launches(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel of `exact` takes the place of another; nothing leaves the device."""
+    monkeypatch.setattr(batch_invariant, "SPAN", 128)  # several splits: with one there is no merge
+    found = steps("d2sd", (GREEDY,), layers=LAYERS, drafter_layers=DRAFTER_LAYERS, fp8=fp8, exact=True)
+    assert not found.launches - Counter(LAUNCHES["d2sd", fp8, False])
+    assert found.copies == []
