@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.ptx.machine import WARP, Machine, Mask, Step, executes
 from tests.ptx.matrices import COLUMN, ROW, registers_of
-from tests.ptx.memory import Fault
+from tests.ptx.order import Fault
 from tests.ptx.parse import Immediate, Instruction, Operand, Register, Unsupported, Vector
 from tests.ptx.values import Array, decode, encode
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.ptx.assembly import run
-from tests.ptx.memory import Fault, GlobalMemory, Placed
+from tests.ptx.memory import GlobalMemory, Placed
+from tests.ptx.order import Fault
 
 GLOBAL = (
     "ld.param.b64 %rd0, [kernel_param_0]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd1, %r1, 4; add.s64 %rd0, %rd0, %rd1;"
