@@ -87,7 +87,7 @@ def prepare_copy(instruction: Instruction) -> Step:
         real, data = wanted > 0, np.zeros((len(lanes), size), np.uint8)
         if real.any():
             address = machine.address(source, lanes[real])
-            data[real] = machine.memory.load(address, 32, size // 4, block[real]).view(np.uint8)
+            data[real] = machine.memory.load(address, 32, size // 4, machine.at(lanes[real])).view(np.uint8)
         machine.copies.flying.append(_Copy(lanes, at, data, np.full(len(lanes), _OPEN)))
 
     return copy

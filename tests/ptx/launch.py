@@ -67,7 +67,9 @@ def executed_as_ptx(capability: int, edit: Edit | None = None, limit: int = 3_00
             ptx = edit(kernel.__name__, compiled.asm["ptx"]) if edit else compiled.asm["ptx"]
             shape = grid(given) if callable(grid) else tuple(grid)
             values = {name: given[name] for name in names}
-            machine = _launch(ptx, shape, values, _written(compiled.asm["ttir"], names), compiled.metadata.shared, limit)
+            machine = _launch(
+                ptx, shape, values, _written(compiled.asm["ttir"], names), compiled.metadata.shared, limit
+            )
             launches.append(Launch(kernel.__name__, ptx, machine.counts, machine.executed))
         return compiled
 
@@ -105,7 +107,9 @@ def _launch(
 ) -> Machine:
     regions = _regions({name: value for name, value in values.items() if isinstance(value, Tensor)})
     placed = [region.placed(written) for region in regions]
-    placed += [Placed(name, np.frombuffer(data, np.uint8), False) for name, data in prepare(ptx).kernel.constants.items()]
+    placed += [
+        Placed(name, np.frombuffer(data, np.uint8), False) for name, data in prepare(ptx).kernel.constants.items()
+    ]
     memory = GlobalMemory(placed)
     addresses = {
         name: memory.address(number) + tensor.data_ptr() - region.start

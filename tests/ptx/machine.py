@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.ptx.memory import GlobalMemory, LocalMemory
+from tests.ptx.memory import GlobalMemory, Lanes, LocalMemory
 from tests.ptx.order import Fault
 from tests.ptx.parse import Address, Instruction, Kernel, Operand, Register, Symbol, Unsupported, Vector
 from tests.ptx.shared import SharedMemory
@@ -153,6 +153,11 @@ class Machine:
 
     def lanes_of(self, mask: Mask) -> Array:
         return self.all_lanes if mask is None else np.flatnonzero(mask)
+
+    def at(self, lanes: Array) -> Lanes:
+        """What memory must know of those that access it."""
+        block = self.block[lanes]
+        return Lanes(block, self.warp[lanes], self.shared.epoch[block])
 
     # -- what must not be divided --------------------------------------------------------------------------------------
 

@@ -75,9 +75,7 @@ class GlobalMemory:
         place = self.places[number]
         return self.bytes[place : place + self.tensors[number].data.size]
 
-    def load(
-        self, address: Array, bits: int, count: int, by: Lanes, *, constant: bool = False
-    ) -> Array:
+    def load(self, address: Array, bits: int, count: int, by: Lanes, *, constant: bool = False) -> Array:
         """[lanes, count] numbers of `bits` bits. `constant`: through a cache that does not see writes."""
         size = bits // 8 * count
         place = self._check(address, size, by.block, write=False)

@@ -18,7 +18,7 @@ class Fault(Exception):  # what a GPU would do in silence
 
 
 class Order:
-    """Of bytes of one memory. `at` is places of bytes [accesses, bytes]; `epoch` and `warp` are those of the accesses."""
+    """Of bytes of one memory. `at` is places of bytes [accesses, bytes]; `epoch` and `warp` are of the accesses."""
 
     def __init__(self, memory: str, size: int) -> None:
         self.memory = memory

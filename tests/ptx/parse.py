@@ -174,7 +174,8 @@ def _split(text: str) -> list[str]:
 
 
 def _operand(text: str, registers: _Registers) -> Operand:
-    text = text.partition("|")[0]  # a second result, a predicate, is not modelled
+    if "|" in text:  # two results
+        return Vector(tuple(_operand(part, registers) for part in text.split("|")))
     if text.startswith("{"):
         return Vector(tuple(_operand(part, registers) for part in _split(text[1:-1])))
     if text.startswith("["):

@@ -63,14 +63,15 @@ _COMBINE: dict[str, Function] = {"and": np.logical_and, "or": np.logical_or, "xo
 
 @executes("setp")
 def prepare_setp(instruction: Instruction) -> Step:
-    """`.ne` of a NaN is false; `.neu` and the like are true of it."""
+    """`.ne` of a NaN is false; `.neu` and the like are true of it. Of packed numbers each half sets a predicate."""
     parts, kind = instruction.parts, instruction.kind
     name, combined = parts[1], next((p for p in parts[2:-1] if p in _COMBINE), None)
     to, first, second, *more = instruction.operands
     unordered = name not in COMPARE and kind.startswith(("f", "bf"))
     compare = {"num": None, "nan": None}.get(name, COMPARE.get(name[:-1] if unordered else name))
-    if compare is None and name not in ("num", "nan"):
-        raise Unsupported(instruction.opcode)
+    packed = "x" in kind
+    if (compare is None and name not in ("num", "nan")) or isinstance(to, Vector) != packed or (packed and combined):
+        raise Unsupported(instruction.text)
 
     def set_predicate(machine: Machine, mask: Mask) -> None:
         x, y = machine.value(first, kind), machine.value(second, kind)
@@ -81,7 +82,11 @@ def prepare_setp(instruction: Instruction) -> Step:
             found = compare(x, y) | nan if unordered else compare(x, y) & ~nan
         if combined is not None:
             found = _COMBINE[combined](found, machine.read(more[0], 1))
-        machine.write(to, found, mask)
+        if not isinstance(to, Vector):
+            machine.write(to, found, mask)
+            return
+        for half, item in enumerate(to.items):
+            machine.write(item, found[..., half], mask)
 
     return set_predicate
 
@@ -302,13 +307,9 @@ def _prepare_float(instruction: Instruction) -> Step:
     name, *modes, kind = instruction.parts
     to, *sources = instruction.operands
     kinds = [kind] * len(sources)
-    if modes[-1:] == ["f32"]:  # add.f32.bf16: the first number is narrower
-        kinds, kind = [kind, "f32"], "f32"
-        modes.pop()
-    if (
-        not _MODES.issuperset(modes) or ("xorsign" in modes and name != "min") or ("rm" in modes and name != "fma")
-        or len(kinds) != len(sources)
-    ):  # fmt: skip
+    if modes[-1:] == ["f32"]:  # add.f32.bf16: what is added to is wider
+        kinds[-1] = kind = modes.pop()
+    if not _MODES.issuperset(modes) or ("xorsign" in modes and name != "min") or ("rm" in modes and name != "fma"):
         raise Unsupported(instruction.opcode)
     function = _signed_min if "xorsign" in modes else FLOAT[name]
 
@@ -320,7 +321,7 @@ def _prepare_float(instruction: Instruction) -> Step:
         if "NaN" in modes:
             found = np.where(np.any(np.isnan(np.broadcast_arrays(*values)), axis=0), np.nan, found)
         if "sat" in modes:
-            found = np.nan_to_num(found, nan=0.0).clip(0, 1)
+            found = np.nan_to_num(found, nan=0.0).clip(0, 1) + 0.0  # no -0.0
         if "rm" in modes:
             found = _downwards(found)
         if "ftz" in modes:
@@ -360,10 +361,10 @@ def prepare_cvt(instruction: Instruction) -> Step:
         if "rz" in modes:
             found = _truncated(found)
         if "sat" in modes:
-            found = np.nan_to_num(found, nan=0.0).clip(0, 1)
+            found = np.nan_to_num(found, nan=0.0).clip(0, 1) + 0.0  # no -0.0
         if from_float and not to_float:
             limits = np.iinfo(SIGNED[width(kind)] if kind[0] == "s" else UNSIGNED[width(kind)])
-            exact = np.nan_to_num(found.astype(np.float64), nan=0.0)
+            exact = np.nan_to_num(found.astype(np.float64), nan=0.0 if width(kind) < 64 else float(limits.min))
             found = np.where(exact >= limits.max, limits.max, exact.clip(limits.min, limits.max).astype(limits.dtype))
             found = found.astype(limits.dtype)
         elif not from_float and not to_float:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from tests.ptx.machine import WARP, Machine, Mask, Step, executes
-from tests.ptx.memory import Lanes
 from tests.ptx.parse import Address, Instruction, Operand, Symbol, Unsupported, Vector
 from tests.ptx.values import SIGNED, UNSIGNED, Array, width
 
@@ -41,8 +40,8 @@ def prepare_transfer(instruction: Instruction) -> Step:
         lanes = machine.lanes_of(mask)
         address, block = machine.address(place, lanes), machine.block[lanes]
         if space == "global":
-            by = Lanes(block, machine.warp[lanes], machine.shared.epoch[block])
-            numbers = machine.memory.load(address, bits, len(items), by, constant="nc" in instruction.parts)
+            constant = "nc" in instruction.parts
+            numbers = machine.memory.load(address, bits, len(items), machine.at(lanes), constant=constant)
         elif space == "local":
             numbers = machine.local.load(address, bits, lanes)
         else:
@@ -57,7 +56,7 @@ def prepare_transfer(instruction: Instruction) -> Step:
         numbers = np.stack([np.broadcast_to(machine.read(item, bits), machine.lanes)[lanes] for item in items], 1)
         numbers = numbers.astype(UNSIGNED[bits])  # of a wider register the lowest bits
         if space == "global":
-            machine.memory.store(address, numbers, Lanes(block, machine.warp[lanes], machine.shared.epoch[block]))
+            machine.memory.store(address, numbers, machine.at(lanes))
         elif space == "local":
             machine.local.store(address, numbers, lanes)
         else:
