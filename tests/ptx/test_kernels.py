@@ -5,7 +5,7 @@ layers, of trees, from logits to tokens, of page writes and of mask packing.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -16,9 +16,11 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 
 from tests.plugins.kernels import calls, choices, layers, pages, trees
 from tests.plugins.kernels.trees import specification, stable_topk
-from tests.plugins.test_layer_ops import HQ, WIDTH
+from tests.plugins.test_layer_ops import HQ
 from tests.ptx.cases import CAPABILITIES
-from tests.ptx.launch import executed_as_ptx
+from tests.ptx.launch import Launch, executed_as_ptx
+from tests.ptx.order import Fault
+from tests.ptx.test_instructions import ELSEWHERE, TESTED
 
 __all__ = ["specification", "stable_topk"]
 #: Of FP8, which needs compute capability 8.9.
@@ -30,13 +32,19 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "DEVICE", "cpu")
 
 
+def assert_of_tested_instructions(launches: list[Launch]) -> None:
+    ran = {opcode for launch in launches for opcode in launch.counts}
+    assert {opcode for opcode in ran if opcode.split(".")[0] not in ELSEWHERE} <= TESTED
+    assert ran
+
+
 @pytest.fixture(params=CAPABILITIES)
 def as_ptx(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param < 89 and request.node.originalname in FP8:
         pytest.skip("FP8 needs compute capability 8.9")
     with executed_as_ptx(request.param) as launches:
         yield
-    assert launches
+    assert_of_tested_instructions(launches)
 
 
 def checks_of(module: ModuleType) -> type:
@@ -50,7 +58,7 @@ TestLayers, TestTrees, TestChoices, TestPages = map(checks_of, (layers, trees, c
 
 #: What `make test` runs: one case of each kernel.
 SMALL: dict[str, tuple[Any, ...]] = {
-    "norm": (layers.test_norm, WIDTH, torch.bfloat16),
+    "norm": (layers.test_norm, 1024, torch.bfloat16),
     "heads": (layers.test_heads, 1, HQ, True, True, torch.bfloat16),
     "gate": (layers.test_gate, True, torch.bfloat16),
     "tables": (layers.test_tables, torch.bfloat16),
@@ -66,9 +74,52 @@ SMALL: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_a_small_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check, *arguments = SMALL[name]
-    more = {"monkeypatch": monkeypatch} if "monkeypatch" in inspect.signature(check).parameters else {}
-    with executed_as_ptx(90):
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def run(name: str) -> None:
+        check, *arguments = SMALL[name]
+        more = {"monkeypatch": monkeypatch} if "monkeypatch" in inspect.signature(check).parameters else {}
         check(*arguments, **more)
+
+    return run
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_case(name: str, small: Callable[[str], None]) -> None:
+    with executed_as_ptx(90) as launches:
+        small(name)
+    assert_of_tested_instructions(launches)
+
+
+#: Whose threads share nothing, or are one warp.
+WITHOUT_BARRIERS = {"tables", "quantized", "mask", "acceptance", "noise"}
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        pytest.param(name, capability, marks=[] if (name, capability) == ("merge", 90) else [slow, full])
+        for slow, full in [(pytest.mark.slow, pytest.mark.full)]
+        for capability in (80, 90)
+        for name in SMALL
+        if name not in WITHOUT_BARRIERS
+    ],
+)
+def test_every_barrier_is_needed(name: str, capability: int, small: Callable[[str], None]) -> None:
+    """Left out one at a time, each is a fault: warps meet in shared memory, those of trees in global memory too."""
+    with executed_as_ptx(capability) as launches:
+        small(name)
+    barriers = [
+        (launch.ptx, line)
+        for launch in {launch.ptx: launch for launch in launches}.values()
+        for line, text in enumerate(launch.ptx.splitlines())
+        if text.strip().startswith("bar.sync")
+    ]
+    assert barriers
+    for ptx, left_out in barriers:
+        mutant = "\n".join(text for line, text in enumerate(ptx.splitlines()) if line != left_out)
+        with (
+            pytest.raises(Fault, match="race: "),
+            executed_as_ptx(capability, lambda _, given, ptx=ptx, mutant=mutant: mutant if given == ptx else given),
+        ):
+            small(name)

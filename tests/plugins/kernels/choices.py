@@ -13,10 +13,11 @@ from torch import Tensor
 from d2sd.plugins import choose
 from d2sd.plugins.choose.triton.filters import threshold_kernel
 from d2sd.plugins.choose.triton.launch import choose_triton
+from d2sd.plugins.choose.triton.noise import _gumbel as gumbel_of_words
 from d2sd.plugins.choose.triton.noise import philox_words
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.filters import _ascending, apply_filters
-from d2sd.runtime.sampling.philox import philox
+from d2sd.runtime.sampling.philox import _gumbel, philox
 from d2sd.runtime.sampling.sample import Sampling, token_scores
 from d2sd.runtime.speculation.draft import candidates
 from tests.plugins.kernels.calls import there
@@ -73,6 +74,22 @@ def test_words_are_those_of_the_specification(seed: int) -> None:
     assert torch.equal(out.cpu(), torch.stack(list(expected)))
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def noise_kernel(words, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    n = tl.arange(0, SIZE)
+    tl.store(out + n, gumbel_of_words(tl.load(words + n).to(tl.uint32)))
+
+
+def test_noise_keeps_its_digits_at_both_ends() -> None:
+    """Where the uniform number is next to 0 and to 1: there the logarithm of an approximation would be anything."""
+    words = torch.cat(
+        [torch.arange(256) << 9, 2**31 + (torch.arange(-128, 128) << 9), 2**32 - 1 - (torch.arange(512) << 9)]
+    )
+    out = there(torch.empty(1024))
+    noise_kernel[(1,)](there(words), out, SIZE=1024)
+    torch.testing.assert_close(out.cpu(), _gumbel(words), rtol=1e-6, atol=2e-7)
+
+
 @pytest.mark.parametrize(
     ("nodes", "vocab", "params"),
     [
@@ -82,11 +99,12 @@ def test_words_are_those_of_the_specification(seed: int) -> None:
 )
 def test_choice(nodes: int, vocab: int, params: list[SamplingParams]) -> None:
     logits = logits_of(1, 2, nodes, vocab)
-    if params is GREEDY and vocab > 1:
-        logits[1, 0, vocab // 2] = float("nan")
-        logits[1, 1] = float("-inf")
     depth = torch.arange(nodes).expand(2, -1)
     context, sampling = torch.tensor([5, 1000]), sampling_of(params, vocab)
+    if vocab > 1:
+        logits[1, 1] = float("-inf")
+        if not sampling.any_filter:  # of NaN they keep anything
+            logits[1, 0, vocab // 2] = float("nan")
     noise = sampling.noise(context, nodes, vocab)
     expected = [
         token_scores(logits[:, n].float(), context, sampling, None if noise is None else noise[:, n]).argmax(-1)
