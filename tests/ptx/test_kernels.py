@@ -5,7 +5,9 @@ layers, of trees, from logits to tokens, of page writes and of mask packing.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -56,32 +58,36 @@ def checks_of(module: ModuleType) -> type:
 
 TestLayers, TestTrees, TestChoices, TestPages = map(checks_of, (layers, trees, choices, pages))
 
-#: What `make test` runs: one case of each kernel.
+#: What `make test` runs: one case of each kernel. Their names, the check, its arguments.
 SMALL: dict[str, tuple[Any, ...]] = {
-    "norm": (layers.test_norm, 1024, torch.bfloat16),
-    "heads": (layers.test_heads, 1, HQ, True, True, torch.bfloat16),
-    "gate": (layers.test_gate, True, torch.bfloat16),
-    "tables": (layers.test_tables, torch.bfloat16),
-    "quantized": (layers.test_quantized_results,),
-    "mask": (layers.test_masks_pack, 33),
-    "chain": (trees.test_chain, 5),
-    "merge": (trees.test_candidates, 5, 6, 13, 2),
-    "growth": (trees.test_growth, 2, 2, 2, 5, True),
-    "acceptance": (trees.test_acceptance, 5, 6, 13),
-    "noise": (choices.test_words_are_those_of_the_specification, 2**63 - 1),
-    "choice": (choices.test_choice, 2, 63, choices.TOP),
-    "drafts": (choices.test_candidates, 2, 63, 5, choices.GREEDY),
+    "norm": ("add_rms_norm", layers.test_norm, 1024, torch.bfloat16),
+    "heads": ("qk_norm_rope", layers.test_heads, 1, HQ, True, True, torch.bfloat16),
+    "gate": ("silu_mul", layers.test_gate, True, torch.bfloat16),
+    "tables": ("rope_tables", layers.test_tables, torch.bfloat16),
+    "quantized": ("quantize silu_mul add_rms_norm", layers.test_quantized_results),
+    "mask": ("pack_mask", layers.test_masks_pack, 33),
+    "chain": ("chain", trees.test_chain, 5),
+    "merge": ("candidates", trees.test_candidates, 5, 6, 13, 2),
+    "growth": ("grow", trees.test_growth, 2, 2, 2, 5, True),
+    "acceptance": ("accept", trees.test_acceptance, 5, 6, 13),
+    "noise": ("noise", choices.test_noise_keeps_its_digits_at_both_ends),
+    "choice": ("threshold scores combine", choices.test_choice, 2, 63, choices.TOP),
+    "drafts": ("segments pool", choices.test_candidates, 2, 63, 5, choices.GREEDY),
 }
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def run(name: str) -> None:
-        check, *arguments = SMALL[name]
+        _, check, *arguments = SMALL[name]
         more = {"monkeypatch": monkeypatch} if "monkeypatch" in inspect.signature(check).parameters else {}
         check(*arguments, **more)
 
     return run
+
+
+#: What ptxas may fuse.
+FUSIBLE = re.compile(r"(add|sub|mul)\.(ftz\.)?(bf16|f16|f32)(x2)?")
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -89,6 +95,25 @@ def test_a_small_case(name: str, small: Callable[[str], None]) -> None:
     with executed_as_ptx(90) as launches:
         small(name)
     assert_of_tested_instructions(launches)
+    if SMALL[name][1] in vars(layers).values():  # they round as separate operators do
+        assert not any(FUSIBLE.fullmatch(opcode) for launch in launches for opcode in launch.counts)
+    assert {launch.name for launch in launches} == {f"{kernel}_kernel" for kernel in SMALL[name][0].split()}
+
+
+def test_every_kernel_is_executed() -> None:
+    """Here, or in test_parity.py."""
+    sources = (path.read_text() for path in (Path(__file__).parents[2] / "plugins").glob("*/triton/*.py"))
+    kernels = {kernel for source in sources for kernel in re.findall(r"^def (\w+)_kernel\(", source, re.MULTILINE)}
+    assert kernels == {"cascade_attention", "merge", "write_pages"} | {
+        kernel for names, *_ in SMALL.values() for kernel in names.split() if kernel != "noise"
+    }
+
+
+def test_noise_needs_no_approximate_logarithm() -> None:
+    """`lg2.approx` is taken as exact here, but next to 1 it has no digits."""
+    with executed_as_ptx(90) as launches:
+        choices.test_noise_keeps_its_digits_at_both_ends()
+    assert not any(opcode.startswith("lg2") for launch in launches for opcode in launch.counts)
 
 
 #: Whose threads share nothing, or are one warp.
