@@ -132,6 +132,7 @@ INTEGERS: list[tuple[str, str, str, Callable[..., int]]] = [
     ("cvt.u64.u32", "u32", "u64", lambda a: a),
     ("cvt.u32.u64", "u64", "u32", lambda a: a),
     ("cvt.u16.u32", "u32", "u16", lambda a: a),
+    ("cvt.u16.u64", "u64", "u16", lambda a: a),
     ("cvt.u32.u16", "u16", "u32", lambda a: a),
     ("cvt.s32.s16", "s16", "s32", lambda a: a),
     ("cvta.to.global.u64", "u64", "u64", lambda a: a),
