@@ -336,6 +336,17 @@ def test_floats(text: str, kinds: str, to: str, function: Callable[..., Any]) ->
     assert same.all(), (values, one, other)
 
 
+@pytest.mark.parametrize(("mode", "expected"), [("rn", [1 + 2**-23, 1.0]), ("rm", [1 + 2**-23, 1 - 2**-24])])
+def test_a_fused_product_is_rounded_once(mode: str, expected: list[float]) -> None:
+    """Less than a tie, and less than 1, by 2^-70: fp64 holds neither."""
+    a, b = [2**-24 * (1 + 2**-23), 2**-35], [1 - 2**-23, -(2**-35)]
+    given = {
+        f"%r{n}": np.repeat(np.array(x, f32).view(np.uint32), 16) for n, x in enumerate((a, b, [1 + 2**-23, 1]), 1)
+    }
+    found = run(f"fma.{mode}.ftz.f32 %r4, %r1, %r2, %r3;", given).registers["%r4"].view(f32)
+    assert found[::16].tolist() == expected
+
+
 def test_a_product_of_64_bits_by_its_carry() -> None:
     a, b, c = (drawn("u32", place) for place in range(3))
     lines = "mad.lo.cc.u32 %r4, %r1, %r2, %r3; @%p1 mad.lo.cc.u32 %r4, %r1, 0, 0; madc.hi.u32 %r5, %r1, %r2, %r3;"

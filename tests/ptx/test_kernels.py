@@ -20,7 +20,7 @@ from tests.plugins.kernels import calls, choices, layers, pages, trees
 from tests.plugins.kernels.trees import specification, stable_topk
 from tests.plugins.test_layer_ops import HQ
 from tests.ptx.cases import CAPABILITIES
-from tests.ptx.launch import Launch, executed_as_ptx
+from tests.ptx.launch import Edit, Launch, executed_as_ptx
 from tests.ptx.order import Fault
 from tests.ptx.test_instructions import ELSEWHERE, TESTED
 
@@ -116,6 +116,12 @@ def test_noise_needs_no_approximate_logarithm() -> None:
     assert not any(opcode.startswith("lg2") for launch in launches for opcode in launch.counts)
 
 
+def without(ptx: str, left_out: int) -> Edit:
+    """Leaves a line of this kernel out."""
+    mutant = "\n".join(text for line, text in enumerate(ptx.splitlines()) if line != left_out)
+    return lambda name, given: mutant if given == ptx else given
+
+
 #: Whose threads share nothing, or are one warp.
 WITHOUT_BARRIERS = {"tables", "quantized", "mask", "acceptance", "noise"}
 
@@ -141,10 +147,6 @@ def test_every_barrier_is_needed(name: str, capability: int, small: Callable[[st
         if text.strip().startswith("bar.sync")
     ]
     assert barriers
-    for ptx, left_out in barriers:
-        mutant = "\n".join(text for line, text in enumerate(ptx.splitlines()) if line != left_out)
-        with (
-            pytest.raises(Fault, match="race: "),
-            executed_as_ptx(capability, lambda _, given, ptx=ptx, mutant=mutant: mutant if given == ptx else given),
-        ):
+    for ptx, line in barriers:
+        with pytest.raises(Fault, match="race: "), executed_as_ptx(capability, without(ptx, line)):
             small(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -163,7 +164,7 @@ def test_candidates(
     sampling = sampling_of(params, vocab * 3 + 1)
     for on_kernels in (False, True):
         monkeypatch.setattr(choose, "use_kernels", lambda _, on=on_kernels: on)
-        given = logits if on_kernels else logits.float(), context, sampling, width, ids
+        given: tuple[Any, ...] = (logits if on_kernels else logits.float(), context, sampling, width, ids)
         draft = candidates(*(there(x) if on_kernels else x for x in given))
         made.append((draft.tokens.cpu(), draft.logprob.cpu()))
     (tokens, logprob), (found, scores) = made
