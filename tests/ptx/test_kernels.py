@@ -58,8 +58,8 @@ def checks_of(module: ModuleType) -> type:
 
 TestLayers, TestTrees, TestChoices, TestPages = map(checks_of, (layers, trees, choices, pages))
 
-#: What `make test` runs: one case of each kernel. Their names, the check, its arguments. Loops take several turns, or the
-#: barrier at their end orders nothing.
+#: What `make test` runs: one case of each kernel. Their names, the check, its arguments. Loops take several turns, or
+#: the barrier at their end orders nothing.
 SMALL: dict[str, tuple[Any, ...]] = {
     "norm": ("add_rms_norm", layers.test_norm, 1024, torch.bfloat16),
     "heads": ("qk_norm_rope", layers.test_heads, 1, HQ, True, True, torch.bfloat16),
