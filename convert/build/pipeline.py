@@ -113,7 +113,7 @@ def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
         files |= work.stage(TRTLLM, inputs, 1 << 20, lambda folder: write_llm_args(folder, plan.recipe)).files
     if engines is not None:
         models = {
-            name: sha256 for name, sha256 in files.items() if name.partition("/")[0] in {p.name for p in plan.graphs}
+            name: sha256 for name, sha256 in files.items() if name.partition("/")[0] in {p.name for p in plan.parts}
         }
         made, built = engines.run(common, models)
         files |= made

@@ -65,18 +65,22 @@ class Plan:
     flex: Part | None = None
 
     @property
-    def graphs(self) -> tuple[Part, ...]:
-        """The models that have graphs and engines of their own, target first: all but FlexDraft."""
-        return ((self.target,) if self.target else ()) + self.drafters
-
-    @property
     def parts(self) -> tuple[Part, ...]:
         """All models known by now, target first."""
-        return self.graphs + ((self.flex,) if self.flex else ())
+        return (*((self.target,) if self.target else ()), *self.drafters, *((self.flex,) if self.flex else ()))
 
     @property
     def weight_bytes(self) -> int:
         return sum(part.weight_bytes for part in self.parts)
+
+    @property
+    def graph_bytes(self) -> int:
+        """Weights in the graphs: that of FlexDraft has a copy of the MLPs of the target's last layers."""
+        if self.flex is None or self.target is None:
+            return self.weight_bytes
+        body = self.flex.body
+        copied = 3 * body.num_layers * body.hidden_size * body.intermediate_size
+        return self.weight_bytes + round(copied * self.target.weight_bytes / self.target.parameters)
 
     def kv_memory(self, free_bytes: int | None = None) -> KVMemory:
         """Size of the K/V pools when serving with all models; a share of memory needs `free_bytes`."""
@@ -137,7 +141,7 @@ def make_plan(recipe: Recipe) -> Plan:
 
 def _check_engines(plan: Plan) -> None:
     """Raise `RecipeError` for shapes that kernels or TensorRT do not support, before hours of exporting."""
-    for part in plan.graphs if plan.recipe.engines else ():
+    for part in plan.parts if plan.recipe.engines else ():
         body, limits = part.body, plan.recipe.limits
         if body.head_dim % HEAD_STEP or body.head_dim > LARGEST_HEAD:
             raise RecipeError(

@@ -53,7 +53,7 @@ def make_engine(
     recipe = bundle.recipe
     name, rows = policy or recipe.tree.policy, row_budget or recipe.tree.row_budget
     file, count = bundle.calibration, sum(d is not None for d in (bundle.first, bundle.second))
-    flex = bundle.flex is not None and backend == "torch" and forecasts_flex(count, file)
+    flex = bundle.flex is not None and forecasts_flex(count, file)
     candidates = candidate_policies(recipe.tree, count, name, rows, flex=flex)
     drafters = [bundle.first, bundle.second][: max(len(candidate.required_drafters) for candidate in candidates)]
     if None in drafters:
