@@ -13,7 +13,8 @@
     down             product, added by the next norm
 
 Ten kernels a layer, eleven in FP8. The drafters' context K/V of all layers are one product and one `qk_norm_rope`; in
-FP8 a product a layer, because no FP8 product is batched.
+FP8 a product a layer, because no FP8 product is batched. FlexDraft's layers have a qkv and an o product of their own, and
+all else is the target's fused layers'.
 
 Values are `layers.py`'s: ops round where it rounds. In FP8 an input that several products share is quantized once, with
 the largest of their scales. E4M3 is a floating-point type, so that costs no precision but next to zero.
@@ -31,9 +32,10 @@ from torch.nn import functional as F
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder, TargetModel
 from d2sd.modeling.drafter import Drafter, DraftModel
+from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
 from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.layers import Layer, RMSNorm
+from d2sd.modeling.layers import MLP, Layer, RMSNorm
 from d2sd.modeling.rope import Rotary
 from d2sd.modeling.rows import Rows
 from d2sd.plugins import dispatch
@@ -45,27 +47,33 @@ from d2sd.plugins.layer_ops import Heads, add_rms_norm, qk_norm_rope, quantize, 
 Linear = nn.Linear | Fp8Linear
 
 
-def fuse(model: TargetModel | DraftModel) -> None:
+def fuse(model: TargetModel | DraftModel | FlexHead, target: TargetModel | None = None) -> None:
     """Replace the layers of a CUDA model in place. Fusing twice is fine.
+
+    `target` is that of a FlexDraft head, fused before; a head stays unfused beside unfused layers.
 
     Afterwards `state_dict` lacks their weights, which are not kept twice: a fused model can only serve. Where this GPU
     or these layers cannot be fused, they stay, after a warning.
     Raises `D2SDError` instead of that warning under `D2SD_NO_FALLBACK=1`.
     """
-    if not isinstance(model, Decoder | Drafter) or not len(model.layers):
+    if not isinstance(model, Decoder | Drafter | FlexHead) or not len(model.layers):
+        return
+    shared = getattr(target, "native", None)
+    if isinstance(model, FlexHead) and not isinstance(shared, FusedLayers):
         return
     fp8 = any(isinstance(one, Fp8Linear | Fp8Cache) for one in model.modules())
     weight = model.norm.weight
     if not dispatch.use_fused_layers(weight, model.config.body.head_dim, fp8=fp8, unlike=_unlike(model)):
         return
-    model.native = FusedLayers(model.config.body, model.layers, model.norm, context=isinstance(model, Drafter))
+    context = isinstance(model, Drafter)
+    model.native = FusedLayers(model.config.body, model.layers, model.norm, context=context, target=shared)
     model.layers = nn.ModuleList()
     if isinstance(model, Drafter):
         model.fc = Product([cast("Linear", model.fc)], weight.dtype)  # type: ignore[assignment]
     torch.cuda.empty_cache()  # the parts that were joined
 
 
-def _unlike(model: Decoder | Drafter) -> str | None:
+def _unlike(model: Decoder | Drafter | FlexHead) -> str | None:
     """Why the layers cannot be joined: somebody else's modules in place of linear ones, or products of two kinds."""
     for layer in cast("Sequence[Layer]", model.layers):
         attention, mlp = layer.self_attn, layer.mlp
@@ -131,20 +139,17 @@ def _sums(x: Tensor, weight: Tensor, one: Tensor, out: Tensor | None = None) -> 
 
 
 class _Layer:
-    """One layer's products and parameters."""
+    """One layer's products and parameters; of FlexDraft's with the MLP of `target`."""
 
-    def __init__(self, layer: Layer, body: BodyConfig, dtype: torch.dtype) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
+    def __init__(self, layer: Layer, body: BodyConfig, dtype: torch.dtype, target: _Layer | None) -> None:
+        attention = layer.self_attn
         self.input_norm = layer.input_layernorm.weight.detach()
         self.post_norm = layer.post_attention_layernorm.weight.detach()
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         self.qkv = Product(projections, dtype)
         attention.q_proj = attention.k_proj = attention.v_proj = nn.Identity()  # type: ignore[assignment]
         self.o = Product([attention.o_proj], dtype)
-        self.gate_up = Product([mlp.gate_proj, mlp.up_proj], dtype)
-        for part, weight in zip((mlp.gate_proj, mlp.up_proj), self.gate_up.weight.chunk(2), strict=True):
-            part.weight.data = weight  # a view: FlexDraft's mask rows pass the target's MLPs
-        self.down = Product([mlp.down_proj], dtype)
+        self.gate_up, self.down = _mlp(layer.mlp, dtype) if target is None else (target.gate_up, target.down)
         norms = [_weight(norm) for norm in (attention.q_norm, attention.k_norm)]
         caches = [_scale(cache) for cache in (attention.k_cache, attention.v_cache)]
         scales, bias = self.qkv.scales, self.qkv.bias
@@ -155,6 +160,13 @@ class _Layer:
             scales=None if scales is None else scales[None],
             k_scale=caches[0], v_scale=caches[1],
         )  # fmt: skip
+
+
+def _mlp(mlp: MLP, dtype: torch.dtype) -> tuple[Product, Product]:
+    gate_up = Product([mlp.gate_proj, mlp.up_proj], dtype)
+    for part, weight in zip((mlp.gate_proj, mlp.up_proj), gate_up.weight.chunk(2), strict=True):
+        part.weight.data = weight  # a view, for mask rows of a FlexDraft head that cannot be fused
+    return gate_up, Product([mlp.down_proj], dtype)
 
 
 def _weight(norm: nn.Module) -> Tensor | None:
@@ -169,17 +181,22 @@ def _scale(cache: nn.Module) -> Tensor | None:
 class FusedLayers(nn.Module):
     """A model's layers and last norm. They hold no parameters: they can only serve."""
 
-    def __init__(self, body: BodyConfig, layers: nn.ModuleList, norm: RMSNorm, *, context: bool = False) -> None:
+    def __init__(
+        self, body: BodyConfig, layers: nn.ModuleList, norm: RMSNorm, *, context: bool = False,
+        target: FusedLayers | None = None,
+    ) -> None:  # fmt: skip
         """Takes the weights out of `layers` one by one, so that no more than a layer's are held twice.
 
-        `context`: for drafters, which make keys and values of a context too.
+        `context`: for drafters, which make keys and values of a context too. `target`: for FlexDraft, whose MLPs are
+        those of its last layers.
         """
         super().__init__()
         self._config = body
         self._dtype, self._norm = norm.weight.dtype, norm.weight.detach()
         self._layers: list[_Layer] = []
-        for layer in cast("Sequence[Layer]", layers):
-            self._layers.append(_Layer(layer, body, self._dtype))
+        shared = [None] * len(layers) if target is None else target._layers[-len(layers) :]
+        for layer, of_target in zip(cast("Sequence[Layer]", layers), shared, strict=True):
+            self._layers.append(_Layer(layer, body, self._dtype, of_target))
         self._context = _Context(self._layers, body, self._dtype) if context else None
 
     @property

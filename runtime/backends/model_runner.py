@@ -97,7 +97,9 @@ class ModelRunner:
         for drafter in self._drafters:
             prepare(drafter)
         if flex is not None and weight.device.type == "cpu":
-            pack(flex)  # on CUDA its layers run as PyTorch operators, which a graph captures
+            pack(flex)
+        elif flex is not None:
+            fuse(flex, target)
         self._heads = self._draft_heads()
         if flex is not None:
             self._flex_head = target.logits if flex.draft_ids is None else reduced_head(target, flex.draft_ids)
