@@ -25,8 +25,8 @@ from d2sd.convert.build.plan import Part, Plan, make_plan
 from d2sd.convert.build.sources import located, obtained
 from d2sd.convert.build.stage_cache import Run, StageCache
 from d2sd.convert.bundle.load import assemble
-from d2sd.convert.checkpoint.drafter import fingerprint, load_drafter, write_drafter
-from d2sd.convert.checkpoint.flex import load_flex, write_flex
+from d2sd.convert.checkpoint.drafter import check_drafter_tensors, fingerprint, load_drafter, write_drafter
+from d2sd.convert.checkpoint.flex import check_flex_tensors, load_flex, write_flex
 from d2sd.convert.checkpoint.gguf import convert_gguf
 from d2sd.convert.checkpoint.target import source_files, write_target
 from d2sd.convert.checkpoint.weights import DTYPES
@@ -179,7 +179,7 @@ def _drafter(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run
 
     def write(folder: Path) -> None:
         drafter = load_drafter(source, DTYPES[plan.recipe.precision], config.role)
-        write_drafter(folder, drafter.config, drafter.state_dict())
+        write_drafter(folder, drafter.config, drafter.state_dict(), check_drafter_tensors(source, drafter.config))
 
     inputs = {"role": config.role, "files": hash_files(source, source_files(source), work.progress)}
     return inputs, part.weight_bytes + _SMALL_FILES, write
@@ -191,8 +191,7 @@ def _flex(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]:
 
     def write(folder: Path) -> None:
         head = load_flex(source, DTYPES[plan.recipe.precision])
-        folder.mkdir(parents=True)
-        write_flex(folder, head.config, head.state_dict())
+        write_flex(folder, head.config, head.state_dict(), check_flex_tensors(source, head.config))
 
     files = hash_files(source, source_files(source), work.progress)
     return {"files": files}, part.weight_bytes + _SMALL_FILES, write
