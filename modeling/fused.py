@@ -13,7 +13,7 @@
     down             product, added by the next norm
 
 Ten kernels a layer, eleven in FP8. The drafters' context K/V of all layers are one product and one `qk_norm_rope`; in
-FP8 a product a layer, because no FP8 product is batched. FlexDraft's layers have a qkv and an o product of their own, and
+FP8 a product a layer, because no FP8 product is batched. FlexDraft's layers have a qkv and an o product of their own;
 all else is the target's fused layers'.
 
 Values are `layers.py`'s: ops round where it rounds. In FP8 an input that several products share is quantized once, with
@@ -34,6 +34,7 @@ from d2sd.modeling.decoder import Decoder, TargetModel
 from d2sd.modeling.drafter import Drafter, DraftModel
 from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
+from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import MLP, Layer, RMSNorm
 from d2sd.modeling.rope import Rotary
@@ -161,6 +162,29 @@ class _Layer:
             k_scale=caches[0], v_scale=caches[1],
         )  # fmt: skip
 
+    def mlp(self, x: Tensor, branch: Tensor | None, eps: float, total: Tensor) -> Tensor:
+        """What the MLP adds to x + branch, which `total` receives; rows [R, E]."""
+        gate_up, down = self.gate_up, self.down
+        normed = add_rms_norm(x, branch, self.post_norm, eps, total=total, scale=gate_up.input_scale)
+        return cast("Tensor", down(silu_mul(gate_up(normed), x.dtype, scales=gate_up.scales, scale=down.input_scale)))
+
+
+class _Pass:
+    """What a pass over x [B, T, E] leaves, besides hidden states."""
+
+    def __init__(self, body: BodyConfig, x: Tensor, aux_layer_ids: tuple[int, ...]) -> None:
+        shape, width = x.shape[:2], body.hidden_size
+        self.k, self.v = x.new_empty(2, body.num_layers, *shape, body.num_kv_heads, body.head_dim).unbind()
+        self.features = x.new_empty(*shape, len(aux_layer_ids) * width)
+        # The residual stream after a layer is written where it is wanted: a column of `features`, or one buffer.
+        lines = self.features.flatten(0, 1)
+        self.columns = {layer: lines[:, i * width : (i + 1) * width] for i, layer in enumerate(aux_layer_ids)}
+
+    def keep(self, layer: int, stream: Tensor) -> None:
+        """Copy the output of `layer` from the first rows of `stream`, if it is a feature."""
+        if layer in self.columns:
+            self.columns[layer].copy_(stream[: len(self.columns[layer])])
+
 
 def _mlp(mlp: MLP, dtype: torch.dtype) -> tuple[Product, Product]:
     gate_up = Product([mlp.gate_proj, mlp.up_proj], dtype)
@@ -219,36 +243,74 @@ class FusedLayers(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [B, T, E] -> the fields of `DecoderOutput`."""
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            return self._forward(x, rotary, rows, pool, aux_layer_ids)
+            out = _Pass(self._config, x, aux_layer_ids)
+            residual, branch = self._run(self._layers, out, x, rotary, rows, pool)
+            total = out.columns.get(len(self._layers) - 1)
+            hidden = add_rms_norm(residual, branch, self._norm, self._config.rms_norm_eps, total=total)
+            return hidden.view(x.shape), out.features, out.k, out.v
 
-    def _forward(
-        self, x: Tensor, rotary: Rotary, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        body, eps = self._config, self._config.rms_norm_eps
-        shape, width = x.shape[:2], body.hidden_size
-        attend = pool.attend(rows)
+    def _run(
+        self, layers: Sequence[_Layer], out: _Pass, x: Tensor, rotary: Rotary, rows: Rows, pool: KVPool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The first layers: x [B, T, E] -> the residual stream [R, E], and what is to be added to it."""
+        body, eps, shape = self._config, self._config.rms_norm_eps, x.shape[:2]
+        attend, k, v = pool.attend(rows), out.k, out.v
         cos, sin = rotary.tables(rows.positions, x.dtype)
-        k, v = x.new_empty(2, body.num_layers, *shape, body.num_kv_heads, body.head_dim).unbind()
-        features = x.new_empty(*shape, len(aux_layer_ids) * width)
-        # The residual stream after a layer is written where it is wanted: a column of `features`, or one buffer.
-        lines = features.flatten(0, 1)
-        columns = {layer: lines[:, i * width : (i + 1) * width] for i, layer in enumerate(aux_layer_ids)}
-        x = x.reshape(-1, width)
+        x = x.reshape(-1, body.hidden_size)
         buffer, branch = torch.empty_like(x), None
-        for index, layer in enumerate(self._layers):
-            total = columns.get(index - 1, buffer)
+        for index, layer in enumerate(layers):
+            total = out.columns.get(index - 1, buffer)
             normed = add_rms_norm(x, branch, layer.input_norm, eps, total=total, scale=layer.qkv.input_scale)
             x = x if branch is None else total
             keys, values = k[index : index + 1], v[index : index + 1]
             q = qk_norm_rope(layer.qkv(normed)[None], cos, sin, layer.heads, keys.flatten(1, 2), values.flatten(1, 2))
             heads = attend(index, q.view(*shape, -1, body.head_dim), k[index], v[index])
             branch = layer.o(heads.reshape(len(x), -1))
-            normed = add_rms_norm(x, branch, layer.post_norm, eps, total=buffer, scale=layer.gate_up.input_scale)
-            x, down = buffer, layer.down
-            inner = silu_mul(layer.gate_up(normed), x.dtype, scales=layer.gate_up.scales, scale=down.input_scale)
-            branch = down(inner)
-        hidden = add_rms_norm(x, branch, self._norm, eps, total=columns.get(body.num_layers - 1))
-        return hidden.view(*shape, width), features, k, v
+            x, branch = buffer, layer.mlp(x, branch, eps, buffer)
+        return x, branch
+
+    def with_masks(
+        self, x: Tensor, mask: Tensor, draft: InferenceLayers, rotary: Rotary, rows: Rows, behind: Rows, pool: KVPool,
+        aux_layer_ids: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """As `JointLayers.with_masks`: rows of both kinds are two blocks of one matrix, which passes an MLP whole."""
+        assert isinstance(draft, FusedLayers)
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+            body, eps, (batch, count, width) = self._config, self._config.rms_norm_eps, x.shape
+            split, masks, own = len(self._layers) - len(draft._layers), behind.positions.shape[1] - count, batch * count
+            out = _Pass(body, x, aux_layer_ids)
+            residual, branch = self._run(self._layers[:split], out, x, rotary, rows, pool)
+            stream = torch.cat([residual, mask.expand(batch * masks, -1)])
+            assert branch is not None, "the first layer is the target's alone"
+            branches = torch.cat([branch, branch.new_zeros(batch * masks, width)])
+            parts = (
+                (stream[:own], count, behind.positions[:, :count]),
+                (stream[own:], masks, behind.positions[:, count:]),
+            )
+            tables = [rotary.tables(positions, x.dtype) for _, _, positions in parts]
+            attend = pool.from_layer(split).attend(behind)
+            k_of_masks, v_of_masks = x.new_empty(2, 1, batch * masks, body.num_kv_heads, body.head_dim).unbind()
+            for index, pair in enumerate(zip(self._layers[split:], draft._layers, strict=True)):
+                keys, values = out.k[split + index], out.v[split + index]
+                queries, lines = [], branches.split([own, batch * masks])
+                caches = (keys.flatten(0, 1)[None], values.flatten(0, 1)[None]), (k_of_masks, v_of_masks)
+                for (part, _, _), line, layer, table, cache in zip(parts, lines, pair, tables, caches, strict=True):
+                    normed = add_rms_norm(part, line, layer.input_norm, eps, total=part, scale=layer.qkv.input_scale)
+                    queries.append(qk_norm_rope(layer.qkv(normed)[None], *table, layer.heads, *cache))
+                out.keep(split + index - 1, stream)
+                joined = [
+                    torch.cat(
+                        [first.view(batch, count, -1, body.head_dim), last.view(batch, masks, -1, body.head_dim)], 1
+                    )
+                    for first, last in (queries, (keys, k_of_masks), (values, v_of_masks))
+                ]
+                heads = attend(index, *joined).flatten(2).split([count, masks], 1)
+                branches = torch.cat([one.o(part.flatten(0, 1)) for one, part in zip(pair, heads, strict=True)])
+                branches = pair[0].mlp(stream, branches, eps, stream)
+            hidden = add_rms_norm(stream, branches, self._norm, eps, total=stream)
+            out.keep(len(self._layers) - 1, stream)
+            both = [part.view(batch, -1, width) for part in hidden.split([own, batch * masks])]
+            return torch.cat(both, 1), out.features, out.k, out.v
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
         """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D]."""

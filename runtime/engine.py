@@ -20,6 +20,7 @@ from d2sd.runtime.sampling.logprobs import prompt_logprobs
 from d2sd.runtime.scheduler import Scheduler, prefill_calls
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.carried import carried_draft
 from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
@@ -133,8 +134,8 @@ class Engine:
         sequences = self.admit()
         if not sequences:
             return []
-        batch, prompt_lookup = self.prepare(sequences)
-        result = self.steps.run(self.policy, batch, prompt_lookup, self.clock.stage)
+        batch, draft = self.prepare(sequences)
+        result = self.steps.run(self.policy, batch, draft, self.clock.stage)
         return self.retire(sequences, result)
 
     def admit(self) -> list[Sequence]:
@@ -155,7 +156,8 @@ class Engine:
     def prepare(self, sequences: list[Sequence]) -> tuple[Batch, Draft | None]:
         """Select this step's policy, flush its drafters' pending context and pack the step's inputs on the host.
 
-        Also returns the first draft of prompt lookup. Runs outside the captured graph: its shapes vary per step.
+        Also returns the first draft of a policy that takes it from the host. Runs outside the captured graph: its
+        shapes vary per step.
         """
         if self.selector is not None:
             context, remaining = (fmean(n) for n in zip(*((s.cached, s.remaining) for s in sequences), strict=True))
@@ -165,11 +167,13 @@ class Engine:
         with self.clock.stage("commit"):
             self.runner.sync_drafters(self.policy.required_drafters)
         batch = Batch.pack(sequences, self.runner.vocab_size, self.runner.device)
-        if self.policy.first_pass is not FirstPass.PROMPT_LOOKUP:
-            return batch, None
-        with self.clock.stage("draft_first"):
-            texts, slots = [s.tokens for s in sequences], self.runner.block_size - 1
-            return batch, lookup_draft(texts, slots, len(batch.anchor))
+        slots, size = self.runner.block_size - 1, len(batch.anchor)
+        if self.policy.first_pass is FirstPass.PROMPT_LOOKUP:
+            with self.clock.stage("draft_first"):
+                return batch, lookup_draft([s.tokens for s in sequences], slots, size)
+        if self.policy.first_pass is FirstPass.CARRIED:
+            return batch, carried_draft([s.next_draft for s in sequences], slots, self.runner.flex_width, size)
+        return batch, None
 
     def retire(self, sequences: list[Sequence], result: StepResult) -> list[Output]:
         """Read the step's tokens (the only device sync), append them to their sequences and release finished ones."""
@@ -183,10 +187,11 @@ class Engine:
             if self.selector is not None:
                 self.selector.update(self.policy, _temperature(sequences), [count for count, *_ in rows])
             outputs = []
-            for sequence, (count, accepted_branch, tokens, logprobs) in zip(sequences, rows, strict=True):
+            for sequence, (count, accepted_branch, tokens, logprobs, draft) in zip(sequences, rows, strict=True):
                 sequence.stats.record(count, accepted_branch, self.policy.num_nodes, str(self.policy))
                 try:
                     outputs.append(sequence.append(tokens, logprobs))
+                    sequence.carry(draft)
                 except Exception as error:  # a fault of one request ends that request alone
                     outputs.append(sequence.fail(error))
                 if sequence.finish is not None:

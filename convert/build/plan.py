@@ -27,8 +27,8 @@ from d2sd.tensorrt_env import ALIGNMENT
 
 #: Nominal GPU memory in decimal bytes; the devices report slightly more.
 GPUS = {"H100": 80 * 10**9, "H200": 141 * 10**9, "B200": 180 * 10**9}
-#: Tensors that FP8 stores in one byte per weight: every linear layer of the target except its head, all projections of a
-#: FlexDraft head, ...
+#: Tensors that FP8 stores in one byte per weight: every linear layer of the target except its head, all projections of
+#: a FlexDraft head, ...
 _PROJECTIONS = ("_proj.weight",)
 #: ... and the linear layers of a drafter that engines do not slice.
 _DRAFTER_FP8 = ("o_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight")

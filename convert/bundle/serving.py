@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from d2sd.convert.bundle.backends import BackendName, make_runner
 from d2sd.convert.bundle.chat import Messages, encode_chat, encode_prompt
 from d2sd.errors import BundleError, RequestError
-from d2sd.policies import FACTS, FirstPass
+from d2sd.policies import BY_FLEX, FACTS, FirstPass
 from d2sd.progress import bar
 from d2sd.recipe import Policy, Tree
 
@@ -54,18 +54,23 @@ def make_engine(
     name, rows = policy or recipe.tree.policy, row_budget or recipe.tree.row_budget
     file, count = bundle.calibration, sum(d is not None for d in (bundle.first, bundle.second))
     flex = bundle.flex is not None and forecasts_flex(count, file)
-    candidates = candidate_policies(recipe.tree, count, name, rows, flex=flex)
+    candidates = candidate_policies(recipe.tree, count, name, rows, flex=flex, parallel=backend == "torch")
     drafters = [bundle.first, bundle.second][: max(len(candidate.required_drafters) for candidate in candidates)]
     if None in drafters:
         raise BundleError(
             f"The policy needs {len(drafters)} drafters.", where=bundle.path,
             found=f"{count}", fix="choose another with --policy",
         )  # fmt: skip
-    flex = any(candidate.first_pass is FirstPass.FLEX for candidate in candidates)
+    flex = any(candidate.first_pass in BY_FLEX for candidate in candidates)
     if flex and bundle.flex is None:
         raise BundleError(
             "The policy needs a FlexDraft head.", where=bundle.path, expected="drafters.flex in its recipe",
             fix="choose another with --policy",
+        )  # fmt: skip
+    if backend != "torch" and any(candidate.first_pass is FirstPass.CARRIED for candidate in candidates):
+        raise BundleError(
+            "Graphs and engines of a FlexDraft head have no parallel mode.", where=bundle.path,
+            found=f"{name} by {backend}", fix="choose flex with --policy, or serve it with --executor torch",
         )  # fmt: skip
     models = [drafter for drafter in drafters if drafter is not None]
     limits = Limits.of(recipe.limits, max_batch)
@@ -76,12 +81,16 @@ def make_engine(
         candidates[-1],
         limits,
         decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),
-        calibration=Calibration.of(file.slope, file.offset) if file and calibrated else None,
+        calibration=Calibration.of(file.slope, file.offset)
+        if file and file.slope and file.offset and calibrated
+        else None,
     )
     if selector is not None:
         engine.selector = selector
     elif len(candidates) > 1 and file is not None:
         curves = {name: (file.tau["0"][name], file.tau["1"][name]) for name in file.tau["0"]}
+        if "flex" in curves:  # both modes draft the same
+            curves["flex_parallel"] = curves["flex"]
         with bar("measuring step costs", len(buckets(engine.limits.max_batch))) as advance:
             engine.enable_auto(candidates, curves, advance, step_times(bundle, engine, candidates, backend))
     return engine
@@ -89,10 +98,9 @@ def make_engine(
 
 def can_run(bundle: Bundle, name: Policy) -> bool:
     """Whether the bundle has the drafters of policy `name`; `auto` needs one drafter, or FlexDraft."""
-    if bundle.flex is not None and name in ("auto", "flex"):
-        return True
-    if name == "flex":
-        return False
+    by_flex = name != "auto" and FACTS[name].first_pass in BY_FLEX
+    if by_flex or (name == "auto" and bundle.flex is not None):
+        return bundle.flex is not None
     needed = 1 if name == "auto" else len(FACTS[name].required_drafters)
     return sum(drafter is not None for drafter in (bundle.first, bundle.second)) >= needed
 
@@ -102,10 +110,12 @@ def forecasts_flex(drafters: int, calibration: CalibrationFile | None) -> bool:
     return drafters == 0 or (calibration is not None and "flex" in calibration.tau["0"])
 
 
-def candidate_policies(tree: Tree, drafters: int, name: Policy, rows: int, *, flex: bool = False) -> list[TreePolicy]:
+def candidate_policies(
+    tree: Tree, drafters: int, name: Policy, rows: int, *, flex: bool = False, parallel: bool = True
+) -> list[TreePolicy]:
     """The named policy; for `auto` all that `drafters` drafters and FlexDraft can run. The engine starts with the last.
 
-    They are sorted by their nodes.
+    They are sorted by their nodes. `parallel`: FlexDraft has its parallel mode too.
     """
     from d2sd.runtime.speculation.policy import make_policy
 
@@ -114,7 +124,11 @@ def candidate_policies(tree: Tree, drafters: int, name: Policy, rows: int, *, fl
 
     if name != "auto":
         return [made(name, rows)]
-    found = [made("off", 1)] + [made("flex", rows)] * flex
+    found = [made("off", 1)]
+    if flex:
+        modes: list[PolicyName] = ["flex_parallel", "flex"] if parallel else ["flex"]
+        sizes = [size for size in _ROWS if size < min(rows, tree.block_size)]
+        found += [made(mode, size) for size in (*sizes, rows) for mode in modes]
     if drafters:
         trees: list[PolicyName] = ["ddtree"] if drafters == 1 else ["ddtree", "hybrid"]
         found.append(made("chain", rows))

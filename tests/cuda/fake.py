@@ -37,6 +37,7 @@ from d2sd.runtime.decode import decode_step
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.carried import carried_draft
 from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
@@ -177,6 +178,9 @@ def steps(
         if policy.first_pass is FirstPass.PROMPT_LOOKUP:
             searched = lookup_draft([[1, 2, 1, 2]] * size, BLOCK - 1, size)
             draft = Draft(searched.tokens.to("cuda"), searched.logprob.to("cuda"))
+        elif policy.first_pass is FirstPass.CARRIED:
+            carried = carried_draft([], BLOCK - 1, made.flex_width, size)
+            draft = Draft(carried.tokens.to("cuda"), carried.logprob.to("cuda"))
         for _ in range(2):
             with watch:
                 watch.launches.clear()

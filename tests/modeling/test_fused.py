@@ -152,6 +152,35 @@ def test_a_flexdraft_head_shares_fused_layers(narrow: bool, narrow_head: bool) -
     assert sum(held.values()) == theirs.nbytes + own
 
 
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize(("narrow", "narrow_head"), FP8.values(), ids=FP8)
+@torch.inference_mode()
+def test_mask_rows_join_fused_layers(narrow: bool, narrow_head: bool) -> None:
+    """In parallel mode: two kinds of rows, one pass through the MLPs of the last layers."""
+    target = tiny_decoder("qwen3", layers=4)
+    target = in_fp8(target, linear_names(target), cache=True) if narrow else target
+    head = tiny_flex(target, layers=2, block_size=3)
+    head = in_fp8(head, [name for name in linear_names(head) if "self_attn" in name]) if narrow_head else head
+    head.join(target)
+    tokens, context = random_tokens(target, 2, 12), torch.full((2,), 9)
+    for layer in head.layers if narrow_head else ():
+        for name in "qkv":  # not the target's
+            layer.get_submodule(f"self_attn.{name}_proj").input_scale *= 1.5
+
+    def run() -> tuple[Tensor, ...]:
+        pool, table = pool_for(target.config.body, 2, 12, fp8=kv_scales(target))
+        feed(target, tokens[:, :9], pool, table, torch.zeros(2, dtype=torch.long))
+        rows = Rows.chain(3, table, context)
+        out, masks = head.verify_and_draft(target, tokens[:, 9:], rows, pool, (0, 1, 3))
+        return out.hidden, out.features, out.k, out.v, masks
+
+    expected = run()
+    fuse(target)
+    fuse(head, target)
+    for found, wanted in zip(run(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=5e-5, rtol=5e-5)
+
+
 def products(native: FusedLayers) -> list[Product]:
     return [getattr(one, name) for one in native._layers for name in ("qkv", "o", "gate_up", "down")]
 

@@ -80,7 +80,7 @@ def read(result: StepResult) -> list[Committed]:
     result.packed.cpu()
     batch, longest = result.accepted.tokens.shape
     counts = [random.randint(1, longest) for _ in range(batch)]
-    return [Committed(count, 0, [random.randrange(400) for _ in range(count)], []) for count in counts]
+    return [Committed(count, 0, [random.randrange(400) for _ in range(count)], [], None) for count in counts]
 
 
 def models() -> list[Any]:

@@ -89,7 +89,9 @@ def flex_engine(folder: Path, head: FlexHead) -> EngineFile:
     surface, inputs = flex_io_spec(body, head.mask_embedding.dtype), _row_inputs(body)
     del inputs["embedded"]
     types, profiles = {**surface.inputs, **surface.outputs}, make_profiles(RECIPE, "tensorrt", head.config)
-    return _engine(folder, "flex", _Graph(inputs, {"hidden": ("B", "T", body.hidden_size)}, types, profiles, run), "sm89")
+    return _engine(
+        folder, "flex", _Graph(inputs, {"hidden": ("B", "T", body.hidden_size)}, types, profiles, run), "sm89"
+    )
 
 
 def _engine(folder: Path, name: str, graph: _Graph, compute: str) -> EngineFile:
