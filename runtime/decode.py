@@ -42,7 +42,7 @@ class Committed(NamedTuple):
     accepted_branch: int  # see `Accepted`
     tokens: list[int]
     logprobs: list[TokenLogprobs]  # of `tokens`; empty unless a request of the batch asks
-    next_draft: Tensor | None  # a row of `pack_draft`, if the step made the next step's first draft
+    next_draft: list[int] | None  # a row of `pack_draft`, if the step made the next step's first draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,12 @@ class StepResult:
         size, carried = 2 + self.accepted.path.shape[1], 0
         if self.next_draft is not None:
             carried = 2 * self.next_draft.tokens[0].numel()
-        host, drafts, rows = self.packed.cpu().split_with_sizes(
-            [size, carried, self.packed.shape[1] - size - carried], 1
-        )
-        committed = []
-        for row, draft, (count, branch, *tokens) in zip(rows, drafts, host.tolist(), strict=True):
+        host, committed = self.packed.cpu(), []
+        numbers = host[:, : size + carried].tolist()
+        for row, (count, branch, *values) in zip(host[:, size + carried :], numbers, strict=True):
+            tokens, draft = values[: size - 2], values[size - 2 :]
             logprobs = unpack_logprobs(row.view(size - 2, -1), tokens[:count]) if len(row) else []
-            committed.append(Committed(count, branch, tokens[:count], logprobs, draft if carried else None))
+            committed.append(Committed(count, branch, tokens[:count], logprobs, draft or None))
         return committed
 
 
@@ -84,8 +83,8 @@ def decode_step(
     """Draft, verify and commit 1 .. γ tokens for every request of `batch`.
 
     The pending context of the policy's drafters must be flushed (`ModelRunner.sync_drafters`). `calibration` maps the
-    drafters' probabilities to acceptance probabilities. `host_draft` [B, S, M] is the first draft of a policy that
-    takes it from the host: from the text (`lookup_draft`), or from the step before (`carried_draft`).
+    drafters' probabilities to acceptance probabilities. `host_draft` [B, S, M] is the first draft of policies that take
+    it from the host: `lookup_draft` or `carried_draft`.
     """
     calibrated = calibration.apply if calibration is not None and policy.uses_probabilities else uncalibrated
     offered = policy.topk if batch.grammar is None else max(policy.topk, OFFERED)
@@ -111,14 +110,13 @@ def decode_step(
     mask = _mask(batch.grammar, paths, verified.logits, timer)
     with timer("accept"):
         depths = min(runner.block_size, policy.num_nodes)
-        accepted = sample_target(
-            tree, verified.logits, batch.context_len, batch.sampling, depths, mask, static_shapes=runner.static_shapes
-        )
+        where = batch.context_len, batch.sampling, depths
+        accepted = sample_target(tree, verified.logits, *where, mask, static_shapes=runner.static_shapes)
     with timer("commit"):
         runner.commit(batch, verified, accepted)
         following = runner.draft_behind(batch, verified, accepted, policy.topk) if carried else None
-    packed = _packed(batch, verified.logits, accepted, following)
-    return StepResult(first, branches, second, tree, accepted, following, packed)
+    found = first, branches, second, tree, accepted, following
+    return StepResult(*found, _packed(batch, verified.logits, accepted, following))
 
 
 def _guided(

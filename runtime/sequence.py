@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from d2sd.errors import D2SDError, GenerationError
 from d2sd.runtime.grammar.grammar import Matcher, advance
 from d2sd.runtime.request import Request
 from d2sd.runtime.stats import SequenceStats
 from d2sd.runtime.text import TextStream
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -63,7 +60,7 @@ class Sequence:
     error: D2SDError | None = None  # set by append and fail
     matcher: Matcher | None = field(init=False)  # advanced by append
     stats: SequenceStats = field(default_factory=SequenceStats)
-    carried: tuple[int, Tensor] | None = field(default=None, repr=False)  # see `next_draft`; set by carry
+    carried: tuple[int, SequenceOf[int]] | None = field(default=None, repr=False)  # see `next_draft`; set by carry
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer, if asked; grows in append
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt after its first token, if asked
 
@@ -75,13 +72,13 @@ class Sequence:
         return self.tokens[-1]
 
     @property
-    def next_draft(self) -> Tensor | None:
+    def next_draft(self) -> SequenceOf[int] | None:
         """The first draft that an earlier step made for this anchor, a row of `pack_draft`."""
         if self.carried is None or self.carried[0] != self.cached:
             return None  # other policies ran in between
         return self.carried[1]
 
-    def carry(self, draft: Tensor | None) -> None:
+    def carry(self, draft: SequenceOf[int] | None) -> None:
         """Keep the draft behind the tokens that were appended last."""
         self.carried = None if draft is None else (self.cached, draft)
 

@@ -19,12 +19,12 @@ def pack_draft(draft: Draft) -> Tensor:
     return torch.cat([draft.tokens.flatten(1), bits.flatten(1).long()], dim=1)
 
 
-def carried_draft(rows: Sequence[Tensor | None], slots: int, width: int, batch_size: int) -> Draft:
+def carried_draft(rows: Sequence[Sequence[int] | None], slots: int, width: int, batch_size: int) -> Draft:
     """A first draft [B, S, M] of rows of `pack_draft` on the host; None, and what pads the batch: no proposal."""
     tokens = torch.zeros(batch_size, slots * width, dtype=torch.long)
     logprob = torch.full((batch_size, slots * width), -math.inf)
     for index, row in enumerate(rows):
         if row is not None:
-            tokens[index], bits = row.view(2, -1)
+            tokens[index], bits = torch.tensor(row).view(2, -1)
             logprob[index] = bits.to(torch.int32).view(torch.float32)
     return Draft(tokens.view(batch_size, slots, width), logprob.view(batch_size, slots, width))
