@@ -150,6 +150,8 @@ class _Layer:
         self.qkv = Product(projections, dtype)
         attention.q_proj = attention.k_proj = attention.v_proj = nn.Identity()  # type: ignore[assignment]
         self.o = Product([attention.o_proj], dtype)
+        self.gate_up: Product
+        self.down: Product
         self.gate_up, self.down = _mlp(layer.mlp, dtype) if target is None else (target.gate_up, target.down)
         norms = [_weight(norm) for norm in (attention.q_norm, attention.k_norm)]
         caches = [_scale(cache) for cache in (attention.k_cache, attention.v_cache)]
@@ -292,7 +294,7 @@ class FusedLayers(nn.Module):
             k_of_masks, v_of_masks = x.new_empty(2, 1, batch * masks, body.num_kv_heads, body.head_dim).unbind()
             for index, pair in enumerate(zip(self._layers[split:], draft._layers, strict=True)):
                 keys, values = out.k[split + index], out.v[split + index]
-                queries, lines = [], branches.split([own, batch * masks])
+                queries, lines = [], torch.split(branches, [own, batch * masks])
                 caches = (keys.flatten(0, 1)[None], values.flatten(0, 1)[None]), (k_of_masks, v_of_masks)
                 for (part, _, _), line, layer, table, cache in zip(parts, lines, pair, tables, caches, strict=True):
                     normed = add_rms_norm(part, line, layer.input_norm, eps, total=part, scale=layer.qkv.input_scale)
@@ -304,12 +306,12 @@ class FusedLayers(nn.Module):
                     )
                     for first, last in (queries, (keys, k_of_masks), (values, v_of_masks))
                 ]
-                heads = attend(index, *joined).flatten(2).split([count, masks], 1)
+                heads = torch.split(attend(index, *joined).flatten(2), [count, masks], 1)
                 branches = torch.cat([one.o(part.flatten(0, 1)) for one, part in zip(pair, heads, strict=True)])
                 branches = pair[0].mlp(stream, branches, eps, stream)
             hidden = add_rms_norm(stream, branches, self._norm, eps, total=stream)
             out.keep(len(self._layers) - 1, stream)
-            both = [part.view(batch, -1, width) for part in hidden.split([own, batch * masks])]
+            both = [part.view(batch, -1, width) for part in torch.split(hidden, [own, batch * masks])]
             return torch.cat(both, 1), out.features, out.k, out.v
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -96,10 +96,11 @@ def quantize_drafter(
 
     Raises `BuildError` where a layer was never run or its input was zero.
     """
-    flex = isinstance(drafter, FlexHead)
-    exclude = FLEX_UNQUANTIZED if flex else DRAFTER_UNQUANTIZED
+    exclude, linears = DRAFTER_UNQUANTIZED, linear_names(drafter)
+    if isinstance(drafter, FlexHead):
+        exclude, linears = FLEX_UNQUANTIZED, flex_linears(drafter)
     described = Quantization(exclude, kv=False, producer=("modelopt", modelopt.version))
-    names = described.of(flex_linears(drafter) if flex else linear_names(drafter))
+    names = described.of(linears)
     tensors = drafter.state_dict()
     per_tensor = {"num_bits": (4, 3), "axis": None}
     wanted = [

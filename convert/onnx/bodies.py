@@ -12,7 +12,7 @@ inputs, one per layer; K/V of the new rows are outputs, which the runtime commit
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ class FlexBody(nn.Module):
 
     def __init__(self, head: FlexHead) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(map(_FlexLayer, head.layers))
+        self.layers = nn.ModuleList(_FlexLayer(cast("Layer", layer)) for layer in head.layers)
         self.mask_embedding, self.norm, self._rotary = head.mask_embedding, head.norm, head.rotary
 
     def forward(

@@ -67,7 +67,9 @@ def _compare_targets(plain: Bundle, fp8: Bundle, texts: list[Text], wanted: FP8,
 def _compare_tau(plain: Bundle, fp8: Bundle, recipe: Recipe, progress: Progress) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     policies: list[Policy] = ["chain", "ddtree" if fp8.second is None else "hybrid"] if fp8.first is not None else []
-    for policy in [*policies, *(["flex"] if fp8.flex is not None else [])]:
+    if fp8.flex is not None:
+        policies.append("flex")
+    for policy in policies:
         runs = []
         for bundle, name in ((plain, "unquantized"), (fp8, "FP8")):
             with progress(f"{policy}, {name}"):

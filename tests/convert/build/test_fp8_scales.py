@@ -143,11 +143,15 @@ def test_a_flexdraft_heads_projections_get_scales(modelopt: ModelOpt, tmp_path: 
     weights = {name: tensor.clone() for name, tensor in head.state_dict().items()}
 
     def draft(head: FlexHead) -> Tensor:
-        return head(torch.arange(4)[None], lambda index, q, k, v: q + v.repeat_interleave(2, dim=2))
+        hidden: Tensor = head(torch.arange(4)[None], lambda index, q, k, v: q + v.repeat_interleave(2, dim=2))
+        return hidden
+
+    def run() -> None:
+        draft(head)
 
     with torch.inference_mode():
         plain = draft(head)
-        tensors, quantization = quantize_drafter(modelopt, head, lambda: draft(head))
+        tensors, quantization = quantize_drafter(modelopt, head, run)
         write_flex(tmp_path / "head", head.config, tensors, quantization)
         loaded = load_flex(tmp_path / "head", torch.float32)
         loaded.join(target)
@@ -155,7 +159,7 @@ def test_a_flexdraft_heads_projections_get_scales(modelopt: ModelOpt, tmp_path: 
     fp8 = [name for name, layer in loaded.named_modules() if isinstance(layer, Fp8Linear)]
     assert fp8 == [f"layers.{i}.self_attn.{kind}_proj" for i in range(2) for kind in "qkvo"]
     assert all(tensors[name].equal(weights[name]) for name in weights if "_proj.weight" not in name)
-    assert type(target.layers[2].mlp.gate_proj) is nn.Linear
+    assert type(target.get_submodule("layers.2.mlp.gate_proj")) is nn.Linear
     assert (found - emulated).abs().max() < 1e-4 < 0.01 < (found - plain).abs().max()
 
 

@@ -47,8 +47,8 @@ def engine_of(runner: ModelRunner, name: PolicyName) -> Engine:
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    *others, flex = deepcopy(models())
-    return executor_of(tmp_path_factory.mktemp("graphs"), *others, flex=flex)
+    target, first, second, flex = deepcopy(models())
+    return executor_of(tmp_path_factory.mktemp("graphs"), target, first, second, flex=flex)
 
 
 @pytest.mark.parametrize("policy", ["chain", "d2sd", "hybrid", "flex"])
