@@ -278,40 +278,33 @@ class FusedLayers(nn.Module):
         """As `JointLayers.with_masks`: rows of both kinds are two blocks of one matrix, which passes an MLP whole."""
         assert isinstance(draft, FusedLayers)
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            body, eps, (batch, count, width) = self._config, self._config.rms_norm_eps, x.shape
-            split, masks, own = len(self._layers) - len(draft._layers), behind.positions.shape[1] - count, batch * count
-            out = _Pass(body, x, aux_layer_ids)
+            eps, (batch, count, width) = self._config.rms_norm_eps, x.shape
+            split, counts = len(self._layers) - len(draft._layers), [count, behind.positions.shape[1] - count]
+            blocks = [batch * rows_of_request for rows_of_request in counts]
+            out = _Pass(self._config, x, aux_layer_ids)
             residual, branch = self._run(self._layers[:split], out, x, rotary, rows, pool)
-            stream = torch.cat([residual, mask.expand(batch * masks, -1)])
             assert branch is not None, "the first layer is the target's alone"
-            branches = torch.cat([branch, branch.new_zeros(batch * masks, width)])
-            parts = (
-                (stream[:own], count, behind.positions[:, :count]),
-                (stream[own:], masks, behind.positions[:, count:]),
-            )
-            tables = [rotary.tables(positions, x.dtype) for _, _, positions in parts]
+            stream = torch.cat([residual, mask.expand(blocks[1], -1)])
+            branch = torch.cat([branch, branch.new_zeros(blocks[1], width)])
+            tables = [rotary.tables(part, x.dtype) for part in torch.split(behind.positions, counts, 1)]
             attend = pool.from_layer(split).attend(behind)
-            k_of_masks, v_of_masks = x.new_empty(2, 1, batch * masks, body.num_kv_heads, body.head_dim).unbind()
+            k_of_masks, v_of_masks = x.new_empty(2, batch, counts[1], *out.k.shape[3:]).unbind()
             for index, pair in enumerate(zip(self._layers[split:], draft._layers, strict=True)):
-                keys, values = out.k[split + index], out.v[split + index]
-                queries, lines = [], torch.split(branches, [own, batch * masks])
-                caches = (keys.flatten(0, 1)[None], values.flatten(0, 1)[None]), (k_of_masks, v_of_masks)
-                for (part, _, _), line, layer, table, cache in zip(parts, lines, pair, tables, caches, strict=True):
-                    normed = add_rms_norm(part, line, layer.input_norm, eps, total=part, scale=layer.qkv.input_scale)
-                    queries.append(qk_norm_rope(layer.qkv(normed)[None], *table, layer.heads, *cache))
+                caches = (out.k[split + index], out.v[split + index]), (k_of_masks, v_of_masks)
+                parts, queries = zip(torch.split(stream, blocks), torch.split(branch, blocks), strict=True), []
+                for layer, (part, added), table, (k, v) in zip(pair, parts, tables, caches, strict=True):
+                    normed = add_rms_norm(part, added, layer.input_norm, eps, total=part, scale=layer.qkv.input_scale)
+                    cache = k.flatten(0, 1)[None], v.flatten(0, 1)[None]
+                    q = qk_norm_rope(layer.qkv(normed)[None], *table, layer.heads, *cache)
+                    queries.append(q.view(batch, -1, *q.shape[1:]))
                 out.keep(split + index - 1, stream)
-                joined = [
-                    torch.cat(
-                        [first.view(batch, count, -1, body.head_dim), last.view(batch, masks, -1, body.head_dim)], 1
-                    )
-                    for first, last in (queries, (keys, k_of_masks), (values, v_of_masks))
-                ]
-                heads = torch.split(attend(index, *joined).flatten(2), [count, masks], 1)
-                branches = torch.cat([one.o(part.flatten(0, 1)) for one, part in zip(pair, heads, strict=True)])
-                branches = pair[0].mlp(stream, branches, eps, stream)
-            hidden = add_rms_norm(stream, branches, self._norm, eps, total=stream)
+                heads = attend(index, *(torch.cat(list(both), 1) for both in (queries, *zip(*caches, strict=True))))
+                of_kinds = zip(pair, torch.split(heads.flatten(2), counts, 1), strict=True)
+                branch = torch.cat([layer.o(part.flatten(0, 1)) for layer, part in of_kinds])
+                branch = pair[0].mlp(stream, branch, eps, stream)
+            hidden = add_rms_norm(stream, branch, self._norm, eps, total=stream)
             out.keep(len(self._layers) - 1, stream)
-            both = [part.view(batch, -1, width) for part in torch.split(hidden, [own, batch * masks])]
+            both = [part.view(batch, -1, width) for part in torch.split(hidden, blocks)]
             return torch.cat(both, 1), out.features, out.k, out.v
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:

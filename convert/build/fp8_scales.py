@@ -96,7 +96,8 @@ def quantize_drafter(
 
     Raises `BuildError` where a layer was never run or its input was zero.
     """
-    exclude, linears = DRAFTER_UNQUANTIZED, linear_names(drafter)
+    exclude: tuple[str, ...] = DRAFTER_UNQUANTIZED
+    linears = linear_names(drafter)
     if isinstance(drafter, FlexHead):
         exclude, linears = FLEX_UNQUANTIZED, flex_linears(drafter)
     described = Quantization(exclude, kv=False, producer=("modelopt", modelopt.version))

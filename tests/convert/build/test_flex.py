@@ -88,7 +88,7 @@ def test_who_cannot_run_it(tmp_path: Path, recipe: Path) -> None:
             with pytest.raises(
                 BundleError, match=r"neither a graph nor an engine of its FlexDraft[\s\S]*build it again"
             ):
-                make_engine(bundle, policy=policy, backend=backend)  # type: ignore[arg-type]
+                make_engine(bundle, policy=policy, backend=backend)
     plain = write_project(tmp_path / "plain" / "project", tree={"policy": "off", "block_size": 4, "branches": 3})
     with pytest.raises(BundleError, match="FlexDraft head"):
         make_engine(made(plain), policy="flex")

@@ -24,7 +24,7 @@ from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, expected, models, som
 from tests.tiny import in_fp8, random_tokens, tiny_drafter, tiny_flex
 
 pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
-pytestmark = [pytest.mark.export, pytest.mark.slow]
+pytestmark = [pytest.mark.export, pytest.mark.slow, pytest.mark.timeout(300)]
 PAGE = 4
 
 
@@ -59,8 +59,6 @@ def test_greedy_and_sampled_text_are_the_targets_own(runner: ModelRunner, policy
     assert any(sequence.stats.tau > 1 for sequence in sequences), "random drafters hit now and then"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @torch.inference_mode()
 def test_an_fp8_graph_multiplies_the_numbers_of_the_emulation(tmp_path: Path) -> None:
     """Token for token, at a precision where nothing but FP8 rounds; the chain, the tree and the pages included."""
