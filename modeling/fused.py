@@ -51,7 +51,7 @@ Linear = nn.Linear | Fp8Linear
 def fuse(model: TargetModel | DraftModel | FlexHead, target: TargetModel | None = None) -> None:
     """Replace the layers of a CUDA model in place. Fusing twice is fine.
 
-    `target` is that of a FlexDraft head, fused before; a head stays unfused beside unfused layers.
+    `target` is that of a FlexDraft head, fused before; if that stays unfused, so does the head.
 
     Afterwards `state_dict` lacks their weights, which are not kept twice: a fused model can only serve. Where this GPU
     or these layers cannot be fused, they stay, after a warning.
