@@ -12,7 +12,7 @@ import torch
 from d2sd.convert.build import build
 from d2sd.convert.build.plan import make_plan
 from d2sd.convert.bundle.load import Bundle, load_bundle
-from d2sd.convert.bundle.serving import can_run, make_engine
+from d2sd.convert.bundle.serving import can_run, candidate_policies, make_engine
 from d2sd.convert.checkpoint.flex import load_flex
 from d2sd.errors import BundleError, CheckpointError, D2SDError, RecipeError
 from d2sd.manifest import Engines, load_manifest
@@ -79,6 +79,8 @@ def test_who_cannot_run_it(tmp_path: Path, recipe: Path) -> None:
         make_engine(bundle, policy="flex", backend="onnx")
     with pytest.raises(BundleError, match=r"no parallel mode[\s\S]*choose flex"):
         make_engine(bundle, policy="flex_parallel", backend="onnx")
+    by_graphs = candidate_policies(bundle.recipe.tree, 0, "auto", 4, flex=True, parallel=False)
+    assert {policy.name for policy in by_graphs} == {"off", "flex"}
     older = Engines(
         builder="tensorrt-rtx", version="1", plugin_abi="1", compute=(), profiles={"target": []}, plugins={}
     )
