@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
+from benchmarks.gpu.traffic import launches
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, Role, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
@@ -43,8 +44,6 @@ from d2sd.runtime.speculation.policy import Policy, make_policy
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
 
 BLOCK, BRANCHES, NODES, VOCABULARY = 16, 4, 64, 512
-#: Make tensors without running anything on the device, or are shapes only.
-_FREE = ("aten.empty", "aten.new_empty", "aten.expand", "aten._unsafe_view", "prim.")
 
 GREEDY, HOT, NARROW = (
     SamplingParams(), SamplingParams(temperature=1.0, seed=1),
@@ -76,17 +75,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         devices = {x.device.type for x in (*given, *made)}
-        if "cuda" in devices and self._launches(func, given, made):
+        if "cuda" in devices and launches(func, given, made):
             self.launches[self.current] += 1
         if len(devices) > 1 and any(x.device.type == "cpu" and (x.dim() or x in made) for x in (*given, *made)):
             self.copies.append(f"{func} in {self.current}")
         return out
-
-    @staticmethod
-    def _launches(func: Any, given: list[Tensor], made: list[Tensor]) -> bool:
-        storages = {x.untyped_storage()._cdata for x in given}
-        view = all(x.untyped_storage()._cdata in storages for x in made) and not func._schema.is_mutable
-        return not view and not str(func).startswith(_FREE)
 
 
 @contextmanager
@@ -176,7 +169,7 @@ def steps(
             neutral = torch.ones(2, 2, BLOCK - 1, 2), torch.zeros(2, 2, BLOCK - 1, 2)
             calibration = Calibration(*neutral).to(made.device)
         batch, draft = batch_of(size, kinds), None
-        if policy.first_pass is FirstPass.PROMPT_LOOKUP:
+        if policy.first_pass in (FirstPass.PROMPT_LOOKUP, FirstPass.CARRIED):
             searched = lookup_draft([[1, 2, 1, 2]] * size, BLOCK - 1, size)
             draft = Draft(searched.tokens.to("cuda"), searched.logprob.to("cuda"))
         elif policy.first_pass is FirstPass.CARRIED:
