@@ -38,6 +38,7 @@ from d2sd.runtime.decode import decode_step
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.carried import carried_draft
 from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
@@ -127,7 +128,8 @@ def runner(
         with torch.device("cuda"):
             target = Decoder(DecoderConfig("qwen3", body, VOCABULARY, False))
             models = target, drafter("first"), drafter("variable_prefix")
-            head = FlexHead(FlexConfig("qwen3", replace(body, num_layers=1), VOCABULARY, BLOCK, layers, 16))
+            deep = replace(body, num_layers=min(drafter_layers, layers - 1))
+            head = FlexHead(FlexConfig("qwen3", deep, VOCABULARY, BLOCK, layers, 16))
             for model in (*models, head):
                 linears = [n for n, part in model.named_modules() if isinstance(part, nn.Linear) and n != "lm_head"]
                 if fp8 and model is not head:
@@ -172,6 +174,9 @@ def steps(
         if policy.first_pass in (FirstPass.PROMPT_LOOKUP, FirstPass.CARRIED):
             searched = lookup_draft([[1, 2, 1, 2]] * size, BLOCK - 1, size)
             draft = Draft(searched.tokens.to("cuda"), searched.logprob.to("cuda"))
+        elif policy.first_pass is FirstPass.CARRIED:
+            carried = carried_draft([], BLOCK - 1, made.flex_width, size)
+            draft = Draft(carried.tokens.to("cuda"), carried.logprob.to("cuda"))
         for _ in range(2):
             with watch:
                 watch.launches.clear()
