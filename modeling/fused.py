@@ -50,9 +50,7 @@ from d2sd.plugins.layer_ops import Heads, add_rms_norm, qk_norm_rope, quantize, 
 Linear = nn.Linear | Fp8Linear
 
 
-def fuse(
-    model: TargetModel | DraftModel | FlexHead, target: TargetModel | None = None, *, exact: bool = False
-) -> None:
+def fuse(model: TargetModel | DraftModel | FlexHead, target: TargetModel | None = None, *, exact: bool = False) -> None:
     """Replace the layers of a CUDA model in place. Fusing twice is fine.
 
     `target` is that of a FlexDraft head, fused before; if that stays unfused, so does the head.
@@ -77,13 +75,11 @@ def fuse(
             )  # fmt: skip
         return
     context = isinstance(model, Drafter)
-    model.native = FusedLayers(
-        model.config.body, model.layers, model.norm, context=context, target=shared, exact=exact
-    )
+    model.native = FusedLayers(model.config.body, model.layers, model.norm, context=context, target=shared, exact=exact)
     model.layers = nn.ModuleList()
     if isinstance(model, Drafter):
         model.fc = Product([cast("Linear", model.fc)], weight.dtype)  # type: ignore[assignment]
-    elif exact:
+    elif exact and isinstance(model, Decoder):
         model.packed_head = partial(batch_invariant.linear, weight=model.head.detach())
     torch.cuda.empty_cache()  # the parts that were joined
 

@@ -171,7 +171,7 @@ def steps(
             neutral = torch.ones(2, 2, BLOCK - 1, 2), torch.zeros(2, 2, BLOCK - 1, 2)
             calibration = Calibration(*neutral).to(made.device)
         batch, draft = batch_of(size, kinds), None
-        if policy.first_pass in (FirstPass.PROMPT_LOOKUP, FirstPass.CARRIED):
+        if policy.first_pass is FirstPass.PROMPT_LOOKUP:
             searched = lookup_draft([[1, 2, 1, 2]] * size, BLOCK - 1, size)
             draft = Draft(searched.tokens.to("cuda"), searched.logprob.to("cuda"))
         elif policy.first_pass is FirstPass.CARRIED:
