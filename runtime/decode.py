@@ -56,7 +56,11 @@ class StepResult:
 
     def read(self) -> list[Committed]:
         """What the step committed, for each row of the batch; waits for the device."""
-        host, size = self.packed.cpu(), 2 + self.accepted.path.shape[1]
+        return self.unpack(self.packed.cpu())
+
+    def unpack(self, host: Tensor) -> list[Committed]:
+        """As `read`, of the copy of `packed` on the host."""
+        size = 2 + self.accepted.path.shape[1]
         committed = []
         for row, (count, branch, *tokens) in zip(host[:, size:], host[:, :size].tolist(), strict=True):
             logprobs = unpack_logprobs(row.view(size - 2, -1), tokens[:count]) if len(row) else []

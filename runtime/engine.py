@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from statistics import fmean
 
 from d2sd.errors import D2SDError, RequestError
@@ -12,9 +13,10 @@ from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch, prefill_inputs
 from d2sd.runtime.buckets import bucket
 from d2sd.runtime.captured import DecodeSteps
-from d2sd.runtime.decode import StepResult
+from d2sd.runtime.decode import Committed, StepResult
+from d2sd.runtime.handover import Link
 from d2sd.runtime.memory import free_memory, plan_kv_memory
-from d2sd.runtime.policy_selector import PolicySelector
+from d2sd.runtime.policy_selector import Begun, PolicySelector
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling.logprobs import prompt_logprobs
 from d2sd.runtime.scheduler import Scheduler, prefill_calls
@@ -27,6 +29,17 @@ from d2sd.runtime.stats import Clock, EngineStats
 from d2sd.runtime.step_times import Forecast, StepTimes, measure_step_times
 from d2sd.runtime.text import Decode, TextStream
 from d2sd.runtime.trace import StepTrace
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A decode step whose tokens have not been read."""
+
+    sequences: list[Sequence]  # of its rows
+    policy: Policy
+    result: StepResult  # overwritten by the next launch, if captured
+    read: Callable[[], list[Committed]]  # waits for the step
+    begun: Begun | None  # for the selector; None: its time is not measured
 
 
 class Engine:
@@ -51,6 +64,8 @@ class Engine:
         self.record_trace = False  # True: `trace` holds each step's tensors until the next step
         self.trace: StepTrace | None = None
         self._decode = decode
+        self._launched: Launched | None = None  # the step whose tokens have not been read
+        self._prefilled = False  # since the last launch
         free = free_memory(runner.device) if isinstance(limits.kv_memory, float) else None
         self.memory = plan_kv_memory(limits, runner.block_size, runner.page_bytes(limits.page_size), free)
         runner.allocate(self.memory.pool_pages, limits.page_size)
@@ -129,13 +144,24 @@ class Engine:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Output]:
-        """Prefill prompt chunks, then run one decode step over all sequences that are ready."""
+        """Prefill prompt chunks, launch a decode step over all sequences that are ready, and collect its tokens.
+
+        A step that is a CUDA graph is collected by the next call, which launches another one first: the device never
+        waits for the host. A step that needs the host in between (`_runs_ahead`) waits until the one before it is
+        collected. On a CPU every step is collected at once.
+        """
+        outputs = [] if self.scheduler.has_pages_ahead() else self.collect()
         sequences = self.admit()
         if not sequences:
-            return []
+            return outputs + self.collect()
         batch, prompt_lookup = self.prepare(sequences)
-        result = self.steps.run(self.policy, batch, prompt_lookup, self.clock.stage)
-        return self.retire(sequences, result)
+        ahead = self._runs_ahead(batch, prompt_lookup)
+        if self._launched is not None and not ahead:
+            return outputs + self.collect() + self.step()  # prepared again, with the tokens just collected
+        launched = self.launch(sequences, batch, prompt_lookup)
+        outputs += self.collect()
+        self._launched = launched
+        return outputs if ahead else outputs + self.collect()
 
     def admit(self) -> list[Sequence]:
         """Admit waiting requests and prefill one chunk budget; returns the sequences ready to decode."""
@@ -150,6 +176,7 @@ class Engine:
                         found = prompt_logprobs(sequence, hidden[row, :count], self.runner.target.logits)
                         sequence.prompt_logprobs.extend(found)
                     sequence.cached += count
+            self._prefilled |= bool(schedule.prefill)
         return schedule.decode
 
     def prepare(self, sequences: list[Sequence]) -> tuple[Batch, Draft | None]:
@@ -171,20 +198,54 @@ class Engine:
             texts, slots = [s.tokens for s in sequences], self.runner.block_size - 1
             return batch, lookup_draft(texts, slots, len(batch.anchor))
 
-    def retire(self, sequences: list[Sequence], result: StepResult) -> list[Output]:
-        """Read the step's tokens (the only device sync), append them to their sequences and release finished ones."""
+    def _runs_ahead(self, batch: Batch, prompt_lookup: Draft | None) -> bool:
+        """Whether the step can run before the tokens of the one before it are read.
+
+        The host must read them first for prompt lookup, grammars, biases, penalties and log-probabilities, and for a
+        trace, whose tensors the next step overwrites.
+        """
+        host_drafts = prompt_lookup is not None or self.record_trace
+        return not host_drafts and self.steps.can_capture(self.policy, batch)
+
+    def launch(self, sequences: list[Sequence], batch: Batch, prompt_lookup: Draft | None) -> Launched:
+        """Begin a decode step, which `prepare` has prepared; `retire` takes its tokens."""
+        before = [] if self._launched is None else self._launched.sequences
+        link = Link.pack(sequences, len(batch.anchor), before)
+        result = self.steps.run(self.policy, batch, prompt_lookup, self.clock.stage, link)
+        self.scheduler.launched(sequences)
+        # A GPU still computes the prompts that were prefilled before the step, and then the step.
+        delayed, self._prefilled = self._prefilled and self.runner.capture is not None, False
+        begun = None if self.selector is None or delayed else self.selector.begun
+        return Launched(sequences, self.policy, result, self.steps.fetch(result), begun)
+
+    def collect(self) -> list[Output]:
+        """Read the tokens of the step that was launched last, if they have not been."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return []
+        self.scheduler.collected(launched.sequences)
+        return self.retire(launched)
+
+    def retire(self, launched: Launched) -> list[Output]:
+        """Read the step's tokens (the only device sync), append them to their sequences and release finished ones.
+
+        Tokens of sequences that have ended since the step was launched are dropped.
+        """
         with self.clock.stage("retire"):
             self.clock.steps += 1
             self.trace = None
+            sequences, policy, result = launched.sequences, launched.policy, launched.result
             if self.record_trace:
                 tensors = result.first, result.branches, result.tree, result.accepted
-                self.trace = StepTrace(tuple(sequences), self.policy, *tensors)
-            rows = result.read()[: len(sequences)]
+                self.trace = StepTrace(tuple(sequences), policy, *tensors)
+            rows = launched.read()
+            live = [(s, row) for s, row in zip(sequences, rows, strict=False) if s.finish is None]
             if self.selector is not None:
-                self.selector.update(self.policy, _temperature(sequences), [count for count, *_ in rows])
+                lengths = [row.length for _, row in live]
+                self.selector.update(policy, _temperature(sequences), lengths, launched.begun)
             outputs = []
-            for sequence, (count, accepted_branch, tokens, logprobs) in zip(sequences, rows, strict=True):
-                sequence.stats.record(count, accepted_branch, self.policy.num_nodes, str(self.policy))
+            for sequence, (count, accepted_branch, tokens, logprobs) in live:
+                sequence.stats.record(count, accepted_branch, policy.num_nodes, str(policy))
                 try:
                     outputs.append(sequence.append(tokens, logprobs))
                 except Exception as error:  # a fault of one request ends that request alone

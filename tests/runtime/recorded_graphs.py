@@ -66,6 +66,10 @@ class RecordedGraphs:
         graph.poison()
         return out, graph.replay
 
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        copy = tensor.clone()
+        return lambda: copy
+
     @property
     def replays(self) -> int:
         return sum(graph.replays for graph in self.graphs)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.decode import decode_step
-from d2sd.runtime.engine import Engine
+from d2sd.runtime.engine import Engine, Launched
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration
 from tests.runtime.helpers import BLOCK, honest, make_engine
@@ -98,7 +98,7 @@ def record(engine: Engine, steps: int) -> list[Kernels]:
         with pytest.MonkeyPatch.context() as patch, recorder:
             forbid_reading(patch)
             result = decode_step(engine.runner, engine.policy, batch, engine.calibration, prompt_lookup)
-        engine.retire(sequences, result)
+        engine.retire(Launched(sequences, engine.policy, result, result.read, None))
         recorded.append(recorder.kernels)
     return recorded
 

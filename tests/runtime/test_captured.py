@@ -15,6 +15,7 @@ from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.handover import Link
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.static_inputs import StaticInputs
@@ -120,7 +121,7 @@ def test_unused_pages_of_a_longer_request_before_are_padding() -> None:
     longer = Batch.dummy(1, 3, 0, 64, "cpu")
     inputs = StaticInputs(longer, None, 4, "cpu")
     for pages, wanted in ((3, [5, 5, 5, 0]), (1, [5, 0, 0, 0])):
-        inputs.load(replace(longer, page_table=torch.full((1, pages), 5)), None)
+        inputs.load(replace(longer, page_table=torch.full((1, pages), 5)), Link.pack([], 1), None)
         assert inputs.batch(longer.sampling).page_table.tolist() == [wanted]
 
 

@@ -62,7 +62,7 @@ def serve(own: PolicySelector, accepted: list[int], factor: float = 1.0, tempera
     chosen, watch = own.choose(1, temperature), own.clock
     assert isinstance(watch, Watch)
     watch.now += factor * own.times.seconds[chosen, 1]
-    own.update(chosen, temperature, accepted)
+    own.update(chosen, temperature, accepted, own.begun)
     return chosen
 
 
@@ -235,7 +235,7 @@ def test_the_time_of_catching_up_is_expected() -> None:
     own = PolicySelector(POLICIES, times, FORECAST, watch := Watch())
     assert own.choose(1, 0.0, pending=[100]) == CHAIN
     watch.now = 3.1
-    own.update(CHAIN, 0.0, [2])
+    own.update(CHAIN, 0.0, [2], own.begun)
     assert own.speculation_scale == pytest.approx(1.0)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.decode import decode_step
-from d2sd.runtime.engine import Engine
+from d2sd.runtime.engine import Engine, Launched
 from d2sd.runtime.grammar.step import StepGrammar
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.stats import SequenceStats
@@ -123,7 +123,7 @@ def test_a_small_tree_is_filled() -> None:
             inside = [path for path in paths if is_inside(one.request, one.answer, path)]
             assert drafted(result.tree, row) == inside[:8]
             moved_up += inside[:8] != [path for path in paths[:8] if path in inside]
-        engine.retire(running, result)
+        engine.retire(Launched(running, engine.policy, result, result.read, None))
     assert moved_up > 2
 
 
