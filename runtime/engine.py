@@ -146,22 +146,23 @@ class Engine:
     def step(self) -> list[Output]:
         """Prefill prompt chunks, launch a decode step over all sequences that are ready, and collect its tokens.
 
-        A step that is a CUDA graph is collected by the next call, which launches another one first: the device never
-        waits for the host. A step that needs the host in between (`_runs_ahead`) waits until the one before it is
-        collected. On a CPU every step is collected at once.
+        A step that is a CUDA graph is collected by the next call, which launches another one first: the device does not
+        wait for the host. A step that cannot run ahead (`_runs_ahead`), or has no pages to, is launched by the call
+        after the one that collects the step before it. On a CPU every step is collected at once.
         """
-        outputs = [] if self.scheduler.has_pages_ahead() else self.collect()
+        if self._launched is not None and not self.scheduler.has_pages_ahead():
+            return self.collect()
         sequences = self.admit()
         if not sequences:
-            return outputs + self.collect()
+            return self.collect()
         batch, prompt_lookup = self.prepare(sequences)
         ahead = self._runs_ahead(batch, prompt_lookup)
         if self._launched is not None and not ahead:
-            return outputs + self.collect() + self.step()  # prepared again, with the tokens just collected
+            return self.collect()
         launched = self.launch(sequences, batch, prompt_lookup)
-        outputs += self.collect()
+        outputs = self.collect()
         self._launched = launched
-        return outputs if ahead else outputs + self.collect()
+        return outputs if ahead else self.collect()
 
     def admit(self) -> list[Sequence]:
         """Admit waiting requests and prefill one chunk budget; returns the sequences ready to decode."""

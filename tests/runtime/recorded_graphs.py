@@ -23,7 +23,7 @@ class RecordedGraph(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
-        self.replays = 0
+        self.replays, self.dirty = 0, True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -37,7 +37,7 @@ class RecordedGraph(TorchDispatchMode):
 
     @torch.inference_mode()
     def replay(self) -> None:
-        self.replays += 1
+        self.replays, self.dirty = self.replays + 1, True
         for func, args, kwargs, outputs in self.operators:
             values = _tensors(func(*args, **kwargs))
             for memory, value in zip(outputs, values, strict=False):  # none of an operator in place
@@ -49,6 +49,7 @@ class RecordedGraph(TorchDispatchMode):
         for *_, outputs in self.operators:
             for tensor in outputs:
                 tensor.fill_(_garbage(tensor.dtype))
+        self.dirty = False
 
 
 class RecordedGraphs:
@@ -82,7 +83,8 @@ class RecordedGraphs:
         def poisoned() -> Any:
             outputs = step()
             for graph in self.graphs:
-                graph.poison()
+                if graph.dirty:
+                    graph.poison()
             for inputs in engine.steps._inputs.values():
                 inputs._device.fill_(0xA5)
             return outputs

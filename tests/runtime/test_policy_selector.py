@@ -449,7 +449,7 @@ def test_the_engine_learns_from_requests_but_not_from_padding(monkeypatch: pytes
     scripted(monkeypatch, engine, {(OFF, 4): 1.0, (OFF, 1): 1.0, (OFF, 2): 1.0, (CHAIN, 4): 0.01})
     told: list[list[int]] = []
     monkeypatch.setattr(
-        PolicySelector, "update", lambda self, policy, temperature, accepted: told.append(list(accepted))
+        PolicySelector, "update", lambda self, policy, temperature, accepted, begun: told.append(list(accepted))
     )
     sequences = [engine.submit(Request((n, n + 1), 4, SamplingParams(seed=n))) for n in (3, 4, 5)]
     engine.step()
