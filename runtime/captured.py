@@ -3,8 +3,8 @@
     host tensors of a batch -> one pinned buffer -> one copy -> static inputs -> graph -> one tensor that the host reads
 
 A graph holds a whole step, from the first draft to the K/V of the committed tokens in the target's pages and in those
-of the drafters that its policy runs. It takes the state of requests whose tokens the host has not read yet from the
-step before it (`handover.py`), so the engine launches it while that one runs. There is one for each (policy, batch bucket, kind of sampling), captured by
+of the drafters that its policy runs. The state of requests whose tokens the host has not read comes from the step
+before it (`handover.py`), so the engine launches it while that one runs. There is one for each (policy, batch bucket, kind of sampling), captured by
 `warm_up` or at its first use; the page table always has the width of the longest context, because attention reads
 `context_len` tokens of it. A drafter that the policy does not run stays behind: what it must catch up with is copied
 out of the graph's memory into its queue.

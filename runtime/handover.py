@@ -79,7 +79,9 @@ class Handover:
         """Keep the state of the rows of this step."""
         count, tokens = result.accepted.count, result.accepted.tokens
         anchor, context_len, active = self._state[:, : len(count)]
-        torch.gather(result.packed[:, 1:], 1, count[:, None], out=anchor[:, None])  # tokens begin at 2: the last of them
+        torch.gather(
+            result.packed[:, 1:], 1, count[:, None], out=anchor[:, None]
+        )  # tokens begin at 2: the last of them
         torch.add(batch.context_len, count, out=context_len)
         new = self._steps[: tokens.shape[1]] < count[:, None]
         stopped = ((tokens[..., None] == link.stop[:, None]).any(-1) & new).any(-1)

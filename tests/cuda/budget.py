@@ -11,11 +11,13 @@ LAYERS, DRAFTER_LAYERS = 36, 5
 #: Of a whole step of d2sd, without and with FP8 layers.
 MOST = {False: 600, True: 700}
 #: (policy, FP8 layers, sampled) -> stage -> launches. "sync" flushes the drafters' pending context before the step;
-#: "handover" is what follows from the step before and for the next one, "other" packs the tokens for the host. Sampled: greedy, temperature 1, and all filters, in one batch.
+#: "handover" is what follows from the step before and what the next one needs; "other" packs the tokens for the host.
+#: Sampled: greedy, temperature 1, and all filters, in one batch.
 LAUNCHES: dict[tuple[PolicyName, bool, bool], dict[str, int]] = {
     ("off", False, False): {"build_tree": 13, "verify": 366, "accept": 3, "commit": 7, "handover": 16, "other": 1},
     ("chain", False, False): {
-        "sync": 14, "draft_first": 66, "build_tree": 46, "verify": 366, "accept": 3, "commit": 7, "handover": 16, "other": 1
+        "sync": 14, "draft_first": 66, "build_tree": 46, "verify": 366, "accept": 3, "commit": 7,
+        "handover": 16, "other": 1,
     },
     ("d2sd", False, False): {
         "sync": 28, "draft_first": 66, "pick_boundaries": 14, "draft_second": 76, "build_tree": 20, "verify": 366,

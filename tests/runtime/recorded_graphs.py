@@ -54,7 +54,7 @@ class RecordedGraph(TorchDispatchMode):
 
 
 class RerunGraph:
-    """Runs the function again, several times faster, and copies its result to where it was. Its memory is its result's."""
+    """Runs the function again, several times faster, and copies its result to where it was: the only memory it has."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._run, self.out = run, run()
