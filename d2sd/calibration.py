@@ -1,4 +1,4 @@
-"""`calibration.json`: Platt parameters of a pair of drafters, and the tokens a step that their trees gained."""
+"""`calibration.json`: Platt parameters of drafters, and the tokens a step that their trees and FlexDraft gained."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class CalibrationFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     d2sd_calibration: Literal[1] = 1
-    drafters: tuple[str, str | None]  # fingerprints of first and second
+    drafters: tuple[str | None, str | None]  # fingerprints of first and second
+    flex: str | None = None  # fingerprint of a FlexDraft head
     block_size: Annotated[int, Field(ge=2)]
-    slope: Table
-    offset: Table
+    slope: Table | None = None  # as `offset`: absent without drafters
+    offset: Table | None = None
     #: tokens a step by temperature ("0", "1") and policy; entry n is for n + 1 nodes
     tau: dict[Literal["0", "1"], dict[str, list[float]]]
     #: what it was fitted on, and the expected calibration error before and after
@@ -41,6 +42,10 @@ class CalibrationFile(BaseModel):
         for policy in sorted(self.tau["0"].keys() | self.tau["1"].keys()):
             if not all(curves.get(policy) for curves in self.tau.values()):
                 raise ValueError(f"tau of {policy} is missing or empty at a temperature")
+        if (self.slope is None) != (self.drafters[0] is None) or (self.offset is None) != (self.drafters[0] is None):
+            raise ValueError("slope, offset and drafters.0 belong together: all three, or none")
+        if self.slope is None or self.offset is None:
+            return self
         if not all(a > 0 for warm in self.slope for drafter in warm for pair in drafter for a in pair):
             raise ValueError("a slope is not above 0: it would reverse the order of the candidates")
         shape = [2, 2, self.block_size - 1, 2]
@@ -59,5 +64,7 @@ def load_calibration(path: Path) -> CalibrationFile:
 
 def write_calibration(path: Path, calibration: CalibrationFile) -> None:
     """Write the file atomically, with one line per key."""
-    lines = (f'"{key}": {json.dumps(value)}' for key, value in calibration.model_dump(mode="json").items())
+    lines = (
+        f'"{key}": {json.dumps(value)}' for key, value in calibration.model_dump(mode="json", exclude_none=True).items()
+    )
     write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")

@@ -8,7 +8,9 @@ from enum import Enum, IntEnum
 from types import MappingProxyType
 from typing import Literal, get_args
 
-PolicyName = Literal["off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid", "flex"]
+PolicyName = Literal[
+    "off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid", "flex", "flex_parallel"
+]
 NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 #: A drafter in files, logs and messages; `DrafterRole` is the index of the first two.
 DrafterName = Literal["first", "second", "flex"]
@@ -26,6 +28,7 @@ class FirstPass(Enum):
     PROMPT_LOOKUP = "prompt lookup"
     DRAFTER = "drafter"
     FLEX = "FlexDraft"
+    CARRIED = "FlexDraft, in the step before"
 
 
 class DrafterRole(IntEnum):
@@ -33,6 +36,10 @@ class DrafterRole(IntEnum):
 
     FIRST = 0
     SECOND = 1
+
+
+#: First drafts that a FlexDraft head makes.
+BY_FLEX = frozenset({FirstPass.FLEX, FirstPass.CARRIED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,5 +71,6 @@ FACTS: Mapping[PolicyName, PolicyFacts] = MappingProxyType(
         "ddtree": PolicyFacts(grows=True),
         "hybrid": PolicyFacts(second_pass=DrafterRole.SECOND, grows=True),
         "flex": PolicyFacts(FirstPass.FLEX),
+        "flex_parallel": PolicyFacts(FirstPass.CARRIED),
     }
 )

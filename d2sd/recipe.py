@@ -22,7 +22,7 @@ from pydantic import (
 from typing_extensions import Self
 
 from d2sd.errors import RecipeError, shortened
-from d2sd.policies import FACTS, MAX_BLOCK_SIZE, MAX_NODES, DrafterRole, PolicyName
+from d2sd.policies import BY_FLEX, FACTS, MAX_BLOCK_SIZE, MAX_NODES, DrafterRole, PolicyName
 from d2sd.schema import validated
 from d2sd.shipped import find_recipe
 from d2sd.yaml_reader import parse_yaml, read_yaml
@@ -180,7 +180,7 @@ class Drafters(Part):
     first: DrafterSource | None = None
     #: The variable-prefix drafter of the second pass, needed by d2sd and hybrid only.
     second: SecondSource | None = None
-    #: A FlexDraft head for the policy flex: the target drafts for itself in its last layers.
+    #: A FlexDraft head for the policies flex and flex_parallel: the target drafts for itself in its last layers.
     flex: FlexSource | None = None
     #: File written by `d2sd calibrate`; without it drafter probabilities are used uncalibrated and `auto` serves the
     #: largest tree.
@@ -342,10 +342,10 @@ class Recipe(RecipeFile):
             raise ValueError(f"tree.policy {tree.policy} needs drafters.first; add it or set tree.policy to off")
         if DrafterRole.SECOND in required and self.drafters.second is None:
             raise ValueError(f"tree.policy {tree.policy} needs drafters.second; add it or set tree.policy to ddtree")
-        if tree.policy == "flex" and self.drafters.flex is None:
-            raise ValueError("tree.policy flex needs drafters.flex; add it or set tree.policy to off")
-        if self.drafters.calibration is not None and self.drafters.first is None:
-            raise ValueError("drafters.calibration needs drafters.first, which is absent; remove it")
+        if tree.policy != "auto" and FACTS[tree.policy].first_pass in BY_FLEX and self.drafters.flex is None:
+            raise ValueError(f"tree.policy {tree.policy} needs drafters.flex; add it or set tree.policy to off")
+        if self.drafters.calibration is not None and self.drafters.first is None and self.drafters.flex is None:
+            raise ValueError("drafters.calibration needs drafters.first or drafters.flex; remove it")
         if self.fp8 is not None and self.precision == "fp32":
             raise ValueError("fp8 computes in 16 bits around its products; set precision to bf16 or fp16")
         if self.fp8 is not None and self.engines is not None and (old := _NO_FP8 & set(self.engines.compute)):

@@ -8,6 +8,11 @@
 A block of γ mask rows starts as one learned embedding at the split layer and attends to [committed context ; own
 block], not causal inside the block. Its K/V are dropped after the pass, and the target's rows never see them: the
 target's outputs do not change by a bit. Mask rows do not know the anchor: a small network corrects their logits by it.
+
+Sequential mode (`draft`): one block of mask rows behind the committed context, in a pass of its own.
+Parallel mode (`verify_and_draft`): the target verifies a tree, and in the same pass a block of mask rows behind each
+node drafts for the case that the accepted path ends there. It sees what its node sees and the node itself, so the block
+that is used equals the one that sequential mode drafts in the next step.
 """
 
 from __future__ import annotations
@@ -20,15 +25,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.config import BodyConfig, FlexConfig
-from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.inference import InferenceLayers
+from d2sd.modeling.decoder import Decoder, DecoderOutput, TargetModel
+from d2sd.modeling.inference import InferenceLayers, JointLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import MLP, Attend, Attention, Layer, RMSNorm
 from d2sd.modeling.rope import Rotary
 from d2sd.modeling.rows import Rows
 
-# Shape letters: B requests, T mask rows, S tokens of a sequence, E hidden, L layers that draft, Hkv heads, D head size,
-# V vocabulary or draft vocabulary.
+# Shape letters: B requests, T mask rows, N nodes, G block size γ, S tokens of a sequence, E hidden, L layers that
+# draft, Hkv heads, D head size, V vocabulary or draft vocabulary.
 
 
 class DraftLayer(Layer):
@@ -108,6 +113,40 @@ class FlexHead(nn.Module):
         hidden: Tensor = self(rows.positions, pool.attend(rows))
         return hidden
 
+    def verify_and_draft(
+        self, target: TargetModel, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
+    ) -> tuple[DecoderOutput, Tensor]:
+        """The target's pass over tokens [B, N], and hidden states [B, N, G, E] of the mask rows behind each node.
+
+        `pool` has the target's pages.
+        """
+        count, size = tokens.shape[1], self.config.block_size
+        behind = rows_behind(rows, size)
+        layers = getattr(target, "native", None)
+        if isinstance(layers, JointLayers) and self.native is not None:
+            both, *rest = layers.with_masks(
+                target.embed_tokens(tokens), self.mask_embedding, self.native, self.rotary, rows, behind, pool,
+                aux_layer_ids,
+            )  # fmt: skip
+            out, masks = DecoderOutput(both[:, :count], *rest), both[:, count:]
+        else:  # in a second pass, over the same keys and values
+            out = target(tokens, rows, pool, aux_layer_ids)
+            masks = self._behind(out, behind, pool)
+        return out, masks.reshape(len(masks), count, size, -1)
+
+    def _behind(self, out: DecoderOutput, behind: Rows, pool: KVPool) -> Tensor:
+        """Hidden states [B, N·G, E] of the mask rows of `behind`, whose first rows are those of `out`."""
+        split, count = self.config.split_layer, out.hidden.shape[1]
+        attend_all = pool.from_layer(split).attend(behind)
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q = torch.cat([q.new_zeros(len(q), count, *q.shape[2:]), q], 1)
+            k, v = (torch.cat([own[split + index], new], 1) for own, new in ((out.k, k), (out.v, v)))
+            return attend_all(index, q, k, v)[:, count:]
+
+        hidden: Tensor = self(behind.positions[:, count:], attend)
+        return hidden
+
     @torch.no_grad()
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """features [B, S, E], outputs of the layer before the split at `positions [B, S]` from 0 on -> k, v
@@ -137,3 +176,18 @@ class FlexHead(nn.Module):
         """The same up to the last linear layer: [..., calibration size]."""
         both = torch.cat([anchor.expand_as(hidden).to(hidden.dtype), hidden], -1)
         return F.silu(self.calibration.inner(both))
+
+
+def rows_behind(rows: Rows, size: int) -> Rows:
+    """The rows of `rows`, then behind each of them, in their order, a block of `size` mask rows.
+
+    A block sees what its row sees, and itself; nothing else sees it.
+    """
+    count, device = rows.positions.shape[1], rows.positions.device
+    slots = torch.arange(size, device=device)
+    positions = (rows.positions[:, :, None] + 1 + slots).flatten(1)
+    of_block = torch.arange(count, device=device).repeat_interleave(size)
+    masks = torch.cat([rows.attn_mask[:, of_block], (of_block[:, None] == of_block).expand(len(positions), -1, -1)], 2)
+    own = F.pad(rows.attn_mask, (0, count * size))
+    attn_mask = torch.cat([own, masks], 1)
+    return Rows(torch.cat([rows.positions, positions], 1), attn_mask, rows.page_table, rows.context_len)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -30,4 +30,20 @@ class InferenceLayers(Protocol):
         """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D].
 
         Drafters' layers only.
+        """
+
+
+@runtime_checkable
+class JointLayers(InferenceLayers, Protocol):
+    """Layers that FlexDraft's mask rows can join."""
+
+    def with_masks(
+        self, x: Tensor, mask: Tensor, draft: InferenceLayers, rotary: Rotary, rows: Rows, behind: Rows, pool: KVPool,
+        aux_layer_ids: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """A target's pass in which FlexDraft's mask rows join the last layers, with the attention of `draft`.
+
+        x [B, T, E] are the target's own rows, at `rows`; mask [E] is the input of every mask row. `behind` has the
+        positions of both kinds, [B, T + masks]. The fields of `DecoderOutput`: hidden states of both kinds, the rest of
+        the target's own rows.
         """

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.config import BodyConfig
+from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import Layer, RMSNorm
 from d2sd.modeling.rope import Rotary, rotate
@@ -36,17 +37,22 @@ def _is_plain(layer: nn.Module) -> bool:
 class NativeLayers(nn.Module):
     """Copies of a model's layers and last norm, packed. They hold no parameters: they can only serve."""
 
-    def __init__(self, body: BodyConfig, layers: Sequence[Layer], norm: RMSNorm, *, context: bool = False) -> None:
-        """`context`: for drafters, which make keys and values of a context too."""
+    def __init__(
+        self, body: BodyConfig, layers: Sequence[Layer], norm: RMSNorm, *, context: bool = False,
+        target: NativeLayers | None = None,
+    ) -> None:  # fmt: skip
+        """`context`: for drafters, which make keys and values of a context too.
+
+        `target`: for FlexDraft, whose MLPs are those of this target's last layers.
+        """
         super().__init__()
         self._config = body
         self._dtype = layers[0].self_attn.o_proj.weight.dtype
-        self._kept: list[object] = []  # what the library points to
-        self._layers = (library.Layer * len(layers))(*map(self._packed, layers))
-        self._body = library.Body(
-            len(layers), body.hidden_size, body.intermediate_size, body.num_heads, body.num_kv_heads, body.head_dim,
-            library.TYPES[self._dtype], self._wide(norm.weight), self._layers, body.rms_norm_eps,
-        )  # fmt: skip
+        self._kept: list[object] = [target]  # what the library points to
+        mlps = [None] * len(layers) if target is None else list(target._layers)[-len(layers) :]
+        self._layers: ctypes.Array[library.Layer] = (library.Layer * len(layers))(*map(self._packed, layers, mlps))
+        self._norm = self._wide(norm.weight)
+        self._body = self._range(0, len(layers))
         self._memory = library.Memory()
         self._context = _context(layers, body.rms_norm_eps) if context else None
 
@@ -54,24 +60,37 @@ class NativeLayers(nn.Module):
         if hasattr(self, "_memory"):
             library.functions().d2sd_free(ctypes.byref(self._memory))
 
-    def _packed(self, layer: Layer) -> library.Layer:
-        attention, mlp, body = layer.self_attn, layer.mlp, self._config
+    def _range(self, first: int, last: int, draft: NativeLayers | None = None) -> library.Body:
+        """The layers `first` to `last` - 1; `draft` has as many, for mask rows."""
+        body, size = self._config, ctypes.sizeof(library.Layer)
+        at = ctypes.cast(ctypes.byref(self._layers, first * size), ctypes.POINTER(library.Layer))
+        return library.Body(
+            last - first, body.hidden_size, body.intermediate_size, body.num_heads, body.num_kv_heads, body.head_dim,
+            library.TYPES[self._dtype], self._norm, at, None if draft is None else draft._layers, body.rms_norm_eps,
+        )  # fmt: skip
+
+    def _packed(self, layer: Layer, mlp: library.Layer | None) -> library.Layer:
+        attention = layer.self_attn
         q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
         q_rows = _padded(q.weight)
         weight = torch.cat([q_rows, k.weight, v.weight])
         bias = None if q.bias is None else torch.cat([_padded(q.bias), k.bias, v.bias])
-        gate, up = (_padded(part.weight).view(-1, PANEL, body.hidden_size) for part in (mlp.gate_proj, mlp.up_proj))
         norms = [layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm]
         products = [
             PackedLinear.of(weight, bias),
             PackedLinear.of(attention.o_proj.weight, attention.o_proj.bias),
-            PackedLinear.of(torch.stack([gate, up], 1).flatten(0, 2)),
-            PackedLinear.of(mlp.down_proj.weight),
         ]
+        if mlp is None:
+            width = self._config.hidden_size
+            parts = layer.mlp.gate_proj, layer.mlp.up_proj
+            gate, up = (_padded(part.weight).view(-1, PANEL, width) for part in parts)
+            products.append(PackedLinear.of(torch.stack([gate, up], 1).flatten(0, 2)))
+            products.append(PackedLinear.of(layer.mlp.down_proj.weight))
         self._kept.extend(products)
         return library.Layer(
             *(self._wide(norm.weight) if isinstance(norm, RMSNorm) else None for norm in norms),
             *(product.struct for product in products),
+            *(() if mlp is None else (mlp.gate_up, mlp.down)),
         )
 
     def _wide(self, weight: Tensor) -> int | None:
@@ -88,28 +107,52 @@ class NativeLayers(nn.Module):
         self, x: Tensor, rotary: Rotary, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [B, T, E] -> the fields of `DecoderOutput`."""
+        x = x.to(torch.float32, copy=True).contiguous()
+        return self._run(self._body, x, x.shape[1], rotary, rows, pool, aux_layer_ids)
+
+    def with_masks(
+        self, x: Tensor, mask: Tensor, draft: InferenceLayers, rotary: Rotary, rows: Rows, behind: Rows, pool: KVPool,
+        aux_layer_ids: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """As `InferenceLayers.with_masks`."""
+        assert isinstance(draft, NativeLayers)
+        count, split = x.shape[1], len(self._layers) - len(draft._layers)
+        aux = [tuple(i for i in aux_layer_ids if i < split), tuple(i - split for i in aux_layer_ids if i >= split)]
+        x = x.to(torch.float32, copy=True).contiguous()
+        _, first_features, *first = self._run(self._range(0, split), x, count, rotary, rows, pool, aux[0])
+        masks = mask.float().expand(len(x), behind.positions.shape[1] - count, -1)
+        deep = self._range(split, len(self._layers), draft)
+        x = torch.cat([x, masks], 1)
+        hidden, features, *last = self._run(deep, x, count, rotary, behind, pool.from_layer(split), aux[1])
+        k, v = (torch.cat([a, b[:, :, :count]]) for a, b in zip(first, last, strict=True))
+        return hidden, torch.cat([first_features, features[:, :count]], -1), k, v
+
+    def _run(
+        self, layers: library.Body, x: Tensor, clean: int, rotary: Rotary, rows: Rows, pool: KVPool,
+        aux_layer_ids: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """x [B, T, E] fp32 becomes the output of the last of `layers`; rows after the first `clean` are mask rows."""
         body, dtype = self._config, self._dtype
         batch, count, hidden = x.shape
         assert pool.k.dtype == dtype
         assert rows.attn_mask.shape == (batch, count, count)
-        x = x.to(torch.float32, copy=True).contiguous()
         cos, sin = (part.contiguous() for part in rotary(rows.positions, torch.float32))
         mask = rows.attn_mask if rows.attn_mask.stride(2) == 1 else rows.attn_mask.contiguous()
         table, context = rows.page_table.long().contiguous(), rows.context_len.long().contiguous()
         assert int(context.max()) <= table.shape[1] * pool.page_size, "the context is longer than its pages"
         aux = torch.tensor(aux_layer_ids, dtype=torch.long)
-        k, v = torch.empty(2, body.num_layers, batch, count, body.num_kv_heads, body.head_dim, dtype=dtype)
+        k, v = torch.empty(2, layers.layers, batch, count, body.num_kv_heads, body.head_dim, dtype=dtype)
         features = torch.empty(batch, count, len(aux_layer_ids) * hidden, dtype=dtype)
         out = torch.empty(batch, count, hidden, dtype=dtype)
         arguments = library.Pass(
-            batch, count, address(x), address(cos), address(sin),
+            batch, count, clean, address(x), address(cos), address(sin),
             mask.data_ptr(), mask.stride(0), mask.stride(1),
             address(pool.k), address(pool.v), *pool.k.shape[1:3],
             address(table), table.shape[1], address(context), address(k), address(v),
             address(aux), len(aux_layer_ids), address(features), address(out),
         )  # fmt: skip
         functions, threads = library.functions(), torch.get_num_threads()
-        functions.d2sd_layers(ctypes.byref(self._body), ctypes.byref(arguments), ctypes.byref(self._memory), threads)
+        functions.d2sd_layers(ctypes.byref(layers), ctypes.byref(arguments), ctypes.byref(self._memory), threads)
         return out, features, k, v
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:

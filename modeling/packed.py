@@ -92,8 +92,10 @@ class PackedFp8Linear(nn.Module):
         return carried_product(x, self._weight, *self._scales, self._bias)
 
 
-def pack(model: TargetModel | DraftModel | FlexHead) -> None:
+def pack(model: TargetModel | DraftModel | FlexHead, target: TargetModel | None = None) -> None:
     """Replace the layers of a CPU model in place, and give a target's head a packed copy.
+
+    `target` is that of a FlexDraft head, packed before: they share its MLPs.
 
     Packing twice is fine. Afterwards `state_dict` lacks the replaced weights: a packed model can only serve.
     """
@@ -102,7 +104,9 @@ def pack(model: TargetModel | DraftModel | FlexHead) -> None:
         return
     if isinstance(model, Decoder | Drafter | FlexHead) and _compiled(model, weight.dtype):
         body, layers = model.config.body, cast("Sequence[Layer]", model.layers)
-        model.native = NativeLayers(body, layers, model.norm, context=isinstance(model, Drafter))
+        shared = getattr(target, "native", None)
+        assert shared is None or isinstance(shared, NativeLayers)
+        model.native = NativeLayers(body, layers, model.norm, context=isinstance(model, Drafter), target=shared)
         model.layers = nn.ModuleList()
     elif not library.available():
         _say_why(str(library.load()))

@@ -4,10 +4,10 @@
 
 A graph holds a whole step, from the first draft to the K/V of the committed tokens in the target's pages and in those
 of the drafters that its policy runs. The state of requests whose tokens the host has not read comes from the step
-before it (`handover.py`), so the engine launches it while that one runs. There is one for each (policy, batch bucket, kind of sampling), captured by
-`warm_up` or at its first use; the page table always has the width of the longest context, because attention reads
-`context_len` tokens of it. A drafter that the policy does not run stays behind: what it must catch up with is copied
-out of the graph's memory into its queue.
+before it (`handover.py`), so the engine launches it while that one runs. There is one for each (policy, batch bucket,
+kind of sampling), captured by `warm_up` or at its first use; the page table always has the width of the longest
+context, because attention reads `context_len` tokens of it. A drafter that the policy does not run stays behind: what
+it must catch up with is copied out of the graph's memory into its queue.
 
 Batches whose shapes vary take the other path on CUDA too: those with a grammar, log-probabilities, biases or penalties
 (`Batch.has_static_shapes`).
@@ -33,6 +33,7 @@ from d2sd.runtime.handover import Handover, Link
 from d2sd.runtime.request import Limits, SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.carried import carried_draft
 from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
@@ -48,13 +49,13 @@ class DecodeSteps:
     def __init__(self, runner: ModelRunner, limits: Limits, calibration: Calibration | None = None) -> None:
         self._runner, self._calibration = runner, calibration
         self._pages = bucket(limits.pages_for(limits.max_context + runner.block_size))
-        self._inputs: dict[tuple[int, bool], StaticInputs] = {}  # by batch bucket, and with or without prompt lookup
+        self._inputs: dict[tuple[int, int], StaticInputs] = {}  # by batch bucket, and candidates of a host's draft
         self._graphs: dict[tuple[object, ...], _Graph] = {}
         self._handover = Handover(bucket(limits.max_batch), runner.block_size, runner.device)
         self.refused = False  # a capture failed: nothing is captured any more
 
     def run(
-        self, policy: Policy, batch: Batch, prompt_lookup: Draft | None = None, timer: Timer = nullcontext,
+        self, policy: Policy, batch: Batch, host_draft: Draft | None = None, timer: Timer = nullcontext,
         link: Link | None = None,
     ) -> StepResult:  # fmt: skip
         """`decode_step` of tensors on the host; the next call may overwrite its result (`fetch`).
@@ -63,13 +64,14 @@ class DecodeSteps:
         answers have no end. Raises D2SDError if CUDA cannot capture the step, under `D2SD_NO_FALLBACK=1`; else that is
         a warning.
         """
-        graph = self._graph(policy, batch, prompt_lookup)
+        host_draft = host_draft or self._no_draft(policy, len(batch.anchor))
+        graph = self._graph(policy, batch, host_draft)
         if graph is None:
             device = self._runner.device
-            draft = prompt_lookup and Draft(prompt_lookup.tokens.to(device), prompt_lookup.logprob.to(device))
+            draft = host_draft and Draft(host_draft.tokens.to(device), host_draft.logprob.to(device))
             return decode_step(self._runner, policy, batch.to(device), self._calibration, draft, timer)
         with timer("decode"):
-            graph.inputs.load(batch, Link.pack([], len(batch.anchor)) if link is None else link, prompt_lookup)
+            graph.inputs.load(batch, Link.pack([], len(batch.anchor)) if link is None else link, host_draft)
             graph.replay()
             waiting = set(range(self._runner.drafters)).difference(policy.required_drafters)
             if waiting and graph.context is not None:
@@ -86,9 +88,9 @@ class DecodeSteps:
         wait = self._runner.capture.fetch(result.packed)
         return lambda: result.unpack(wait())
 
-    def can_capture(self, policy: Policy, batch: Batch, draft: Draft | None = None) -> bool:
-        """Whether `run` has a graph for this step; captures it if it is the first of its kind."""
-        return self._graph(policy, batch, draft) is not None
+    def can_capture(self, policy: Policy, batch: Batch) -> bool:
+        """Whether `run` has a graph for this step, without a draft of the host; captures the first of its kind."""
+        return self._graph(policy, batch, None) is not None
 
     def warm_up(self, served: Iterable[tuple[Policy, int]]) -> None:
         """Capture the graphs of these policies and batch buckets for all kinds of sampling; nothing on a CPU.
@@ -98,11 +100,19 @@ class DecodeSteps:
         if self._runner.capture is None:
             return
         for policy, size in sorted(served, key=lambda pair: -pair[1]):
-            slots = self._runner.block_size - 1
-            draft = lookup_draft([], slots, size) if policy.first_pass is FirstPass.PROMPT_LOOKUP else None
+            draft = self._no_draft(policy, size)
             for kind in _KINDS:
                 batch = Batch.dummy(size, 1, 0, self._runner.vocab_size, self._runner.device, kind)
                 self._graph(policy, batch, draft)
+
+    def _no_draft(self, policy: Policy, size: int) -> Draft | None:
+        """No proposals, for a policy that takes its first draft from the host."""
+        slots = self._runner.block_size - 1
+        if policy.first_pass is FirstPass.PROMPT_LOOKUP:
+            return lookup_draft([], slots, size)
+        return (
+            carried_draft([], slots, self._runner.flex_width, size) if policy.first_pass is FirstPass.CARRIED else None
+        )
 
     def _graph(self, policy: Policy, batch: Batch, draft: Draft | None) -> _Graph | None:
         """The graph of this step, captured now if it is the first of its kind; None if it runs without."""
@@ -111,10 +121,11 @@ class DecodeSteps:
         size, sampling = len(batch.anchor), batch.sampling
         key = (policy, size, sampling.any_sampled, sampling.any_filter)
         if key not in self._graphs:
-            inputs = self._inputs.get((size, draft is not None))
+            width = 0 if draft is None else draft.tokens.shape[-1]
+            inputs = self._inputs.get((size, width))
             if inputs is None:
                 inputs = StaticInputs(batch, draft, self._pages, self._runner.device)
-                self._inputs[size, draft is not None] = inputs
+                self._inputs[size, width] = inputs
             try:
                 self._graphs[key] = self._captured(policy, inputs, sampling)
             except Exception as error:  # of PyTorch, Triton or TensorRT

@@ -26,6 +26,7 @@ from d2sd.runtime.sampling.logprobs import pack_logprobs, unpack_logprobs
 from d2sd.runtime.sequence import TokenLogprobs
 from d2sd.runtime.speculation.accept import Accepted, sample_target
 from d2sd.runtime.speculation.calibration import Calibration, uncalibrated
+from d2sd.runtime.speculation.carried import pack_draft
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.speculation.tree import Tree
@@ -41,6 +42,7 @@ class Committed(NamedTuple):
     accepted_branch: int  # see `Accepted`
     tokens: list[int]
     logprobs: list[TokenLogprobs]  # of `tokens`; empty unless a request of the batch asks
+    next_draft: list[int] | None  # a row of `pack_draft`, if the step made the next step's first draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ class StepResult:
     second: Draft | None
     tree: Tree
     accepted: Accepted
-    packed: Tensor  # [B, 2 + G] int64, `Accepted.packed`, then the rows of `pack_logprobs`: everything the host reads
+    next_draft: Draft | None  # the first draft of the next step, where the policy's first pass is carried
+    packed: Tensor  # [B, 2 + G] int64, `Accepted.packed`, then `pack_draft` and `pack_logprobs`: all the host reads
 
     def read(self) -> list[Committed]:
         """What the step committed, for each row of the batch; waits for the device."""
@@ -60,11 +63,15 @@ class StepResult:
 
     def unpack(self, host: Tensor) -> list[Committed]:
         """As `read`, of the copy of `packed` on the host."""
-        size = 2 + self.accepted.path.shape[1]
+        size, carried = 2 + self.accepted.path.shape[1], 0
+        if self.next_draft is not None:
+            carried = 2 * self.next_draft.tokens[0].numel()
         committed = []
-        for row, (count, branch, *tokens) in zip(host[:, size:], host[:, :size].tolist(), strict=True):
+        numbers = host[:, : size + carried].tolist()
+        for row, (count, branch, *values) in zip(host[:, size + carried :], numbers, strict=True):
+            tokens, draft = values[: size - 2], values[size - 2 :]
             logprobs = unpack_logprobs(row.view(size - 2, -1), tokens[:count]) if len(row) else []
-            committed.append(Committed(count, branch, tokens[:count], logprobs))
+            committed.append(Committed(count, branch, tokens[:count], logprobs, draft or None))
         return committed
 
 
@@ -74,23 +81,23 @@ def decode_step(
     policy: Policy,
     batch: Batch,
     calibration: Calibration | None = None,
-    prompt_lookup: Draft | None = None,
+    host_draft: Draft | None = None,
     timer: Timer = nullcontext,
 ) -> StepResult:
     """Draft, verify and commit 1 .. γ tokens for every request of `batch`.
 
     The pending context of the policy's drafters must be flushed (`ModelRunner.sync_drafters`). `calibration` maps the
-    drafters' probabilities to acceptance probabilities. `prompt_lookup` [B, S, 1] is the first draft of a policy that
-    takes it from the text, which is host work done before the step.
+    drafters' probabilities to acceptance probabilities. `host_draft` [B, S, M] is the first draft of policies that take
+    it from the host: `lookup_draft` or `carried_draft`.
     """
     calibrated = calibration.apply if calibration is not None and policy.uses_probabilities else uncalibrated
     offered = policy.topk if batch.grammar is None else max(policy.topk, OFFERED)
     guided = partial(_guided, batch.grammar, policy.topk, timer)
-    first, branches, second = prompt_lookup, None, None
-    if policy.first_pass in (FirstPass.DRAFTER, FirstPass.FLEX):
+    first, branches, second = host_draft, None, None
+    draft = {FirstPass.DRAFTER: runner.draft_first, FirstPass.FLEX: runner.draft_flex}.get(policy.first_pass)
+    if draft is not None:
         with timer("draft_first"):
-            flex = policy.first_pass is FirstPass.FLEX
-            first = runner.draft_flex(batch, offered) if flex else runner.draft_first(batch, offered)
+            first = draft(batch, offered)
         first = calibrated(guided(first), batch, DrafterRole.FIRST)
     elif first is not None:
         first = guided(first)
@@ -101,17 +108,19 @@ def decode_step(
             second = runner.draft_second(batch, branches, policy.second_pass, offered)
         second = calibrated(guided(second, branches), batch, policy.second_pass, branches)
     tree, paths = _built(policy, batch, first, branches, second, timer)
+    carried = policy.first_pass is FirstPass.CARRIED
     with timer("verify"):
-        verified = runner.verify(batch, tree)
+        verified = runner.verify_and_draft(batch, tree) if carried else runner.verify(batch, tree)
     mask = _mask(batch.grammar, paths, verified.logits, timer)
     with timer("accept"):
         depths = min(runner.block_size, policy.num_nodes)
-        accepted = sample_target(
-            tree, verified.logits, batch.context_len, batch.sampling, depths, mask, static_shapes=runner.static_shapes
-        )
+        where = batch.context_len, batch.sampling, depths
+        accepted = sample_target(tree, verified.logits, *where, mask, static_shapes=runner.static_shapes)
     with timer("commit"):
         runner.commit(batch, verified, accepted)
-    return StepResult(first, branches, second, tree, accepted, _packed(batch, verified.logits, accepted))
+        following = runner.draft_behind(batch, verified, accepted, policy.topk) if carried else None
+    found = first, branches, second, tree, accepted, following
+    return StepResult(*found, _packed(batch, verified.logits, accepted, following))
 
 
 def _guided(
@@ -147,9 +156,11 @@ def _mask(grammar: StepGrammar | None, paths: TreePaths | None, logits: Tensor, 
         return grammar.mask(paths, *logits.shape).to(logits.device)
 
 
-def _packed(batch: Batch, logits: Tensor, accepted: Accepted) -> Tensor:
+def _packed(batch: Batch, logits: Tensor, accepted: Accepted, following: Draft | None) -> Tensor:
     """`StepResult.packed`, with log-probabilities if a request asks for them."""
     packed = accepted.packed()
+    if following is not None:
+        packed = torch.cat([packed, pack_draft(following)], dim=1)
     if batch.sampling.logprobs is None:
         return packed
     rows = torch.arange(len(packed), device=packed.device)[:, None]

@@ -22,6 +22,7 @@ from d2sd.runtime.sampling.logprobs import prompt_logprobs
 from d2sd.runtime.scheduler import Scheduler, prefill_calls
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.carried import carried_draft
 from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
@@ -155,11 +156,11 @@ class Engine:
         sequences = self.admit()
         if not sequences:
             return self.collect()
-        batch, prompt_lookup = self.prepare(sequences)
-        ahead = self._runs_ahead(batch, prompt_lookup)
+        batch, draft = self.prepare(sequences)
+        ahead = self._runs_ahead(batch, draft)
         if self._launched is not None and not ahead:
             return self.collect()
-        launched = self.launch(sequences, batch, prompt_lookup)
+        launched = self.launch(sequences, batch, draft)
         outputs = self.collect()
         self._launched = launched
         return outputs if ahead else self.collect()
@@ -183,7 +184,8 @@ class Engine:
     def prepare(self, sequences: list[Sequence]) -> tuple[Batch, Draft | None]:
         """Select this step's policy, flush its drafters' pending context and pack the step's inputs on the host.
 
-        Also returns the first draft of prompt lookup. Runs outside the captured graph: its shapes vary per step.
+        Also returns the first draft of a policy that takes it from the host. Runs outside the captured graph: its
+        shapes vary per step.
         """
         if self.selector is not None:
             context, remaining = (fmean(n) for n in zip(*((s.cached, s.remaining) for s in sequences), strict=True))
@@ -193,26 +195,27 @@ class Engine:
         with self.clock.stage("commit"):
             self.runner.sync_drafters(self.policy.required_drafters)
         batch = Batch.pack(sequences, self.runner.vocab_size, self.runner.device)
-        if self.policy.first_pass is not FirstPass.PROMPT_LOOKUP:
-            return batch, None
-        with self.clock.stage("draft_first"):
-            texts, slots = [s.tokens for s in sequences], self.runner.block_size - 1
-            return batch, lookup_draft(texts, slots, len(batch.anchor))
+        slots, size = self.runner.block_size - 1, len(batch.anchor)
+        if self.policy.first_pass is FirstPass.PROMPT_LOOKUP:
+            with self.clock.stage("draft_first"):
+                return batch, lookup_draft([s.tokens for s in sequences], slots, size)
+        if self.policy.first_pass is FirstPass.CARRIED:
+            return batch, carried_draft([s.next_draft for s in sequences], slots, self.runner.flex_width, size)
+        return batch, None
 
-    def _runs_ahead(self, batch: Batch, prompt_lookup: Draft | None) -> bool:
+    def _runs_ahead(self, batch: Batch, draft: Draft | None) -> bool:
         """Whether the step can run before the tokens of the one before it are read.
 
-        The host must read them first for prompt lookup, grammars, biases, penalties and log-probabilities, and for a
-        trace, whose tensors the next step overwrites.
+        The host must read them first for a draft that it makes or carries, for grammars, biases, penalties and
+        log-probabilities, and for a trace, whose tensors the next step overwrites.
         """
-        host_drafts = prompt_lookup is not None or self.record_trace
-        return not host_drafts and self.steps.can_capture(self.policy, batch)
+        return draft is None and not self.record_trace and self.steps.can_capture(self.policy, batch)
 
-    def launch(self, sequences: list[Sequence], batch: Batch, prompt_lookup: Draft | None) -> Launched:
+    def launch(self, sequences: list[Sequence], batch: Batch, draft: Draft | None) -> Launched:
         """Begin a decode step, which `prepare` has prepared; `retire` takes its tokens."""
         before = [] if self._launched is None else self._launched.sequences
         link = Link.pack(sequences, len(batch.anchor), before)
-        result = self.steps.run(self.policy, batch, prompt_lookup, self.clock.stage, link)
+        result = self.steps.run(self.policy, batch, draft, self.clock.stage, link)
         self.scheduler.launched(sequences)
         # A GPU still computes the prompts that were prefilled before the step, and then the step.
         delayed, self._prefilled = self._prefilled and self.runner.capture is not None, False
@@ -245,10 +248,11 @@ class Engine:
                 lengths = [row.length for _, row in live]
                 self.selector.update(policy, _temperature(sequences), lengths, launched.begun)
             outputs = []
-            for sequence, (count, accepted_branch, tokens, logprobs) in live:
+            for sequence, (count, accepted_branch, tokens, logprobs, draft) in live:
                 sequence.stats.record(count, accepted_branch, policy.num_nodes, str(policy))
                 try:
                     outputs.append(sequence.append(tokens, logprobs))
+                    sequence.carry(draft)
                 except Exception as error:  # a fault of one request ends that request alone
                     outputs.append(sequence.fail(error))
                 if sequence.finish is not None:

@@ -26,7 +26,7 @@ from d2sd.convert.build.sources import located, obtained
 from d2sd.convert.build.stage_cache import Run, StageCache
 from d2sd.convert.bundle.load import assemble
 from d2sd.convert.checkpoint.drafter import fingerprint, load_drafter, write_drafter
-from d2sd.convert.checkpoint.flex import load_flex, write_flex
+from d2sd.convert.checkpoint.flex import flex_fingerprint, load_flex, write_flex
 from d2sd.convert.checkpoint.gguf import convert_gguf
 from d2sd.convert.checkpoint.target import source_files, write_target
 from d2sd.convert.checkpoint.weights import DTYPES
@@ -211,6 +211,14 @@ def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:
                     where=f"{_calibration_path(plan.recipe)}: drafters.{index}",
                     found=calibration.drafters[index], expected=found,
                     fix="run d2sd calibrate on a bundle with these drafters",
+                )  # fmt: skip
+        if plan.flex is not None and calibration.flex is not None:
+            found = flex_fingerprint(load_flex(Path(plan.flex.source), torch.float32))
+            if found != calibration.flex:
+                raise BuildError(
+                    "The calibration was fitted to another FlexDraft head.",
+                    where=f"{_calibration_path(plan.recipe)}: flex", found=calibration.flex, expected=found,
+                    fix="run d2sd calibrate on a bundle with this head",
                 )  # fmt: skip
         folder.mkdir(parents=True)
         write_calibration(folder / CALIBRATION_NAME, calibration)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from d2sd.convert.bundle.backends import BackendName, make_runner
 from d2sd.convert.bundle.chat import Messages, encode_chat, encode_prompt
 from d2sd.errors import BundleError, RequestError
-from d2sd.policies import FACTS, FirstPass
+from d2sd.policies import BY_FLEX, FACTS
 from d2sd.progress import bar
 from d2sd.recipe import Policy, Tree
 
@@ -61,7 +61,7 @@ def make_engine(
             f"The policy needs {len(drafters)} drafters.", where=bundle.path,
             found=f"{count}", fix="choose another with --policy",
         )  # fmt: skip
-    flex = any(candidate.first_pass is FirstPass.FLEX for candidate in candidates)
+    flex = any(candidate.first_pass in BY_FLEX for candidate in candidates)
     if flex and bundle.flex is None:
         raise BundleError(
             "The policy needs a FlexDraft head.", where=bundle.path, expected="drafters.flex in its recipe",
@@ -76,12 +76,16 @@ def make_engine(
         candidates[-1],
         limits,
         decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),
-        calibration=Calibration.of(file.slope, file.offset) if file and calibrated else None,
+        calibration=Calibration.of(file.slope, file.offset)
+        if file and file.slope and file.offset and calibrated
+        else None,
     )
     if selector is not None:
         engine.selector = selector
     elif len(candidates) > 1 and file is not None:
         curves = {name: (file.tau["0"][name], file.tau["1"][name]) for name in file.tau["0"]}
+        if "flex" in curves:  # both modes draft the same
+            curves["flex_parallel"] = curves["flex"]
         with bar("measuring step costs", len(buckets(engine.limits.max_batch))) as advance:
             engine.enable_auto(candidates, curves, advance, step_times(bundle, engine, candidates, backend))
     return engine
@@ -89,10 +93,9 @@ def make_engine(
 
 def can_run(bundle: Bundle, name: Policy) -> bool:
     """Whether the bundle has the drafters of policy `name`; `auto` needs one drafter, or FlexDraft."""
-    if bundle.flex is not None and name in ("auto", "flex"):
-        return True
-    if name == "flex":
-        return False
+    by_flex = name != "auto" and FACTS[name].first_pass in BY_FLEX
+    if by_flex or (name == "auto" and bundle.flex is not None):
+        return bundle.flex is not None
     needed = 1 if name == "auto" else len(FACTS[name].required_drafters)
     return sum(drafter is not None for drafter in (bundle.first, bundle.second)) >= needed
 
@@ -114,7 +117,11 @@ def candidate_policies(tree: Tree, drafters: int, name: Policy, rows: int, *, fl
 
     if name != "auto":
         return [made(name, rows)]
-    found = [made("off", 1)] + [made("flex", rows)] * flex
+    found = [made("off", 1)]
+    if flex:
+        modes: list[PolicyName] = ["flex_parallel", "flex"]
+        sizes = [size for size in _ROWS if size < min(rows, tree.block_size)]
+        found += [made(mode, size) for size in (*sizes, rows) for mode in modes]
     if drafters:
         trees: list[PolicyName] = ["ddtree"] if drafters == 1 else ["ddtree", "hybrid"]
         found.append(made("chain", rows))

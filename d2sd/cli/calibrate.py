@@ -40,10 +40,10 @@ def calibrate(
     """
     check_writable(out)
     loaded = load_bundle(bundle, progress=bar)
-    drafters = fingerprints(loaded)
+    weights = fingerprints(loaded)
     texts = [text for path in prompts or (OWN_PROMPTS,) for text in last_prompts(path, exclude, count)]
     requests = [chat_request(loaded, text, SamplingParams(), max_new_tokens) for text in texts]
-    found = fit_calibration(loaded, drafters, requests)
+    found = fit_calibration(loaded, weights, requests)
     write_calibration(out, found)
     for name, value in found.report.items():
         click.echo(f"{name:55}{value:g}")

@@ -20,11 +20,13 @@ struct body {
     long type;
     const float *norm;
     const struct layer *layer;
+    const struct layer *draft; /* of mask rows: their products of attention and norms of heads; or NULL */
     double eps;
 };
 
 struct pass {
     long batch, rows;      /* B, T */
+    long clean;            /* rows of a request before its mask rows; T without `draft` */
     float *x;              /* [B, T, E], overwritten */
     const float *cos, *sin; /* [B, T, D] */
     const uint8_t *mask;   /* [B, T, T] with these strides, the last one 1 */
@@ -117,6 +119,25 @@ static void silu_times(void *to, const float *up, const float *gate, long row, i
     }
 }
 
+/* Whether a row is one of FlexDraft's. */
+INLINE int is_mask(const struct pass *pass, long row) { return row % pass->rows >= pass->clean; }
+
+/* A product of attention: mask rows have weights of their own. */
+static void each_attention_tile(
+    const struct run *run, const struct linear *own, const struct linear *draft, float *rows, long stride, int add,
+    const struct share *share) {
+    const struct pass *pass = run->pass;
+    const long parts = draft ? 2 * pass->batch : 1;
+    for (long part = 0; part < parts; part++) {
+        const struct linear *layer = part % 2 ? draft : own;
+        const long first = part / 2 * pass->rows + (part % 2 ? pass->clean : 0);
+        const long all = pass->batch * pass->rows, masks = pass->rows - pass->clean;
+        struct output output = {layer->bias, rows + first * stride, stride, stride, add};
+        each_tile(layer, run->input + first * run->stride * input_size(layer->type), run->stride,
+                  draft ? (part % 2 ? masks : pass->clean) : all, 0, put_sums, &output, share);
+    }
+}
+
 /* --- phases of a layer --- */
 
 static void rotate(float *x, const float *cos, const float *sin, long size) {
@@ -132,12 +153,12 @@ static void rotate(float *x, const float *cos, const float *sin, long size) {
 static void heads_of_rows(const struct run *run, long number, const struct share *share) {
     const struct body *body = run->body;
     const struct pass *pass = run->pass;
-    const struct layer *layer = body->layer + number;
     const long size = body->head_dim, kv = body->kv_heads * size, all = pass->batch * pass->rows;
     const long keys = whole_panels(body->heads * size);
     long first, last;
     divide(all, share, &first, &last);
     for (long row = first; row < last; row++) {
+        const struct layer *layer = (is_mask(pass, row) ? body->draft : body->layer) + number;
         float *q = run->qkv + row * run->width, *k = q + keys;
         for (long h = 0; h < body->heads + body->kv_heads; h++) {
             float *head = h < body->heads ? q + h * size : k + (h - body->heads) * size;
@@ -225,18 +246,17 @@ static void forward(void *arguments, const struct share *share) {
     divide(all, share, &first, &last);
     list_seen(run, share);
     for (long number = 0; number < body->layers; number++) {
-        const struct layer *layer = body->layer + number;
-        struct output qkv = {layer->qkv.bias, run->qkv, run->width, run->width, 0};
-        struct output o = {layer->o.bias, pass->x, hidden, hidden, 1}, down = {layer->down.bias, pass->x, hidden, hidden, 1};
+        const struct layer *layer = body->layer + number, *draft = body->draft ? body->draft + number : NULL;
+        struct output down = {layer->down.bias, pass->x, hidden, hidden, 1};
         norm_rows(run, layer->input_norm, share);
         barrier(share);
-        each_tile(&layer->qkv, run->input, run->stride, all, 0, put_sums, &qkv, share);
+        each_attention_tile(run, &layer->qkv, draft ? &draft->qkv : NULL, run->qkv, run->width, 0, share);
         barrier(share);
         heads_of_rows(run, number, share);
         barrier(share);
         attend_rows(run, number, share);
         barrier(share);
-        each_tile(&layer->o, run->input, run->stride, all, 0, put_sums, &o, share);
+        each_attention_tile(run, &layer->o, draft ? &draft->o : NULL, pass->x, hidden, 1, share);
         barrier(share);
         norm_rows(run, layer->post_norm, share);
         barrier(share);

@@ -27,8 +27,9 @@ from d2sd.plugins import choose
 from d2sd.runtime.backends.graphs import Capture, CudaGraphs
 from d2sd.runtime.backends.pending_context import MAX_PENDING_ROWS, ContextRows, PendingContext
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.accept import Accepted
-from d2sd.runtime.speculation.draft import Branches, Draft, candidates
+from d2sd.runtime.speculation.draft import WIDTH, Branches, Draft, candidates
 from d2sd.runtime.speculation.tree import Tree
 
 # Shape letters: B requests, M pages a request (both buckets), G block size γ, S = γ - 1
@@ -41,6 +42,7 @@ class Verified:
 
     logits: Tensor  # [B, N, V]: fp32, or the head's own type where kernels choose the tokens
     rows: DecoderOutput
+    behind: Tensor | None = None  # [B, N, G, E], hidden states of the mask rows behind every node
 
 
 class ModelRunner:
@@ -98,7 +100,7 @@ class ModelRunner:
         for drafter in self._drafters:
             prepare(drafter)
         if flex is not None and weight.device.type == "cpu":
-            pack(flex)  # on CUDA its layers run as PyTorch operators, which a graph captures
+            pack(flex, target)  # on CUDA its layers run as PyTorch operators, which a graph captures
         self._heads = self._draft_heads()
         if flex is not None:
             self._flex_head = target.logits if flex.draft_ids is None else reduced_head(target, flex.draft_ids)
@@ -172,19 +174,52 @@ class ModelRunner:
         positions = batch.context_len[:, None] + slots
         everywhere = torch.ones_like(slots, dtype=torch.bool).expand(len(positions), len(slots), len(slots))
         rows = Rows(positions, everywhere, batch.page_table, batch.context_len)
-        hidden = self.flex.draft(rows, self._target_pool.from_layer(self.flex.config.split_layer))[:, 1:].contiguous()
-        anchor = self.target.embed_tokens(batch.anchor)[:, None]
-        logits = self._flex_head(hidden).float() + self.flex.calibrate(hidden, anchor)
-        draft = candidates(logits[:, None], batch.context_len, batch.sampling, width, self.flex.draft_ids)
-        return Draft(draft.tokens[:, 0], draft.logprob[:, 0])
+        hidden = self.flex.draft(rows, self._target_pool.from_layer(self.flex.config.split_layer))
+        return self._flex_candidates(hidden, batch.anchor, batch.context_len, batch.sampling, width)
 
     @torch.inference_mode()
     def verify(self, batch: Batch, tree: Tree) -> Verified:
         """The target over all nodes."""
-        rows = Rows(batch.context_len[:, None] + tree.depth, tree.attn_mask, batch.page_table, batch.context_len)
-        out = self.target(tree.tokens, rows, self._target_pool, self._aux_layer_ids)
-        head = self.target.raw_logits if choose.use_kernels(out.hidden) else self.target.logits
-        return Verified(head(out.hidden), out)
+        out = self.target(tree.tokens, _rows(batch, tree), self._target_pool, self._aux_layer_ids)
+        return Verified(self._node_logits(out.hidden), out)
+
+    @torch.inference_mode()
+    def verify_and_draft(self, batch: Batch, tree: Tree) -> Verified:
+        """`verify`, with FlexDraft's mask rows behind every node in the same pass."""
+        assert self.flex is not None
+        out, behind = self.flex.verify_and_draft(
+            self.target, tree.tokens, _rows(batch, tree), self._target_pool, self._aux_layer_ids
+        )
+        return Verified(self._node_logits(out.hidden), out, behind)
+
+    @torch.inference_mode()
+    def draft_behind(self, batch: Batch, verified: Verified, accepted: Accepted, width: int) -> Draft:
+        """The next step's block per request [B, S, M], of the mask rows behind the last accepted node."""
+        assert verified.behind is not None
+        of_rows, last = torch.arange(len(batch.anchor), device=batch.anchor.device), accepted.count - 1
+        hidden = verified.behind[of_rows, accepted.path[of_rows, last]]
+        anchor = accepted.tokens[of_rows, last]
+        return self._flex_candidates(hidden, anchor, batch.context_len + accepted.count, batch.sampling, width)
+
+    @property
+    def flex_width(self) -> int:
+        """Candidates of every slot of a FlexDraft draft."""
+        assert self.flex is not None
+        return min(WIDTH, self.vocab_size if self.flex.draft_ids is None else len(self.flex.draft_ids))
+
+    def _node_logits(self, hidden: Tensor) -> Tensor:
+        return (self.target.raw_logits if choose.use_kernels(hidden) else self.target.logits)(hidden)
+
+    def _flex_candidates(
+        self, hidden: Tensor, anchor: Tensor, context_len: Tensor, sampling: Sampling, width: int
+    ) -> Draft:
+        """hidden [B, G, E] of a block of mask rows behind `context_len [B]` tokens, and their anchors [B]."""
+        assert self.flex is not None
+        hidden = hidden[:, 1:].contiguous()
+        added = self.flex.calibrate(hidden, self.target.embed_tokens(anchor)[:, None])
+        logits = self._flex_head(hidden).float() + added
+        draft = candidates(logits[:, None], context_len, sampling, min(width, self.flex_width), self.flex.draft_ids)
+        return Draft(draft.tokens[:, 0], draft.logprob[:, 0])
 
     @torch.inference_mode()
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
@@ -292,3 +327,7 @@ class ModelRunner:
             if ids is not None and drafter.config.draft_vocabulary not in heads:
                 heads[drafter.config.draft_vocabulary] = reduced_head(self.target, ids)
         return [heads[drafter.config.draft_vocabulary] for drafter in self._drafters]
+
+
+def _rows(batch: Batch, tree: Tree) -> Rows:
+    return Rows(batch.context_len[:, None] + tree.depth, tree.attn_mask, batch.page_table, batch.context_len)

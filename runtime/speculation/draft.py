@@ -16,6 +16,8 @@ from d2sd.runtime.sampling.sample import Sampling
 # Shape letters: B requests, K branches, S = γ - 1 slots after the anchor, M candidates a slot, V vocabulary, Vd draft
 # vocabulary: logits [..., Vd] belong to the ascending `ids [Vd]`. Tokens are the target's ids everywhere.
 
+#: Candidates of every slot in policies that draft siblings.
+WIDTH = 16
 #: Likeliest tokens of a slot that a sampled draft re-ranks with the target's Gumbel noise.
 CANDIDATE_POOL = 64
 

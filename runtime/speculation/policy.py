@@ -1,15 +1,16 @@
 """Tree policies: what is drafted and how it becomes a tree. All are lossless; nodes and tokens a step differ.
 
-policy     first pass      second pass                          tree
-off        -               -                                    the anchor: plain decoding
-lookup     prompt lookup   -                                    a chain: the baseline for drafters
-chain      first drafter   -                                    a chain: DFlash (arXiv 2602.06036)
-samples    first drafter   -                                    the chain and K samples of the same pass
-reanchor   first drafter   first drafter at K boundaries        the chain and K branches
-d2sd       first drafter   second drafter at K boundaries       the same: D²SD (arXiv 2606.04446)
-ddtree     first drafter   -                                    likeliest paths of one pass: DDTree
-hybrid     first drafter   second drafter at K tree nodes       likeliest paths of both passes
-flex       mask rows       -                                    a chain: FlexDraft (arXiv 2605.20022)
+policy         first pass      second pass                      tree
+off            -               -                                the anchor: plain decoding
+lookup         prompt lookup   -                                a chain: the baseline for drafters
+chain          first drafter   -                                a chain: DFlash (arXiv 2602.06036)
+samples        first drafter   -                                the chain and K samples of the same pass
+reanchor       first drafter   first drafter at K boundaries    the chain and K branches
+d2sd           first drafter   second drafter at K boundaries   the same: D²SD (arXiv 2606.04446)
+ddtree         first drafter   -                                likeliest paths of one pass: DDTree
+hybrid         first drafter   second drafter at K tree nodes   likeliest paths of both passes
+flex           mask rows       -                                a chain: FlexDraft (arXiv 2605.20022)
+flex_parallel  the step before -                                the same; one pass verifies, and drafts the next chain
 """
 
 from __future__ import annotations
@@ -26,12 +27,9 @@ from d2sd.runtime.batch import Batch
 from d2sd.runtime.sampling.philox import gumbel_at
 from d2sd.runtime.speculation import tree
 from d2sd.runtime.speculation.boundaries import chain_branches, log_rejected, tree_branches
-from d2sd.runtime.speculation.draft import Branches, Draft
+from d2sd.runtime.speculation.draft import WIDTH, Branches, Draft
 from d2sd.runtime.speculation.growth import best_first_tree
 from d2sd.runtime.speculation.tree import Tree
-
-#: Candidates of every slot in policies that draft siblings.
-WIDTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +171,15 @@ class Flex(Policy):
         return _chain(batch, first, self.num_nodes)
 
 
+class FlexParallel(Policy):
+    name = "flex_parallel"
+    topk = WIDTH  # a grammar may lead the draft in the next step
+    uses_probabilities = False
+
+    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
+        return _chain(batch, first, self.num_nodes)
+
+
 def _chain(batch: Batch, first: Draft | None, rows: int) -> Tree:
     assert first is not None
     tokens, score = _with_anchor(batch.anchor, first.top1, first.confidence)
@@ -187,7 +194,7 @@ def _with_anchor(anchor: Tensor, tokens: Tensor, logprob: Tensor) -> tuple[Tenso
 
 
 _POLICIES: dict[PolicyName, type[Policy]] = {
-    policy.name: policy for policy in (Off, Lookup, Chain, Samples, Reanchor, D2SD, DDTree, Hybrid, Flex)
+    policy.name: policy for policy in (Off, Lookup, Chain, Samples, Reanchor, D2SD, DDTree, Hybrid, Flex, FlexParallel)
 }
 
 
@@ -209,7 +216,7 @@ def make_policy(name: PolicyName, *, block_size: int, branches: int, row_budget:
         )  # fmt: skip
     if kind is Off:
         return Off(1)
-    if kind in (Chain, Lookup, Flex):
+    if kind in (Chain, Lookup, Flex, FlexParallel):
         return kind(min(row_budget, block_size))
     if kind is DDTree:
         return DDTree(row_budget)

@@ -105,13 +105,47 @@ def test_mask_rows_equal_the_reference(
     if not compiled:
         monkeypatch.setattr(library, "available", lambda: False)
     pack(target)
-    pack(head)
+    pack(head, target)
     assert (head.native is not None) == (compiled and library.available())
     hidden = head.draft(rows, pool.from_layer(head.config.split_layer))
     logits = target.logits(hidden[:, 1:]) + head.calibrate(hidden[:, 1:], target.embed_tokens(anchors))
     for row, (states, expected) in enumerate(wanted):
         torch.testing.assert_close(hidden[row].double(), torch.from_numpy(states), rtol=0, atol=1e-4)
         torch.testing.assert_close(logits[row].double(), torch.from_numpy(expected), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_block_behind_a_node_is_the_one_drafted_after_it(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree of two branches over contexts of three lengths: its own rows are those of a pass without mask rows, and
+    every block equals the block of sequential mode once the path to its node is committed. Compiled: bit by bit.
+    """
+    target, head = pair()
+    lengths, parents = [9, 3, 0], [0, 0, 1, 0, 3]
+    tokens, nodes = random_tokens(target, 3, 16), random_tokens(target, 3, 5)
+    if not compiled:
+        monkeypatch.setattr(library, "available", lambda: False)
+    pack(target)
+    pack(head, target)
+    pool, rows = prefilled(target, tokens, lengths)
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*paths[parent], node] if node else [0])
+    mask = torch.tensor([[one in path for one in range(5)] for path in paths]).expand(3, -1, -1)
+    depth = torch.tensor([len(path) - 1 for path in paths])
+    tree = Rows(rows.context_len[:, None] + depth, mask, rows.page_table, rows.context_len)
+    out, behind = head.verify_and_draft(target, nodes, tree, pool, (1, 2))
+    alone = target(nodes, tree, pool, (1, 2))
+    exact = {"rtol": 0, "atol": 0} if compiled and library.available() else {"rtol": 0, "atol": 1e-5}
+    for name in ("hidden", "features", "k", "v"):
+        torch.testing.assert_close(getattr(out, name), getattr(alone, name), **exact)
+    assert behind.shape == (3, 5, GAMMA, target.config.body.hidden_size)
+    for node, path in enumerate(paths):
+        at = rows.context_len[:, None] + torch.arange(len(path))
+        pool.write(out.k[:, :, path], out.v[:, :, path], rows.page_table, at, torch.ones_like(at, dtype=torch.bool))
+        context = rows.context_len + len(path)
+        after = Rows(context[:, None] + torch.arange(GAMMA), rows.attn_mask, rows.page_table, context)
+        hidden = head.draft(after, pool.from_layer(head.config.split_layer))
+        torch.testing.assert_close(behind[:, node], hidden, **exact)
 
 
 def test_the_target_is_the_same_to_the_bit() -> None:
@@ -123,7 +157,7 @@ def test_the_target_is_the_same_to_the_bit() -> None:
         pool, rows = prefilled(target, tokens, [8, 5])
         pack(target)
         if with_head:
-            pack(head)
+            pack(head, target)
             head.draft(rows, pool.from_layer(head.config.split_layer))
         found = []
         for _ in range(2):

@@ -11,6 +11,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -57,10 +58,23 @@ class CheatingRunner(ModelRunner):
     def draft_flex(self, batch: Batch, width: int) -> Draft:
         return self._corrected(batch, super().draft_flex(batch, width))
 
-    def _corrected(self, batch: Batch, honest: Draft) -> Draft:
+    def draft_behind(self, batch: Batch, verified: Verified, accepted: Accepted, width: int) -> Draft:
+        rows, last = torch.arange(len(batch.anchor)), accepted.count - 1
+        behind = replace(batch, anchor=accepted.tokens[rows, last], context_len=batch.context_len + accepted.count)
+        draft = self._corrected(behind, super().draft_behind(batch, verified, accepted, width), may_have_ended=True)
+        self._first = None  # the next batch may have other requests
+        return draft
+
+    def verify_and_draft(self, batch: Batch, tree: Tree) -> Verified:
+        self._tree = tree
+        return super().verify_and_draft(batch, tree)
+
+    def _corrected(self, batch: Batch, honest: Draft, *, may_have_ended: bool = False) -> Draft:
         tokens, logprob = honest.tokens.tolist(), honest.logprob.tolist()
         for row, text, start, dice in self._known(batch, "first"):
-            assert text[start] == int(batch.anchor[row]), "the anchor is not what plain decoding says"
+            if text[start] != int(batch.anchor[row]):
+                assert may_have_ended, "the anchor is not what plain decoding says"
+                continue
             for slot, right in enumerate(text[start + 1 : start + self.block_size]):
                 told = self._guess(right, self._errors[0], len(tokens[row][slot]), dice)
                 tokens[row][slot], logprob[row][slot] = map(list, zip(*told, strict=True))

@@ -40,7 +40,19 @@ from tests.runtime.knowing import Knowing
 from tests.runtime.recorded_graphs import RecordedGraphs
 
 LONGEST, VOCABULARY = 22, 64
-POLICIES: tuple[PolicyName, ...] = ("off", "off", "chain", "chain", "chain", "d2sd", "d2sd", "hybrid", "flex", "lookup")
+POLICIES: tuple[PolicyName, ...] = (
+    "off",
+    "off",
+    "chain",
+    "chain",
+    "chain",
+    "d2sd",
+    "d2sd",
+    "hybrid",
+    "flex",
+    "lookup",
+    "flex_parallel",
+)
 _SAMPLED = SamplingParams(1.0), SamplingParams(0.8, top_p=0.9)
 #: Parameters that need the host between two steps.
 _FENCED = (

@@ -93,11 +93,11 @@ def record(engine: Engine, steps: int) -> list[Kernels]:
     recorded = []
     for _ in range(steps):
         sequences = engine.admit()
-        batch, prompt_lookup = engine.prepare(sequences)
+        batch, host_draft = engine.prepare(sequences)
         recorder = Recorder()
         with pytest.MonkeyPatch.context() as patch, recorder:
             forbid_reading(patch)
-            result = decode_step(engine.runner, engine.policy, batch, engine.calibration, prompt_lookup)
+            result = decode_step(engine.runner, engine.policy, batch, engine.calibration, host_draft)
         engine.retire(Launched(sequences, engine.policy, result, result.read, None))
         recorded.append(recorder.kernels)
     return recorded

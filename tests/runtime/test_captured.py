@@ -198,7 +198,7 @@ def test_the_device_ends_answers_like_the_host() -> None:
         count = torch.tensor([dice.randrange(1, block + 1) for _ in range(rows)])
         tokens = torch.tensor([[dice.randrange(40) for _ in range(block)] for _ in range(rows)])
         accepted = Accepted(torch.zeros_like(tokens), count, tokens, torch.zeros_like(count))
-        result = StepResult(None, None, None, cast(Tree, None), accepted, accepted.packed())
+        result = StepResult(None, None, None, cast(Tree, None), accepted, None, accepted.packed())
         handover.end(own, link, result)
         state = {}
         for row, one in enumerate(sequences):

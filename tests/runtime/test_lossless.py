@@ -107,7 +107,7 @@ def test_requests_are_worth_running() -> None:
 #: At every change, of all pairs: three policies each way and a fourth where a tree hardly fits, four ways a policy.
 SAMPLED = {(name, NAMES[(place + step) % 8]) for place, name in enumerate(WAYS) for step in (0, 3, 4)}
 SAMPLED |= {("few rows", "hybrid")}
-SAMPLED |= {(name, "flex") for name in ("alone", "in flight", "tight pages", "two rows")}
+SAMPLED |= {(name, flex) for name in ("alone", "in flight", "tight pages", "two rows") for flex in NAMES[8:]}
 
 
 def test_sample_covers_every_way_and_policy() -> None:
@@ -149,7 +149,7 @@ def check_what_took_part(policy: PolicyName, stats: SequenceStats, runner: Cheat
     wins, siblings = (
         sum(n for branch_id, n in c.items() if branch_id > 0) for c in (stats.accepted_branches, runner.siblings)
     )
-    assert wins > {"chain": -1, "flex": -1, "ddtree": -1, "samples": 3}.get(policy, 15)
+    assert wins > {"chain": -1, "flex": -1, "flex_parallel": -1, "ddtree": -1, "samples": 3}.get(policy, 15)
     assert siblings > 2 if policy in ("samples", "hybrid") else siblings == 0
     assert runner.siblings[0] > 5 if policy in ("ddtree", "hybrid") else runner.siblings[0] == 0
 
@@ -170,12 +170,12 @@ def test_with_real_drafters(policy: PolicyName, way: Way) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "drafters"),
-    [("off", 0), ("off", 1), ("lookup", 0), ("lookup", 1), ("flex", 0), ("flex", 1)]
+    [(name, n) for name in ("off", "lookup", "flex", "flex_parallel") for n in (0, 1)]
     + [(policy, 1) for policy in ("chain", "samples", "reanchor", "ddtree")],
 )
 def test_without_the_models_that_a_policy_does_not_run(policy: PolicyName, drafters: int) -> None:
     target, first, _, head = copies()
-    flex = head if policy == "flex" else None
+    flex = head if policy in ("flex", "flex_parallel") else None
     runner = ModelRunner(target, first if drafters else None, flex=flex, block_size=BLOCK)
     engine = WAYS["tight pages"].engine(runner, policy)
     assert len(engine.policy.required_drafters) <= drafters
@@ -334,7 +334,7 @@ class Poisoned(ModelRunner):
         return draft
 
 
-@pytest.mark.parametrize("policy", ["off", "reanchor", "d2sd", "hybrid", "flex"])
+@pytest.mark.parametrize("policy", ["off", "reanchor", "d2sd", "hybrid", "flex", "flex_parallel"])
 def test_nobody_reads_what_padding_writes(policy: PolicyName) -> None:
     way = Way(max_batch=7, gap=1, prefill_chunk=5)  # batches of 3, 5, 6 and 7 are padded to 4 and 8
     target, first, second, flex = copies()

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from d2sd.policies import NAMES, PolicyName
-from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import StepResult, decode_step
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.runtime.speculation.draft import Branches, Draft
-from d2sd.runtime.speculation.policy import WIDTH
+from d2sd.runtime.speculation.draft import WIDTH, Branches, Draft
 from tests.runtime.helpers import (
     BLOCK,
     BRANCHES,
@@ -48,6 +48,11 @@ class Spy(ModelRunner):
         self.said.append(super().draft_flex(batch, width))
         return self.said[-1]
 
+    def draft_behind(self, batch: Batch, verified: Verified, accepted: Accepted, width: int) -> Draft:
+        self.asked.append(("behind", 0, width))
+        self.said.append(super().draft_behind(batch, verified, accepted, width))
+        return self.said[-1]
+
     def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
         self.asked.append(("second", drafter, width))
         self.said.append(super().draft_second(batch, branches, drafter, width))
@@ -58,8 +63,8 @@ def one_step(engine: Engine) -> tuple[Batch, StepResult]:
     """A step over three requests, two ways to sample, padded to four."""
     for row in range(3):
         engine.submit(Request((row + 1, 7, row + 1, 7), 20, SamplingParams(0.5 * row, seed=row)))
-    batch, prompt_lookup = engine.prepare(engine.admit())
-    return batch, decode_step(engine.runner, engine.policy, batch, engine.calibration, prompt_lookup)
+    batch, host_draft = engine.prepare(engine.admit())
+    return batch, decode_step(engine.runner, engine.policy, batch, engine.calibration, host_draft)
 
 
 ASKED: dict[PolicyName, list[tuple[str, int, int]]] = {
@@ -72,6 +77,7 @@ ASKED: dict[PolicyName, list[tuple[str, int, int]]] = {
     "ddtree": [("first", 0, WIDTH)],
     "hybrid": [("first", 0, WIDTH), ("second", 1, WIDTH)],
     "flex": [("flex", 0, 1)],
+    "flex_parallel": [("behind", 0, WIDTH)],
 }
 
 
@@ -98,7 +104,7 @@ def test_clock_and_trace_know_what_was_done(policy: PolicyName) -> None:
     engine.record_trace = True
     engine.generate([Request((1, 2), 3)])
     stages = {"prefill", "build_tree", "verify", "accept", "commit", "retire"}
-    if policy != "off":
+    if policy not in ("off", "flex_parallel"):
         stages.add("draft_first")
     if policy in ("reanchor", "d2sd", "hybrid"):
         stages |= {"pick_boundaries", "draft_second"}
@@ -106,7 +112,7 @@ def test_clock_and_trace_know_what_was_done(policy: PolicyName) -> None:
     trace = engine.trace
     assert trace is not None
     assert trace.policy is engine.policy
-    assert (trace.first is not None) == ("draft_first" in stages)
+    assert (trace.first is None) == (policy == "off")
     assert (trace.branches is not None) == ("draft_second" in stages)
 
 
@@ -120,7 +126,7 @@ def test_lookup_drafts_from_each_text_alone() -> None:
     assert draft is not None
     assert draft.top1.tolist() == [[3, 4, 5, 6], [8, 7, 8, 7], [0] * 4, [0] * 4]
     assert draft.confidence.exp().tolist() == [[1] * 4, [1] * 4, [0] * 4, [0] * 4]
-    tree = decode_step(engine.runner, engine.policy, batch, prompt_lookup=draft).tree
+    tree = decode_step(engine.runner, engine.policy, batch, host_draft=draft).tree
     assert tree.tokens.tolist() == [[2, 3, 4, 5, 6], [7, 8, 7, 8, 7], [11, 0, 0, 0, 0], [0] * 5]
     assert tree.valid.sum(1).tolist() == [5, 5, 1, 1]
 

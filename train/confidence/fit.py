@@ -1,15 +1,19 @@
-"""Fit a confidence calibration to the steps of both drafters' trees on given prompts, at T = 0 and T = 1."""
+"""Fit a confidence calibration to the steps of both drafters' trees on given prompts, at T = 0 and T = 1.
+
+Of FlexDraft only the tokens a step are measured: its chains are not ranked by probability.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from d2sd.calibration import CalibrationFile
 from d2sd.convert.bundle.load import Bundle
 from d2sd.convert.bundle.serving import make_engine
 from d2sd.convert.checkpoint.drafter import fingerprint
+from d2sd.convert.checkpoint.flex import flex_fingerprint
 from d2sd.errors import D2SDError
 from d2sd.policies import PolicyName
 from d2sd.progress import bar
@@ -23,12 +27,20 @@ _NODE_BUDGET = 64
 _REGIMES: tuple[tuple[Literal["0", "1"], float], ...] = (("0", 0.0), ("1", 1.0))
 
 
-def fingerprints(bundle: Bundle) -> tuple[str, str | None]:
-    """Hashes of both drafters' weights, to which a calibration is tied. Call it before an engine packs the weights.
+@dataclass(frozen=True, slots=True)
+class Fingerprints:
+    """Hashes of the weights to which a calibration is tied."""
+
+    drafters: tuple[str | None, str | None]
+    flex: str | None
+
+
+def fingerprints(bundle: Bundle) -> Fingerprints:
+    """Those of the bundle's drafters and FlexDraft head. Call it before an engine packs the weights.
 
     Raises D2SDError for a bundle without a drafter, and for weights that its precision has rounded.
     """
-    if bundle.first is None:
+    if bundle.first is None and bundle.flex is None:
         raise D2SDError("The bundle has no drafter to calibrate.", where=bundle.path)
     if bundle.recipe.precision == "fp16":
         raise D2SDError(
@@ -41,35 +53,41 @@ def fingerprints(bundle: Bundle) -> tuple[str, str | None]:
             "A calibration is tied to the drafters' weights, and FP8 has rounded them.",
             where=f"{bundle.path}: fp8.drafters", fix="calibrate a bundle without fp8; the calibration serves both",
         )  # fmt: skip
-    return fingerprint(bundle.first), fingerprint(bundle.second) if bundle.second else None
+    first, second = (fingerprint(one) if one else None for one in (bundle.first, bundle.second))
+    return Fingerprints((first, second), flex_fingerprint(bundle.flex) if bundle.flex else None)
 
 
 def fit_calibration(
-    bundle: Bundle, drafters: tuple[str, str | None], requests: Sequence[Request], device: str = "cpu"
+    bundle: Bundle, weights: Fingerprints, requests: Sequence[Request], device: str = "cpu"
 ) -> CalibrationFile:
     """Run all requests with the bundle's drafters, fit predicted to observed acceptance, and measure tokens per step by
     number of rows.
 
     The requests' sampling is replaced: at T = 1 the seed is the request's index.
     """
-    assert bundle.first is not None
     outcomes: list[list[NodeOutcome]] = []
     tau: dict[Literal["0", "1"], dict[str, list[float]]] = {}
     for key, temperature in _REGIMES:
-        one = watch(bundle, "ddtree", requests, temperature, device)
-        both = watch(bundle, "hybrid", requests, temperature, device) if bundle.second else []
-        outcomes.append([*_all(one), *(node for node in _all(both) if node.drafter == 1)])
-        tau[key] = {"chain": _chain_gain(one), "ddtree": _tree_gain(one)} | (
-            {"hybrid": _tree_gain(both)} if both else {}
-        )
-    slots = bundle.first.config.block_size - 1
-    fitted = fit(outcomes[0], outcomes[1], slots)
+        tau[key] = {}
+        if bundle.first is not None:
+            one = watch(bundle, "ddtree", requests, temperature, device)
+            both = watch(bundle, "hybrid", requests, temperature, device) if bundle.second else []
+            outcomes.append([*_all(one), *(node for node in _all(both) if node.drafter == 1)])
+            tau[key] |= {"chain": _chain_gain(one), "ddtree": _tree_gain(one)}
+            tau[key] |= {"hybrid": _tree_gain(both)} if both else {}
+        if bundle.flex is not None:
+            tau[key]["flex"] = _chain_gain(watch(bundle, "flex", requests, temperature, device))
     report: dict[str, float] = {"prompts": len(requests), "max_new_tokens": max(r.max_new_tokens for r in requests)}
-    report |= _errors(outcomes, fitted, drafters=2 if bundle.second else 1)
+    source = bundle.first or bundle.flex
+    assert source is not None
+    slots, fitted = source.config.block_size - 1, None
+    if bundle.first is not None:
+        fitted = fit(outcomes[0], outcomes[1], slots)
+        report |= _errors(outcomes, fitted, drafters=2 if bundle.second else 1)
     return CalibrationFile(
-        drafters=drafters, block_size=slots + 1, tau=tau, report=report,
-        slope=fitted.slope.double().round(decimals=4).tolist(),
-        offset=fitted.offset.double().round(decimals=4).tolist(),
+        drafters=weights.drafters, flex=weights.flex, block_size=slots + 1, tau=tau, report=report,
+        slope=None if fitted is None else fitted.slope.double().round(decimals=4).tolist(),
+        offset=None if fitted is None else fitted.offset.double().round(decimals=4).tolist(),
     )  # fmt: skip
 
 

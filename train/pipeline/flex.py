@@ -1,6 +1,7 @@
-"""The last stage of a FlexDraft training: evaluation of the head on disk, and the digest of the unchanged target.
+"""The last stages of a FlexDraft training: evaluation of the head on disk, its forecast, the unchanged target's digest.
 
-A head has no calibration.json: its drafts become a chain, which is not ranked by probability.
+Its calibration.json has the tokens a step that `auto` forecasts and no Platt parameters: the drafts become a chain,
+which is not ranked by probability.
 """
 
 from __future__ import annotations
@@ -11,25 +12,29 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from d2sd.calibration import NAME, CalibrationFile, write_calibration
 from d2sd.convert.checkpoint.flex import flex_fingerprint, load_flex
 from d2sd.io import write_json
+from d2sd.train.confidence.fit import Fingerprints, fit_calibration
 from d2sd.train.pipeline.evaluate import Evaluator
 from d2sd.train.pipeline.log import Say
-from d2sd.train.pipeline.pair import cached
+from d2sd.train.pipeline.pair import CALIBRATION_PROMPTS, cached
 from d2sd.train_recipe import FlexSettings, TrainRecipe
 
 
 def finish_flex(
     recipe: TrainRecipe, settings: FlexSettings, evaluator: Evaluator, work: Path, out: Path, target: str, say: Say
 ) -> None:
-    """Write evaluation.json into `out`, next to the head; `target` is the digest of the target's weights.
+    """Write evaluation.json and calibration.json into `out`, next to the head; `target` is the digest of the target's
+    weights.
 
-    The result is cached in `work` by the head's fingerprint.
+    The results are cached in `work` by the head's fingerprint.
     """
     folder = out / "flex"
+    found = flex_fingerprint(load_flex(folder, torch.float32))
     inputs = {
-        "head": flex_fingerprint(load_flex(folder, torch.float32)), "evaluation": recipe.evaluation.model_dump(),
-        "precision": recipe.precision, "prompts": evaluator.prompts,
+        "head": found, "evaluation": recipe.evaluation.model_dump(), "precision": recipe.precision,
+        "prompts": evaluator.prompts,
     }  # fmt: skip
 
     def evaluated() -> dict[str, object]:
@@ -41,6 +46,15 @@ def finish_flex(
         "max_new_tokens": recipe.evaluation.max_new_tokens, "settings": {"flex": settings.model_dump()},
         "target": {"sha256 before and after training": target},
     })  # fmt: skip
+
+    def calibrated() -> dict[str, object]:
+        bundle = evaluator.serving(flex=load_flex(folder, evaluator.dtype))
+        requests = list(evaluator.requests.values())[-CALIBRATION_PROMPTS:]
+        weights = Fingerprints((None, None), found)
+        return fit_calibration(bundle, weights, requests, evaluator.device).model_dump(mode="json", exclude_none=True)
+
+    calibration = cached(work / NAME, inputs, calibrated)
+    write_calibration(out / NAME, CalibrationFile.model_validate(calibration))
     say(f"flex: {methods['flex']['tau']:.3f} tokens a step on {len(evaluator.prompts)} held-out prompts")
 
 

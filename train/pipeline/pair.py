@@ -15,7 +15,7 @@ from d2sd.errors import D2SDError
 from d2sd.io import digest, read_json, write_json, write_text
 from d2sd.modeling.drafter import Drafter
 from d2sd.policies import PolicyName
-from d2sd.train.confidence.fit import fit_calibration
+from d2sd.train.confidence.fit import Fingerprints, fit_calibration
 from d2sd.train.pipeline.evaluate import Evaluator
 from d2sd.train.pipeline.log import Say
 from d2sd.train_recipe import TrainRecipe
@@ -23,7 +23,7 @@ from d2sd.train_recipe import TrainRecipe
 #: The first drafter alone, a second pass of the first drafter, and the second drafter in that pass.
 _METHODS: tuple[PolicyName, ...] = ("chain", "reanchor", "d2sd")
 #: Prompts for fitting the calibration, each at two temperatures: thousands of tree nodes, minutes on a CPU.
-_CALIBRATION_PROMPTS = 32
+CALIBRATION_PROMPTS = 32
 
 
 def finish_pair(recipe: TrainRecipe, evaluator: Evaluator, work: Path, out: Path, say: Say) -> None:
@@ -54,7 +54,7 @@ def finish_pair(recipe: TrainRecipe, evaluator: Evaluator, work: Path, out: Path
         say(f"{method}: {tau:.3f} tokens a step on {len(evaluator.prompts)} held-out prompts")
     both = fingerprints[0], fingerprints[1] if fingerprints[1:] else None
     calibration = cached(
-        work / NAME, inputs | {"prompts": list(evaluator.requests), "last": _CALIBRATION_PROMPTS},
+        work / NAME, inputs | {"prompts": list(evaluator.requests), "last": CALIBRATION_PROMPTS},
         lambda: _calibrated(evaluator, both, *pair()),
     )  # fmt: skip
     write_calibration(out / NAME, CalibrationFile.model_validate(calibration))
@@ -83,5 +83,6 @@ def _calibrated(
     evaluator: Evaluator, fingerprints: tuple[str, str | None], first: Drafter, second: Drafter | None
 ) -> dict[str, Any]:
     """Fit on the last of the held-out prompts; evaluations run the first ones, uncalibrated."""
-    pair, requests = evaluator.serving(first, second), list(evaluator.requests.values())[-_CALIBRATION_PROMPTS:]
-    return fit_calibration(pair, fingerprints, requests, evaluator.device).model_dump(mode="json")
+    pair, requests = evaluator.serving(first, second), list(evaluator.requests.values())[-CALIBRATION_PROMPTS:]
+    weights = Fingerprints(fingerprints, None)
+    return fit_calibration(pair, weights, requests, evaluator.device).model_dump(mode="json", exclude_none=True)

@@ -212,7 +212,7 @@ class ResponseGenerator:
 
 
 def response_sampling(name: str, data: Data) -> SamplingParams:
-    """How the prompt of this id is answered: greedily, or sampled from a seed of its own. It depends on the id alone."""
+    """How the prompt of this id is answered: greedily, or sampled. It depends on the id alone."""
     number = int.from_bytes(blake2b(f"sampled/{name}".encode(), digest_size=4).digest(), "big")
     if data.sampled is None or number >= data.sampled.share * 2**32:
         return SamplingParams()

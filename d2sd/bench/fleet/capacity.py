@@ -25,7 +25,7 @@ from d2sd.convert.bundle.load import CALIBRATION
 from d2sd.convert.bundle.serving import forecasts_flex
 from d2sd.errors import D2SDError
 from d2sd.manifest import NAME, load_manifest
-from d2sd.policies import FACTS
+from d2sd.policies import BY_FLEX, FACTS
 from d2sd.recipe import Drafters, DrafterSource, FlexSource, Policy, SecondSource, Source, load_recipe
 from d2sd.runtime.memory import plan_kv_memory
 from d2sd.runtime.request import Limits, Request
@@ -84,7 +84,8 @@ def compute(
 ) -> Option:
     """GPUs of one kind that serve `demand` with `policy`. Raises D2SDError that names the bound that fails."""
     count = 2 if policy == "auto" else len(FACTS[policy].required_drafters)
-    wanted = policy == "flex" or (policy == "auto" and forecasts_flex(len(plan.drafters), plan.calibration))
+    forecast = forecasts_flex(len(plan.drafters), plan.calibration)
+    wanted = forecast if policy == "auto" else FACTS[policy].first_pass in BY_FLEX
     plan = replace(plan, drafters=plan.drafters[:count], flex=plan.flex if wanted else None)
     recipe = plan.recipe
     limits = replace(Limits.of(recipe.limits, max_batch), prefix_cache=False)  # prompts share nothing

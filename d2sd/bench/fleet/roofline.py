@@ -64,6 +64,8 @@ class Roofline:
         """A decode step of `batch` requests of `context` tokens."""
         assert self.plan.target is not None
         block, drafters = self.plan.recipe.tree.block_size, self.plan.drafters
+        if policy.first_pass is FirstPass.CARRIED:
+            return self._parallel_seconds(batch, policy.num_nodes, context)
         seconds = self._seconds(self.plan.target, batch, policy.num_nodes, context, head=True)
         if policy.first_pass is FirstPass.DRAFTER:
             seconds += self._seconds(drafters[0], batch, block, context, head=True)
@@ -80,6 +82,20 @@ class Roofline:
         assert self.plan.target is not None
         return self._seconds(self.plan.target, 1, rows, context, head=False)
 
+    def _parallel_seconds(self, batch: int, nodes: int, context: int) -> float:
+        """FlexDraft's parallel mode: one pass reads the weights and K/V of the last layers once for both kinds of rows.
+
+        Mask rows draft behind every node, and one block of logits is computed.
+        """
+        assert self.plan.target is not None
+        assert self.plan.flex is not None
+        block = self.plan.recipe.tree.block_size
+        products, read = self._work(self.plan.target, batch, nodes, context, nodes)
+        masks, _ = self._work(self._mask_rows(), batch, nodes * block, context, block)
+        read += self.plan.flex.weight_bytes + self._head_weights(self.plan.flex) * self._size
+        layers = self.plan.target.body.num_layers + 1  # the choice of the next draft takes about a layer's launches
+        return self._time(products + masks, read, layers)
+
     def _mask_rows(self) -> Part:
         """The layers that mask rows pass: FlexDraft's projections, and the MLPs and K/V of the target's last layers."""
         flex, target = self.plan.flex, self.plan.target
@@ -95,23 +111,38 @@ class Roofline:
 
     def _seconds(self, part: Part, batch: int, rows: int, context: int, *, head: bool) -> float:
         """One pass over `batch` requests of `rows` rows each."""
-        peaks, body, size = PEAKS[self.gpu], part.body, DTYPES[self.plan.recipe.precision].itemsize
+        return self._time(*self._work(part, batch, rows, context, rows if head else 0), part.body.num_layers)
+
+    def _time(self, products: float, read: float, layers: int) -> float:
+        """Seconds of products at their peak rate and of reading bytes, whichever is longer, and of small kernels."""
+        return max(products, read / PEAKS[self.gpu].bandwidth) / self.efficiency + layers * LAYER_SECONDS
+
+    @property
+    def _size(self) -> int:
+        """Bytes of a weight that is not FP8."""
+        return DTYPES[self.plan.recipe.precision].itemsize
+
+    def _work(self, part: Part, batch: int, rows: int, context: int, logits: int) -> tuple[float, float]:
+        """Seconds of a pass's products at the peak rate, and the bytes that it reads; `logits` rows pass the head."""
+        peaks, body, size = PEAKS[self.gpu], part.body, self._size
         half = peaks.fp32 if size == 4 else peaks.half
-        table = part.config.vocab_size * body.hidden_size  # of the embedding, and of the head
         stored, weights = part.weight_bytes, part.parameters
         if isinstance(part.config, DecoderConfig):  # the embedding is looked up; if it is tied, it is the head
-            tables = table if part.config.tie_word_embeddings else 2 * table
+            tables = part.config.vocab_size * body.hidden_size * (1 if part.config.tie_word_embeddings else 2)
             stored, weights = stored - tables * size, weights - tables
-        elif isinstance(part.config, DrafterConfig | FlexConfig) and part.config.draft_vocabulary is not None:
-            table = len(part.config.draft_vocabulary) * body.hidden_size
         narrow = (weights * size - stored) / (size - 1) if size > 1 else 0  # weights in FP8
         products = 2 * batch * rows * (narrow / peaks.fp8 + (weights - narrow) / half)
         attention = 4 * batch * rows * context * body.num_heads * body.head_dim * body.num_layers / half
         read = stored + batch * context * part.kv_token_bytes
-        if head:
-            products += 2 * batch * rows * table / half
-            read += table * size
-        return max(products + attention, read / peaks.bandwidth) / self.efficiency + body.num_layers * LAYER_SECONDS
+        if logits:
+            products += 2 * batch * logits * self._head_weights(part) / half
+            read += self._head_weights(part) * size
+        return products + attention, read
+
+    def _head_weights(self, part: Part) -> int:
+        """Weights of the head over the vocabulary or the draft vocabulary."""
+        ids = part.config.draft_vocabulary if isinstance(part.config, DrafterConfig | FlexConfig) else None
+        return (part.config.vocab_size if ids is None else len(ids)) * part.body.hidden_size
 
 
 def arithmetic_costs(

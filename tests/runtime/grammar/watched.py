@@ -47,8 +47,16 @@ class WatchedRunner(CheatingRunner):
         return super().draft_second(batch, branches, drafter, width)
 
     def verify(self, batch: Batch, tree: Tree) -> Verified:
+        self._watch(batch, tree)
+        return super().verify(batch, tree)
+
+    def verify_and_draft(self, batch: Batch, tree: Tree) -> Verified:
+        self._watch(batch, tree)
+        return super().verify_and_draft(batch, tree)
+
+    def _watch(self, batch: Batch, tree: Tree) -> None:
         usual = None
-        if self.policy.first_pass is not FirstPass.PROMPT_LOOKUP:
+        if self.policy.first_pass not in (FirstPass.PROMPT_LOOKUP, FirstPass.CARRIED):
             drafts = (self._first, self._second) if self._first else (None, None)
             width = self.policy.topk
             first, second = (d and Draft(d.tokens[..., :width], d.logprob[..., :width]) for d in drafts)
@@ -60,7 +68,6 @@ class WatchedRunner(CheatingRunner):
             elif usual is not None:
                 for field in fields(Tree):
                     assert getattr(tree, field.name)[row].equal(getattr(usual, field.name)[row]), field.name
-        return super().verify(batch, tree)
 
     def _count(self, tree: Tree, row: int, request: Request, answer: Sequence[int]) -> None:
         for path in drafted(tree, row):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from d2sd.errors import RecipeError
 from d2sd.policies import MAX_NODES, NAMES, FirstPass, PolicyName
-from d2sd.runtime.speculation.draft import Draft
-from d2sd.runtime.speculation.policy import WIDTH, Policy, make_policy
+from d2sd.runtime.speculation.draft import WIDTH, Draft
+from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.runtime import oracle
 from tests.runtime.drafts import Passes, batch_of, check_best, draft_of, nodes_of, passes
 from tests.runtime.helpers import STEADY
@@ -54,7 +54,11 @@ def slow(policy: Policy, made: Passes, row: int) -> list[Node]:
     tokens = [[anchor, *(token for token, _ in own)] for own in candidates]
     scores = [[sum(logprob for _, logprob in own[:n]) for n in range(len(own) + 1)] for own in candidates]
     nodes, _ = oracle.from_candidates(tokens, scores, 10**6)
-    return [n for n in nodes if n.score > -math.inf] if policy.name in ("chain", "lookup", "flex") else nodes
+    return (
+        [n for n in nodes if n.score > -math.inf]
+        if policy.name in ("chain", "lookup", "flex", "flex_parallel")
+        else nodes
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -114,6 +118,7 @@ def test_requests_and_rows_do_not_mix(name: PolicyName, made: Passes, budget: in
         ("ddtree", 1, FirstPass.DRAFTER, None, WIDTH, 0, 64),
         ("hybrid", 2, FirstPass.DRAFTER, 1, WIDTH, 2, 64),
         ("flex", 0, FirstPass.FLEX, None, 1, 0, 4),
+        ("flex_parallel", 0, FirstPass.CARRIED, None, 16, 0, 4),
     ],
 )
 def test_static_facts(
@@ -134,10 +139,10 @@ def test_static_facts(
 
 def test_every_name_has_its_policy() -> None:
     assert get_args(PolicyName) == NAMES
-    assert len(set(NAMES)) == 9
+    assert len(set(NAMES)) == 10
     made = {name: make_policy(name, block_size=4, branches=2, row_budget=64) for name in NAMES}
     assert [policy.name for policy in made.values()] == list(NAMES)
-    assert len(set(made.values())) == 9
+    assert len(set(made.values())) == 10
 
 
 def test_d2sd_by_hand() -> None:

@@ -10,13 +10,18 @@ import torch
 import yaml
 from click.testing import CliRunner
 
+from d2sd.calibration import load_calibration
 from d2sd.cli.main import main
+from d2sd.convert.bundle.load import load_bundle
+from d2sd.convert.bundle.serving import make_engine
 from d2sd.convert.checkpoint.flex import load_flex
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.errors import RecipeError
+from d2sd.runtime.speculation.policy import Flex, FlexParallel
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.flex import weights_digest
 from d2sd.train_recipe import load_train_recipe
+from tests.convert.helpers import edit_json
 from tests.d2sd.cli.train.helpers import SETTINGS, arguments, edit, nth_time, rows, train, trained, write_training
 
 HEAD = {"layers": 1, "block_size": 4, "calibration_size": 8, "draft_vocab_size": 12}
@@ -36,7 +41,7 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
         assert train(project).exit_code != 0
     files = trained(project)
     assert sorted(files) == [
-        "curves.png", "evaluation.json",
+        "calibration.json", "curves.png", "evaluation.json",
         *(f"flex/{name}" for name in ("config.json", "draft_vocab.json", "model.safetensors")),
     ]  # fmt: skip
     assert [(row["step"], "cells" in row) for row in rows(project, "flex.jsonl")] == [
@@ -52,15 +57,26 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
     assert head.calibration.outer.weight.any()
 
     recipe = {
-        "d2sd": 1, "name": "tiny", "target": {"path": "target"}, "drafters": {"flex": {"path": "out/flex"}},
-        "tree": {"policy": "flex", "block_size": 4, "branches": 3}, "limits": {"max_context": 64},
+        "d2sd": 1, "name": "tiny", "target": {"path": "target"},
+        "drafters": {"flex": {"path": "out/flex"}, "calibration": {"path": "out/calibration.json"}},
+        "tree": {"policy": "auto", "block_size": 4, "branches": 3}, "limits": {"max_context": 64},
         "sampling": {"max_new_tokens": 8},
     }  # fmt: skip
     (project / "bundle.yaml").write_text(yaml.safe_dump(recipe))
     ended = CliRunner().invoke(main, ["build", f"{project}/bundle.yaml", "--out", f"{project}/bundle"])
     assert ended.exit_code == 0, ended.output + repr(ended.exception)
-    again = trained(project)
-    assert again == files
+    selector = make_engine(load_bundle(project / "bundle")).selector
+    assert selector is not None
+    assert {policy.name for policy in selector.policies} == {"off", "flex", "flex_parallel"}
+    forecast = load_calibration(project / "out" / "calibration.json").tau["0"]["flex"]
+    assert selector.expected(Flex(4), 0.0) == selector.expected(FlexParallel(4), 0.0) == forecast[3]
+    assert trained(project) == files
+
+    edit_json(project / "out" / "calibration.json", "flex", "0" * 16)
+    ended = CliRunner().invoke(main, ["build", f"{project}/bundle.yaml", "--out", f"{project}/other"])
+    assert ended.exit_code == 2
+    assert "another FlexDraft head" in ended.output
+    assert not (project / "other").exists()
 
 
 def test_the_plan_knows_it(project: Path) -> None:
