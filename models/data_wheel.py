@@ -15,7 +15,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from d2sd.recipe import PyPI, load_recipe
+from d2sd.recipe import PyPI, Recipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 METADATA = """Metadata-Version: 2.4
@@ -33,8 +33,7 @@ EPOCH = (1980, 1, 1, 0, 0, 0)
 def pack(recipe_file: Path, out: Path) -> Path:
     """Write the data wheel of a recipe into the folder `out` and return its path."""
     recipe = load_recipe(recipe_file)
-    named = (recipe.drafters.first, recipe.drafters.second, recipe.drafters.calibration)
-    sources = [source.pypi for source in named if source is not None and source.pypi is not None]
+    sources = wheels(recipe)
     package, version = one(sources)
     module = package.replace("-", "_")
     files: dict[str, bytes] = {}
@@ -58,6 +57,13 @@ def pack(recipe_file: Path, out: Path) -> Path:
     return wheel
 
 
+def wheels(recipe: Recipe) -> list[PyPI]:
+    """What the recipe takes from wheels, but for its target."""
+    drafters = recipe.drafters
+    named = drafters.first, drafters.second, drafters.flex, drafters.calibration
+    return [source.pypi for source in named if source is not None and source.pypi is not None]
+
+
 def one(sources: list[PyPI]) -> tuple[str, str]:
     """Package and version, which all sources share."""
     ((package, version),) = {(source.package, source.version) for source in sources}
@@ -75,9 +81,7 @@ def main() -> None:
     given = parser.parse_args()
     wheel = pack(given.recipe, given.out)
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    drafters = load_recipe(given.recipe).drafters
-    named = (drafters.first, drafters.second, drafters.calibration)
-    expected = {source.pypi.sha256 for source in named if source is not None and source.pypi is not None}
+    expected = {source.sha256 for source in wheels(load_recipe(given.recipe))}
     print(wheel)
     if expected != {found}:
         sys.exit(f"its sha256 is {found}; the recipe says {', '.join(sorted(expected))}")
