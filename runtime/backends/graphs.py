@@ -59,7 +59,7 @@ class CudaGraphs:
         """As `Capture`; the copy is to pinned memory."""
         with torch.cuda.device(self._device):
             host = tensor.to("cpu", non_blocking=True)
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
 
         def wait() -> Tensor:

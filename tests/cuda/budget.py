@@ -14,25 +14,25 @@ MOST = {False: 600, True: 700}
 #: "handover" is what follows from the step before and what the next one needs; "other" packs the tokens for the host.
 #: Sampled: greedy, temperature 1, and all filters, in one batch.
 LAUNCHES: dict[tuple[PolicyName, bool, bool], dict[str, int]] = {
-    ("off", False, False): {"build_tree": 13, "verify": 366, "accept": 3, "commit": 7, "handover": 16, "other": 1},
+    ("off", False, False): {"build_tree": 13, "verify": 366, "accept": 3, "commit": 7, "handover": 14, "other": 1},
     ("chain", False, False): {
         "sync": 14, "draft_first": 66, "build_tree": 46, "verify": 366, "accept": 3, "commit": 7,
-        "handover": 16, "other": 1,
+        "handover": 14, "other": 1,
     },
     ("d2sd", False, False): {
         "sync": 28, "draft_first": 66, "pick_boundaries": 14, "draft_second": 76, "build_tree": 20, "verify": 366,
-        "accept": 3, "commit": 7, "handover": 16, "other": 1,
+        "accept": 3, "commit": 7, "handover": 14, "other": 1,
     },
     ("d2sd", False, True): {
         "sync": 28, "draft_first": 66, "pick_boundaries": 14, "draft_second": 76, "build_tree": 20, "verify": 366,
-        "accept": 4, "commit": 7, "handover": 16, "other": 1,
+        "accept": 4, "commit": 7, "handover": 14, "other": 1,
     },
     ("d2sd", True, False): {
         "sync": 38, "draft_first": 74, "pick_boundaries": 14, "draft_second": 84, "build_tree": 20, "verify": 403,
-        "accept": 3, "commit": 7, "handover": 16, "other": 1,
+        "accept": 3, "commit": 7, "handover": 14, "other": 1,
     },
     ("hybrid", False, False): {
         "sync": 28, "draft_first": 66, "pick_boundaries": 30, "draft_second": 76, "build_tree": 1, "verify": 366,
-        "accept": 3, "commit": 7, "handover": 16, "other": 1,
+        "accept": 3, "commit": 7, "handover": 14, "other": 1,
     },
 }  # fmt: skip

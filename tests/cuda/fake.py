@@ -38,6 +38,7 @@ from d2sd.runtime.handover import Handover, Link
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.carried import carried_draft
 from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
@@ -177,8 +178,10 @@ def steps(
             calibration = Calibration(*neutral).to(made.device)
         batch, draft = batch_of(size, kinds), None
         if policy.first_pass is FirstPass.PROMPT_LOOKUP:
-            searched = lookup_draft([[1, 2, 1, 2]] * size, BLOCK - 1, size)
-            draft = Draft(searched.tokens.to("cuda"), searched.logprob.to("cuda"))
+            draft = lookup_draft([[1, 2, 1, 2]] * size, BLOCK - 1, size)
+        if policy.first_pass is FirstPass.CARRIED:
+            draft = carried_draft([], BLOCK - 1, made.flex_width, size)
+        draft = draft and Draft(draft.tokens.to("cuda"), draft.logprob.to("cuda"))
         handover, packed = Handover(size, BLOCK, made.device), Link.pack([], size)
         link = Link(*(getattr(packed, field.name).to("cuda") for field in fields(Link)))
         for _ in range(2):

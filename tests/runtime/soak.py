@@ -100,7 +100,7 @@ def pool() -> dict[Request, list[int]]:
         kind = SamplingParams() if index % 7 else _SAMPLED[index // 7 % 2]
         params = replace(kind, seed=index + 1)
         if index % 8 == 4:
-            params = replace(params, **_FENCED[index // 8 % len(_FENCED)])  # type: ignore[arg-type]
+            params = replace(params, **_FENCED[index // 8 % len(_FENCED)])
         found.append(Request(prompt, LONGEST, params, grammar=Thirds() if index % 13 == 6 else None))
     answers = make_engine(honest(), "off", max_batch=8).generate(found)
     return {request: sequence.answer for request, sequence in zip(found, answers, strict=True)}

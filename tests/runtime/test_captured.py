@@ -155,7 +155,12 @@ def test_a_step_is_launched_before_the_one_before_it_is_read(monkeypatch: pytest
     def fetch(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         copy = tensor.clone()
         done.append("launch")
-        return lambda: (done.append("read"), copy)[1]
+
+        def read() -> torch.Tensor:
+            done.append("read")
+            return copy
+
+        return read
 
     monkeypatch.setattr(graphs, "fetch", fetch)
     first = engine.submit(Request((5, 6), 12, GREEDY))

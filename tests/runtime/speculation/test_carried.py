@@ -22,7 +22,9 @@ def test_numbers_survive_to_the_bit() -> None:
     rows = pack_draft(Draft(tokens, logprob)).tolist()
     found = carried_draft([rows[1], None, rows[0]], 2, 2, 4)
     assert found.tokens.tolist() == [tokens[1].tolist(), [[0, 0], [0, 0]], tokens[0].tolist(), [[0, 0], [0, 0]]]
-    for row, wanted in enumerate([logprob[1], torch.full((2, 2), -math.inf), logprob[0], torch.full((2, 2), -math.inf)]):
+    for row, wanted in enumerate(
+        [logprob[1], torch.full((2, 2), -math.inf), logprob[0], torch.full((2, 2), -math.inf)]
+    ):
         assert torch.equal(found.logprob[row].view(torch.int32), wanted.view(torch.int32))
 
 
