@@ -89,7 +89,7 @@ class Handover:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Steps that run inside are no steps of the engine: the state is as before."""
+        """Steps that run inside do not change the state."""
         before = self._state.clone()
         try:
             yield

@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.decode import decode_step
-from d2sd.runtime.engine import Engine, Launched
+from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.step_parts import Launched
 from tests.runtime.helpers import BLOCK, honest, make_engine
 
 #: Operators whose result has the shape of its data, or is a number on the host.
