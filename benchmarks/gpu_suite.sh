@@ -2,6 +2,7 @@
 # Run the GPU measurements that one machine finishes in nine minutes. Needs torch and triton, and no package index.
 #
 #   sh benchmarks/gpu_suite.sh [--out build/gpu] [--budget 500]
+#   sh benchmarks/gpu_suite.sh --dry    # without a GPU: everything but the launches, in OUT/dry
 #
 # Ends in a table; everything is in OUT/gpu.json. Another call with the same OUT measures what is missing. The TensorRT-RTX
 # probe and the tests need what benchmarks/pack_tensorrt_rtx.sh packs and `take`s; without them they are skipped. The tests are
@@ -25,12 +26,14 @@ export PYTHONPATH D2SD_COMMIT
 # A relative --out counts from here.
 OUT=build/gpu
 next=
+dry=
 for argument in "$@"; do
     [ "$next" != --out ] || OUT=$argument
-    case $argument in --out=*) OUT=${argument#--out=} ;; esac
+    case $argument in --out=*) OUT=${argument#--out=} ;; --dry) dry=/dry ;; esac
     next=$argument
 done
 case $OUT in /*) ;; *) OUT=$root/$OUT ;; esac
+OUT=$OUT$dry
 mkdir -p "$OUT"
 cd "$tree"
 $PYTHON -m benchmarks.gpu.suite --engines "$KEEP/rtx/engines" "$@" --out "$OUT"

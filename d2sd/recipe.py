@@ -312,8 +312,12 @@ class Recipe(RecipeFile):
     target: Target
     #: The drafters; without them the bundle serves plain decoding and prompt lookup.
     drafters: Drafters = Drafters()
-    #: Type of weights and activations; lossless in all three on a CPU with a compiler (docs/cpu.md), elsewhere in fp32.
+    #: Type of weights and activations; lossless in all three on a CPU with a compiler (docs/cpu.md) and with
+    #: `exact`, else in fp32.
     precision: Precision = "fp32"
+    #: Batch-invariant steps on CUDA: speculation gives the tokens of plain decoding in 16 bits and FP8 too, more slowly
+    #: (docs/accuracy.md). On a CPU with a compiler this is always so.
+    exact: bool = False
     #: FP8 quantization; without it weights are in `precision`.
     fp8: FP8 | None = None
     #: TensorRT engines; without them the bundle has only checkpoints, for PyTorch and TensorRT-LLM.
@@ -348,6 +352,8 @@ class Recipe(RecipeFile):
             raise ValueError("drafters.calibration needs drafters.first or drafters.flex; remove it")
         if self.fp8 is not None and self.precision == "fp32":
             raise ValueError("fp8 computes in 16 bits around its products; set precision to bf16 or fp16")
+        if self.exact and self.engines is not None:
+            raise ValueError("exact is PyTorch's step: engines are not batch-invariant; remove exact or engines")
         if self.fp8 is not None and self.engines is not None and (old := _NO_FP8 & set(self.engines.compute)):
             raise ValueError(f"engines.compute {min(old)} has no FP8; remove it, or fp8")
         if self.drafters.second is not None and self.drafters.first is None:

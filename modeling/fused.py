@@ -22,12 +22,14 @@ the largest of their scales. E4M3 is a floating-point type, so that costs no pre
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from d2sd.errors import D2SDError
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder, TargetModel
 from d2sd.modeling.drafter import Drafter, DraftModel
@@ -36,7 +38,7 @@ from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import Layer, RMSNorm
 from d2sd.modeling.rope import Rotary
 from d2sd.modeling.rows import Rows
-from d2sd.plugins import dispatch
+from d2sd.plugins import batch_invariant, dispatch
 from d2sd.plugins.layer_ops import Heads, add_rms_norm, qk_norm_rope, quantize, silu_mul
 
 # Shape letters: B requests, T rows, R = B·T, E hidden, I intermediate, L layers, Hq/Hkv query and K/V heads, D head
@@ -45,23 +47,33 @@ from d2sd.plugins.layer_ops import Heads, add_rms_norm, qk_norm_rope, quantize, 
 Linear = nn.Linear | Fp8Linear
 
 
-def fuse(model: TargetModel | DraftModel) -> None:
+def fuse(model: TargetModel | DraftModel, *, exact: bool = False) -> None:
     """Replace the layers of a CUDA model in place. Fusing twice is fine.
+
+    `exact`, of a target: products and attention, the head's too, are those of `d2sd.plugins.batch_invariant`.
 
     Afterwards `state_dict` lacks their weights, which are not kept twice: a fused model can only serve. Where this GPU
     or these layers cannot be fused, they stay, after a warning.
-    Raises `D2SDError` instead of that warning under `D2SD_NO_FALLBACK=1`.
+    Raises `D2SDError` instead of that warning under `D2SD_NO_FALLBACK=1`, or if `exact`.
     """
     if not isinstance(model, Decoder | Drafter) or not len(model.layers):
         return
     fp8 = any(isinstance(one, Fp8Linear | Fp8Cache) for one in model.modules())
     weight = model.norm.weight
     if not dispatch.use_fused_layers(weight, model.config.body.head_dim, fp8=fp8, unlike=_unlike(model)):
+        if exact:
+            raise D2SDError(
+                "A batch-invariant step needs fused layers, which this GPU or model does not have.", where="exact",
+                fix="a line on stderr says what is missing; serve it on a CPU, or build it without `exact`",
+            )  # fmt: skip
         return
-    model.native = FusedLayers(model.config.body, model.layers, model.norm, context=isinstance(model, Drafter))
+    context = isinstance(model, Drafter)
+    model.native = FusedLayers(model.config.body, model.layers, model.norm, context=context, exact=exact)
     model.layers = nn.ModuleList()
     if isinstance(model, Drafter):
         model.fc = Product([cast("Linear", model.fc)], weight.dtype)  # type: ignore[assignment]
+    elif exact:
+        model.packed_head = partial(batch_invariant.linear, weight=model.head.detach())
     torch.cuda.empty_cache()  # the parts that were joined
 
 
@@ -84,9 +96,9 @@ class Product(nn.Module):
     `scales` and `bias`.
     """
 
-    def __init__(self, parts: Sequence[Linear], dtype: torch.dtype) -> None:
+    def __init__(self, parts: Sequence[Linear], dtype: torch.dtype, *, exact: bool = False) -> None:
         super().__init__()
-        self._dtype = dtype
+        self._dtype, self._exact = dtype, exact
         self.weight = _joined([part.weight.detach() for part in parts])
         biases = [part.bias.detach() for part in parts if part.bias is not None]
         self.bias = torch.cat(biases) if biases else None
@@ -103,10 +115,17 @@ class Product(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] in the model's type, or in FP8 by `input_scale` -> [..., out]."""
         if self.input_scale is None:
-            return F.linear(x, self.weight, self.bias)
+            product = batch_invariant.linear if self._exact else F.linear
+            return product(x, self.weight, self.bias)
         rows = x.flatten(0, -2)
         if rows.dtype != torch.float8_e4m3fn:
             rows = quantize(rows.contiguous(), self.input_scale)
+        if self._exact:
+            if self.scales is not None:
+                return batch_invariant.linear(rows, self.weight, dtype=torch.float32)
+            scales = self.input_scale, self._weight_scale
+            made = batch_invariant.linear(rows, self.weight, self.bias, scales=scales, dtype=self._dtype)
+            return made.view(*x.shape[:-1], -1)
         if self.scales is not None:
             return _sums(rows, self.weight, self._one)
         out: Tensor = torch._scaled_mm(
@@ -133,18 +152,18 @@ def _sums(x: Tensor, weight: Tensor, one: Tensor, out: Tensor | None = None) -> 
 class _Layer:
     """One layer's products and parameters."""
 
-    def __init__(self, layer: Layer, body: BodyConfig, dtype: torch.dtype) -> None:
+    def __init__(self, layer: Layer, body: BodyConfig, dtype: torch.dtype, *, exact: bool) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.input_norm = layer.input_layernorm.weight.detach()
         self.post_norm = layer.post_attention_layernorm.weight.detach()
         projections = attention.q_proj, attention.k_proj, attention.v_proj
-        self.qkv = Product(projections, dtype)
+        self.qkv = Product(projections, dtype, exact=exact)
         attention.q_proj = attention.k_proj = attention.v_proj = nn.Identity()  # type: ignore[assignment]
-        self.o = Product([attention.o_proj], dtype)
-        self.gate_up = Product([mlp.gate_proj, mlp.up_proj], dtype)
+        self.o = Product([attention.o_proj], dtype, exact=exact)
+        self.gate_up = Product([mlp.gate_proj, mlp.up_proj], dtype, exact=exact)
         for part, weight in zip((mlp.gate_proj, mlp.up_proj), self.gate_up.weight.chunk(2), strict=True):
             part.weight.data = weight  # a view: FlexDraft's mask rows pass the target's MLPs
-        self.down = Product([mlp.down_proj], dtype)
+        self.down = Product([mlp.down_proj], dtype, exact=exact)
         norms = [_weight(norm) for norm in (attention.q_norm, attention.k_norm)]
         caches = [_scale(cache) for cache in (attention.k_cache, attention.v_cache)]
         scales, bias = self.qkv.scales, self.qkv.bias
@@ -169,17 +188,19 @@ def _scale(cache: nn.Module) -> Tensor | None:
 class FusedLayers(nn.Module):
     """A model's layers and last norm. They hold no parameters: they can only serve."""
 
-    def __init__(self, body: BodyConfig, layers: nn.ModuleList, norm: RMSNorm, *, context: bool = False) -> None:
+    def __init__(
+        self, body: BodyConfig, layers: nn.ModuleList, norm: RMSNorm, *, context: bool = False, exact: bool = False
+    ) -> None:
         """Takes the weights out of `layers` one by one, so that no more than a layer's are held twice.
 
         `context`: for drafters, which make keys and values of a context too.
         """
         super().__init__()
-        self._config = body
+        self._config, self._exact = body, exact
         self._dtype, self._norm = norm.weight.dtype, norm.weight.detach()
         self._layers: list[_Layer] = []
         for layer in cast("Sequence[Layer]", layers):
-            self._layers.append(_Layer(layer, body, self._dtype))
+            self._layers.append(_Layer(layer, body, self._dtype, exact=exact))
         self._context = _Context(self._layers, body, self._dtype) if context else None
 
     @property
@@ -209,7 +230,7 @@ class FusedLayers(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         body, eps = self._config, self._config.rms_norm_eps
         shape, width = x.shape[:2], body.hidden_size
-        attend = pool.attend(rows)
+        attend = pool.attend(rows, exact=self._exact)
         cos, sin = rotary.tables(rows.positions, x.dtype)
         k, v = x.new_empty(2, body.num_layers, *shape, body.num_kv_heads, body.head_dim).unbind()
         features = x.new_empty(*shape, len(aux_layer_ids) * width)

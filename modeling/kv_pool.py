@@ -10,6 +10,7 @@ from torch import Tensor
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.layers import Attend
 from d2sd.modeling.rows import Rows
+from d2sd.plugins import batch_invariant
 from d2sd.plugins.cascade_attention import AttnMask, PagedContext, cascade_attention
 from d2sd.plugins.kv_pages import write_pages
 
@@ -57,12 +58,22 @@ class KVPool:
         """Commit rows k, v [L, B, T, Hkv, D]; the other arguments are those of `write_pages`."""
         write_pages(k, v, self.k, self.v, page_table, positions, keep, path, *(self.scales or ()))
 
-    def attend(self, rows: Rows) -> Attend:
-        """The attention of `rows` over this pool, layer by layer."""
+    def attend(self, rows: Rows, *, exact: bool = False) -> Attend:
+        """The attention of `rows` over this pool, layer by layer; `exact`: batch-invariant on CUDA."""
+        if exact:
+            return self._attend_exactly(rows)
         attn_mask = AttnMask(rows.attn_mask)
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return cascade_attention(q, k, v, self.context(index, rows), attn_mask)
+
+        return attend
+
+    def _attend_exactly(self, rows: Rows) -> Attend:
+        order = None if rows.causal else batch_invariant.key_order(rows.attn_mask)
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return batch_invariant.attention(q, k, v, self.context(index, rows), rows.attn_mask, order)
 
         return attend
 

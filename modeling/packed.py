@@ -133,4 +133,5 @@ def _compiled(model: Decoder | Drafter | FlexHead, dtype: torch.dtype) -> bool:
 def reduced_head(target: TargetModel, ids: Tensor) -> Callable[[Tensor], Tensor]:
     """The target's head over `ids [Vd]`: [..., E] -> [..., Vd]. A copy of its rows, packed where the head is."""
     weight = target.head.detach()[ids]
-    return partial(F.linear, weight=weight) if target.packed_head is None else packed_product(weight, None)
+    plain = target.packed_head is None or weight.device.type != "cpu"  # drafts need not be batch-invariant
+    return partial(F.linear, weight=weight) if plain else packed_product(weight, None)

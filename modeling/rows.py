@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ class Rows:
     attn_mask: Tensor  # [B, T, T] bool, row t may attend to row u
     page_table: Tensor  # [B, M] int64
     context_len: Tensor  # [B] int64, committed tokens
+    causal: bool = field(default=False, kw_only=True)  # `attn_mask` is the causal one
 
     @staticmethod
     def chain(length: int, page_table: Tensor, context_len: Tensor) -> Rows:
         """Consecutive rows after the context under a causal mask: a prefill chunk."""
         steps = torch.arange(length, device=context_len.device)
         attn_mask = (steps[:, None] >= steps).expand(len(context_len), length, length)
-        return Rows(context_len[:, None] + steps, attn_mask, page_table, context_len)
+        return Rows(context_len[:, None] + steps, attn_mask, page_table, context_len, causal=True)

@@ -205,7 +205,7 @@ GREEDY, SAMPLED = SamplingParams(), SamplingParams(1.0, seed=2**63 + 11)
 NUCLEUS = SamplingParams(0.8, seed=7, top_p=0.9, top_k=40)
 
 
-def cases(device: str = "cuda") -> Iterator[Case]:
+def cases() -> Iterator[Case]:
     """Trees first: they do not depend on the vocabulary."""
     trees: dict[str, Callable[[Inputs, bool], Both]] = {
         "accept": acceptance, "chain 16": chain, f"merge {BRANCHES + 1}x{SIZE} to {NODES}": merge,
@@ -214,8 +214,10 @@ def cases(device: str = "cuda") -> Iterator[Case]:
     }  # fmt: skip
     for name, make in trees.items():
         for batch in BATCHES:
-            both = [partial(make, Inputs(batch, device, seed), ties) for seed, ties in ((1, False), (2, True))]
-            yield f"choices/{name} x{batch}", partial(measure, both)
+            yield (
+                f"choices/{name} x{batch}",
+                partial(measure, [partial(make, ties=ties) for ties in (False, True)], batch),
+            )
     for vocab in VOCABS:
         made: dict[str, Callable[[Inputs], Both]] = {
             "choose greedy": partial(target, vocab=vocab, params=GREEDY),
@@ -228,19 +230,13 @@ def cases(device: str = "cuda") -> Iterator[Case]:
         }
         for name, build in made.items():
             for batch in BATCHES:
-                yield (
-                    f"choices/{name} V={vocab} x{batch}",
-                    partial(
-                        measure,
-                        [lambda build=build, batch=batch: build(Inputs(batch, device))],  # type: ignore[misc]
-                    ),
-                )
+                yield f"choices/{name} V={vocab} x{batch}", partial(measure, [build], batch)
 
 
-def measure(make: Sequence[Callable[[], Both]], _: Note) -> dict[str, Any]:
+def measure(make: Sequence[Callable[[Inputs], Both]], batch: int, _: Note, device: str = "cuda") -> dict[str, Any]:
     """Compare on every input; time on the first."""
     errors: dict[str, float] = {}
-    pairs = [one() for one in make]
+    pairs = [one(Inputs(batch, device, seed)) for seed, one in enumerate(make, start=1)]
     with torch.inference_mode():
         for both in pairs:
             with on_kernels(False, stable=True):

@@ -233,18 +233,18 @@ def check_tokens(_: Note, device: str = "cuda") -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def time_pass(kind: str, note: Note) -> dict[str, Any]:
+def time_pass(kind: str, note: Note, device: str = "cuda") -> dict[str, Any]:
     """Milliseconds of the target's layers at 1, 16 and 64 rows, and of the drafter's context of 16 rows."""
     body = BodyConfig(
         4096, 12288, 36, 32, 8, 128, 1e-6, RopeConfig(1e6), 40960, qk_norm=True, qkv_bias=False, o_bias=False
     )
-    target, (drafter,) = models(kind, body, 1024, "cuda")
+    target, (drafter,) = models(kind, body, 1024, device)
     columns = CONTEXT // PAGE_SIZE + 4
-    pool = KVPool.for_body(body, 1 + columns, PAGE_SIZE, torch.bfloat16, "cuda", kv_scales(target))
-    table = 1 + torch.arange(columns, device="cuda")[None]
-    context = torch.tensor([CONTEXT], device="cuda")
-    ids, tokens = drafter.config.target_layer_ids, torch.arange(64, device="cuda")[None]
-    features = torch.randn(1, 16, len(ids) * 4096, device="cuda", dtype=torch.bfloat16)
+    pool = KVPool.for_body(body, 1 + columns, PAGE_SIZE, torch.bfloat16, device, kv_scales(target))
+    table = 1 + torch.arange(columns, device=device)[None]
+    context = torch.tensor([CONTEXT], device=device)
+    ids, tokens = drafter.config.target_layer_ids, torch.arange(64, device=device)[None]
+    features = torch.randn(1, 16, len(ids) * 4096, device=device, dtype=torch.bfloat16)
     chains = {count: Rows.chain(count, table, context) for count in (1, 16, 64)}
     runs = {f"rows {n}": partial(target, tokens[:, :n], rows, pool, ids) for n, rows in chains.items()}
     runs["context"] = partial(drafter.context_keys_values, features, tokens[:, :16])

@@ -1,8 +1,10 @@
-"""Whole decode steps at the geometry of Qwen3-8B with two drafters of 5 layers: random weights, which change no time.
+"""Whole decode steps at the geometry of Qwen3-8B with two drafters of 5 layers and a FlexDraft head of 10.
 
-Each policy's step is timed as the engine serves it, inputs uploaded and result read: operator by operator (eager: what
-the host needs is in it) and as one CUDA graph. It is compared with the bytes that it must read: every weight once, at
-the copy rate.
+Weights are random, which changes no time.
+
+Each step is timed as the engine serves it, inputs uploaded and result read: operator by operator (eager: what the host
+needs is in it) and as one CUDA graph. Beside the times are its bytes and graph nodes as counted without a GPU
+(benchmarks/gpu/count.py); docs/roofline.md has the same rows by arithmetic.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from statistics import median
 from typing import Any
@@ -19,58 +21,108 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from benchmarks.gpu import traffic
 from benchmarks.gpu.cases import Case, Note
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
+from d2sd.convert.checkpoint.quantization import DRAFTER_UNQUANTIZED, Quantization
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import Fp8Linear, linear_names
-from d2sd.modeling.fused import FusedLayers
 from d2sd.plugins.dispatch import NO_FALLBACK
-from d2sd.policies import PolicyName
+from d2sd.policies import FACTS, FirstPass, PolicyName
 from d2sd.runtime.backends.graphs import CudaGraphs
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.captured import DecodeSteps
 from d2sd.runtime.request import Limits, SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.speculation.carried import carried_draft
+from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy, make_policy
 
 #: Tokens of context of every request, and of a page.
 CONTEXT, PAGE_SIZE = 2048, 16
-BATCHES = (1, 8, 32)
-POLICIES: tuple[PolicyName, ...] = ("off", "chain", "d2sd", "ddtree", "hybrid")
 BLOCK_SIZE, BRANCHES, ROWS = 16, 4, 64
-LIMITS = Limits(max(BATCHES), CONTEXT, PAGE_SIZE, prefill_chunk=512)
+#: Qwen3-8B, the first drafter that is public for it, and FlexDraft's head as its authors released it.
+VOCABULARY = 151936
+BODY = BodyConfig(4096, 12288, 36, 32, 8, 128, 1e-6, RopeConfig(1e6), 40960, qk_norm=True, qkv_bias=False, o_bias=False)
+DRAFTER_LAYERS, FLEX_LAYERS, CALIBRATION = 5, 10, 256
+MASK, FEATURE_LAYERS = 151669, (1, 9, 17, 25, 33)
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
+FILTERED = SamplingParams(temperature=0.7, top_p=0.9, top_k=20)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step. `drafted`: size of the draft vocabulary, None for the target's whole vocabulary."""
+
+    policy: PolicyName
+    kind: str = "bf16"  # or "fp8", as `d2sd build` quantizes
+    batch: int = 1
+    drafted: int | None = None
+    params: SamplingParams = GREEDY
+
+    @property
+    def name(self) -> str:
+        drafted = f" V={self.drafted}" if self.drafted else ""
+        heat = f" T={self.params.temperature:g}" if self.params.temperature else ""
+        return f"{self.kind} {self.policy} x{self.batch}{drafted}{heat}"
+
+    def make_policy(self) -> Policy:
+        return make_policy(self.policy, block_size=BLOCK_SIZE, branches=BRANCHES, row_budget=ROWS)
+
+
+#: Policy -> batch sizes. A row more here is a row more in docs/roofline.md and in the GPU suite.
+BATCHES: dict[PolicyName, tuple[int, ...]] = {
+    "off": (1, 8), "chain": (1, 8), "d2sd": (1, 8), "hybrid": (1, 8), "flex": (1, 2, 4, 8, 16),
+    "flex_parallel": (1, 2, 4, 8, 16),
+}  # fmt: skip
+DRAFTED = (None, 32768)
+
+
+def rows() -> list[Step]:
+    """The rows of docs/roofline.md, by type and draft vocabulary; plain decoding has none."""
+    return [
+        Step(name, kind, batch, drafted)
+        for kind in ("bf16", "fp8") for drafted in DRAFTED for name, sizes in BATCHES.items() for batch in sizes
+        if drafted is None or name != "off"
+    ]  # fmt: skip
+
+
+#: Timed besides.
+OTHERS = (Step("d2sd", batch=8, params=SAMPLED), Step("d2sd", batch=8, params=FILTERED), Step("d2sd", batch=32))
+MOST = 32
+LIMITS = Limits(MOST, CONTEXT, PAGE_SIZE, prefill_chunk=512)
 
 
 def cases() -> Iterator[Case]:
-    for kind in ("bf16", "fp8"):
-        for batch in BATCHES:
-            for name in POLICIES:
-                yield f"steps/{kind} {name} x{batch}", partial(step, kind, name, batch, 0.0)
-        yield f"steps/{kind} d2sd x8 T=1", partial(step, kind, "d2sd", 8, 1.0)
+    for one in (*rows(), *OTHERS):
+        yield f"steps/{one.name}", partial(step, one)
 
 
 @torch.inference_mode()
-def step(kind: str, name: PolicyName, batch: int, temperature: float, note: Note) -> dict[str, Any]:
-    """Milliseconds of a step, eager and captured, its kernels, and the bytes of the weights it reads.
+def step(one: Step, note: Note, device: str = "cuda") -> dict[str, Any]:
+    """Milliseconds of a step, eager and captured, its kernels, and its bytes and graph nodes by counting.
 
     Raises where a replay of the graph gives other tokens than the eager step.
     """
-    runner = made(kind)
-    policy = make_policy(name, block_size=BLOCK_SIZE, branches=BRANCHES, row_budget=ROWS)
-    inputs, steps = requests(runner, batch, temperature), DecodeSteps(runner, LIMITS)
+    from benchmarks.gpu.count import count  # which makes these models on the meta device
+
+    counted = count(one)
+    moved = traffic.read(counted) + traffic.written(counted)
+    figures: dict[str, Any] = {"gb": moved / 1e9, "nodes": len(counted)}
+    note(**figures)
+    runner, policy = made(one, device), one.make_policy()
+    inputs, draft, steps = requests(one, runner), host_draft(one), DecodeSteps(runner, LIMITS)
 
     def run() -> torch.Tensor:
         runner.sync_drafters(policy.required_drafters)
-        return steps.run(policy, inputs).packed
+        return steps.run(policy, inputs, draft).packed
 
     runner.capture = None
     expected = run().clone()
-    eager = median(_seconds(run) for _ in range(8))
-    figures: dict[str, Any] = {
-        "eager_ms": eager * 1000, "kernels": _kernels(run), "weights_gb": weight_bytes(runner, policy) / 1e9
-    }  # fmt: skip
+    figures |= {"eager_ms": median(_seconds(run) for _ in range(8)) * 1000, "kernels": _kernels(run)}
     note(**figures)
     runner.capture = CudaGraphs(runner.device)
     with patch.dict(os.environ, {NO_FALLBACK: "1"}):
@@ -81,68 +133,90 @@ def step(kind: str, name: PolicyName, batch: int, temperature: float, note: Note
     return figures
 
 
-@cache
-def made(kind: str) -> ModelRunner:
-    """The runner; of the kinds only the last is kept in memory."""
-    made.cache_clear()
-    torch.cuda.empty_cache()
-    rope = RopeConfig(1e6)
-    body = BodyConfig(4096, 12288, 36, 32, 8, 128, 1e-6, rope, 40960, qk_norm=True, qkv_bias=False, o_bias=False)
-    ids = (1, 9, 17, 25, 33)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            target = Decoder(DecoderConfig("qwen3", body, 151936, tie_word_embeddings=False))
-            drafters = [
-                Drafter(DrafterConfig(replace(body, num_layers=5), 151936, BLOCK_SIZE, 151669, ids, 36, role))
-                for role in ("first", "variable_prefix")
-            ]
-    finally:
-        torch.set_default_dtype(default)
-    for model in (target, *drafters):
-        model.to("cuda").eval().requires_grad_(False)
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(std=0.02)
-        if kind == "fp8":
-            _quantize(model)
-    runner = ModelRunner(target, *drafters)
-    runner.allocate(1 + max(BATCHES) * _columns(), PAGE_SIZE)
+def made(one: Step, device: str = "cuda") -> ModelRunner:
+    """A runner with the models that the policy needs."""
+    target, first, second, flex = models(one.kind, one.drafted, device)
+    facts = FACTS[one.policy]
+    wanted = [(first, second)[role] for role in facts.required_drafters]
+    joined = flex if facts.first_pass in (FirstPass.FLEX, FirstPass.CARRIED) else None
+    runner = ModelRunner(target, *wanted, flex=joined, block_size=BLOCK_SIZE)
+    runner.allocate(1 + one.batch * columns(), PAGE_SIZE)
     return runner
 
 
-def requests(runner: ModelRunner, batch: int, temperature: float) -> Batch:
+@cache
+def models(kind: str, drafted: int | None, device: str) -> tuple[Decoder, Drafter, Drafter, FlexHead]:
+    """Target, drafters and FlexDraft head; of the kinds only the last is kept in memory."""
+    models.cache_clear()
+    torch.cuda.empty_cache()
+    ids = None if drafted is None else tuple(range(drafted))
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            target = Decoder(DecoderConfig("qwen3", BODY, VOCABULARY, tie_word_embeddings=False))
+            body = replace(BODY, num_layers=DRAFTER_LAYERS)
+            first, second = (
+                Drafter(
+                    DrafterConfig(
+                        body,
+                        VOCABULARY,
+                        BLOCK_SIZE,
+                        MASK,
+                        FEATURE_LAYERS,
+                        BODY.num_layers,
+                        role,
+                        draft_vocabulary=ids,
+                    )
+                )
+                for role in ("first", "variable_prefix")
+            )
+            deep, of = replace(BODY, num_layers=FLEX_LAYERS), BODY.num_layers
+            flex = FlexHead(FlexConfig("qwen3", deep, VOCABULARY, BLOCK_SIZE, of, CALIBRATION, draft_vocabulary=ids))
+    finally:
+        torch.set_default_dtype(default)
+    for model in (target, first, second, flex):
+        model.to(device).eval().requires_grad_(False)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(std=0.02)
+    if kind == "fp8":
+        for model in (target, first, second):
+            _quantize(model)
+    flex.join(target)
+    return target, first, second, flex
+
+
+def requests(one: Step, runner: ModelRunner) -> Batch:
     """Requests with pages of their own, that are full up to CONTEXT tokens."""
-    columns = _columns()
-    dummy = Batch.dummy(batch, columns, CONTEXT, runner.vocab_size, runner.device)
-    pages = 1 + torch.arange(batch * columns).view(batch, columns)
-    params = [SamplingParams(temperature=temperature, seed=seed) for seed in range(batch)]
-    sampling = Sampling.pack(params, runner.vocab_size, runner.device)
-    anchor = 1000 + torch.arange(batch)
+    dummy = Batch.dummy(one.batch, columns(), CONTEXT, VOCABULARY, runner.device)
+    pages = 1 + torch.arange(one.batch * columns()).view(one.batch, -1)
+    params = [replace(one.params, seed=seed) for seed in range(one.batch)]
+    sampling = Sampling.pack(params, VOCABULARY, runner.device)
+    anchor = 1000 + torch.arange(one.batch)
     return replace(dummy, anchor=anchor, page_table=pages, active=~dummy.active, sampling=sampling)
 
 
-def weight_bytes(runner: ModelRunner, policy: Policy) -> int:
-    """Bytes of the layers and heads of the models that the policy runs, each once; the embedding is not read whole."""
-    models: list[nn.Module] = [runner.target, *(runner._drafters[i] for i in policy.required_drafters)]
-    others = sum(p.nbytes for model in models for name, p in model.named_parameters() if "embed" not in name)
-    return others + sum(one.nbytes for model in models for one in model.modules() if isinstance(one, FusedLayers))
+def host_draft(one: Step) -> Draft | None:
+    """What the step is given where the step before drafted for it: no proposal, which costs the same."""
+    carried = FACTS[one.policy].first_pass is FirstPass.CARRIED
+    return carried_draft([], BLOCK_SIZE - 1, one.make_policy().topk, one.batch) if carried else None
 
 
-def _columns() -> int:
+def columns() -> int:
+    """Pages of a request."""
     return CONTEXT // PAGE_SIZE + 2
 
 
-def _quantize(model: nn.Module) -> None:
-    for name in linear_names(model):
-        if name == "fc":
-            continue
+def _quantize(model: Decoder | Drafter) -> None:
+    """What `d2sd build` makes FP8: all of the target but its head, and o and the MLP of drafters."""
+    exclude = ("lm_head",) if isinstance(model, Decoder) else DRAFTER_UNQUANTIZED
+    for name in Quantization(exclude, kv=False, producer=("", "")).of(linear_names(model)):
         old = model.get_submodule(name)
         assert isinstance(old, nn.Linear)
         new = Fp8Linear(old.in_features, old.out_features, bias=False)
         new.weight = nn.Parameter(old.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
-        new.weight_scale, new.input_scale = (torch.ones((), device="cuda") for _ in range(2))
+        new.weight_scale, new.input_scale = (torch.ones((), device=old.weight.device) for _ in range(2))
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, new)
 

@@ -1,11 +1,12 @@
 """GPU measurements that one machine finishes in minutes, the most informative first.
 
-    sh benchmarks/gpu_suite.sh [--out build/gpu] [--budget 500]
+    sh benchmarks/gpu_suite.sh [--out build/gpu] [--budget 500] [--dry]
 
 Each part is a process of its own with a share of the time; one that dies is started again behind the case that killed
 it. `gpu.json` grows case by case, and another call with the same --out goes on with what is missing. Of the tests that
 need a GPU it runs those of the kernels and of training (`proofs.FILES`);
-`tests/runtime/backends/test_tensorrt_cuda.py` is not among them. **Not yet run** on a GPU.
+`tests/runtime/backends/test_tensorrt_cuda.py` is not among them. **Not yet run** on a GPU; `--dry` runs every case
+without one, but for its launches (`benchmarks.gpu.dry`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import dry
 from benchmarks.gpu.cases import LOST, Case, run_cases
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.table import render
@@ -47,28 +49,33 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/gpu"))
     parser.add_argument("--budget", type=float, default=500, help="seconds in all")
+    parser.add_argument("--dry", action="store_true", help="without a GPU and without launches; figures stay empty")
     parser.add_argument("--engines", type=Path, default=Path("build/gpu/engines"), help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.part:
         cases = cases_of(chosen.part, chosen.out, chosen.engines, chosen.until)
-        run_cases(Record(chosen.out), cases, chosen.until)
+        run_cases(Record(chosen.out), dry.dry(cases) if chosen.dry else cases, chosen.until)
         return 0
     # SIGTERM, from a caller's time limit, ends it and its processes like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    deadline = time.time() + chosen.budget
+    deadline = time.time() + (dry.SECONDS if chosen.dry else chosen.budget)
     try:
         record = Record(chosen.out)
-        record.resume(environment())
+        record.resume(environment() | ({"device": dry.DEVICE} if chosen.dry else {}))
     except D2SDError as error:
         print(error, file=sys.stderr)
         return 2
+    if chosen.dry:
+        record.rows.clear()  # all of them, every time
+        record.write()
     for part in PARTS:
-        run_part(part, chosen.out, chosen.engines, deadline)
+        run_part(part, chosen.out, chosen.engines, deadline, dry=chosen.dry)
     record = Record(chosen.out)
     print(render(record.environment, record.rows))
-    return 0 if all(row["status"] in ("ok", "skipped") for row in record.rows.values()) else 1
+    fine = all(row["status"] in ("ok", "skipped") for row in record.rows.values())
+    return 0 if fine and not (chosen.dry and dry.errors(record.rows)) else 1
 
 
 def cases_of(part: str, out: Path, engines: Path, until: float) -> Iterable[Case]:
@@ -84,19 +91,19 @@ def cases_of(part: str, out: Path, engines: Path, until: float) -> Iterable[Case
     return importlib.import_module(f"benchmarks.gpu.{module}").cases()  # type: ignore[no-any-return]
 
 
-def run_part(part: str, out: Path, engines: Path, deadline: float) -> None:
-    """Run its cases in a process, and again after each that dies, until its time is up."""
+def run_part(part: str, out: Path, engines: Path, deadline: float, *, dry: bool = False) -> None:
+    """Run its cases in a process, and again after each that dies, until its time is up; `dry`: that is the deadline."""
     record = Record(out)
-    if part not in ANYWHERE and not torch.cuda.is_available():
+    if part not in ANYWHERE and not dry and not torch.cuda.is_available():
         record.put(f"{part}/all", "skipped", reason="no CUDA device")
         return
-    until = min(time.time() + PARTS[part], deadline - GRACE)
+    until = deadline - GRACE if dry else min(time.time() + PARTS[part], deadline - GRACE)
     while True:
         if time.time() >= until:
             record.put(f"{part}/all", "no time", reason="the budget was used up")
             return
         ended = _process(
-            ["--part", part, "--until", str(until), "--out", str(out), "--engines", str(engines)],
+            ["--part", part, "--until", str(until), "--out", str(out), "--engines", str(engines), *["--dry"] * dry],
             until + GRACE - time.time(),
         )
         record = Record(out)

@@ -102,7 +102,8 @@ def show_table(table: Table, console: Console = _CONSOLE) -> None:
 def _settings(recipe: Recipe) -> None:
     tree, limits = recipe.tree, recipe.limits
     fp8 = recipe.fp8.model_dump(include={"target", "drafters", "kv"}) if recipe.fp8 else {}
-    _line("precision", ", ".join([recipe.precision, *(f"{part} in FP8" for part, wanted in fp8.items() if wanted)]))
+    parts = [recipe.precision, *(f"{part} in FP8" for part, wanted in fp8.items() if wanted)]
+    _line("precision", ", ".join(parts + ["batch-invariant (exact)"] * recipe.exact))
     _line("tree", f"{tree.policy}, block {tree.block_size}, branches {tree.branches}, row budget {tree.row_budget}")
     _line("limits", f"{limits.max_batch} requests of {limits.max_context} tokens, pages of {limits.page_size}")
 

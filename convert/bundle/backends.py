@@ -35,7 +35,9 @@ def make_runner(
         first, second = (*(drafter.to(device) for drafter in drafters), None, None)[:2]
         head = bundle.flex.to(device) if flex and bundle.flex is not None else None
         size = bundle.recipe.tree.block_size
-        return ModelRunner(bundle.target.to(device), first, second, flex=head, block_size=size)
+        return ModelRunner(
+            bundle.target.to(device), first, second, flex=head, block_size=size, exact=bundle.recipe.exact
+        )
     if flex:
         raise BundleError(
             "FlexDraft has neither graphs nor engines: PyTorch runs it.", where=bundle.path, found=name,

@@ -38,7 +38,7 @@ def step_times(
     on_cpu = runner.device == "cpu"
     depends = {
         "files": bundle.manifest.files,  # the calibration decides which trees are not worth timing
-        "calibrated": engine.calibration is not None, "precision": bundle.recipe.precision,
+        "calibrated": engine.calibration is not None, "precision": (bundle.recipe.precision, bundle.recipe.exact),
         "block_size": runner.block_size, "drafters": runner.drafters,
         "policies": [(policy.name, asdict(policy)) for policy in policies],
         "limits": (limits.max_batch, limits.max_context, limits.page_size),

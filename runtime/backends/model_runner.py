@@ -56,11 +56,13 @@ class ModelRunner:
         *,
         flex: FlexHead | None = None,
         block_size: int = 1,
+        exact: bool = False,
         max_prefill_requests: Callable[[int], int] = lambda rows: sys.maxsize,
     ) -> None:
         """`block_size` applies without drafters, to plain decoding and prompt lookup; drafters define their own.
 
-        `flex` has joined the target.
+        `flex` has joined the target. `exact`: the target's step is batch-invariant on CUDA (docs/accuracy.md); compiled
+        CPU layers always are.
 
         `max_prefill_requests(rows)` is the most requests that one prefill call of `rows` rows a request accepts;
         engines have a limit.
@@ -95,10 +97,12 @@ class ModelRunner:
         #: Captures decode steps; None: their operators are launched one by one.
         self.capture: Capture | None = CudaGraphs(self.device) if weight.device.type == "cuda" else None
         self._drafters = [d for d in (first, second) if d is not None]
-        prepare = pack if weight.device.type == "cpu" else fuse
-        prepare(target)
+        if weight.device.type == "cpu":
+            pack(target)
+        else:
+            fuse(target, exact=exact)
         for drafter in self._drafters:
-            prepare(drafter)
+            (pack if weight.device.type == "cpu" else fuse)(drafter)
         if flex is not None and weight.device.type == "cpu":
             pack(flex, target)  # on CUDA its layers run as PyTorch operators, which a graph captures
         self._heads = self._draft_heads()

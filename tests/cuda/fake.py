@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
+from benchmarks.gpu.traffic import launches
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, Role, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
@@ -44,8 +45,6 @@ from d2sd.runtime.speculation.policy import Policy, make_policy
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
 
 BLOCK, BRANCHES, NODES, VOCABULARY = 16, 4, 64, 512
-#: Make tensors without running anything on the device, or are shapes only.
-_FREE = ("aten.empty", "aten.new_empty", "aten.expand", "aten._unsafe_view", "prim.")
 
 GREEDY, HOT, NARROW = (
     SamplingParams(), SamplingParams(temperature=1.0, seed=1),
@@ -77,17 +76,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         devices = {x.device.type for x in (*given, *made)}
-        if "cuda" in devices and self._launches(func, given, made):
+        if "cuda" in devices and launches(func, given, made):
             self.launches[self.current] += 1
         if len(devices) > 1 and any(x.device.type == "cpu" and (x.dim() or x in made) for x in (*given, *made)):
             self.copies.append(f"{func} in {self.current}")
         return out
-
-    @staticmethod
-    def _launches(func: Any, given: list[Tensor], made: list[Tensor]) -> bool:
-        storages = {x.untyped_storage()._cdata for x in given}
-        view = all(x.untyped_storage()._cdata in storages for x in made) and not func._schema.is_mutable
-        return not view and not str(func).startswith(_FREE)
 
 
 @contextmanager
@@ -113,7 +106,9 @@ def fake_gpu(watch: Watch, capability: tuple[int, int] = (9, 0)) -> Iterator[Fak
         yield mode
 
 
-def runner(layers: int, drafter_layers: int, *, fp8: bool, dtype: torch.dtype = torch.bfloat16) -> ModelRunner:
+def runner(
+    layers: int, drafter_layers: int, *, fp8: bool, exact: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> ModelRunner:
     """Narrow models of this depth: launches do not depend on widths. `fp8`: all linear layers but the head."""
     body = BodyConfig(
         hidden_size=64, intermediate_size=128, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=64,
@@ -146,7 +141,7 @@ def runner(layers: int, drafter_layers: int, *, fp8: bool, dtype: torch.dtype = 
     finally:
         torch.set_default_dtype(torch.float32)
     head.join(target)
-    return ModelRunner(*models, flex=head)
+    return ModelRunner(*models, flex=head, exact=exact)
 
 
 def batch_of(size: int, kinds: tuple[SamplingParams, ...]) -> Batch:
@@ -162,7 +157,7 @@ def policy_of(name: PolicyName) -> Policy:
 
 def steps(
     name: PolicyName, kinds: tuple[SamplingParams, ...], *, size: int = 3, layers: int = 2, drafter_layers: int = 2,
-    fp8: bool = False, calibrated: bool = False,
+    fp8: bool = False, exact: bool = False, calibrated: bool = False,
 ) -> Watch:  # fmt: skip
     """The second of two decode steps: the first one moves tables of positions to the device, once.
 
@@ -171,7 +166,7 @@ def steps(
     """
     watch = Watch()
     with fake_gpu(watch):
-        made, policy, calibration = runner(layers, drafter_layers, fp8=fp8), policy_of(name), None
+        made, policy, calibration = runner(layers, drafter_layers, fp8=fp8, exact=exact), policy_of(name), None
         made.allocate(64, 16)
         if calibrated:
             neutral = torch.ones(2, 2, BLOCK - 1, 2), torch.zeros(2, 2, BLOCK - 1, 2)

@@ -5,6 +5,7 @@ Run by test_step.py in a process of its own, because the device guard stays load
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
+from benchmarks.gpu.count import count
+from benchmarks.gpu.steps import Step
+from d2sd.plugins.batch_invariant.triton import launch as batch_invariant
 from d2sd.policies import NAMES, PolicyName
 from tests.conftest import Once
 from tests.cuda import guard
@@ -84,3 +88,22 @@ def test_launches_stay_within_their_budget(case: tuple[PolicyName, bool, bool], 
     assert not over, f"tests/cuda/budget.py allows {[(stage, budget.get(stage, 0)) for stage in over]}, found {over}"
     assert watch.launches.keys() == budget.keys()
     assert policy != "d2sd" or watch.launches.total() <= MOST[fp8]
+
+
+@pytest.mark.parametrize(
+    "policy", ["d2sd", *(pytest.param(name, marks=pytest.mark.full) for name in ("off", "chain", "hybrid"))]
+)
+def test_steps_on_the_meta_device_have_these_launches(policy: PolicyName) -> None:
+    """Bytes are counted there (benchmarks/gpu/count.py), in captured steps: drafters' context follows the commit."""
+    fake = steps(policy, (GREEDY,), size=1, layers=LAYERS, drafter_layers=DRAFTER_LAYERS)
+    fake.launches["inject"] = fake.launches.pop("sync", 0)
+    assert Counter(launch.stage for launch in count(Step(policy))) == +fake.launches
+
+
+@pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_batch_invariant_steps_take_as_many_launches(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel of `exact` takes the place of another; nothing leaves the device."""
+    monkeypatch.setattr(batch_invariant, "SPAN", 128)  # several splits: with one there is no merge
+    found = steps("d2sd", (GREEDY,), layers=LAYERS, drafter_layers=DRAFTER_LAYERS, fp8=fp8, exact=True)
+    assert not found.launches - Counter(LAUNCHES["d2sd", fp8, False])
+    assert found.copies == []

@@ -31,7 +31,9 @@ def run(names: list[str], *options: str, **environment: str) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("names", [["attention"], ["pages", "models", "layers"], ["trees", "choices"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "names", [["attention"], ["pages", "models", "layers"], ["trees", "choices"], ["exact"]], ids=" ".join
+)
 def test_kernels_under_the_interpreter(names: list[str]) -> None:
     run(names, "-m", "not slow", TRITON_INTERPRET="1")
 
@@ -39,7 +41,7 @@ def test_kernels_under_the_interpreter(names: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.interpreter
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["attention", "trees", "choices", "steps"])
+@pytest.mark.parametrize("name", ["attention", "trees", "choices", "steps", "exact"])
 def test_kernels_under_the_interpreter_in_every_case(name: str) -> None:
     run([name], "-m", "slow", TRITON_INTERPRET="1")
 

@@ -145,10 +145,11 @@ def test_plan_reads_no_weights_and_writes_nothing(
 
     monkeypatch.setattr("d2sd.convert.checkpoint.weights.safe_open", HeadersOnly)
     before = sorted(tmp_path.rglob("*"))
-    shown = invoke(main, "build", recipe, "--plan", "--out", tmp_path / "out")
+    shown = invoke(main, "build", recipe, "--plan", "--out", tmp_path / "out", "--set", "exact=true")
     assert shown.exit_code == 0, shown.output
     assert sorted(tmp_path.rglob("*")) == before
     told = shown.stdout
+    assert "precision      fp32, batch-invariant (exact)" in told
     assert "fetch -> target -> drafter_first -> drafter_second -> check -> manifest" in told
     assert "3 layers, hidden 32, 4/2 heads of 8, vocabulary 64" in told
     assert "reads target layers 0, 1" in told

@@ -15,6 +15,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 
+from d2sd.plugins.batch_invariant.triton import launch as invariant
 from d2sd.plugins.cascade_attention import PagedContext
 from d2sd.plugins.cascade_attention.triton import launch as attention
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel
@@ -163,3 +164,27 @@ def test_layers(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         strides = {name: "i32" for name in variant.types if name.endswith("_stride")}  # 64 bits where a pass is large
         assert found.types() == variant.types | strides
         assert found.constants() == variant.constants
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_batch_invariant_kernels(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "linear_kernel", "attention_kernel", "merge_splits_kernel", "key_order_kernel"
+    linear, attend, merge, order = bound(monkeypatch, invariant, *names)
+    made = {variant.name: variant for variant in SCRIPT["exact_variants"]()}
+    kind, one = torch.float8_e4m3fn if fp8 else torch.bfloat16, torch.ones(())
+    x, weight = torch.zeros(3, 4096).to(kind), torch.empty(24576, 4096, dtype=kind)
+    invariant.linear_triton(x, weight, None, (one, one) if fp8 else None, torch.bfloat16)
+    assert_compiled_ahead(linear, made["exact product fp8" if fp8 else "exact product bf16"])
+    if fp8:
+        invariant.linear_triton(x, weight, None, None, torch.float32)
+        assert_compiled_ahead(linear, made["exact product fp8 sums"])
+    q, k = torch.zeros(2, 64, 32, 128).bfloat16(), torch.zeros(2, 64, 8, 128).bfloat16()
+    stored, table = torch.zeros(3, 16, 8, 128).to(kind), torch.zeros(2, 512, dtype=torch.long)
+    context = PagedContext(stored, stored, table, table[:, 0], *((one, one) if fp8 else ()))
+    keys = invariant.key_order_triton(torch.ones(2, 64, 64, dtype=torch.bool))
+    assert_compiled_ahead(order, made["key order 64"])
+    for tree in (True, False):
+        invariant.attention_triton(q, k, k, context, keys if tree else None)
+        variant = made[f"exact attention bf16{'/fp8' * fp8} D=128{' tree' * tree}"]
+        assert_compiled_ahead(attend, variant)
+    assert_compiled_ahead(merge, made["exact merge D=128"])

@@ -1,0 +1,40 @@
+"""The launches of a decode step as its CUDA graph holds them, counted on meta tensors."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+
+from benchmarks.gpu.steps import CONTEXT, VOCABULARY, Step, host_draft, made, requests
+from benchmarks.gpu.traffic import ACTIVATIONS, KV, Launch, Meter, without_gpu
+from d2sd.runtime.decode import decode_step
+from d2sd.runtime.handover import Handover, Link
+from d2sd.runtime.speculation.draft import Draft
+from d2sd.runtime.static_inputs import _tensors
+
+
+@torch.inference_mode()
+def count(one: Step) -> list[Launch]:
+    """From the first draft to the context of the drafters that run (stage "inject"), as `DecodeSteps` captures it."""
+    meter = Meter(CONTEXT, (VOCABULARY, *([one.drafted] if one.drafted else [])))
+    with without_gpu(meter):
+        runner, policy = made(one, "meta"), one.make_policy()
+        for pool in (runner._target_pool, *runner._pools):
+            meter.known(KV, pool.k, pool.v)
+        batch, draft = requests(one, runner).to("meta"), host_draft(one)
+        draft = draft and Draft(draft.tokens.to("meta"), draft.logprob.to("meta"))
+        packed, handover = Link.pack([], len(batch.anchor)), Handover(len(batch.anchor), runner.block_size, "meta")
+        link = Link(*(getattr(packed, field.name).to("meta") for field in fields(Link)))
+        meter.known(ACTIVATIONS, *_tensors(batch, link, draft), handover._state, handover._steps)
+        with meter:
+            with meter.stage("handover"):
+                batch = handover.begin(batch, link)
+            result = decode_step(runner, policy, batch, host_draft=draft, timer=meter.stage)
+            with meter.stage("handover"):
+                handover.end(batch, link, result)
+            with meter.stage("inject"):
+                context = runner.take_committed()
+                if context is not None:
+                    runner.inject(context, policy.required_drafters)
+    return meter.launches

@@ -1,0 +1,70 @@
+"""The least that a decode step reads and computes, and the seconds of its launches on a GPU: arithmetic over `count`.
+
+A pass (a stage of `decode_step`) must read its weights and the K/V of the context once, and compute its products; it
+takes the longer of the two at the peaks of the data sheet. Context is injected by weights that the drafts read too, so
+only what they do not read counts there. Activations, logits and writes cost nothing in that floor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from benchmarks.gpu.traffic import KV, WEIGHTS, Launch
+from d2sd.bench.fleet.roofline import GpuPeaks
+
+#: Seconds of a small kernel behind another in a CUDA graph: an assumption, 1.5 to 2.5 µs.
+NODE = 2e-6
+
+
+@dataclass(slots=True)
+class Pass:
+    """What one stage cannot do without."""
+
+    weights: int = 0  # bytes
+    context: int = 0  # bytes of K/V
+    half_flops: int = 0
+    fp8_flops: int = 0
+
+    def seconds(self, peaks: GpuPeaks) -> float:
+        computed = self.half_flops / peaks.half + self.fp8_flops / peaks.fp8
+        return max((self.weights + self.context) / peaks.bandwidth, computed)
+
+
+def passes(launches: Iterable[Launch]) -> dict[str, Pass]:
+    """By stage; those that neither read weights nor multiply are left out."""
+    found: defaultdict[str, Pass] = defaultdict(Pass)
+    read: defaultdict[str, dict[int, int]] = defaultdict(dict)
+    for launch in launches:
+        one, weights = found[launch.stage], read[launch.stage]
+        for access in launch.reads:
+            if access.role == WEIGHTS:
+                weights[access.storage] = min(access.size, weights.get(access.storage, 0) + access.bytes)
+            elif access.role == KV:
+                one.context += access.bytes
+        if launch.fp8:
+            one.fp8_flops += launch.flops
+        else:
+            one.half_flops += launch.flops
+    drafted = {storage for stage, weights in read.items() if stage != "inject" for storage in weights}
+    for stage, weights in read.items():
+        new = {key: count for key, count in weights.items() if stage != "inject" or key not in drafted}
+        found[stage].weights = sum(new.values())
+    return {stage: one for stage, one in found.items() if one.weights or one.half_flops or one.fp8_flops}
+
+
+def floor_bytes(launches: Iterable[Launch]) -> int:
+    return sum(one.weights + one.context for one in passes(launches).values())
+
+
+def floor_seconds(launches: Iterable[Launch], peaks: GpuPeaks) -> float:
+    return sum(one.seconds(peaks) for one in passes(launches).values())
+
+
+def seconds(launches: Iterable[Launch], peaks: GpuPeaks, *, least: float = 0.0, more: float = 0.0) -> float:
+    """Each launch takes the longest of its bytes, its products and `least` seconds, and then `more` seconds."""
+    return sum(
+        more + max(one.bytes / peaks.bandwidth, one.flops / (peaks.fp8 if one.fp8 else peaks.half), least)
+        for one in launches
+    )

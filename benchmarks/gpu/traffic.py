@@ -1,0 +1,263 @@
+"""Bytes that each launch of a step reads and writes, and operations of its products, by shapes on meta tensors.
+
+    meter = Meter(context=2048, vocabularies=(151936,))
+    with without_gpu(meter), meter:
+        ...                          # decode steps of models on torch.device("meta")
+
+A launch is a Triton kernel, or an operator of PyTorch other than a view. It reads each byte once, however many of its
+programs do: the others find it in the L2 cache. Kernels whose reads are not all of their arguments have a rule below; a
+kernel without one is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
+
+from d2sd.modeling import fp8
+from d2sd.plugins import dispatch, layer_ops
+from d2sd.plugins.cascade_attention import mask
+from d2sd.plugins.cascade_attention.triton.launch import pack_mask_triton
+
+#: Make tensors without running anything on the device, or are shapes only.
+FREE = ("aten.empty", "aten.new_empty", "aten.expand", "aten._unsafe_view", "prim.")
+#: Multiprocessors, by which attention splits its context. B200's 148 give the same splits for all that is counted here.
+PROCESSORS = 132
+WEIGHTS, KV, LOGITS, ACTIVATIONS = "weights", "K/V", "logits", "activations"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Bytes of one tensor that one launch reads or writes."""
+
+    role: str
+    storage: int
+    size: int  # bytes of the storage
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One node of a step's CUDA graph."""
+
+    stage: str  # of `decode_step`
+    name: str
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    flops: int = 0  # of matrix products, two for every multiplication and addition
+    fp8: bool = False  # their type
+
+    @property
+    def bytes(self) -> int:
+        return sum(access.bytes for access in (*self.reads, *self.writes))
+
+
+def read(launches: list[Launch], role: str | None = None) -> int:
+    """Bytes read; `role`: of these tensors."""
+    return sum(access.bytes for launch in launches for access in launch.reads if role in (None, access.role))
+
+
+def written(launches: list[Launch], role: str | None = None) -> int:
+    """Bytes written; `role`: of these tensors."""
+    return sum(access.bytes for launch in launches for access in launch.writes if role in (None, access.role))
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the launches of what runs inside. Tensors that were there before, and are not `known`, are weights."""
+
+    def __init__(self, context: int, vocabularies: tuple[int, ...]) -> None:
+        """`context`: committed tokens of every request; `vocabularies`: last axes of logits."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.launches: list[Launch] = []
+        self._context, self._vocabularies = context, vocabularies
+        self._roles: dict[int, str] = {}
+        self._stage = "other"
+
+    def known(self, role: str, *tensors: Tensor) -> None:
+        """These tensors are K/V pages, or inputs of the step."""
+        self._roles.update({_storage(tensor): role for tensor in tensors})
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """The timer of `decode_step`."""
+        before, self._stage = self._stage, name
+        yield
+        self._stage = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        storages = {_storage(x) for x in given}
+        for tensor in made:
+            if _storage(tensor) not in storages:
+                self.known(LOGITS if tensor.dim() and tensor.shape[-1] in self._vocabularies else ACTIVATIONS, tensor)
+        if launches(func, given, made):
+            reads, writes = operator_bytes(func, args, kwargs, made)
+            name = str(func).removesuffix(".default")
+            self._record(name, reads, writes, product_flops(func, args, out), name.startswith("aten._scaled_mm"))
+        return out
+
+    def kernel(self, kernel: Any, *args: Any, **options: Any) -> None:
+        """In place of a Triton kernel's launch."""
+        names = [name for name in kernel.arg_names if name not in options]
+        values = dict(zip(names, args, strict=True)) | options
+        reads, writes, flops = kernel_bytes(kernel.__name__, values, self._context)
+        self._record(kernel.__name__, reads, writes, flops, fp8=False)
+
+    def _record(self, name: str, reads: Bytes, writes: Bytes, flops: int, fp8: bool) -> None:
+        both = [
+            tuple(
+                Access(self._roles.get(_storage(x), WEIGHTS), _storage(x), x.untyped_storage().nbytes(), count)
+                for x, count in part
+                if count
+            )
+            for part in (reads, writes)
+        ]
+        self.launches.append(Launch(self._stage, name, *both, flops=flops, fp8=fp8))
+
+
+#: Tensors, each with the bytes of it that are touched.
+Bytes = list[tuple[Tensor, int]]
+
+
+def launches(func: Any, given: list[Tensor], made: list[Tensor]) -> bool:
+    """Whether an operator runs something on the device."""
+    storages = {_storage(x) for x in given}
+    view = all(_storage(x) in storages for x in made) and not func._schema.is_mutable
+    return not view and not str(func).startswith(FREE)
+
+
+def whole(tensor: Tensor) -> int:
+    """Bytes of a tensor, those of broadcast axes once."""
+    count = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else min(size, 1)
+    return count
+
+
+def operator_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Tensor]) -> tuple[Bytes, Bytes]:
+    """What an operator of PyTorch reads and writes: its arguments and results, or the picked rows of a table."""
+    name = func._schema.name.removeprefix("aten::")
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if name in ("index", "gather", "index_select", "embedding"):
+        table, *others = given
+        return [(table, whole(made[0])), *((x, whole(x)) for x in others)], [(made[0], whole(made[0]))]
+    if name == "index_put_":
+        target, indices, values = args[0], args[1], args[2]
+        picked = torch.broadcast_tensors(*indices)[0].numel() * args[0].element_size()
+        return [(x, whole(x)) for x in (*indices, values)], [(target, picked)]
+    if func._schema.is_mutable:
+        written = [kwargs["out"]] if kwargs.get("out") is not None else [args[0]]
+        only_writes = "out" in kwargs or name in ("copy_", "fill_", "zero_")
+        read = [x for x in given if not only_writes or all(x is not other for other in written)]
+        return [(x, whole(x)) for x in read], [(x, whole(x)) for x in written]
+    return [(x, whole(x)) for x in given], [(x, whole(x)) for x in made]
+
+
+def product_flops(func: Any, args: tuple[Any, ...], out: Any) -> int:
+    """Operations of a matrix product; 0 for other operators."""
+    name = func._schema.name.removeprefix("aten::")
+    inner = {"linear": 0, "mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}.get(name)
+    return 0 if inner is None else 2 * out.numel() * args[inner].shape[-1]
+
+
+#: Arguments that each kernel writes; it reads the others.
+WRITTEN = {
+    "add_rms_norm_kernel": ("total", "out"), "qk_norm_rope_kernel": ("q", "k", "v"), "silu_mul_kernel": ("out",),
+    "rope_tables_kernel": ("cos", "sin"), "quantize_kernel": ("out",), "cascade_attention_kernel": ("out", "lse"),
+    "pack_mask_kernel": ("words",), "merge_kernel": ("out",), "write_pages_kernel": ("k_pages", "v_pages"),
+    "segments_kernel": ("maxima", "partial"), "pool_kernel": ("tokens", "logprob"), "threshold_kernel": ("threshold",),
+    "scores_kernel": ("partial",), "combine_kernel": ("chosen",), "accept_kernel": ("path", "accepted", "packed"),
+    **dict.fromkeys(
+        ("chain_kernel", "candidates_kernel", "grow_kernel"),
+        ("tokens", "parent", "depth", "branch_id", "valid", "score", "attn_mask", "num_merged", "scratch"),
+    ),
+}  # fmt: skip
+
+
+def kernel_bytes(name: str, values: dict[str, Any], context: int) -> tuple[Bytes, Bytes, int]:
+    """What a Triton kernel reads and writes, and its products' operations; `values` are its arguments by name."""
+    if name not in WRITTEN:
+        raise KeyError(f"{name}: benchmarks/gpu/traffic.py does not say which arguments this kernel writes")
+    part, flops = PARTS.get(name, lambda *_: ({}, 0))(values, context)
+    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+    sized = {key: (tensor, part.get(key, whole(tensor))) for key, tensor in tensors.items()}
+    reads = [pair for key, pair in sized.items() if key not in WRITTEN[name] or (name, key) in READ_BACK]
+    return reads, [pair for key, pair in sized.items() if key in WRITTEN[name]], flops
+
+
+#: What a kernel reads of its own results.
+READ_BACK = {("grow_kernel", "scratch"), ("candidates_kernel", "parent"), ("candidates_kernel", "depth")}
+
+
+def _attention(values: dict[str, Any], context: int) -> tuple[dict[str, int], int]:
+    """Pages of the context only, and what the page table says of them."""
+    (batch, rows, heads, size), pages = values["q"].shape, values["k_pages"]
+    committed = batch * context * pages.shape[-2] * size * pages.element_size()
+    table = batch * -(-context // pages.shape[-3]) * values["page_table"].element_size()
+    flops = 4 * batch * rows * heads * size * (context + rows)
+    return {"k_pages": committed, "v_pages": committed, "page_table": table}, flops
+
+
+def _write(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
+    """As if every place were kept: at most a block for a request."""
+    k, pages, places = values["k"], values["k_pages"], values["positions"].numel()
+    numbers = k.shape[0] * places * values["WIDTH"]
+    one, other = numbers * k.element_size(), numbers * pages.element_size()
+    table = places * values["page_table"].element_size()
+    return {"k": one, "v": one, "k_pages": other, "v_pages": other, "page_table": table}, 0
+
+
+def _pool(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
+    """The segments of the best maxima, and the ids of as many tokens."""
+    rows, logits, ids = values["maxima"].shape[0], values["logits"], values["ids"]
+    looked = min(values["POOLP"] * values["SEG"], values["vocab"])
+    return {
+        "logits": rows * looked * logits.element_size(),
+        "ids": 0 if ids is None else rows * values["POOLP"] * ids.element_size(),
+    }, 0  # fmt: skip
+
+
+#: Kernel -> bytes of the arguments of which it touches a part, and operations of its products.
+PARTS: dict[str, Callable[[dict[str, Any], int], tuple[dict[str, int], int]]] = {
+    "cascade_attention_kernel": _attention, "write_pages_kernel": _write, "pool_kernel": _pool
+}  # fmt: skip
+
+
+def _storage(tensor: Tensor) -> int:
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
+@contextmanager
+def without_gpu(meter: Meter) -> Iterator[None]:
+    """Models on the meta device take the path of a GPU, and launches of Triton kernels go to the meter."""
+
+    def launched(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        meter.kernel(kernel, *args, **options)
+
+    with ExitStack() as stack:
+        for name in ("use_triton", "use_kernels", "use_fused_layers"):
+            stack.enter_context(patch.object(dispatch, name, lambda *_, **__: True))
+        for owner, name, value in (
+            (fp8, "use_fp8_gemm", lambda _: True), (layer_ops, "_on_kernels", lambda _: True),
+            (mask, "pack_mask_bits", pack_mask_triton), (JITFunction, "run", launched),
+            (torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=PROCESSORS)),
+            (torch.cuda, "device_of", lambda _: nullcontext()),
+        ):  # fmt: skip
+            stack.enter_context(patch.object(owner, name, value))
+        yield

@@ -1,0 +1,235 @@
+"""Write docs/roofline.md: decode steps of Qwen3-8B's geometry by arithmetic, from counted launches and data sheets.
+
+    python -m docs.roofline            # writes the page, in half a minute
+    python -m docs.roofline --check    # fails if it is out of date
+
+The rows are those of `benchmarks.gpu.steps.BATCHES`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from benchmarks.gpu.count import count
+from benchmarks.gpu.roofline import NODE, floor_bytes, floor_seconds, passes, seconds
+from benchmarks.gpu.steps import (
+    BLOCK_SIZE,
+    BODY,
+    BRANCHES,
+    CONTEXT,
+    DRAFTER_LAYERS,
+    FEATURE_LAYERS,
+    FILTERED,
+    ROWS,
+    SAMPLED,
+    Step,
+    rows,
+)
+from benchmarks.gpu.traffic import ACTIVATIONS, KV, LOGITS, WEIGHTS, Launch, read, written
+from d2sd.bench.fleet.roofline import PEAKS
+
+PAGE = Path(__file__).with_name("roofline.md")
+DRAFT_VOCABULARY = 32768
+#: Weights of a drafter that stay in 16 bits: of a layer, and of what reads the features.
+QKV = BODY.hidden_size * (BODY.num_heads + 2 * BODY.num_kv_heads) * BODY.head_dim
+FC = len(FEATURE_LAYERS) * BODY.hidden_size**2
+#: The steps that the bounds are about.
+PLAIN, PAIR, PLAIN8 = Step("off"), Step("d2sd"), Step("off", "fp8")
+PAIR8 = Step("d2sd", "fp8", drafted=DRAFT_VOCABULARY)
+
+TOP = f"""# Roofline of a decode step
+
+<!-- Written by docs/roofline.py. Do not edit. -->
+
+**All of this is arithmetic: nothing on this page was measured.** What GPUs have shown is in the [ledger](gpu.md);
+`benchmarks/gpu_suite.sh` times the same rows where there is one.
+
+Qwen3-8B's geometry (36 layers, width 4,096), two drafters of 5 layers that read 5 of its layers, a FlexDraft head over
+the last 10; block size {BLOCK_SIZE}, {BRANCHES} branches, {ROWS} nodes, {CONTEXT:,} tokens of context in bf16 pages,
+greedy. FP8 is what `d2sd build` makes: all linear layers of the target but the head; of the drafters o and the MLP;
+q, k, v and fc stay in bf16. Draft vocabulary: all 151,936 tokens, or {DRAFT_VOCABULARY:,}.
+
+## How it is counted
+
+The step's own code runs on tensors of PyTorch's `meta` device, which have shapes and no memory
+(`benchmarks/gpu/traffic.py`). A **node** of the step's CUDA graph is a Triton kernel or an operator other than a view;
+without a graph it is a launch. A step is one copy in and one copy out besides. Bytes are those of its arguments and
+results: each byte once a node, of K/V pages those of the context, of a table the rows that are picked. Operations are
+those of matrix products.
+
+The **floor** of a pass is the longer of reading its weights and its context's K/V once, and of its products. It leaves
+out activations, logits, writes and launches. **Counted** takes for each node the longer of all its bytes and its
+products, at the same peaks. **With nodes** a node also takes at least {1e6 * NODE:g} µs, an assumption for small
+kernels behind each other.
+
+| GPU | TB/s | TFLOP/s in bf16 | in FP8 | NVIDIA's data sheet |
+|---|---|---|---|---|
+"""
+
+SHEETS = {"H100": "H100 Tensor Core GPU, SXM", "H200": "H200 Tensor Core GPU, SXM", "B200": "HGX B200, per GPU"}
+
+NOT_COUNTED = """
+## What the arithmetic leaves out
+
+- **The L2 cache between nodes.** A node's activations are charged to memory even if the node before has just written
+  them. At batch 1 most are a few MB and stay in L2 (50 MB on H100 and H200), so true bytes are nearer to the floor.
+- **Reads within a node.** Row tiles of one K/V head and turns of the top-k and top-p search read the same bytes again,
+  from L2 as far as they fit: that search reads the target's logits a few dozen times, here once.
+- **Efficiency.** Peaks are data sheets'; products of few rows and attention reach less. [Capacity](capacity.md) assumes
+  four fifths.
+- **The host**, which a graph and the step behind it hide, and prefill.
+- **Operators of PyTorch that are several kernels.** Each counts as one node.
+"""
+
+
+@cache
+def counted(one: Step) -> list[Launch]:
+    return count(one)
+
+
+def page() -> str:
+    sheets = [
+        f"| {gpu} | {one.bandwidth / 1e12:g} | {one.half / 1e12:,.0f} | {one.fp8 / 1e12:,.0f} | {SHEETS[gpu]} |"
+        for gpu, one in PEAKS.items()
+    ]  # fmt: skip
+    parts = [TOP, *(f"{line}\n" for line in sheets), "\nDense rates, as in `d2sd/bench/fleet/roofline.py`.\n", bounds()]
+    found = rows()
+    parts += ["\n## Bytes, operations, nodes\n", table(COUNTS, map(counts, found))]
+    parts += [
+        "\n## Milliseconds\n\nFloor, counted, and with nodes; the last in plain steps of the same type and batch.\n"
+    ]
+    heads = ["step", "batch", *(f"{gpu}: floor, counted, with nodes, in plain steps" for gpu in PEAKS)]
+    parts += [table(heads, map(times, found)), NOT_COUNTED]
+    return "".join(parts)
+
+
+COUNTS = [
+    "step", "batch", "weights, GB", "K/V", "logits", "other", "read, of the floor", "read and written", "TFLOP", "nodes"
+]  # fmt: skip
+
+
+def counts(one: Step) -> list[str]:
+    """A line of the first table."""
+    launches, floor = counted(one), floor_bytes(counted(one))
+    roles = [
+        f"{(read(launches, role) + written(launches, role)) / 1e9:.2f}" for role in (WEIGHTS, KV, LOGITS, ACTIVATIONS)
+    ]
+    reads, both = read(launches) / floor, (read(launches) + written(launches)) / floor
+    flops = sum(launch.flops for launch in launches)
+    return [
+        named(one),
+        str(one.batch),
+        *roles,
+        f"{reads:.3f}",
+        f"{both:.3f}",
+        f"{flops / 1e12:.2f}",
+        str(len(launches)),
+    ]
+
+
+def times(one: Step) -> list[str]:
+    """A line of the second table."""
+    cells, plain = [], Step("off", one.kind, one.batch)
+    for gpu in PEAKS:
+        three = [floor_seconds(counted(one), PEAKS[gpu]), seconds(counted(one), PEAKS[gpu]), with_nodes(one, gpu)]
+        cells.append(", ".join(f"{1e3 * t:.2f}" for t in three) + f", {three[2] / with_nodes(plain, gpu):.2f}")
+    return [named(one), str(one.batch), *cells]
+
+
+def with_nodes(one: Step, gpu: str) -> float:
+    return seconds(counted(one), PEAKS[gpu], least=NODE)
+
+
+def named(one: Step) -> str:
+    drafted = f", {one.drafted // 1024}k drafted" if one.drafted else ""
+    return f"{'FP8' if one.kind == 'fp8' else one.kind} `{one.policy}`{drafted}"
+
+
+def bounds() -> str:
+    """The bounds of a step at batch 1, each with its figures."""
+    lines = [["bound", "figure", "holds"], *_bounds()]
+    return "\n## Bounds at batch 1\n" + table(lines[0], lines[1:])
+
+
+def _bounds() -> Iterator[list[str]]:
+    def line(what: str, figures: Sequence[str], holds: Iterable[bool]) -> list[str]:
+        said = set(holds)
+        return [what, "; ".join(figures), {(True,): "yes", (False,): "**no**"}.get(tuple(said), "in part")]
+
+    pairs = {"bf16": PAIR, "FP8, 32k drafted": PAIR8}
+    weights = {
+        name: read(counted(one), WEIGHTS) / sum(part.weights for part in passes(counted(one)).values())
+        for name, one in pairs.items()
+    }
+    yield line(
+        "`d2sd` reads every weight once a pass",
+        [f"{name}: {ratio:.3f} times" for name, ratio in weights.items()]
+        + ["the k and v projections of the drafters are read by the injection and by the draft"],
+        [ratio < 1.0005 for ratio in weights.values()],
+    )  # fmt: skip
+    reads = {name: read(counted(one)) / floor_bytes(counted(one)) for name, one in pairs.items()}
+    yield line(
+        "`d2sd` reads at most 1.05 of the floor's bytes", [f"{name}: {ratio:.3f}" for name, ratio in reads.items()],
+        [ratio <= 1.05 for ratio in reads.values()],
+    )  # fmt: skip
+    logits = (read(counted(PAIR), LOGITS) + written(counted(PAIR), LOGITS)) / 1e9
+    yield line("logits of `d2sd` at most 0.15 GB", [f"{logits:.3f} GB"], [logits <= 0.15])
+    base = read(counted(PAIR)) + written(counted(PAIR))
+    more = {}
+    for name, params in (("T = 1", SAMPLED), ("top-p and top-k", FILTERED)):
+        launches = counted(Step("d2sd", params=params))
+        more[name] = (read(launches) + written(launches)) / base - 1
+    yield line(
+        "T > 0 adds at most 5 % of the bytes", [f"{name}: {share:.2%}" for name, share in more.items()],
+        [share <= 0.05 for share in more.values()],
+    )  # fmt: skip
+    nodes = {"bf16": (len(counted(PAIR)), 600), "FP8, 32k drafted": (len(counted(PAIR8)), 700)}
+    yield line(
+        "`d2sd` has at most 600 nodes, 700 in FP8", [f"{name}: {found}" for name, (found, _) in nodes.items()],
+        [found <= most for found, most in nodes.values()],
+    )  # fmt: skip
+    for what, of in (("floors", floor_seconds), ("counted", seconds)):
+        ratios = [of(counted(PAIR8), peaks) / of(counted(PLAIN8), peaks) for peaks in PEAKS.values()]
+        yield line(
+            f"`d2sd` in FP8, 32k drafted: at most 1.35 plain FP8 steps, {what}",
+            _by_gpu(ratios),
+            [r <= 1.35 for r in ratios],
+        )
+    ratios = [with_nodes(PAIR8, gpu) / with_nodes(PLAIN8, gpu) for gpu in PEAKS]
+    yield line("the same with nodes", _by_gpu(ratios), [r <= 1.35 for r in ratios])
+    less = 2 * (DRAFTER_LAYERS * QKV + FC)  # a byte of each weight of two drafters
+    ratio = (floor_bytes(counted(PAIR8)) - less) / floor_bytes(counted(PLAIN8))
+    said = [f"{ratio:.2f}", "such drafters are not built"]
+    yield line("the same floors, if q, k, v and fc of the drafters were FP8 too", said, [ratio <= 1.35])
+    for name, one in pairs.items():
+        for what, options in (("at least 2 µs a node", {"least": NODE}), ("2 µs more a node", {"more": NODE})):
+            ratios = [
+                seconds(counted(one), peaks, **options) / floor_seconds(counted(one), peaks) for peaks in PEAKS.values()
+            ]
+            yield line(
+                f"`d2sd`, {name}: at most 1.15 of its floor, {what}", _by_gpu(ratios), [r <= 1.15 for r in ratios]
+            )
+
+
+def _by_gpu(ratios: Sequence[float]) -> list[str]:
+    return [f"{gpu} {ratio:.2f}" for gpu, ratio in zip(PEAKS, ratios, strict=True)]
+
+
+def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    cells = [heads, ["---"] * len(heads), *lines]
+    return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def main() -> None:
+    text = page()
+    if "--check" not in sys.argv:
+        PAGE.write_text(text, "utf-8")
+    elif PAGE.read_text("utf-8") != text:
+        sys.exit("out of date: docs/roofline.md; run python -m docs.roofline")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Cascade attention whose sums follow positions: where keys are stored and what else is run change no bit of a row.
+
+A tile holds the keys of BLOCK_N positions, from a multiple of BLOCK_N on. In front of the last such multiple all keys
+are committed and shared by the rows of a program. Behind it each row of a tree has keys of its own: committed ones,
+its ancestors, itself. They are put into the places of their positions, for one row at a time; for the other rows they
+are masked. The rows of a prompt's chunk (`order` None) share those keys too.
+
+                  position   0 ........ 31 | 32 ....... 63 | 64 .. 69 | 70 71 72 ..      context_len 70, BLOCK_N 32
+                             pages: for all rows           | pages    | order[t]: row t's ancestors and t itself
+                             one tile at a time            | a tile of row t alone
+                  split      0, up to SPAN positions; then 1, ..: `merge_splits_kernel` adds them up, first to last
+
+Tile heights, SPAN and the order of the merge are the same for every batch, bucket and number of rows. Tiles of masked
+keys change nothing: they multiply sums by 1 and add products with 0. Neither do empty splits. FP8 pages are converted
+to q's type.
+
+Shapes are those of `cascade_attention/triton/kernel.py`. WIDEN is for the interpreter, whose products of bf16 are
+wrong. Triton compiles this file's functions; mypy does not know their types.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _product(a, b, sums, WIDEN: tl.constexpr):
+    """sums + a · b in fp32. "ieee" is for fp32 operands."""
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, sums, input_precision="ieee")
+
+
+@triton.jit
+def _fold(queries, keys, values, seen, best, total, sums, SCALE: tl.constexpr, WIDEN: tl.constexpr):
+    """Add one tile of keys to the online softmax: running maximum, sum of weights and weighted sum of values."""
+    scores = _product(queries, tl.trans(keys), tl.zeros(seen.shape, tl.float32), WIDEN) * SCALE
+    scores = tl.where(seen, scores, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    # A row without any key so far has the maximum -inf, and -inf - -inf is NaN.
+    floor = tl.where(new_best == float("-inf"), 0.0, new_best)
+    weights = tl.exp2(scores - floor[:, None])
+    faded = tl.exp2(best - floor)
+    total = total * faded + tl.sum(weights, 1)
+    return new_best, total, _product(weights.to(values.dtype), values, sums * faded[:, None], WIDEN)
+
+
+@triton.jit
+def _paged(paged, scale, mask, TYPE: tl.constexpr, FP8: tl.constexpr):
+    """Tile of pages in q's type: FP8 times its scale, rounded once. Masked lanes are 0."""
+    found = tl.load(paged, mask=mask, other=0.0)
+    if FP8:
+        return (found.to(tl.float32) * scale).to(TYPE)
+    return found.to(TYPE)
+
+
+@triton.jit
+def _gathered(paged, fresh, scale, from_page, from_rows, TYPE: tl.constexpr, FP8: tl.constexpr):
+    """Tile of keys or values from pages and from rows of the pass."""
+    if FP8:
+        committed = _paged(paged, scale, from_page, TYPE, FP8)
+        return tl.where(from_page, committed, tl.load(fresh, mask=from_rows, other=0.0))
+    else:  # Triton gives both returns a type
+        return tl.load(tl.where(from_page, paged, fresh), mask=from_page | from_rows, other=0.0)
+
+
+@triton.jit(do_not_specialize=["rows", "new", "first", "columns"])
+def attention_kernel(
+    q, k, v, k_pages, v_pages, page_table, context_len, order, k_scale, v_scale, out, lse, rows, new, first, columns,
+    SCALE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
+    PAGE: tl.constexpr, SPLIT: tl.constexpr, SPAN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Grid (row tiles, B·Hkv, splits). q has `rows` rows a request: those from `first` on of the pass's `new` rows.
+
+    order [B, rows, new + 1] of `key_order`; out [B, rows, Hq, D], or with SPLIT fp32 [splits, B, rows, Hq, D], of
+    which empty splits are not written, and lse without D. columns = M, HEAD = D, PAGE = Z.
+    """
+    TYPE: tl.constexpr = q.dtype.element_ty
+    split = tl.program_id(2)
+    request = (tl.program_id(1) // HKV).to(tl.int64)
+    head = tl.program_id(1) % HKV
+
+    packed = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = packed // GROUP
+    real = row < rows
+    lane = tl.arange(0, PADDED)
+    in_head = (lane < HEAD)[None, :]
+    line = (request * rows + row) * (HKV * GROUP) + head * GROUP + packed % GROUP
+    queries = tl.load(q + line[:, None] * HEAD + lane[None, :], mask=real[:, None] & in_head, other=0.0)
+
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, PADDED], tl.float32)
+    key_scale, value_scale = 1.0, 1.0
+    if FP8:
+        key_scale, value_scale = tl.load(k_scale), tl.load(v_scale)
+
+    context = tl.load(context_len + request).to(tl.int32)
+    shared = context // BLOCK_N * BLOCK_N
+    begin = split * SPAN
+    end = begin + SPAN
+    table = page_table + request * columns
+    everything = tl.full([BLOCK_M, BLOCK_N], 1, tl.int1)
+    for start in tl.range(begin, tl.minimum(end, shared), BLOCK_N, num_stages=STAGES):
+        position = start + tl.arange(0, BLOCK_N)
+        page = tl.load(table + position // PAGE).to(tl.int64)
+        slot = ((page * PAGE + position % PAGE) * HKV + head)[:, None] * HEAD + lane[None, :]
+        keys = _paged(k_pages + slot, key_scale, in_head, TYPE, FP8)
+        values = _paged(v_pages + slot, value_scale, in_head, TYPE, FP8)
+        best, total, sums = _fold(queries, keys, values, everything, best, total, sums, SCALE, WIDEN)
+
+    last = tl.minimum(tl.program_id(0) * BLOCK_M + BLOCK_M - 1, rows * GROUP - 1) // GROUP
+    turn = last if order is None else tl.program_id(0) * BLOCK_M // GROUP  # all rows at once, or one by one
+    while turn <= last:
+        of_row = order + (request * rows + turn) * (new + 1) if order is not None else context_len
+        count = tl.load(of_row + new) if order is not None else first + last + 1
+        for start in tl.range(tl.maximum(begin, shared), tl.minimum(end, context + count), BLOCK_N, num_stages=1):
+            position = start + tl.arange(0, BLOCK_N)
+            committed, rank = position < context, position - context
+            fresh = (rank >= 0) & (rank < count)
+            column = tl.load(of_row + rank, mask=fresh, other=0) if order is not None else rank
+            page = tl.load(table + position // PAGE, mask=committed, other=0).to(tl.int64)
+            slot = ((page * PAGE + position % PAGE) * HKV + head)[:, None] * HEAD + lane[None, :]
+            at = ((request * new + column) * HKV + head)[:, None] * HEAD + lane[None, :]
+            from_page, from_rows = committed[:, None] & in_head, fresh[:, None] & in_head
+            keys = _gathered(k_pages + slot, k + at, key_scale, from_page, from_rows, TYPE, FP8)
+            values = _gathered(v_pages + slot, v + at, value_scale, from_page, from_rows, TYPE, FP8)
+            # A row that sees nothing of a tile keeps its sums: times 1, plus weights of 0.
+            if order is None:
+                seen = rank[None, :] <= first + row[:, None]
+            else:
+                seen = (rank < count)[None, :] & (row == turn)[:, None]
+            best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
+        turn += 1
+
+    some = total > 0.0
+    total = tl.where(some, total, 1.0)
+    result = sums / total[:, None]
+    stored = real[:, None] & in_head
+    if SPLIT:
+        requests = (tl.num_programs(1) // HKV).to(tl.int64)
+        line += split * requests * rows * (HKV * GROUP)
+        tl.store(lse + line, best + tl.log2(total), mask=real)
+        stored = stored & some[:, None]
+    tl.store(out + line[:, None] * HEAD + lane[None, :], result.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge_splits_kernel(partial, lse, out, splits, HEAD: tl.constexpr, PADDED: tl.constexpr):
+    """Grid (B·T·Hq,): the splits of one row and head, weighed by their sums and added from the first to the last."""
+    line, lines = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    lane = tl.arange(0, PADDED)
+    best = tl.full([PADDED], float("-inf"), tl.float32)
+    total, sums = tl.zeros([PADDED], tl.float32), tl.zeros([PADDED], tl.float32)
+    for split in range(splits):
+        at = split * lines + line
+        size = tl.load(lse + at) + tl.zeros([PADDED], tl.float32)
+        part = tl.load(partial + at * HEAD + lane, mask=(lane < HEAD) & (size > float("-inf")), other=0.0)
+        new_best = tl.maximum(best, size)
+        floor = tl.where(new_best == float("-inf"), 0.0, new_best)
+        faded, weight = tl.exp2(best - floor), tl.exp2(size - floor)
+        best = new_best
+        total = total * faded + weight
+        sums = sums * faded + part * weight
+    # IEEE division: a single split must come out as it went in.
+    result = tl.div_rn(sums, tl.where(total > 0.0, total, 1.0))
+    tl.store(out + line * HEAD + lane, result.to(out.dtype.element_ty), mask=lane < HEAD)

@@ -1,0 +1,166 @@
+"""Launches the kernels. Shapes alone decide how, and nothing is read on the host: a CUDA graph can capture all of it.
+
+Products and sums are not fused to one rounding (`enable_fp_fusion`): the compiler would choose where, and might choose
+differently in two loops that must agree.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-untyped]
+from torch import Tensor
+
+from d2sd.plugins.batch_invariant.triton.attention import attention_kernel, merge_splits_kernel
+from d2sd.plugins.batch_invariant.triton.key_order import key_order_kernel
+from d2sd.plugins.batch_invariant.triton.linear import linear_kernel
+from d2sd.plugins.cascade_attention.context import PagedContext
+from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, padded, select_tile
+
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
+#: Positions of a split. A plain step reads the keys and values of so many in about 10 us an SM; fewer splits of a long
+#: context leave SMs idle, more write more partial results. Arithmetic: not yet timed.
+SPAN = 1024
+#: Bytes of partial results, above which the rows of a pass are attended to in parts, one after the other.
+MOST_PARTIAL = 2**29
+#: Rows that fill any tile of attention.
+_MANY = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTile:
+    """Tile of one program."""
+
+    rows: int
+    outputs: int
+    inputs: int  # an iteration
+    stages: int
+    warps: int = 4
+
+
+#: By bytes of a weight. 64 rows of 16 bits and FP8 are a warpgroup's tile on Hopper, 32 outputs give 128 programs to
+#: 4,096 outputs; 128 bytes of a row an iteration, four in flight: 48 KB. fp32 has no tensor cores under IEEE rounding.
+LINEAR_TILES = {
+    1: LinearTile(64, 32, 128, 4), 2: LinearTile(64, 32, 64, 4), 4: LinearTile(16, 32, 32, 4),
+}  # fmt: skip
+
+
+def linear_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None, dtype: torch.dtype
+) -> Tensor:
+    """`linear` on CUDA."""
+    assert weight.is_contiguous()
+    assert x.dtype == weight.dtype
+    rows = x.flatten(0, -2).contiguous()
+    out = torch.empty(len(rows), len(weight), dtype=dtype, device=x.device)
+    tile = LINEAR_TILES[weight.element_size()]
+    grid = triton.cdiv(len(rows), tile.rows), triton.cdiv(len(weight), tile.outputs)
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+        linear_kernel[grid](
+            rows, weight, bias, *(scales or (None, None)), out, len(rows), **linear_constants(tile, *weight.shape),
+            num_warps=tile.warps, **OPTIONS,
+        )  # fmt: skip
+    return out.view(*x.shape[:-1], -1)
+
+
+@cache
+def linear_constants(tile: LinearTile, outputs: int, inputs: int) -> dict[str, Any]:
+    """Compile-time constants of `linear_kernel`."""
+    return {
+        "IN": inputs, "OUT": outputs, "BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
+        "STAGES": tile.stages, "WIDEN": triton.knobs.runtime.interpret,
+    }  # fmt: skip
+
+
+def key_order_triton(attn_mask: Tensor) -> Tensor:
+    """`key_order` on CUDA."""
+    batch, rows, columns = attn_mask.shape
+    order = torch.empty(batch, rows, columns + 1, dtype=torch.int32, device=attn_mask.device)
+    with torch.cuda.device_of(attn_mask):  # type: ignore[no-untyped-call]
+        key_order_kernel[batch * rows,](
+            attn_mask, order, rows, *attn_mask.stride(), **key_order_constants(columns),
+            num_warps=key_order_warps(columns),
+        )  # fmt: skip
+    return order
+
+
+def key_order_constants(columns: int) -> dict[str, int]:
+    """Compile-time constants of `key_order_kernel`."""
+    return {"COLUMNS": columns, "PADDED": max(32, triton.next_power_of_2(columns))}
+
+
+def key_order_warps(columns: int) -> int:
+    """Eight columns a thread; at most eight warps."""
+    warps: int = triton.next_power_of_2(columns) // 256
+    return max(1, min(8, warps))
+
+
+def attention_triton(
+    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, order: Tensor | None, most_partial: int = MOST_PARTIAL
+) -> Tensor:
+    """`attention` on CUDA."""
+    batch, rows, heads, size = q.shape
+    slots = context.page_table.shape[1] * context.k_pages.shape[1]
+    splits = triton.cdiv(slots + rows, SPAN)
+    part = max(1, most_partial // (splits * batch * heads * size * 4)) if splits > 1 else rows
+    if part >= rows:
+        return _attention(q, k, v, context, order, 0, splits)
+    parts = [
+        _attention(one, k, v, context, None if order is None else order[:, first : first + part], first, splits)
+        for first, one in zip(range(0, rows, part), torch.split(q, part, 1), strict=True)
+    ]
+    return torch.cat(parts, 1)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, order: Tensor | None, first: int, splits: int
+) -> Tensor:
+    """Rows from `first` on."""
+    batch, rows, heads, size = q.shape
+    kv_heads, new = k.shape[2], k.shape[1]
+    k_pages, page_table = context.k_pages, context.page_table
+    assert k_pages.is_contiguous()
+    assert context.v_pages.is_contiguous()
+    tile = attention_tile(size, q.element_size(), fp8=context.fp8)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    partial, lse = out, None
+    if splits > 1:
+        partial = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
+        lse = torch.empty((splits, batch, rows, heads), dtype=torch.float32, device=q.device)
+    grid = triton.cdiv(rows * heads // kv_heads, tile.rows), batch * kv_heads, splits
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        attention_kernel[grid](
+            q.contiguous(), k.contiguous(), v.contiguous(), k_pages, context.v_pages, page_table.contiguous(),
+            context.context_len.contiguous(), None if order is None else order.contiguous(), context.k_scale,
+            context.v_scale, partial, lse, rows, new, first, page_table.shape[1],
+            **attention_constants(
+                tile, size, kv_heads, heads // kv_heads, k_pages.shape[1], split=splits > 1, fp8=context.fp8
+            ),
+            num_warps=tile.warps, **OPTIONS,
+        )  # fmt: skip
+        if lse is not None:
+            merge_splits_kernel[batch * rows * heads,](
+                partial, lse, out, splits, HEAD=size, PADDED=padded(size), num_warps=1, **OPTIONS
+            )  # fmt: skip
+    return out
+
+
+def attention_tile(size: int, itemsize: int, *, fp8: bool) -> TileConfig:
+    """The largest tile of `select_tile`, for any number of rows."""
+    return select_tile(_MANY, size, itemsize, fp8=fp8)
+
+
+@cache
+def attention_constants(
+    tile: TileConfig, size: int, kv_heads: int, group: int, page_size: int, *, split: bool, fp8: bool
+) -> dict[str, Any]:
+    """Compile-time constants of `attention_kernel`: D, Hkv, Hq / Hkv, Z."""
+    return {
+        "SCALE": size**-0.5 * math.log2(math.e), "HKV": kv_heads, "GROUP": group, "HEAD": size, "PADDED": padded(size),
+        "PAGE": page_size, "SPLIT": split, "SPAN": SPAN, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
+        "STAGES": tile.stages, "FP8": fp8, "WIDEN": triton.knobs.runtime.interpret,
+    }  # fmt: skip

@@ -1,0 +1,208 @@
+"""Bytes, operations and nodes of decode steps at Qwen3-8B's geometry: the counter's rules, and bounds of a step."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import runpy
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the extra triton is not installed")
+from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
+
+from benchmarks.gpu import traffic
+from benchmarks.gpu.count import count
+from benchmarks.gpu.roofline import floor_bytes, passes
+from benchmarks.gpu.steps import BATCHES, BODY, CONTEXT, FILTERED, SAMPLED, VOCABULARY, Step, rows
+from benchmarks.gpu.traffic import KV, LOGITS, WEIGHTS, Launch, Meter, read, written
+
+ROOT = Path(__file__).parents[2]
+KERNELS = (
+    "cascade_attention.triton.kernel", "choose.triton.drafts", "choose.triton.filters", "choose.triton.tokens",
+    "draft_tree.triton.accept", "draft_tree.triton.growth", "draft_tree.triton.nodes", "kv_pages.triton.kernel",
+    "layer_ops.triton.kernel",
+)  # fmt: skip
+
+
+def fp32(*shape: int) -> Tensor:
+    return torch.zeros(shape, device="meta")
+
+
+def whole_numbers(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.long, device="meta")
+
+
+#: Bytes read, bytes written, operations.
+RULES: dict[str, tuple[Callable[[], object], tuple[int, int, int]]] = {
+    "a sum reads both": (lambda: fp32(3, 5) + fp32(5), (60 + 20, 60, 0)),
+    "broadcast axes are read once": (lambda: fp32(1, 5).expand(3, 5) + fp32(3, 5), (20 + 60, 60, 0)),
+    "views are free": (lambda: fp32(3, 5)[1:].t().unsqueeze(0).movedim(0, 1), (0, 0, 0)),
+    "a reshape that copies is not": (lambda: fp32(3, 5)[1:].t().flatten(), (40, 40, 0)),
+    "in place": (lambda: fp32(4).add_(fp32(4)), (32, 16, 0)),
+    "a copy does not read its target": (lambda: fp32(4).copy_(fp32(4)), (16, 16, 0)),
+    "rows of a table": (lambda: fp32(100, 4)[whole_numbers(3)], (48 + 24, 48, 0)),
+    "gather": (lambda: fp32(9, 4).gather(1, whole_numbers(2, 2)), (16 + 32, 16, 0)),
+    "rows put into a table": (lambda: put(fp32(100), whole_numbers(3), fp32(3)), (24 + 12, 12, 0)),
+    "product": (lambda: torch.nn.functional.linear(fp32(2, 8), fp32(5, 8)), (64 + 160, 40, 160)),
+    "products": (lambda: torch.bmm(fp32(8).expand(3, 2, 8), fp32(3, 8, 5)), (32 + 480, 120, 480)),
+}
+
+
+def put(table: Tensor, index: Tensor, values: Tensor) -> None:
+    table[index] = values
+
+
+@pytest.mark.parametrize("name", RULES)
+@torch.inference_mode()
+def test_operators(name: str) -> None:
+    run, expected = RULES[name]
+    with (meter := Meter(0, ())):
+        run()
+    made = [launch for launch in meter.launches if launch.name != "aten.zeros"]
+    assert (read(made), written(made), sum(launch.flops for launch in made)) == expected
+
+
+def kernels() -> Iterator[Any]:
+    for name in KERNELS:
+        for value in vars(import_module(f"d2sd.plugins.{name}")).values():
+            if isinstance(value, JITFunction) and value.__name__.endswith("_kernel"):
+                yield value
+
+
+def stored(kernel: Any) -> set[str]:
+    """Pointers that a kernel's stores begin with; of a pointer of its own, the argument that it begins with."""
+    tree = ast.parse(inspect.getsource(kernel.fn))
+
+    def leftmost(node: ast.expr) -> str:
+        while isinstance(node, ast.BinOp):
+            node = node.left
+        return node.id if isinstance(node, ast.Name) else ""
+
+    own = {
+        target.id: leftmost(node.value)
+        for node in ast.walk(tree) if isinstance(node, ast.Assign)
+        for target in node.targets if isinstance(target, ast.Name)
+    }  # fmt: skip
+    called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    bases = {leftmost(node.args[0]) for node in called if ast.unparse(node.func) in ("tl.store", "store_mask")}
+    while not bases <= set(kernel.arg_names):
+        bases = {base if base in kernel.arg_names else own[base] for base in bases}
+    return bases
+
+
+def test_what_kernels_write_is_what_they_store() -> None:
+    found = {kernel.__name__: stored(kernel) for kernel in kernels()}
+    arguments = {kernel.__name__: set(kernel.arg_names) for kernel in kernels()}
+    assert found == {name: set(names) & arguments[name] for name, names in traffic.WRITTEN.items()}
+
+
+def test_a_kernel_without_a_rule_is_an_error() -> None:
+    with pytest.raises(KeyError, match="does not say which arguments"):
+        traffic.kernel_bytes("new_kernel", {}, 0)
+
+
+# -- a step ------------------------------------------------------------------------------------------------------------
+
+FP8 = pytest.param("fp8", marks=pytest.mark.slow)
+#: Bytes read over the floor's. FP8: products of several scales are fp32 sums, and the floor is half as large.
+READS = {"bf16": 1.05, "fp8": 1.08}
+NODES = {"bf16": 600, "fp8": 700}
+
+
+@pytest.fixture(params=["bf16", FP8], scope="module")
+def kind(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def step(kind: str) -> list[Launch]:
+    """D2SD, one request, the whole vocabulary."""
+    return count(Step("d2sd", kind))
+
+
+def test_every_weight_is_read_once(step: list[Launch], kind: str) -> None:
+    """But the head by each of three passes, k and v of the drafters by the injection too, the embedding in part."""
+    times: dict[int, float] = {}
+    for launch in step:
+        for access in launch.reads:
+            if access.role == WEIGHTS and access.size > 1e6:
+                times[access.storage] = times.get(access.storage, 0) + access.bytes / access.size
+    qkv_and_context = 1 + 2 * BODY.num_kv_heads / (BODY.num_heads + 2 * BODY.num_kv_heads)
+    tables, once = [1e-3, 3.0], 36 * 4 + 2 * (5 * 3 + 1)
+    found = sorted(times.values())
+    assert found[0] < tables[0]
+    assert found[1:] == pytest.approx([1.0] * once + [qkv_and_context] * 2 + tables[1:])
+
+
+def test_the_floor_is_the_formulas(step: list[Launch], kind: str) -> None:
+    """Weights, K/V and operations from the geometry alone."""
+    size, e, v = 1 if kind == "fp8" else 2, BODY.hidden_size, VOCABULARY
+    qkv, rest = e * 6144, e * 4096 + 3 * e * 12288  # one layer
+    drafter = 5 * (2 * qkv + size * rest)
+    draft, inject, verify = 2 * v * e + drafter, 2 * 5 * e * e, 36 * size * (qkv + rest) + 2 * v * e
+    token = 2 * 8 * 128 * 2  # bytes of K/V of one layer
+    weights, context = 2 * draft + 2 * inject + verify, CONTEXT * token * (36 + 2 * 5)
+    small = 5e6  # norms, scales, rows of the embedding
+    assert weights + context <= floor_bytes(step) <= weights + context + small
+    assert read(step, KV) == context
+
+    def attended(count: int, layers: int) -> int:
+        return 4 * count * 4096 * layers * (CONTEXT + count)
+
+    layer = qkv + rest
+    expected = {
+        "draft_first": 2 * (16 * 5 * layer + 15 * v * e) + attended(16, 5),
+        "draft_second": 2 * (64 * 5 * layer + 60 * v * e) + attended(64, 5),
+        "verify": 2 * 64 * (36 * layer + v * e) + attended(64, 36),
+        "inject": 2 * 2 * 16 * (5 * e * e + 5 * e * 2048),
+    }
+    assert {name: part.half_flops + part.fp8_flops for name, part in passes(step).items()} == expected
+
+
+def test_bytes_stay_near_the_floor(step: list[Launch], kind: str) -> None:
+    assert read(step) <= READS[kind] * floor_bytes(step)
+    assert len(step) <= NODES[kind]
+
+
+def test_logits_are_few(step: list[Launch]) -> None:
+    assert read(step, LOGITS) + written(step, LOGITS) <= 0.15e9
+
+
+@pytest.mark.parametrize("params", [SAMPLED, FILTERED], ids=["T=1", "filters"])
+def test_sampling_adds_little(step: list[Launch], kind: str, params: Any) -> None:
+    sampled = count(Step("d2sd", kind, params=params))
+    assert read(sampled) + written(sampled) <= 1.05 * (read(step) + written(step))
+
+
+# -- docs/roofline.md --------------------------------------------------------------------------------------------------
+
+PAGE = ROOT / "docs" / "roofline.md"
+
+
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(PAGE.with_suffix(".py")))
+
+
+def test_the_page_has_this_step() -> None:
+    """One row of each table; `test_the_page_is_current` compares them all."""
+    made = script()
+    for line in (made["counts"](Step("d2sd")), made["times"](Step("d2sd"))):
+        assert f"| {' | '.join(line)} |" in PAGE.read_text("utf-8").splitlines(), "run python -m docs.roofline"
+
+
+def test_the_page_has_every_row() -> None:
+    assert {step.policy for step in rows()} == set(BATCHES)
+    assert len({step.name for step in rows()}) == len(rows())
+
+
+@pytest.mark.slow
+def test_the_page_is_current() -> None:
+    assert script()["page"]() == PAGE.read_text("utf-8"), "run python -m docs.roofline"

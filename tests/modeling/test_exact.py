@@ -1,0 +1,90 @@
+"""`exact` on CUDA: every product of the target's step, its attention and its head are batch-invariant ones."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from d2sd.errors import D2SDError
+from d2sd.modeling import fused
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.fp8 import kv_scales, linear_names
+from d2sd.modeling.fused import fuse
+from d2sd.modeling.packed import reduced_head
+from d2sd.modeling.rows import Rows
+from d2sd.plugins import batch_invariant, dispatch
+from tests.tiny import ancestor_mask, in_fp8, pool_for, random_tokens, random_tree, tiny_decoder
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU models fuse too; their ops are the specifications."""
+    monkeypatch.setattr(dispatch, "use_fused_layers", lambda *_, unlike, **__: unlike is None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+@torch.inference_mode()
+def logits(model: Decoder) -> torch.Tensor:
+    """Of a chunk, then of a tree behind it."""
+    tokens, dtype = random_tokens(model, 2, 13), model.embed_tokens.weight.dtype
+    pool, table = pool_for(model.config.body, 2, 13, dtype=dtype, fp8=kv_scales(model))
+    rows = Rows.chain(6, table, torch.zeros(2, dtype=torch.long))
+    out = model(tokens[:, :6], rows, pool)
+    pool.write(out.k, out.v, table, rows.positions, torch.ones(2, 6, dtype=torch.bool))
+    mask = ancestor_mask(random_tree(7)).expand(2, -1, -1)
+    tree = Rows(6 + mask.sum(-1) - 1, mask, table, torch.full((2,), 6))
+    return model.logits(torch.cat([out.hidden, model(tokens[:, 6:], tree, pool).hidden], 1))
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_every_product_and_attention_is_batch_invariant(fp8: bool, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_decoder("llama", attention_bias=bias)
+    model = in_fp8(model, linear_names(model), cache=True) if fp8 else model
+    expected = logits(model)
+    fuse(exact := copy.deepcopy(model), exact=True)
+    calls: Counter[str] = Counter()
+
+    def counted(name: str) -> None:
+        run = getattr(batch_invariant, name)
+
+        def counting(*arguments: Any, **named: Any) -> Any:
+            calls[name] += 1
+            return run(*arguments, **named)
+
+        monkeypatch.setattr(batch_invariant, name, counting)
+
+    for name in ("linear", "attention", "key_order"):
+        counted(name)
+    monkeypatch.setattr(fused, "F", None)  # no other product
+    monkeypatch.setattr(fused, "_sums", None)
+    monkeypatch.setattr(torch, "_scaled_mm", None)
+    found = logits(exact)
+    torch.testing.assert_close(found, expected, atol=5e-5, rtol=5e-5)
+    # two passes of three layers; the head's was bound when the model was fused
+    assert calls == {"linear": 2 * 3 * 4, "attention": 2 * 3, "key_order": 1}
+    assert exact.packed_head is not None
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_drafts_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reduced head of the drafters is PyTorch's product on a GPU."""
+    target = tiny_decoder()
+    fuse(target, exact=True)
+    ids = torch.tensor([3, 5])
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"), raising=False)
+    head: Any = reduced_head(target, ids)
+    assert head.func is F.linear
+
+
+def test_a_model_that_cannot_be_fused_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "use_fused_layers", lambda *_, **__: False)
+    with pytest.raises(D2SDError, match="batch-invariant step needs fused layers"):
+        fuse(tiny_decoder(), exact=True)
+    fuse(tiny_decoder())

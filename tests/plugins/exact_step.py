@@ -1,0 +1,101 @@
+"""The target's whole step in exact mode: plain decoding against other chunks, a tree, another batch and other pages."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.fp8 import kv_scales, linear_names
+from d2sd.modeling.fused import fuse
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.rows import Rows
+from d2sd.plugins import batch_invariant, dispatch, layer_ops
+from tests.tiny import ancestor_mask, in_fp8, pool_for, random_tokens, tiny_decoder
+
+#: A tree in which the text is the path 0, 2, 3, 5, 8; the other nodes are decoys.
+PARENTS, PATH = [-1, 0, 0, 2, 2, 3, 5, 3, 5, 8], [0, 2, 3, 5, 8]
+
+
+@dataclass
+class Run:
+    """Requests of one engine: what a pass leaves at each position."""
+
+    model: Decoder
+    tokens: Tensor  # [B, n]
+    seed: int
+    spare: int
+    done: int = 0
+    logits: dict[int, Tensor] = field(default_factory=dict)  # [B, V] after each position
+    pool: KVPool = field(init=False)
+    table: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        batch, length = self.tokens.shape
+        weight = self.model.embed_tokens.weight
+        self.pool, self.table = pool_for(
+            self.model.config.body, batch, length + self.spare, page_size=16, seed=self.seed, dtype=weight.dtype,
+            fp8=kv_scales(self.model),
+        )  # fmt: skip
+
+    def chunk(self, size: int) -> None:
+        """Prefill so many tokens in one pass."""
+        rows = Rows.chain(size, self.table, torch.full((len(self.tokens),), self.done))
+        self._commit(self.tokens[:, self.done : self.done + size], rows, list(range(size)))
+
+    def single(self) -> None:
+        """A plain step: a tree of its root."""
+        self.tree([-1], [0])
+
+    def tree(self, parents: list[int], path: list[int]) -> None:
+        """Verify a tree whose `path` is the text, and accept that."""
+        batch, context = len(self.tokens), torch.full((len(self.tokens),), self.done)
+        tokens = random_tokens(self.model, batch, len(parents), seed=9)
+        tokens[:, path] = self.tokens[:, self.done : self.done + len(path)]
+        mask = ancestor_mask(parents).expand(batch, -1, -1)
+        self._commit(tokens, Rows(context[:, None] + mask.sum(-1) - 1, mask, self.table, context), path)
+
+    def _commit(self, tokens: Tensor, rows: Rows, path: list[int]) -> None:
+        out = self.model(tokens, rows, self.pool)
+        logits, chosen = self.model.logits(out.hidden), torch.tensor(path).expand(len(tokens), -1)
+        self.logits |= {self.done + place: logits[:, node] for place, node in enumerate(path)}
+        positions = self.done + torch.arange(len(path)).expand_as(chosen)
+        self.pool.write(out.k, out.v, self.table, positions, torch.ones_like(chosen, dtype=torch.bool), chosen)
+        self.done += len(path)
+
+    def pages(self) -> Tensor:
+        """[2, L, B, n, Hkv, D] of the committed tokens."""
+        both = torch.stack([self.pool.k.float(), self.pool.v.float()])
+        return both[:, :, self.table].flatten(3, 4)[:, :, :, : self.done]
+
+
+@torch.inference_mode()
+def check_step(dtype: torch.dtype, *, fp8: bool = False, layers_as_kernels: bool = False) -> None:
+    """Bit for bit. Call it where Triton's kernels run on CPU tensors."""
+    model = tiny_decoder("qwen3", layers=2, head_dim=16).to(dtype)
+    model = in_fp8(model, linear_names(model), cache=True) if fp8 else model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "use_fused_layers", lambda *_, **__: True)
+        patch.setattr(batch_invariant, "_on_kernels", lambda x: True)
+        if layers_as_kernels:
+            patch.setattr(layer_ops, "_on_kernels", lambda x: True)
+        fuse(fused := copy.deepcopy(model), exact=True)
+        tokens = random_tokens(model, 2, 39)
+        plain, other = Run(fused, tokens[:1], 0, 0), Run(fused, tokens.flip(0), 5, 90)
+        plain.chunk(34)
+        for _ in PATH:
+            plain.single()
+        for size in (20, 13, 1):
+            other.chunk(size)
+        other.tree(PARENTS, PATH)
+    assert len(plain.logits) == 39
+    for position, logits in plain.logits.items():
+        assert torch.equal(other.logits[position][1:], logits), position
+    assert torch.equal(other.pages()[:, :, 1:], plain.pages())
+    specified = model.logits(model.full_pass(tokens[:1]).hidden)[0]
+    found = torch.cat([plain.logits[position] for position in range(39)])
+    assert (found - specified).abs().max() < {torch.float32: 2e-4, torch.float16: 0.2, torch.bfloat16: 1.0}[dtype]

@@ -1,0 +1,178 @@
+"""The batch-invariant kernels: against their specification and loops, and bit for bit alone and among others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from d2sd.plugins.batch_invariant import reference
+from d2sd.plugins.batch_invariant.triton import attention, launch, linear
+from d2sd.plugins.fp8 import to_pages
+from tests.plugins.batch_invariance import Text, attended, check_rows_alone, looped_linear, numbers
+from tests.plugins.kernels.calls import DEVICE, assert_within_budget, in_fp8, read_back
+from tests.plugins.test_cascade_attention import Shape, ancestors, branches, causal, everyone, make, oracle
+
+SMALL = Shape(contexts=(70, 0, 5), rows=7, kv_heads=1, group=3, size=16, page_size=16)
+
+
+@pytest.fixture(autouse=True)
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of 64 positions: contexts of a few dozen tokens have several."""
+    assert DEVICE == "cpu"
+    monkeypatch.setattr(launch, "SPAN", 64)
+    launch.attention_constants.cache_clear()
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return launch.linear_triton(x, weight, bias, None, x.dtype)
+
+
+def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Not rounded to 16 bits, which would hide most differences."""
+    return launch.linear_triton(x, weight, bias, None, torch.float32)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=SLOW), torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bias", [pytest.param(False, marks=SLOW), True])
+def test_product(bias: bool, dtype: torch.dtype) -> None:
+    """Inputs and outputs that no tile divides."""
+    x, weight = numbers(5, 150).to(dtype), numbers(37, 150, seed=1).to(dtype)
+    added = numbers(37, seed=2).to(dtype) if bias else None
+    found = product(x, weight, added)
+    relative = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    for expected in (reference.linear_reference(x, weight, added, None, dtype), looped_linear(x, weight, added)):
+        torch.testing.assert_close(found.float(), expected.float(), rtol=relative, atol=relative)
+    assert product(x[None], weight, added).shape == (1, 5, 37)
+
+
+@SLOW
+def test_fp8_product() -> None:
+    one, scales = torch.tensor(1.0), (torch.tensor(0.5), torch.tensor(0.25))
+    x, weight, bias = to_pages(numbers(5, 150), one), to_pages(numbers(37, 150, seed=1), one), numbers(37).half()
+    sums = launch.linear_triton(x, weight, None, None, torch.float32)
+    torch.testing.assert_close(sums, looped_linear(x.float(), weight.float(), None), rtol=1e-5, atol=1e-5)
+    found = launch.linear_triton(x, weight, bias, scales, torch.float16)
+    expected = reference.linear_reference(x, weight, bias, scales, torch.float16)
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+
+
+@SLOW
+def test_a_row_of_a_product_is_the_same_alone_and_among_others() -> None:
+    check_product(torch.float16)
+
+
+@SLOW
+def test_a_row_of_an_fp32_product_is_the_same_alone_and_among_others() -> None:
+    check_product(torch.float32)
+
+
+@pytest.mark.parametrize("mask", [causal, ancestors, branches, everyone])
+def test_key_order(mask: Callable[..., Tensor]) -> None:
+    attn_mask = torch.stack([mask(9, seed) for seed in range(3)])
+    found, expected = launch.key_order_triton(attn_mask), reference.key_order_reference(attn_mask)
+    for b, t in ((b, t) for b in range(3) for t in range(9)):
+        columns = attn_mask[b, t].nonzero().flatten().tolist()
+        for order in (found, expected):
+            assert order[b, t, -1] == len(columns)
+            assert order[b, t, : len(columns)].tolist() == columns
+
+
+@pytest.mark.parametrize(
+    ("mask", "dtype"),
+    [
+        pytest.param(mask, dtype, marks=[] if (mask, dtype) == (ancestors, torch.float16) else SLOW)
+        for mask in (causal, ancestors, branches, everyone)
+        for dtype in (torch.float32, torch.float16)
+    ],
+)
+def test_attention(mask: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    call = make(SMALL, mask).to(dtype)
+    found = attended(call)
+    assert_within_budget(found, oracle(call), call)
+    assert_within_budget(found, call.run(), call)
+    if mask is causal:
+        assert torch.equal(attended(call, causal_chunk=True), found)
+
+
+@SLOW
+def test_attention_over_fp8_pages() -> None:
+    call = in_fp8(make(SMALL, ancestors), torch.tensor(0.011), torch.tensor(0.007))
+    assert_within_budget(attended(call), oracle(read_back(call)), read_back(call))
+
+
+@SLOW
+def test_large_passes_run_in_parts() -> None:
+    call = make(SMALL, ancestors)
+    for call, causal_chunk in ((make(SMALL, ancestors), False), (make(SMALL, causal), True)):
+        order = None if causal_chunk else launch.key_order_triton(call.attn_mask)
+        small = 3 * 2 * 3 * 16 * 4 * 5  # five rows
+        found = launch.attention_triton(call.q, call.k, call.v, call.context, order, most_partial=small)
+        assert torch.equal(found, attended(call, causal_chunk=causal_chunk))
+
+
+def check_attention() -> None:
+    """A tree and a chunk, over the end of a tile and of a split, against single rows in other pages and buckets."""
+    cases = ((60, 3), True, torch.float32), ((30,), False, torch.float32), ((122,), True, torch.float16)
+    for contexts, tree, dtype in cases:
+        shape = Shape(contexts=contexts, rows=9, kv_heads=1, group=3, size=16, page_size=16)
+        Text.of(shape, dtype, tree=tree).check([3, 8], spare=7)
+
+
+@SLOW
+def test_a_row_of_attention_is_the_same_in_a_tree_a_chunk_and_alone() -> None:
+    check_attention()
+
+
+def check_product(dtype: torch.dtype = torch.float16) -> None:
+    x, weight, bias = numbers(70, 150), numbers(37, 150, seed=1), numbers(37, seed=2)
+    check_rows_alone(sums, x.to(dtype), weight.to(dtype), bias.to(dtype), (1, 7, 16, 64))
+
+
+#: Of which module, what is replaced by what: results stay right, their order comes to depend on the call.
+MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[], None]]] = {
+    "many rows start at another input": (
+        linear, "        known = start",
+        "        start = (start + tl.where(rows > 7, BLOCK_K, 0)) % (tl.cdiv(IN, BLOCK_K) * BLOCK_K)\n"
+        "        known = start",
+        check_product,
+    ),
+    "the place in a tile changes the order": (
+        linear, "a, b = a.to(tl.float32), b.to(tl.float32)",
+        "a, b = tl.where((row % 2 == 0)[:, None], a.to(tl.float32), a.to(tl.float32) * (1 + 2e-7)), b.to(tl.float32)",
+        check_product,
+    ),
+    "a lone row's keys from the last to the first": (
+        attention, "            committed, rank =",
+        "            position += tl.where(rows > 1, 0, BLOCK_N - 1 - 2 * tl.arange(0, BLOCK_N))\n"
+        "            committed, rank =",
+        check_attention,
+    ),
+    "splits of as many positions as there are rows": (
+        attention, "    begin = split * SPAN\n    end = begin + SPAN",
+        "    share = SPAN - 32 * (rows > 1)\n    begin = split * share\n    end = begin + share", check_attention,
+    ),
+}  # fmt: skip
+
+
+@SLOW
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, old, new, check = MUTANTS[name]
+    text = Path(str(module.__file__)).read_text()
+    assert text.count(old) == 1
+    (tmp_path / f"mutant_{len(name)}.py").write_text(text.replace(old, new))
+    monkeypatch.syspath_prepend(tmp_path)
+    mutant: Any = __import__(f"mutant_{len(name)}")
+    kernel = "linear_kernel" if module is linear else "attention_kernel"
+    monkeypatch.setattr(launch, kernel, getattr(mutant, kernel))
+    with pytest.raises(AssertionError):
+        check()

@@ -1,0 +1,54 @@
+"""A target's whole step with `exact`, executed as PTX: the same bits in plain decoding, chunks and trees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the extra triton is not installed")
+
+from d2sd.plugins.batch_invariant.triton import launch
+from tests.plugins.exact_step import check_step
+from tests.ptx.launch import executed_as_ptx
+
+
+@pytest.fixture(autouse=True)
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of 39 tokens fills two tiles, or one, and two splits where a tile has 32 positions."""
+    monkeypatch.setattr(launch, "SPAN", 64)
+    launch.attention_constants.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [
+        (90, torch.bfloat16),
+        (80, torch.float32),
+        *(
+            pytest.param(capability, dtype, marks=pytest.mark.full)
+            for capability, dtype in ((80, torch.bfloat16), (89, torch.float16), (120, torch.bfloat16))
+        ),
+    ],
+)
+def test_plain_decoding_chunks_and_trees_give_the_same_bits(capability: int, dtype: torch.dtype) -> None:
+    with executed_as_ptx(capability) as launches:
+        check_step(dtype)
+    names = {one.name for one in launches}
+    assert names >= {"linear_kernel", "attention_kernel", "merge_splits_kernel", "key_order_kernel"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_layer_of_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Down products whose sums start elsewhere where there are many rows."""
+    original = launch.linear_triton
+
+    def turned(x: torch.Tensor, weight: torch.Tensor, *rest: object) -> torch.Tensor:
+        turn = 16 * (x.shape[:-1].numel() > 16 and x.shape[-1] == 64)
+        return original(x.roll(turn, -1), weight.roll(turn, 1), *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(launch, "linear_triton", turned)
+    with executed_as_ptx(80), pytest.raises(AssertionError):
+        check_step(torch.float32)  # whose results hide nothing
