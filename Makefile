@@ -13,7 +13,7 @@ CONSTRAINTS := constraints/tested.txt
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS)
 
-.PHONY: demo test fast-tests test-slow engines lint verify gpu-suite kernels ptx consumers triton-test dynamo-test dynamo-schema bench bench-serving peers fleet soak eval train ablation train-gpu data data-wheel wheel docs clean
+.PHONY: demo test fast-tests test-slow engines lint verify gpu-suite kernels ptx consumers triton-test dynamo-test dynamo-schema bench bench-serving peers fleet soak soak-steps eval train ablation train-gpu data data-wheel wheel docs clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -187,6 +187,11 @@ fleet: .venv/dev
 soak: $(FACE_READY)
 	test -d $(BUNDLE) || $(FACE_BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
 	$(FACE_BIN)/python -m benchmarks.soak $(BUNDLE) --face $(FACE) --out build/soak/$(FACE)
+
+## 100,000 decode steps of tiny models whose host is one step late, under random load (docs/design.md): ten minutes of a core
+STEPS := 100000
+soak-steps: .venv/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.runtime.soak $(STEPS)
 
 ## train a pair from prompts to a measured folder on a CPU: hours, resumable
 TRAINING := training/smollm2-135m

@@ -3,10 +3,11 @@
     host tensors of a batch -> one pinned buffer -> one copy -> static inputs -> graph -> one tensor that the host reads
 
 A graph holds a whole step, from the first draft to the K/V of the committed tokens in the target's pages and in those
-of the drafters that its policy runs. There is one for each (policy, batch bucket, kind of sampling), captured by
-`warm_up` or at its first use; the page table always has the width of the longest context, because attention reads
-`context_len` tokens of it. A drafter that the policy does not run stays behind: what it must catch up with is copied
-out of the graph's memory into its queue.
+of the drafters that its policy runs. The state of requests whose tokens the host has not read comes from the step
+before it (`handover.py`), so the engine launches it while that one runs. There is one for each (policy, batch bucket,
+kind of sampling), captured by `warm_up` or at its first use; the page table always has the width of the longest
+context, because attention reads `context_len` tokens of it. A drafter that the policy does not run stays behind: what
+it must catch up with is copied out of the graph's memory into its queue.
 
 Batches whose shapes vary take the other path on CUDA too: those with a grammar, log-probabilities, biases or penalties
 (`Batch.has_static_shapes`).
@@ -27,7 +28,8 @@ from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.backends.pending_context import ContextRows
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.buckets import bucket
-from d2sd.runtime.decode import StepResult, Timer, decode_step
+from d2sd.runtime.decode import Committed, StepResult, Timer, decode_step
+from d2sd.runtime.handover import Handover, Link
 from d2sd.runtime.request import Limits, SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.calibration import Calibration
@@ -49,14 +51,18 @@ class DecodeSteps:
         self._pages = bucket(limits.pages_for(limits.max_context + runner.block_size))
         self._inputs: dict[tuple[int, int], StaticInputs] = {}  # by batch bucket, and candidates of a host's draft
         self._graphs: dict[tuple[object, ...], _Graph] = {}
-        self._refused = False  # a capture failed: nothing is captured any more
+        self._handover = Handover(bucket(limits.max_batch), runner.block_size, runner.device)
+        self.refused = False  # a capture failed: nothing is captured any more
 
     def run(
-        self, policy: Policy, batch: Batch, host_draft: Draft | None = None, timer: Timer = nullcontext
-    ) -> StepResult:
-        """`decode_step` of tensors on the host. Read its result before the next call, which overwrites it.
+        self, policy: Policy, batch: Batch, host_draft: Draft | None = None, timer: Timer = nullcontext,
+        link: Link | None = None,
+    ) -> StepResult:  # fmt: skip
+        """`decode_step` of tensors on the host; the next call may overwrite its result (`fetch`).
 
-        Raises D2SDError if CUDA cannot capture the step, under `D2SD_NO_FALLBACK=1`; else that is a warning.
+        `link` says which rows follow from the call before, which `can_capture` must allow; None: no row does, and the
+        answers have no end. Raises D2SDError if CUDA cannot capture the step, under `D2SD_NO_FALLBACK=1`; else that is
+        a warning.
         """
         host_draft = host_draft or self._no_draft(policy, len(batch.anchor))
         graph = self._graph(policy, batch, host_draft)
@@ -65,12 +71,26 @@ class DecodeSteps:
             draft = host_draft and Draft(host_draft.tokens.to(device), host_draft.logprob.to(device))
             return decode_step(self._runner, policy, batch.to(device), self._calibration, draft, timer)
         with timer("decode"):
-            graph.inputs.load(batch, host_draft)
+            graph.inputs.load(batch, Link.pack([], len(batch.anchor)) if link is None else link, host_draft)
             graph.replay()
             waiting = set(range(self._runner.drafters)).difference(policy.required_drafters)
             if waiting and graph.context is not None:
                 self._runner.queue(graph.context.clone(), waiting)
         return graph.result
+
+    def fetch(self, result: StepResult) -> Callable[[], list[Committed]]:
+        """Begin to copy the tokens of the last `run` to the host; the function returned waits for them.
+
+        Its `result.packed` may be overwritten by then.
+        """
+        if self._runner.capture is None or self.refused:
+            return result.read  # nothing overwrites it
+        wait = self._runner.capture.fetch(result.packed)
+        return lambda: result.unpack(wait())
+
+    def can_capture(self, policy: Policy, batch: Batch) -> bool:
+        """Whether `run` has a graph for this step, without a draft of the host; captures the first of its kind."""
+        return self._graph(policy, batch, None) is not None
 
     def warm_up(self, served: Iterable[tuple[Policy, int]]) -> None:
         """Capture the graphs of these policies and batch buckets for all kinds of sampling; nothing on a CPU.
@@ -96,7 +116,7 @@ class DecodeSteps:
 
     def _graph(self, policy: Policy, batch: Batch, draft: Draft | None) -> _Graph | None:
         """The graph of this step, captured now if it is the first of its kind; None if it runs without."""
-        if self._runner.capture is None or self._refused or not batch.has_static_shapes:
+        if self._runner.capture is None or self.refused or not batch.has_static_shapes:
             return None
         size, sampling = len(batch.anchor), batch.sampling
         key = (policy, size, sampling.any_sampled, sampling.any_filter)
@@ -109,24 +129,27 @@ class DecodeSteps:
             try:
                 self._graphs[key] = self._captured(policy, inputs, sampling)
             except Exception as error:  # of PyTorch, Triton or TensorRT
-                self._refused = True
+                self.refused = True
                 _refuse(error)
                 return None
         return self._graphs[key]
 
     def _captured(self, policy: Policy, inputs: StaticInputs, sampling: Sampling) -> _Graph:
         assert self._runner.capture is not None
-        batch = inputs.batch(sampling)
+        given, handover = inputs.batch(sampling), self._handover
 
         def run() -> tuple[StepResult, ContextRows | None]:
+            batch = handover.begin(given, inputs.link)
             result = decode_step(self._runner, policy, batch, self._calibration, inputs.draft)
+            handover.end(batch, inputs.link, result)
             context = self._runner.take_committed()
             if context is not None:
                 self._runner.inject(context, policy.required_drafters)
             return result, context
 
         inputs.clear()  # what runs before the capture then writes to the scratch page alone
-        (result, context), replay = self._runner.capture(run)
+        with self._runner.queues_kept(), handover.kept():
+            (result, context), replay = self._runner.capture(run)
         return _Graph(inputs, result, context, replay)
 
 

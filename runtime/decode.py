@@ -59,10 +59,14 @@ class StepResult:
 
     def read(self) -> list[Committed]:
         """What the step committed, for each row of the batch; waits for the device."""
+        return self.unpack(self.packed.cpu())
+
+    def unpack(self, host: Tensor) -> list[Committed]:
+        """As `read`, of the copy of `packed` on the host."""
         size, carried = 2 + self.accepted.path.shape[1], 0
         if self.next_draft is not None:
             carried = 2 * self.next_draft.tokens[0].numel()
-        host, committed = self.packed.cpu(), []
+        committed = []
         numbers = host[:, : size + carried].tolist()
         for row, (count, branch, *values) in zip(host[:, size + carried :], numbers, strict=True):
             tokens, draft = values[: size - 2], values[size - 2 :]

@@ -4,33 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from statistics import fmean
 
 from d2sd.errors import D2SDError, RequestError
-from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
-from d2sd.runtime.batch import Batch, prefill_inputs
-from d2sd.runtime.buckets import bucket
-from d2sd.runtime.captured import DecodeSteps
-from d2sd.runtime.decode import StepResult
-from d2sd.runtime.memory import free_memory, plan_kv_memory
 from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.runtime.request import Limits, Request
-from d2sd.runtime.sampling.logprobs import prompt_logprobs
-from d2sd.runtime.scheduler import Scheduler, prefill_calls
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.runtime.speculation.carried import carried_draft
-from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy
-from d2sd.runtime.speculation.prompt_lookup import lookup_draft
-from d2sd.runtime.stats import Clock, EngineStats
+from d2sd.runtime.stats import EngineStats
+from d2sd.runtime.step_parts import StepParts
 from d2sd.runtime.step_times import Forecast, StepTimes, measure_step_times
 from d2sd.runtime.text import Decode, TextStream
-from d2sd.runtime.trace import StepTrace
 
 
-class Engine:
+class Engine(StepParts):
     """In-flight batching over one model runner and one policy. Not thread-safe: step and submit from one thread."""
 
     def __init__(
@@ -45,18 +33,8 @@ class Engine:
 
         `calibration` maps the drafters' probabilities to acceptance probabilities; without it they are used as given.
         """
-        self.runner, self.policy, self.limits = runner, policy, limits
-        self.selector: PolicySelector | None = None
-        self.calibration = None if calibration is None else calibration.to(runner.device)
-        self.clock = Clock()
-        self.record_trace = False  # True: `trace` holds each step's tensors until the next step
-        self.trace: StepTrace | None = None
+        super().__init__(runner, policy, limits, calibration)
         self._decode = decode
-        free = free_memory(runner.device) if isinstance(limits.kv_memory, float) else None
-        self.memory = plan_kv_memory(limits, runner.block_size, runner.page_bytes(limits.page_size), free)
-        runner.allocate(self.memory.pool_pages, limits.page_size)
-        self.steps = DecodeSteps(runner, limits, self.calibration)
-        self.scheduler = Scheduler(limits, runner.block_size, self.memory.pool_pages)
         self._next_id = 0
 
     def enable_auto(
@@ -130,75 +108,22 @@ class Engine:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Output]:
-        """Prefill prompt chunks, then run one decode step over all sequences that are ready."""
+        """Prefill prompt chunks, launch a decode step over all sequences that are ready, and collect its tokens.
+
+        A step that is a CUDA graph is collected by the next call, which launches another one first: the device does not
+        wait for the host. A step that cannot run ahead (`_runs_ahead`), or has no pages to, is launched by the call
+        after the one that collects the step before it. On a CPU every step is collected at once.
+        """
+        if self._launched is not None and not self.scheduler.has_pages_ahead():
+            return self.collect()
         sequences = self.admit()
         if not sequences:
-            return []
+            return self.collect()
         batch, draft = self.prepare(sequences)
-        result = self.steps.run(self.policy, batch, draft, self.clock.stage)
-        return self.retire(sequences, result)
-
-    def admit(self) -> list[Sequence]:
-        """Admit waiting requests and prefill one chunk budget; returns the sequences ready to decode."""
-        with self.clock.stage("prefill"):
-            schedule = self.scheduler.schedule()
-            self.runner.forget(schedule.discarded)
-            budget = self.limits.prefill_chunk
-            for chunks in prefill_calls(schedule.prefill, budget, self.runner.max_prefill_requests):
-                hidden = self.runner.prefill(*prefill_inputs(chunks, budget, self.runner.device))
-                for row, (sequence, count) in enumerate(chunks):
-                    if sequence.needs_prompt_rows:
-                        found = prompt_logprobs(sequence, hidden[row, :count], self.runner.target.logits)
-                        sequence.prompt_logprobs.extend(found)
-                    sequence.cached += count
-        return schedule.decode
-
-    def prepare(self, sequences: list[Sequence]) -> tuple[Batch, Draft | None]:
-        """Select this step's policy, flush its drafters' pending context and pack the step's inputs on the host.
-
-        Also returns the first draft of a policy that takes it from the host. Runs outside the captured graph: its
-        shapes vary per step.
-        """
-        if self.selector is not None:
-            context, remaining = (fmean(n) for n in zip(*((s.cached, s.remaining) for s in sequences), strict=True))
-            self.policy = self.selector.choose(
-                bucket(len(sequences)), _temperature(sequences), context, remaining, self.runner.pending
-            )
-        with self.clock.stage("commit"):
-            self.runner.sync_drafters(self.policy.required_drafters)
-        batch = Batch.pack(sequences, self.runner.vocab_size, self.runner.device)
-        slots, size = self.runner.block_size - 1, len(batch.anchor)
-        if self.policy.first_pass is FirstPass.PROMPT_LOOKUP:
-            with self.clock.stage("draft_first"):
-                return batch, lookup_draft([s.tokens for s in sequences], slots, size)
-        if self.policy.first_pass is FirstPass.CARRIED:
-            return batch, carried_draft([s.next_draft for s in sequences], slots, self.runner.flex_width, size)
-        return batch, None
-
-    def retire(self, sequences: list[Sequence], result: StepResult) -> list[Output]:
-        """Read the step's tokens (the only device sync), append them to their sequences and release finished ones."""
-        with self.clock.stage("retire"):
-            self.clock.steps += 1
-            self.trace = None
-            if self.record_trace:
-                tensors = result.first, result.branches, result.tree, result.accepted
-                self.trace = StepTrace(tuple(sequences), self.policy, *tensors)
-            rows = result.read()[: len(sequences)]
-            if self.selector is not None:
-                self.selector.update(self.policy, _temperature(sequences), [count for count, *_ in rows])
-            outputs = []
-            for sequence, (count, accepted_branch, tokens, logprobs, draft) in zip(sequences, rows, strict=True):
-                sequence.stats.record(count, accepted_branch, self.policy.num_nodes, str(self.policy))
-                try:
-                    outputs.append(sequence.append(tokens, logprobs))
-                    sequence.carry(draft)
-                except Exception as error:  # a fault of one request ends that request alone
-                    outputs.append(sequence.fail(error))
-                if sequence.finish is not None:
-                    self.scheduler.remove(sequence)
-            return outputs
-
-
-def _temperature(sequences: SequenceOf[Sequence]) -> float:
-    """Mean temperature of a batch."""
-    return fmean(s.request.sampling.temperature for s in sequences)
+        ahead = self._runs_ahead(batch, draft)
+        if self._launched is not None and not ahead:
+            return self.collect()
+        launched = self.launch(sequences, batch, draft)
+        outputs = self.collect()
+        self._launched = launched
+        return outputs if ahead else self.collect()

@@ -51,6 +51,7 @@ def kept_step_times(
     """The step times in the file `path`, or else those of `measure_step_times`, which are then written there.
 
     A file that cannot be read is measured again, and one that cannot be written is not kept; neither is an error.
+    Times of steps whose capture was refused are not kept.
     """
     busy = _is_busy()
     try:
@@ -64,6 +65,9 @@ def kept_step_times(
     start = time.monotonic()
     times = measure_step_times(runner, policies, forecast, limits, advance, steps)
     seconds = time.monotonic() - start
+    if steps is not None and steps.refused:
+        logger.info("step times are not kept: steps run without CUDA graphs, which the next start may capture")
+        return times
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, times, busy=busy)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from d2sd.runtime.speculation.policy import Off, Policy
 from d2sd.runtime.step_times import Forecast, StepTimes
@@ -31,6 +32,13 @@ _MOST_FACTOR = 2.0
 _DECAY_STEPS, _TIME_DECAY_STEPS = 2048, 256
 
 
+class Begun(NamedTuple):
+    """A step whose policy has been chosen."""
+
+    at: float  # seconds of the selector's clock
+    seconds: float  # that it should take, uncorrected
+
+
 @dataclass(slots=True)
 class PolicySelector:
     """Chooses a policy for every step; plain decoding is among them."""
@@ -44,8 +52,8 @@ class PolicySelector:
     speculation_scale: float = 1.0  # the same of every other policy, over `plain_scale`
     off: Policy = field(init=False)
     _speculates: bool = field(init=False, default=False)  # the step that was chosen last
-    _started: float = field(init=False, default=0.0)
-    _seconds: float = field(init=False, default=0.0)  # what the step that was chosen last should take, uncorrected
+    begun: Begun = field(init=False, default=Begun(0.0, inf))  # the step that was chosen last
+    _ended: float = field(init=False, default=-inf)  # when the step before it did
 
     def __post_init__(self) -> None:
         (self.off,) = (policy for policy in self.policies if isinstance(policy, Off))
@@ -70,7 +78,7 @@ class PolicySelector:
         best = max(rates, key=lambda policy: rates[policy])
         best = best if rates[best] > (1.0 if self._speculates else MARGIN) * rates[self.off] else self.off
         self._speculates = best is not self.off
-        self._started, self._seconds = self.clock(), steps[best] + self.times.catch_up(best, pending)
+        self.begun = Begun(self.clock(), steps[best] + self.times.catch_up(best, pending))
         return best
 
     def expected(self, policy: Policy, temperature: float, remaining: float = inf) -> float:
@@ -82,20 +90,29 @@ class PolicySelector:
         tau = 1 + self.acceptance_scale * (forecast_tau(self.forecast, policy, temperature) - 1)
         return tau * (1 - (1 - 1 / tau) ** max(1.0, remaining)) if tau > 1 else 1.0
 
-    def update(self, policy: Policy, temperature: float, accepted: Sequence[int]) -> None:
-        """Learn from the step that was chosen last and ends now: its time, and the tokens that each request accepted.
+    def update(self, policy: Policy, temperature: float, accepted: Sequence[int], begun: Begun | None) -> None:
+        """Learn from a step that ends now: its time, and the tokens that each request accepted, bonus included;
+        none if all requests had ended.
 
-        The bonus token is one of them.
+        Steps end in the order in which they were chosen. One that was launched before the end of another takes the time
+        from that end on. `begun` None: other work was done meanwhile, so its time says nothing.
         """
-        factor = (self.clock() - self._started) / self._seconds
-        factor = min(max(factor, 1 / _MOST_FACTOR), _MOST_FACTOR)
+        started, self._ended = self._ended, self.clock()
+        factor = None
+        if begun is not None:
+            factor = (self._ended - max(begun.at, started)) / begun.seconds
+            factor = min(max(factor, 1 / _MOST_FACTOR), _MOST_FACTOR)
+        if not accepted:
+            return
         drafts = forecast_tau(self.forecast, policy, temperature) - 1
         if drafts > 0:
             observed = (sum(accepted) / len(accepted) - 1) / drafts
             self.acceptance_scale += (observed - self.acceptance_scale) * len(accepted) / (_EMA_WINDOW + len(accepted))
-            self.speculation_scale += (factor / self.plain_scale - self.speculation_scale) / _SPECULATION_WINDOW
+            if factor is not None:
+                self.speculation_scale += (factor / self.plain_scale - self.speculation_scale) / _SPECULATION_WINDOW
         else:  # nothing was drafted: the texts may have changed, so decay until speculation is retried
-            self.plain_scale += (factor - self.plain_scale) / _PLAIN_WINDOW
+            if factor is not None:
+                self.plain_scale += (factor - self.plain_scale) / _PLAIN_WINDOW
             self.acceptance_scale += (1 - self.acceptance_scale) / _DECAY_STEPS
             self.speculation_scale += (1 - self.speculation_scale) / _TIME_DECAY_STEPS
 

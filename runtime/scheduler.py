@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from d2sd.errors import RequestError
@@ -97,6 +98,21 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
+    def launched(self, sequences: SequenceOf[Sequence]) -> None:
+        """A decode step over these has begun."""
+        self._steps += 1
+        for sequence in sequences:
+            sequence.launched += 1
+
+    def collected(self, sequences: SequenceOf[Sequence]) -> None:
+        """The tokens of the oldest step that was launched over these are read, and appended next."""
+        for sequence in sequences:
+            sequence.launched -= 1
+
+    def has_pages_ahead(self) -> bool:
+        """Whether no request must be preempted for another step, whatever the launched ones commit."""
+        return sum(self._missing(sequence) for sequence in self.running) <= self.pages.free
+
     def schedule(self) -> Schedule:
         """Grow the pages of running requests, admit waiting ones, and share out the prefill chunk."""
         for sequence in self.running:
@@ -108,9 +124,9 @@ class Scheduler:
             insort(self.running, self.waiting.pop(0), key=_rank)
         prefill = self._prefill_chunks()
         done = {id(s): n for s, n in prefill}
-        decode = [s for s in self.running if s.pending == done.get(id(s), 0)]
+        # The last token of an answer may be in a step that is not collected.
+        decode = [s for s in self.running if s.pending == done.get(id(s), 0) and s.remaining > s.launched]
         self._prefill_tokens += sum(done.values())
-        self._steps += bool(decode)
         return Schedule(prefill, decode, self.pages.take_discarded())
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -203,12 +219,17 @@ class Scheduler:
         extend_keys(sequence.page_keys, sequence.tokens, self._limits.page_size, count, salt)
 
     def _pages_of(self, sequence: Sequence) -> int:
-        """Pages for its tokens and those that a step can commit."""
-        return self._limits.pages_for(len(sequence.tokens) - 1 + self._growth)
+        """Pages for its tokens and those that the launched steps and another one can commit."""
+        request, steps = sequence.request, 1 + sequence.launched
+        last = len(request.prompt) + request.max_new_tokens - 1  # an answer that is complete commits nothing more
+        return self._limits.pages_for(min(len(sequence.tokens) - 1 + steps * self._growth, last + self._growth))
+
+    def _missing(self, sequence: Sequence) -> int:
+        return max(0, self._pages_of(sequence) - len(sequence.pages))
 
     def _grow(self, sequence: Sequence) -> None:
         """Allocate pages for the tokens a step can commit; preempts the last sequences, at worst this one."""
-        wanted = self._pages_of(sequence) - len(sequence.pages)
+        wanted = self._missing(sequence)
         while wanted > 0:
             pages = self.pages.take(wanted)
             if pages is not None:

@@ -56,6 +56,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)  # set by the scheduler, as are the next two
     page_keys: list[bytes] = field(default_factory=list, repr=False)  # of the leading full pages, in the prefix cache
     keyed_pages: int = 0  # leading pages that the prefix cache knows by their keys
+    launched: int = 0  # decode steps with a row of it whose tokens are not appended yet; set by the scheduler
     finish: FinishReason | None = None  # set by append, cancel and fail
     error: D2SDError | None = None  # set by append and fail
     matcher: Matcher | None = field(init=False)  # advanced by append

@@ -60,7 +60,10 @@ def measure_step_times(
 ) -> StepTimes:
     """The times of this machine; arguments as of `time_steps`."""
     steps = steps or DecodeSteps(runner, limits)
+    refused = steps.refused
     seconds = time_steps(runner, policies, forecast, limits, advance, steps)
+    if steps.refused and not refused:  # some of them were captured, and no step is any more
+        seconds = time_steps(runner, policies, forecast, limits, steps=steps)
     return StepTimes(seconds, time_context(runner, seconds, limits, steps), time_pending(runner))
 
 

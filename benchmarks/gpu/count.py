@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 
 from benchmarks.gpu.steps import CONTEXT, VOCABULARY, Step, host_draft, made, requests
 from benchmarks.gpu.traffic import ACTIVATIONS, KV, Launch, Meter, without_gpu
 from d2sd.runtime.decode import decode_step
+from d2sd.runtime.handover import Handover, Link
 from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.static_inputs import _tensors
 
@@ -21,9 +24,15 @@ def count(one: Step) -> list[Launch]:
             meter.known(KV, pool.k, pool.v)
         batch, draft = requests(one, runner).to("meta"), host_draft(one)
         draft = draft and Draft(draft.tokens.to("meta"), draft.logprob.to("meta"))
-        meter.known(ACTIVATIONS, *_tensors(batch, draft))
+        packed, handover = Link.pack([], len(batch.anchor)), Handover(len(batch.anchor), runner.block_size, "meta")
+        link = Link(*(getattr(packed, field.name).to("meta") for field in fields(Link)))
+        meter.known(ACTIVATIONS, *_tensors(batch, link, draft), handover._state, handover._steps)
         with meter:
-            decode_step(runner, policy, batch, host_draft=draft, timer=meter.stage)
+            with meter.stage("handover"):
+                batch = handover.begin(batch, link)
+            result = decode_step(runner, policy, batch, host_draft=draft, timer=meter.stage)
+            with meter.stage("handover"):
+                handover.end(batch, link, result)
             with meter.stage("inject"):
                 context = runner.take_committed()
                 if context is not None:

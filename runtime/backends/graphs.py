@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -22,6 +23,9 @@ class Capture(Protocol):
         `run` reads nothing back. It may be called several times; its result holds nothing until it is repeated, and is
         overwritten by every repetition. Tensors that it reads keep their addresses.
         """
+
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to copy a tensor to the host, in the order of the device's work; the function returned waits for it."""
 
 
 class CudaGraphs:
@@ -50,3 +54,16 @@ class CudaGraphs:
             ):
                 out = run()
         return out, graph.replay
+
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """As `Capture`; the copy is to pinned memory."""
+        with torch.cuda.device(self._device):
+            host = tensor.to("cpu", non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+
+        def wait() -> Tensor:
+            copied.synchronize()
+            return host
+
+        return wait

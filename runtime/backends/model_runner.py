@@ -7,7 +7,8 @@ value back to the host, so a decode step from `draft_first` to `commit` can be c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -257,6 +258,14 @@ class ModelRunner:
         """The context that the last `commit` queued, out of the queues again; None without drafters."""
         taken = [pending.pop() for pending in self._pending]
         return taken[0] if taken else None
+
+    @contextmanager
+    def queues_kept(self) -> Iterator[None]:
+        """What is queued inside is taken out of the queues again, wherever it fails."""
+        with ExitStack() as stack:
+            for pending in self._pending:
+                stack.enter_context(pending.kept())
+            yield
 
     @torch.inference_mode()
     def inject(self, context: ContextRows, drafters: Collection[int]) -> None:

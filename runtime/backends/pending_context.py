@@ -11,7 +11,8 @@ owner wins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,6 +83,16 @@ class PendingContext:
         rows = self._rows_of(entry)
         self.rows -= len(rows.pages)
         return rows
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """What is queued inside is taken out of the queue again."""
+        length, rows = len(self._queue), self.rows
+        try:
+            yield
+        finally:
+            del self._queue[length:]
+            self.rows = rows
 
     def _append(self, entry: _Entry | ContextRows, rows: int) -> None:
         self._queue.append((self._pushes, entry))

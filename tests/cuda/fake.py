@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +35,7 @@ from d2sd.runtime.backends import model_runner
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import decode_step
+from d2sd.runtime.handover import Handover, Link
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.calibration import Calibration
@@ -161,7 +162,8 @@ def steps(
 ) -> Watch:  # fmt: skip
     """The second of two decode steps: the first one moves tables of positions to the device, once.
 
-    Its copies are those inside `decode_step`; its launches those of `sync_drafters`, too, under "sync".
+    Its copies are those inside `decode_step`; its launches those of `sync_drafters`, too, under "sync", and those that
+    take the state of the step before and leave it to the next, under "handover".
     """
     watch = Watch()
     with fake_gpu(watch):
@@ -172,16 +174,21 @@ def steps(
             calibration = Calibration(*neutral).to(made.device)
         batch, draft = batch_of(size, kinds), None
         if policy.first_pass is FirstPass.PROMPT_LOOKUP:
-            searched = lookup_draft([[1, 2, 1, 2]] * size, BLOCK - 1, size)
-            draft = Draft(searched.tokens.to("cuda"), searched.logprob.to("cuda"))
+            draft = lookup_draft([[1, 2, 1, 2]] * size, BLOCK - 1, size)
         elif policy.first_pass is FirstPass.CARRIED:
-            carried = carried_draft([], BLOCK - 1, made.flex_width, size)
-            draft = Draft(carried.tokens.to("cuda"), carried.logprob.to("cuda"))
+            draft = carried_draft([], BLOCK - 1, made.flex_width, size)
+        draft = draft and Draft(draft.tokens.to("cuda"), draft.logprob.to("cuda"))
+        handover, packed = Handover(size, BLOCK, made.device), Link.pack([], size)
+        link = Link(*(getattr(packed, field.name).to("cuda") for field in fields(Link)))
         for _ in range(2):
             with watch:
                 watch.launches.clear()
                 with watch.stage("sync"):
                     made.sync_drafters(policy.required_drafters)
                 watch.copies.clear()
-                decode_step(made, policy, batch, calibration, draft, watch.stage)
+                with watch.stage("handover"):
+                    late = handover.begin(batch, link)
+                result = decode_step(made, policy, late, calibration, draft, watch.stage)
+                with watch.stage("handover"):
+                    handover.end(late, link, result)
     return watch

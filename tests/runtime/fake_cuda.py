@@ -74,10 +74,13 @@ class Captures:
             out = run()
         return out, lambda: None
 
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        copy = tensor.cpu()
+        return lambda: copy
 
-def read(result: StepResult) -> list[Committed]:
-    """As `StepResult.read`, with counts and tokens that the fake tensors do not have."""
-    result.packed.cpu()
+
+def unpack(result: StepResult, host: Tensor) -> list[Committed]:
+    """As `StepResult.unpack`, with counts and tokens that the fake tensors do not have."""
     batch, longest = result.accepted.tokens.shape
     counts = [random.randint(1, longest) for _ in range(batch)]
     return [Committed(count, 0, [random.randrange(400) for _ in range(count)], [], None) for count in counts]
@@ -104,7 +107,7 @@ def main(folder: str, *runs: str) -> None:
     for name in ("use_triton", "use_kernels", "use_fused_layers"):  # kernels are not operators
         setattr(dispatch, name, lambda *a, **k: False)
     patch.object(model_runner, "CudaGraphs", Captures).start()
-    patch.object(StepResult, "read", read).start()
+    patch.object(StepResult, "unpack", unpack).start()
     zeros = torch.zeros
     torch.zeros = lambda *a, pin_memory=False, **k: zeros(*a, **k)
     for policy, kind in zip(runs[::2], runs[1::2], strict=True):

@@ -15,6 +15,7 @@ from d2sd.runtime.decode import decode_step
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.step_parts import Launched
 from tests.runtime.helpers import BLOCK, honest, make_engine
 
 #: Operators whose result has the shape of its data, or is a number on the host.
@@ -98,7 +99,7 @@ def record(engine: Engine, steps: int) -> list[Kernels]:
         with pytest.MonkeyPatch.context() as patch, recorder:
             forbid_reading(patch)
             result = decode_step(engine.runner, engine.policy, batch, engine.calibration, host_draft)
-        engine.retire(sequences, result)
+        engine.retire(Launched(sequences, engine.policy, result, result.read, None))
         recorded.append(recorder.kernels)
     return recorded
 

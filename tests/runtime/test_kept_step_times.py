@@ -7,11 +7,13 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.captured import DecodeSteps
 from d2sd.runtime.kept_step_times import kept_step_times
 from d2sd.runtime.request import Limits
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Off, Policy
@@ -143,3 +145,11 @@ def test_an_engine_measures_real_models_once(tmp_path: Path, monkeypatch: pytest
     assert first.selector is not None
     assert second.selector is not None
     assert first.selector.times == second.selector.times
+
+
+def test_times_of_a_refused_capture_are_not_kept(tmp_path: Path, measured: Measured) -> None:
+    path, limits = tmp_path / "times.json", Limits(2, 64, 4, 16)
+    for refused in (True, True, False, False):
+        steps = cast("DecodeSteps", SimpleNamespace(refused=refused))
+        assert kept_step_times(path, cast("ModelRunner", None), POLICIES, {}, limits, steps=steps) == TIMES
+    assert measured.count == 3

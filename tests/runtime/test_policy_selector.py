@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.buckets import buckets
+from d2sd.runtime.captured import DecodeSteps
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.policy_selector import (
     MARGIN,
@@ -29,7 +31,7 @@ from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Off, Policy
 from d2sd.runtime.speculation.tree import Tree
-from d2sd.runtime.step_times import StepTimes, time_context, time_steps
+from d2sd.runtime.step_times import StepTimes, measure_step_times, time_context, time_steps
 from tests.runtime.helpers import BLOCK, BRANCHES, cheater, expected, honest, make_engine, run_staggered, some_requests
 
 OFF, CHAIN, SMALL, LARGE = Off(1), Chain(4), DDTree(4), DDTree(8)
@@ -62,7 +64,7 @@ def serve(own: PolicySelector, accepted: list[int], factor: float = 1.0, tempera
     chosen, watch = own.choose(1, temperature), own.clock
     assert isinstance(watch, Watch)
     watch.now += factor * own.times.seconds[chosen, 1]
-    own.update(chosen, temperature, accepted)
+    own.update(chosen, temperature, accepted, own.begun)
     return chosen
 
 
@@ -235,8 +237,29 @@ def test_the_time_of_catching_up_is_expected() -> None:
     own = PolicySelector(POLICIES, times, FORECAST, watch := Watch())
     assert own.choose(1, 0.0, pending=[100]) == CHAIN
     watch.now = 3.1
-    own.update(CHAIN, 0.0, [2])
+    own.update(CHAIN, 0.0, [2], own.begun)
     assert own.speculation_scale == pytest.approx(1.0)
+
+
+def test_a_step_that_runs_ahead_begins_when_the_one_before_it_ends() -> None:
+    """The host launches it earlier; and a step with other work in it says nothing about its time."""
+    own = selector({OFF: 1.0})
+    watch, begun = own.clock, []
+    assert isinstance(watch, Watch)
+    for _ in range(20):
+        own.choose(1, 0.0)
+        begun.append(own.begun)
+        if len(begun) > 1:
+            watch.now += 1.0
+            own.update(OFF, 0.0, [1], begun.pop(0))
+    assert own.plain_scale == pytest.approx(1.0)
+    watch.now += 9.0
+    own.update(OFF, 0.0, [1], None)
+    assert own.plain_scale == pytest.approx(1.0)
+    own.choose(1, 0.0)
+    watch.now += 2.0
+    own.update(OFF, 0.0, [], own.begun)
+    assert own.plain_scale == pytest.approx(1.0), "all its requests had ended"
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -316,6 +339,21 @@ def test_costs_are_those_of_whole_steps() -> None:
         for size in (1, 2, 4)
     }
     assert told == [1, 1, 1]
+
+
+def test_steps_are_timed_again_without_graphs_after_a_refused_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, taken = SimpleNamespace(refused=False), iter([5.0, 1.0])
+
+    def timed(*_: object, **__: object) -> dict[tuple[Policy, int], float]:
+        steps.refused = True
+        return {(OFF, 1): next(taken)}
+
+    monkeypatch.setattr("d2sd.runtime.step_times.time_steps", timed)
+    monkeypatch.setattr("d2sd.runtime.step_times.time_context", lambda *_: {})
+    runner = cast(ModelRunner, Scripted(lambda rows, size: 1.0))
+    monkeypatch.setattr("d2sd.runtime.step_times.time_pending", lambda _: [])
+    found = measure_step_times(runner, (OFF,), {}, Limits(1, 64, 4, 16), steps=cast(DecodeSteps, steps))
+    assert found.seconds == {(OFF, 1): 1.0}
 
 
 def test_context_is_measured_on_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,7 +487,7 @@ def test_the_engine_learns_from_requests_but_not_from_padding(monkeypatch: pytes
     scripted(monkeypatch, engine, {(OFF, 4): 1.0, (OFF, 1): 1.0, (OFF, 2): 1.0, (CHAIN, 4): 0.01})
     told: list[list[int]] = []
     monkeypatch.setattr(
-        PolicySelector, "update", lambda self, policy, temperature, accepted: told.append(list(accepted))
+        PolicySelector, "update", lambda self, policy, temperature, accepted, begun: told.append(list(accepted))
     )
     sequences = [engine.submit(Request((n, n + 1), 4, SamplingParams(seed=n))) for n in (3, 4, 5)]
     engine.step()

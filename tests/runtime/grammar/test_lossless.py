@@ -14,6 +14,7 @@ from d2sd.runtime.engine import Engine
 from d2sd.runtime.grammar.step import StepGrammar
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.stats import SequenceStats
+from d2sd.runtime.step_parts import Launched
 from tests.runtime.grammar.oracle import constrained_text
 from tests.runtime.grammar.tokens import END, guidance, ids, text_of
 from tests.runtime.grammar.watched import WatchedRunner, drafted, is_inside, models
@@ -123,7 +124,7 @@ def test_a_small_tree_is_filled() -> None:
             inside = [path for path in paths if is_inside(one.request, one.answer, path)]
             assert drafted(result.tree, row) == inside[:8]
             moved_up += inside[:8] != [path for path in paths[:8] if path in inside]
-        engine.retire(running, result)
+        engine.retire(Launched(running, engine.policy, result, result.read, None))
     assert moved_up > 2
 
 
