@@ -159,7 +159,8 @@ def operator_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mad
         return [(table, whole(made[0])), *((x, whole(x)) for x in others)], [(made[0], whole(made[0]))]
     if name == "index_put_":
         target, indices, values = args[0], args[1], args[2]
-        picked = math.prod(torch.broadcast_shapes(*(x.shape for x in indices))) * args[0].element_size()
+        shape = torch.broadcast_shapes(*(x.shape for x in indices))  # type: ignore[no-untyped-call]
+        picked = math.prod(shape) * args[0].element_size()
         return [(x, whole(x)) for x in (*indices, values)], [(target, picked)]
     if func._schema.is_mutable:
         written = [kwargs["out"]] if kwargs.get("out") is not None else [args[0]]
