@@ -74,7 +74,7 @@ kernels: .venv/dev
 	$(BIN)/python -m benchmarks.compile_kernels
 
 ## what is proven without a GPU (docs/proofs.md): the kernels' PTX executed for four architectures, the step on fake CUDA
-## tensors, its launches: a quarter of an hour. Two versions of Triton that miscompile are installed to see them fail
+## tensors, its launches: some twenty minutes. Two versions of Triton that miscompile are installed to see them fail
 ptx: .venv/dev build/triton-3.6.0 build/triton-3.7.0
 	$(BIN)/pytest -m "" tests/ptx tests/cuda
 

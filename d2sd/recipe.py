@@ -264,7 +264,8 @@ class FP8(Part):
 
     #: Quantize every linear layer of the target except the head.
     target: bool = True
-    #: Quantize the drafters' MLP and output projections; engines need the other projections unquantized.
+    #: Quantize the drafters' MLP and output projections, since engines need the other projections unquantized, and all
+    #: projections of a FlexDraft head.
     drafters: bool = True
     #: Quantize the target's K/V pages, with one scale for K and one for V per layer.
     kv: bool = False

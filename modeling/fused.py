@@ -13,7 +13,8 @@
     down             product, added by the next norm
 
 Ten kernels a layer, eleven in FP8. The drafters' context K/V of all layers are one product and one `qk_norm_rope`; in
-FP8 a product a layer, because no FP8 product is batched.
+FP8 a product a layer, because no FP8 product is batched. FlexDraft's layers have a qkv and an o product of their own;
+all else is the target's fused layers'.
 
 Values are `layers.py`'s: ops round where it rounds. In FP8 an input that several products share is quantized once, with
 the largest of their scales. E4M3 is a floating-point type, so that costs no precision but next to zero.
@@ -33,9 +34,11 @@ from d2sd.errors import D2SDError
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder, TargetModel
 from d2sd.modeling.drafter import Drafter, DraftModel
+from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
+from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.layers import Layer, RMSNorm
+from d2sd.modeling.layers import MLP, Layer, RMSNorm
 from d2sd.modeling.rope import Rotary
 from d2sd.modeling.rows import Rows
 from d2sd.plugins import batch_invariant, dispatch
@@ -47,16 +50,20 @@ from d2sd.plugins.layer_ops import Heads, add_rms_norm, qk_norm_rope, quantize, 
 Linear = nn.Linear | Fp8Linear
 
 
-def fuse(model: TargetModel | DraftModel, *, exact: bool = False) -> None:
+def fuse(model: TargetModel | DraftModel | FlexHead, target: TargetModel | None = None, *, exact: bool = False) -> None:
     """Replace the layers of a CUDA model in place. Fusing twice is fine.
 
+    `target` is that of a FlexDraft head, fused before; if that stays unfused, so does the head.
     `exact`, of a target: products and attention, the head's too, are those of `d2sd.plugins.batch_invariant`.
 
     Afterwards `state_dict` lacks their weights, which are not kept twice: a fused model can only serve. Where this GPU
     or these layers cannot be fused, they stay, after a warning.
     Raises `D2SDError` instead of that warning under `D2SD_NO_FALLBACK=1`, or if `exact`.
     """
-    if not isinstance(model, Decoder | Drafter) or not len(model.layers):
+    if not isinstance(model, Decoder | Drafter | FlexHead) or not len(model.layers):
+        return
+    shared = getattr(target, "native", None)
+    if isinstance(model, FlexHead) and not isinstance(shared, FusedLayers):
         return
     fp8 = any(isinstance(one, Fp8Linear | Fp8Cache) for one in model.modules())
     weight = model.norm.weight
@@ -68,7 +75,7 @@ def fuse(model: TargetModel | DraftModel, *, exact: bool = False) -> None:
             )  # fmt: skip
         return
     context = isinstance(model, Drafter)
-    model.native = FusedLayers(model.config.body, model.layers, model.norm, context=context, exact=exact)
+    model.native = FusedLayers(model.config.body, model.layers, model.norm, context=context, target=shared, exact=exact)
     model.layers = nn.ModuleList()
     if isinstance(model, Drafter):
         model.fc = Product([cast("Linear", model.fc)], weight.dtype)  # type: ignore[assignment]
@@ -77,7 +84,7 @@ def fuse(model: TargetModel | DraftModel, *, exact: bool = False) -> None:
     torch.cuda.empty_cache()  # the parts that were joined
 
 
-def _unlike(model: Decoder | Drafter) -> str | None:
+def _unlike(model: Decoder | Drafter | FlexHead) -> str | None:
     """Why the layers cannot be joined: somebody else's modules in place of linear ones, or products of two kinds."""
     for layer in cast("Sequence[Layer]", model.layers):
         attention, mlp = layer.self_attn, layer.mlp
@@ -150,20 +157,22 @@ def _sums(x: Tensor, weight: Tensor, one: Tensor, out: Tensor | None = None) -> 
 
 
 class _Layer:
-    """One layer's products and parameters."""
+    """One layer's products and parameters; of FlexDraft's with the MLP of `target`."""
 
-    def __init__(self, layer: Layer, body: BodyConfig, dtype: torch.dtype, *, exact: bool) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
+    def __init__(
+        self, layer: Layer, body: BodyConfig, dtype: torch.dtype, target: _Layer | None, *, exact: bool
+    ) -> None:
+        attention = layer.self_attn
         self.input_norm = layer.input_layernorm.weight.detach()
         self.post_norm = layer.post_attention_layernorm.weight.detach()
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         self.qkv = Product(projections, dtype, exact=exact)
         attention.q_proj = attention.k_proj = attention.v_proj = nn.Identity()  # type: ignore[assignment]
         self.o = Product([attention.o_proj], dtype, exact=exact)
-        self.gate_up = Product([mlp.gate_proj, mlp.up_proj], dtype, exact=exact)
-        for part, weight in zip((mlp.gate_proj, mlp.up_proj), self.gate_up.weight.chunk(2), strict=True):
-            part.weight.data = weight  # a view: FlexDraft's mask rows pass the target's MLPs
-        self.down = Product([mlp.down_proj], dtype, exact=exact)
+        self.gate_up: Product
+        self.down: Product
+        shared = None if target is None else (target.gate_up, target.down)
+        self.gate_up, self.down = shared or _mlp(layer.mlp, dtype, exact=exact)
         norms = [_weight(norm) for norm in (attention.q_norm, attention.k_norm)]
         caches = [_scale(cache) for cache in (attention.k_cache, attention.v_cache)]
         scales, bias = self.qkv.scales, self.qkv.bias
@@ -174,6 +183,36 @@ class _Layer:
             scales=None if scales is None else scales[None],
             k_scale=caches[0], v_scale=caches[1],
         )  # fmt: skip
+
+    def mlp(self, x: Tensor, branch: Tensor | None, eps: float, total: Tensor) -> Tensor:
+        """What the MLP adds to x + branch, which `total` receives; rows [R, E]."""
+        gate_up, down = self.gate_up, self.down
+        normed = add_rms_norm(x, branch, self.post_norm, eps, total=total, scale=gate_up.input_scale)
+        return cast("Tensor", down(silu_mul(gate_up(normed), x.dtype, scales=gate_up.scales, scale=down.input_scale)))
+
+
+class _Pass:
+    """What a pass over x [B, T, E] leaves, besides hidden states."""
+
+    def __init__(self, body: BodyConfig, x: Tensor, aux_layer_ids: tuple[int, ...]) -> None:
+        shape, width = x.shape[:2], body.hidden_size
+        self.k, self.v = x.new_empty(2, body.num_layers, *shape, body.num_kv_heads, body.head_dim).unbind()
+        self.features = x.new_empty(*shape, len(aux_layer_ids) * width)
+        # The residual stream after a layer is written where it is wanted: a column of `features`, or one buffer.
+        lines = self.features.flatten(0, 1)
+        self.columns = {layer: lines[:, i * width : (i + 1) * width] for i, layer in enumerate(aux_layer_ids)}
+
+    def keep(self, layer: int, stream: Tensor) -> None:
+        """Copy the output of `layer` from the first rows of `stream`, if it is a feature."""
+        if layer in self.columns:
+            self.columns[layer].copy_(stream[: len(self.columns[layer])])
+
+
+def _mlp(mlp: MLP, dtype: torch.dtype, *, exact: bool) -> tuple[Product, Product]:
+    gate_up = Product([mlp.gate_proj, mlp.up_proj], dtype, exact=exact)
+    for part, weight in zip((mlp.gate_proj, mlp.up_proj), gate_up.weight.chunk(2), strict=True):
+        part.weight.data = weight  # a view, for mask rows of a FlexDraft head that cannot be fused
+    return gate_up, Product([mlp.down_proj], dtype, exact=exact)
 
 
 def _weight(norm: nn.Module) -> Tensor | None:
@@ -189,18 +228,21 @@ class FusedLayers(nn.Module):
     """A model's layers and last norm. They hold no parameters: they can only serve."""
 
     def __init__(
-        self, body: BodyConfig, layers: nn.ModuleList, norm: RMSNorm, *, context: bool = False, exact: bool = False
-    ) -> None:
+        self, body: BodyConfig, layers: nn.ModuleList, norm: RMSNorm, *, context: bool = False,
+        target: FusedLayers | None = None, exact: bool = False,
+    ) -> None:  # fmt: skip
         """Takes the weights out of `layers` one by one, so that no more than a layer's are held twice.
 
-        `context`: for drafters, which make keys and values of a context too.
+        `context`: for drafters, which make keys and values of a context too. `target`: for FlexDraft, whose MLPs are
+        those of its last layers.
         """
         super().__init__()
         self._config, self._exact = body, exact
         self._dtype, self._norm = norm.weight.dtype, norm.weight.detach()
         self._layers: list[_Layer] = []
-        for layer in cast("Sequence[Layer]", layers):
-            self._layers.append(_Layer(layer, body, self._dtype, exact=exact))
+        shared = [None] * len(layers) if target is None else target._layers[-len(layers) :]
+        for layer, of_target in zip(cast("Sequence[Layer]", layers), shared, strict=True):
+            self._layers.append(_Layer(layer, body, self._dtype, of_target, exact=exact))
         self._context = _Context(self._layers, body, self._dtype) if context else None
 
     @property
@@ -223,36 +265,67 @@ class FusedLayers(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [B, T, E] -> the fields of `DecoderOutput`."""
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            return self._forward(x, rotary, rows, pool, aux_layer_ids)
+            out = _Pass(self._config, x, aux_layer_ids)
+            residual, branch = self._run(self._layers, out, x, rotary, rows, pool)
+            total = out.columns.get(len(self._layers) - 1)
+            hidden = add_rms_norm(residual, branch, self._norm, self._config.rms_norm_eps, total=total)
+            return hidden.view(x.shape), out.features, out.k, out.v
 
-    def _forward(
-        self, x: Tensor, rotary: Rotary, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        body, eps = self._config, self._config.rms_norm_eps
-        shape, width = x.shape[:2], body.hidden_size
-        attend = pool.attend(rows, exact=self._exact)
+    def _run(
+        self, layers: Sequence[_Layer], out: _Pass, x: Tensor, rotary: Rotary, rows: Rows, pool: KVPool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The first layers: x [B, T, E] -> the residual stream [R, E], and what is to be added to it."""
+        body, eps, shape = self._config, self._config.rms_norm_eps, x.shape[:2]
+        attend, k, v = pool.attend(rows, exact=self._exact), out.k, out.v
         cos, sin = rotary.tables(rows.positions, x.dtype)
-        k, v = x.new_empty(2, body.num_layers, *shape, body.num_kv_heads, body.head_dim).unbind()
-        features = x.new_empty(*shape, len(aux_layer_ids) * width)
-        # The residual stream after a layer is written where it is wanted: a column of `features`, or one buffer.
-        lines = features.flatten(0, 1)
-        columns = {layer: lines[:, i * width : (i + 1) * width] for i, layer in enumerate(aux_layer_ids)}
-        x = x.reshape(-1, width)
+        x = x.reshape(-1, body.hidden_size)
         buffer, branch = torch.empty_like(x), None
-        for index, layer in enumerate(self._layers):
-            total = columns.get(index - 1, buffer)
+        for index, layer in enumerate(layers):
+            total = out.columns.get(index - 1, buffer)
             normed = add_rms_norm(x, branch, layer.input_norm, eps, total=total, scale=layer.qkv.input_scale)
             x = x if branch is None else total
             keys, values = k[index : index + 1], v[index : index + 1]
             q = qk_norm_rope(layer.qkv(normed)[None], cos, sin, layer.heads, keys.flatten(1, 2), values.flatten(1, 2))
             heads = attend(index, q.view(*shape, -1, body.head_dim), k[index], v[index])
             branch = layer.o(heads.reshape(len(x), -1))
-            normed = add_rms_norm(x, branch, layer.post_norm, eps, total=buffer, scale=layer.gate_up.input_scale)
-            x, down = buffer, layer.down
-            inner = silu_mul(layer.gate_up(normed), x.dtype, scales=layer.gate_up.scales, scale=down.input_scale)
-            branch = down(inner)
-        hidden = add_rms_norm(x, branch, self._norm, eps, total=columns.get(body.num_layers - 1))
-        return hidden.view(*shape, width), features, k, v
+            x, branch = buffer, layer.mlp(x, branch, eps, buffer)
+        return x, branch
+
+    def with_masks(
+        self, x: Tensor, mask: Tensor, draft: InferenceLayers, rotary: Rotary, rows: Rows, behind: Rows, pool: KVPool,
+        aux_layer_ids: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """As `JointLayers.with_masks`: rows of both kinds are two blocks of one matrix, which passes an MLP whole."""
+        assert isinstance(draft, FusedLayers)
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+            eps, (batch, count, width) = self._config.rms_norm_eps, x.shape
+            split, counts = len(self._layers) - len(draft._layers), [count, behind.positions.shape[1] - count]
+            blocks = [batch * rows_of_request for rows_of_request in counts]
+            out = _Pass(self._config, x, aux_layer_ids)
+            residual, branch = self._run(self._layers[:split], out, x, rotary, rows, pool)
+            assert branch is not None, "the first layer is the target's alone"
+            stream = torch.cat([residual, mask.expand(blocks[1], -1)])
+            branch = torch.cat([branch, branch.new_zeros(blocks[1], width)])
+            tables = [rotary.tables(part, x.dtype) for part in torch.split(behind.positions, counts, 1)]
+            attend = pool.from_layer(split).attend(behind, exact=self._exact)
+            k_of_masks, v_of_masks = x.new_empty(2, batch, counts[1], *out.k.shape[3:]).unbind()
+            for index, pair in enumerate(zip(self._layers[split:], draft._layers, strict=True)):
+                caches = (out.k[split + index], out.v[split + index]), (k_of_masks, v_of_masks)
+                parts, queries = zip(torch.split(stream, blocks), torch.split(branch, blocks), strict=True), []
+                for layer, (part, added), table, (k, v) in zip(pair, parts, tables, caches, strict=True):
+                    normed = add_rms_norm(part, added, layer.input_norm, eps, total=part, scale=layer.qkv.input_scale)
+                    cache = k.flatten(0, 1)[None], v.flatten(0, 1)[None]
+                    q = qk_norm_rope(layer.qkv(normed)[None], *table, layer.heads, *cache)
+                    queries.append(q.view(batch, -1, *q.shape[1:]))
+                out.keep(split + index - 1, stream)
+                heads = attend(index, *(torch.cat(list(both), 1) for both in (queries, *zip(*caches, strict=True))))
+                of_kinds = zip(pair, torch.split(heads.flatten(2), counts, 1), strict=True)
+                branch = torch.cat([layer.o(part.flatten(0, 1)) for layer, part in of_kinds])
+                branch = pair[0].mlp(stream, branch, eps, stream)
+            hidden = add_rms_norm(stream, branch, self._norm, eps, total=stream)
+            out.keep(len(self._layers) - 1, stream)
+            both = [part.view(batch, -1, width) for part in torch.split(hidden, blocks)]
+            return torch.cat(both, 1), out.features, out.k, out.v
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
         """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D]."""

@@ -21,7 +21,7 @@ from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Rows
 from d2sd.plugins.fp8 import LARGEST, to_pages
 
-Model = TypeVar("Model", Decoder, Drafter)
+Model = TypeVar("Model", Decoder, Drafter, FlexHead)
 ROPE = RopeConfig(10000.0)
 
 

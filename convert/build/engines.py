@@ -17,15 +17,16 @@ from typing import Any
 from d2sd.convert.build.plan import Plan
 from d2sd.convert.build.stage_cache import StageCache
 from d2sd.convert.checkpoint.drafter import load_drafter
+from d2sd.convert.checkpoint.flex import load_flex
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.convert.engines.build import build_engines
 from d2sd.convert.engines.profiles import Profile, make_profiles
 from d2sd.convert.engines.worker import SETTINGS, Job
-from d2sd.convert.onnx.export import TOOLS, export_drafter, export_target, require_exporter
+from d2sd.convert.onnx.export import TOOLS, export_drafter, export_flex, export_target, require_exporter
 from d2sd.io import cache_folder
 from d2sd.manifest import Engines as Built
-from d2sd.modeling.config import DrafterConfig, FlexConfig
+from d2sd.modeling.config import DrafterConfig
 from d2sd.plugins.cascade_attention.onnx import VERSION as PLUGIN_ABI
 from d2sd.recipe import Engines
 from d2sd.tensorrt_env import TensorRT, find_tensorrt
@@ -65,7 +66,7 @@ class EngineBuild:
 
     def run(self, common: Mapping[str, object], models: Mapping[str, str]) -> tuple[dict[str, str], Built]:
         """Run all stages; `models` and the result map a file to its hash. Also returns a description of the engines."""
-        recipe, size = self.plan.recipe, self.plan.weight_bytes
+        recipe, size = self.plan.recipe, self.plan.graph_bytes
         aux_layer_ids = self._aux_layer_ids()
         inputs = dict(common) | {
             "models": list(models.items()), "tools": self.tools, "aux_layer_ids": aux_layer_ids,
@@ -73,10 +74,7 @@ class EngineBuild:
         }  # fmt: skip
         files = dict(self.work.stage(GRAPHS, inputs, size, lambda folder: self._export(folder, aux_layer_ids)).files)
         graphs = list(files.items())
-        profiles = {}
-        for part in self.plan.graphs:
-            assert not isinstance(part.config, FlexConfig)
-            profiles[part.name] = make_profiles(recipe, self.trt.name, part.config)
+        profiles = {part.name: make_profiles(recipe, self.trt.name, part.config) for part in self.plan.parts}
         plugins: dict[str, int] = {}
         for compute in self.wanted.compute:
             inputs = dict(common) | {
@@ -102,11 +100,16 @@ class EngineBuild:
     def _export(self, folder: Path, aux_layer_ids: tuple[int, ...]) -> None:
         recipe = self.plan.recipe
         dtype, page_size = DTYPES[recipe.precision], recipe.limits.page_size
-        with self.work.progress("writing graphs", len(self.plan.graphs)) as advance:
-            for part in self.plan.graphs:
+        with self.work.progress("writing graphs", len(self.plan.parts)) as advance:
+            for part in self.plan.parts:
                 source, file = self.work.bundle / part.name, folder / f"{part.name}.onnx"
                 if part is self.plan.target:
-                    export_target(load_target(source, dtype), aux_layer_ids, page_size, file)
+                    target = load_target(source, dtype)
+                    export_target(target, aux_layer_ids, page_size, file)
+                elif part is self.plan.flex:
+                    head = load_flex(source, dtype)
+                    head.join(target)
+                    export_flex(head, page_size, file)
                 else:
                     export_drafter(load_drafter(source, dtype), page_size, file)
                 advance(1)
@@ -131,11 +134,11 @@ class EngineBuild:
                     profiles=profiles[part.name],
                     timing=self._timing(part.name),
                 )
-                for part in self.plan.graphs
+                for part in self.plan.parts
             ]
             at_once = min(len(jobs), os.cpu_count() or 1)
             scratch.mkdir(parents=True, exist_ok=True)
             reports = build_engines(
                 jobs, scratch, at_once=at_once, progress=self.work.progress, what=f"building engines for {compute}"
             )
-        return {part.name: asdict(report) for part, report in zip(self.plan.graphs, reports, strict=True)}
+        return {part.name: asdict(report) for part, report in zip(self.plan.parts, reports, strict=True)}

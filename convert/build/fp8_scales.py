@@ -1,7 +1,7 @@
 """FP8 scales from NVIDIA ModelOpt (extra `fp8`): max calibration of weights and layer inputs on real text.
 
-The target is quantized as a transformers model and exported by ModelOpt; a drafter, which transformers does not
-support, is quantized in place while d2sd's decoding loop runs it.
+The target is quantized as a transformers model and exported by ModelOpt; a drafter or a FlexDraft head, which
+transformers does not support, is quantized in place while d2sd's decoding loop runs it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from d2sd.convert.checkpoint.flex import flex_linears
 from d2sd.convert.checkpoint.offline import offline_transformers
-from d2sd.convert.checkpoint.quantization import DRAFTER_UNQUANTIZED, Quantization
+from d2sd.convert.checkpoint.quantization import DRAFTER_UNQUANTIZED, FLEX_UNQUANTIZED, Quantization
 from d2sd.errors import BuildError, CheckpointError
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import linear_names
 from d2sd.plugins.fp8 import LARGEST, to_pages
 from d2sd.progress import Progress, silent
@@ -88,14 +90,18 @@ def quantize_target(
 
 
 def quantize_drafter(
-    modelopt: ModelOpt, drafter: Drafter, run: Callable[[], None]
+    modelopt: ModelOpt, drafter: Drafter | FlexHead, run: Callable[[], None]
 ) -> tuple[dict[str, Tensor], Quantization]:
     """Calibrate `drafter` in place while `run` drafts with it. Return its FP8 tensors and their description.
 
     Raises `BuildError` where a layer was never run or its input was zero.
     """
-    described = Quantization(DRAFTER_UNQUANTIZED, kv=False, producer=("modelopt", modelopt.version))
-    names = described.of(linear_names(drafter))
+    exclude: tuple[str, ...] = DRAFTER_UNQUANTIZED
+    linears = linear_names(drafter)
+    if isinstance(drafter, FlexHead):
+        exclude, linears = FLEX_UNQUANTIZED, flex_linears(drafter)
+    described = Quantization(exclude, kv=False, producer=("modelopt", modelopt.version))
+    names = described.of(linears)
     tensors = drafter.state_dict()
     per_tensor = {"num_bits": (4, 3), "axis": None}
     wanted = [

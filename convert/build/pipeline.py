@@ -25,8 +25,8 @@ from d2sd.convert.build.plan import Part, Plan, make_plan
 from d2sd.convert.build.sources import located, obtained
 from d2sd.convert.build.stage_cache import Run, StageCache
 from d2sd.convert.bundle.load import assemble
-from d2sd.convert.checkpoint.drafter import fingerprint, load_drafter, write_drafter
-from d2sd.convert.checkpoint.flex import flex_fingerprint, load_flex, write_flex
+from d2sd.convert.checkpoint.drafter import check_drafter_tensors, fingerprint, load_drafter, write_drafter
+from d2sd.convert.checkpoint.flex import check_flex_tensors, flex_fingerprint, load_flex, write_flex
 from d2sd.convert.checkpoint.gguf import convert_gguf
 from d2sd.convert.checkpoint.target import source_files, write_target
 from d2sd.convert.checkpoint.weights import DTYPES
@@ -113,7 +113,7 @@ def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
         files |= work.stage(TRTLLM, inputs, 1 << 20, lambda folder: write_llm_args(folder, plan.recipe)).files
     if engines is not None:
         models = {
-            name: sha256 for name, sha256 in files.items() if name.partition("/")[0] in {p.name for p in plan.graphs}
+            name: sha256 for name, sha256 in files.items() if name.partition("/")[0] in {p.name for p in plan.parts}
         }
         made, built = engines.run(common, models)
         files |= made
@@ -179,7 +179,7 @@ def _drafter(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run
 
     def write(folder: Path) -> None:
         drafter = load_drafter(source, DTYPES[plan.recipe.precision], config.role)
-        write_drafter(folder, drafter.config, drafter.state_dict())
+        write_drafter(folder, drafter.config, drafter.state_dict(), check_drafter_tensors(source, drafter.config))
 
     inputs = {"role": config.role, "files": hash_files(source, source_files(source), work.progress)}
     return inputs, part.weight_bytes + _SMALL_FILES, write
@@ -191,8 +191,7 @@ def _flex(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]:
 
     def write(folder: Path) -> None:
         head = load_flex(source, DTYPES[plan.recipe.precision])
-        folder.mkdir(parents=True)
-        write_flex(folder, head.config, head.state_dict())
+        write_flex(folder, head.config, head.state_dict(), check_flex_tensors(source, head.config))
 
     files = hash_files(source, source_files(source), work.progress)
     return {"files": files}, part.weight_bytes + _SMALL_FILES, write

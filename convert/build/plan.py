@@ -27,8 +27,9 @@ from d2sd.tensorrt_env import ALIGNMENT
 
 #: Nominal GPU memory in decimal bytes; the devices report slightly more.
 GPUS = {"H100": 80 * 10**9, "H200": 141 * 10**9, "B200": 180 * 10**9}
-#: Tensors that FP8 stores in one byte per weight: every linear layer of the target except its head, ...
-_TARGET_FP8 = ("_proj.weight",)
+#: Tensors that FP8 stores in one byte per weight: every linear layer of the target except its head, all projections of
+#: a FlexDraft head, ...
+_PROJECTIONS = ("_proj.weight",)
 #: ... and the linear layers of a drafter that engines do not slice.
 _DRAFTER_FP8 = ("o_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
@@ -65,18 +66,22 @@ class Plan:
     flex: Part | None = None
 
     @property
-    def graphs(self) -> tuple[Part, ...]:
-        """The models that have graphs and engines of their own, target first: all but FlexDraft."""
-        return ((self.target,) if self.target else ()) + self.drafters
-
-    @property
     def parts(self) -> tuple[Part, ...]:
         """All models known by now, target first."""
-        return self.graphs + ((self.flex,) if self.flex else ())
+        return (*((self.target,) if self.target else ()), *self.drafters, *((self.flex,) if self.flex else ()))
 
     @property
     def weight_bytes(self) -> int:
         return sum(part.weight_bytes for part in self.parts)
+
+    @property
+    def graph_bytes(self) -> int:
+        """Weights in the graphs: that of FlexDraft has a copy of the MLPs of the target's last layers."""
+        if self.flex is None or self.target is None:
+            return self.weight_bytes
+        body = self.flex.body
+        copied = 3 * body.num_layers * body.hidden_size * body.intermediate_size
+        return self.weight_bytes + round(copied * self.target.weight_bytes / self.target.parameters)
 
     def kv_memory(self, free_bytes: int | None = None) -> KVMemory:
         """Size of the K/V pools when serving with all models; a share of memory needs `free_bytes`."""
@@ -137,7 +142,7 @@ def make_plan(recipe: Recipe) -> Plan:
 
 def _check_engines(plan: Plan) -> None:
     """Raise `RecipeError` for shapes that kernels or TensorRT do not support, before hours of exporting."""
-    for part in plan.graphs if plan.recipe.engines else ():
+    for part in plan.parts if plan.recipe.engines else ():
         body, limits = part.body, plan.recipe.limits
         if body.head_dim % HEAD_STEP or body.head_dim > LARGEST_HEAD:
             raise RecipeError(
@@ -191,22 +196,22 @@ def _flex(recipe: Recipe, target: DecoderConfig | None) -> Part | None:
     config = read_flex_config(folder)
     if target is not None:
         check_flex(config, target, block_size=recipe.tree.block_size, where=folder)
-    check_flex_tensors(folder, config)
-    parameters = sum(map(math.prod, flex_shapes(config).values()))
-    weights = parameters * DTYPES[recipe.precision].itemsize
-    return Part("drafter_flex", str(folder), config, parameters, weights, 0)
+    return _part(recipe, "drafter_flex", str(folder), config, check_flex_tensors(folder, config))
 
 
 def _part(
-    recipe: Recipe, name: str, source: str, config: DecoderConfig | DrafterConfig, quantization: Quantization | None
-) -> Part:
+    recipe: Recipe, name: str, source: str, config: DecoderConfig | DrafterConfig | FlexConfig,
+    quantization: Quantization | None,
+) -> Part:  # fmt: skip
     """`quantization` describes the source checkpoint; the recipe's fp8 is applied on top of it."""
     body, size = config.body, DTYPES[recipe.precision].itemsize
     fp8 = recipe.fp8 or FP8(target=False, drafters=False)
     narrow: tuple[str, ...]
     if isinstance(config, DecoderConfig):
-        shapes, narrow = target_shapes(config, quantization), _TARGET_FP8 if fp8.target else ()
+        shapes, narrow = target_shapes(config, quantization), _PROJECTIONS if fp8.target else ()
         kv = fp8.kv or (quantization is not None and quantization.kv)
+    elif isinstance(config, FlexConfig):
+        shapes, narrow, kv = flex_shapes(config, quantization), _PROJECTIONS if fp8.drafters else (), False
     else:
         shapes, narrow, kv = drafter_shapes(config, quantization), _DRAFTER_FP8 if fp8.drafters else (), False
     if narrow and quantization is not None:
@@ -221,4 +226,6 @@ def _part(
             parameters += math.prod(shape)
             weights += math.prod(shape) * (1 if stored == "FP8" or tensor.endswith(narrow) else size)
     token = 2 * body.num_layers * body.num_kv_heads * body.head_dim * (1 if kv else size)  # K and V
+    if isinstance(config, FlexConfig):
+        token = 0  # it reads the target's
     return Part(name, source, config, parameters, weights, token)

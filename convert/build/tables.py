@@ -49,7 +49,7 @@ def show_plan(plan: Plan, output: Path) -> None:
         _lines(kv_lines(plan))
     show_table(_memory(plan))
     if wanted is not None:
-        size = size_text(plan.weight_bytes)
+        size = size_text(plan.graph_bytes)
         each = f"{size} of weights in the graphs and as much again for each of {len(wanted.compute)}"
         _line("engines", f"by {wanted.builder} for {', '.join(wanted.compute)}: {each}")
     if plan.target is not None and plan.recipe.precision != "fp32":  # fp32 is not meant for GPUs

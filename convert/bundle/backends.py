@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
     from d2sd.manifest import Engines
     from d2sd.modeling.drafter import Drafter
+    from d2sd.modeling.flex import FlexHead
     from d2sd.runtime.backends.model_runner import ModelRunner
 
 BackendName = Literal["torch", "onnx", "tensorrt"]
 #: Names of the models' folders, graphs and engines.
-MODELS = ("target", "drafter_first", "drafter_second")
+MODELS, FLEX = ("target", "drafter_first", "drafter_second"), "drafter_flex"
 
 
 def make_runner(
@@ -30,18 +31,14 @@ def make_runner(
     """
     from d2sd.runtime.backends.model_runner import ModelRunner
 
+    head = bundle.flex if flex else None
     if name == "torch":
         check_device(device)
         first, second = (*(drafter.to(device) for drafter in drafters), None, None)[:2]
-        head = bundle.flex.to(device) if flex and bundle.flex is not None else None
         size = bundle.recipe.tree.block_size
         return ModelRunner(
-            bundle.target.to(device), first, second, flex=head, block_size=size, exact=bundle.recipe.exact
-        )
-    if flex:
-        raise BundleError(
-            "FlexDraft has neither graphs nor engines: PyTorch runs it.", where=bundle.path, found=name,
-            fix="serve it with --executor torch, or choose another policy",
+            bundle.target.to(device), first, second, flex=head and head.to(device), block_size=size,
+            exact=bundle.recipe.exact,
         )  # fmt: skip
     built = bundle.manifest.engines
     if built is None:
@@ -49,9 +46,15 @@ def make_runner(
             "The bundle has neither graphs nor engines.", where=bundle.path,
             fix="build it with --set 'engines={compute: [portable]}', or serve it with --executor torch",
         )  # fmt: skip
+    if head is not None and FLEX not in built.profiles:
+        raise BundleError(
+            "The bundle has neither a graph nor an engine of its FlexDraft head.", where=bundle.path,
+            found=f"graphs of {', '.join(built.profiles)}",
+            fix="build it again, choose another policy, or serve it with --executor torch",
+        )  # fmt: skip
     if name == "onnx":
-        return _onnx(bundle, drafters)
-    return _tensorrt(bundle, drafters, built)
+        return _onnx(bundle, drafters, head)
+    return _tensorrt(bundle, drafters, head, built)
 
 
 def check_device(device: str) -> None:
@@ -68,8 +71,8 @@ def check_device(device: str) -> None:
         )  # fmt: skip
 
 
-def _onnx(bundle: Bundle, drafters: Sequence[Drafter]) -> ModelRunner:
-    from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession
+def _onnx(bundle: Bundle, drafters: Sequence[Drafter], flex: FlexHead | None) -> ModelRunner:
+    from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, GraphFlex, OnnxSession
     from d2sd.runtime.backends.model_runner import ModelRunner
 
     recipe = bundle.recipe
@@ -78,15 +81,17 @@ def _onnx(bundle: Bundle, drafters: Sequence[Drafter]) -> ModelRunner:
             "ONNX Runtime does not support bf16 on CPUs.", where=f"{bundle.path}: precision",
             fix="build the bundle in fp16 or fp32, or serve it with --executor torch",
         )  # fmt: skip
-    sessions = [OnnxSession(bundle.path / "onnx" / f"{model}.onnx") for model in MODELS[: 1 + len(drafters)]]
+    folder = bundle.path / "onnx"
+    sessions = [OnnxSession(folder / f"{model}.onnx") for model in MODELS[: 1 + len(drafters)]]
     graphs = [GraphDrafter(d, s, recipe.limits.page_size) for d, s in zip(drafters, sessions[1:], strict=True)]
     aux_layer_ids = bundle.first.config.target_layer_ids if bundle.first else ()
+    head = None if flex is None else GraphFlex(flex, OnnxSession(folder / f"{FLEX}.onnx"))
     return ModelRunner(
-        GraphDecoder(bundle.target, aux_layer_ids, sessions[0]), *graphs, block_size=recipe.tree.block_size
+        GraphDecoder(bundle.target, aux_layer_ids, sessions[0]), *graphs, flex=head, block_size=recipe.tree.block_size
     )
 
 
-def _tensorrt(bundle: Bundle, drafters: Sequence[Drafter], built: Engines) -> ModelRunner:
+def _tensorrt(bundle: Bundle, drafters: Sequence[Drafter], flex: FlexHead | None, built: Engines) -> ModelRunner:
     from d2sd.runtime.backends.tensorrt import engine_runner
     from d2sd.runtime.backends.tensorrt_checks import EngineFile, this_device
     from d2sd.tensorrt_env import find_tensorrt
@@ -94,21 +99,21 @@ def _tensorrt(bundle: Bundle, drafters: Sequence[Drafter], built: Engines) -> Mo
     trt, folder = find_tensorrt(built.builder), bundle.path / "engines"
     capability = this_device(folder).capability
     compute = choose_compute(built.compute, capability, folder)
-    files = [
-        EngineFile(
-            folder / compute / f"{model}.engine", built.builder, built.version, built.plugin_abi, compute,
-            built.profiles[model],
+    files = {
+        model: EngineFile(
+            folder / compute / f"{model}.engine", built.builder, built.version, built.plugin_abi, compute, profiles
         )
-        for model in MODELS[: 1 + len(drafters)]
-    ]  # fmt: skip
+        for model, profiles in built.profiles.items()
+    }
     recipe = bundle.recipe
     aux_layer_ids = bundle.first.config.target_layer_ids if bundle.first else ()
     return engine_runner(
         trt,
-        (bundle.target, files[0]),
-        *zip(drafters, files[1:], strict=True),
+        (bundle.target, files[MODELS[0]]),
+        *((drafter, files[model]) for drafter, model in zip(drafters, MODELS[1:], strict=False)),
         aux_layer_ids=aux_layer_ids,
         page_size=recipe.limits.page_size,
+        flex=None if flex is None else (flex, files[FLEX]),
         block_size=recipe.tree.block_size,
     )
 

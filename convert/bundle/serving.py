@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from d2sd.convert.bundle.backends import BackendName, make_runner
 from d2sd.convert.bundle.chat import Messages, encode_chat, encode_prompt
 from d2sd.errors import BundleError, RequestError
-from d2sd.policies import BY_FLEX, FACTS
+from d2sd.policies import BY_FLEX, FACTS, FirstPass
 from d2sd.progress import bar
 from d2sd.recipe import Policy, Tree
 
@@ -53,8 +53,8 @@ def make_engine(
     recipe = bundle.recipe
     name, rows = policy or recipe.tree.policy, row_budget or recipe.tree.row_budget
     file, count = bundle.calibration, sum(d is not None for d in (bundle.first, bundle.second))
-    flex = bundle.flex is not None and backend == "torch" and forecasts_flex(count, file)
-    candidates = candidate_policies(recipe.tree, count, name, rows, flex=flex)
+    flex = bundle.flex is not None and forecasts_flex(count, file)
+    candidates = candidate_policies(recipe.tree, count, name, rows, flex=flex, parallel=backend == "torch")
     drafters = [bundle.first, bundle.second][: max(len(candidate.required_drafters) for candidate in candidates)]
     if None in drafters:
         raise BundleError(
@@ -66,6 +66,11 @@ def make_engine(
         raise BundleError(
             "The policy needs a FlexDraft head.", where=bundle.path, expected="drafters.flex in its recipe",
             fix="choose another with --policy",
+        )  # fmt: skip
+    if backend != "torch" and any(candidate.first_pass is FirstPass.CARRIED for candidate in candidates):
+        raise BundleError(
+            "Graphs and engines of a FlexDraft head have no parallel mode.", where=bundle.path,
+            found=f"{name} by {backend}", fix="choose flex with --policy, or serve it with --executor torch",
         )  # fmt: skip
     models = [drafter for drafter in drafters if drafter is not None]
     limits = Limits.of(recipe.limits, max_batch)
@@ -105,10 +110,12 @@ def forecasts_flex(drafters: int, calibration: CalibrationFile | None) -> bool:
     return drafters == 0 or (calibration is not None and "flex" in calibration.tau["0"])
 
 
-def candidate_policies(tree: Tree, drafters: int, name: Policy, rows: int, *, flex: bool = False) -> list[TreePolicy]:
+def candidate_policies(
+    tree: Tree, drafters: int, name: Policy, rows: int, *, flex: bool = False, parallel: bool = True
+) -> list[TreePolicy]:
     """The named policy; for `auto` all that `drafters` drafters and FlexDraft can run. The engine starts with the last.
 
-    They are sorted by their nodes.
+    They are sorted by their nodes. `parallel`: FlexDraft has its parallel mode too.
     """
     from d2sd.runtime.speculation.policy import make_policy
 
@@ -119,7 +126,7 @@ def candidate_policies(tree: Tree, drafters: int, name: Policy, rows: int, *, fl
         return [made(name, rows)]
     found = [made("off", 1)]
     if flex:
-        modes: list[PolicyName] = ["flex_parallel", "flex"]
+        modes: list[PolicyName] = ["flex_parallel", "flex"] if parallel else ["flex"]
         sizes = [size for size in _ROWS if size < min(rows, tree.block_size)]
         found += [made(mode, size) for size in (*sizes, rows) for mode in modes]
     if drafters:

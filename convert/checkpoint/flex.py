@@ -10,6 +10,8 @@
 The names are those of the authors' release. Its config.json has the block under the key `dflash_config`, where its own
 loader does not find it: both keys are read, and refused if they differ. Its layers also hold MLPs and norms, which no
 pass uses (the target's are): they are left out. Written: every field, and only what is used.
+
+FP8 is described as in every checkpoint (`quantization.py`): of the projections, not of the calibration network or K/V.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +31,8 @@ from d2sd.convert.checkpoint.backbone import INERT, READ
 from d2sd.convert.checkpoint.dflash import refuse_unknown
 from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary, write_draft_vocabulary
 from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
+from d2sd.convert.checkpoint.quantization import FILE, Quantization, described, read_quantization
+from d2sd.convert.checkpoint.quantization import KEY as QUANTIZATION
 from d2sd.convert.checkpoint.target import parse_target_config
 from d2sd.convert.checkpoint.weights import (
     check_headers,
@@ -35,15 +40,18 @@ from d2sd.convert.checkpoint.weights import (
     fill,
     read_headers,
     read_tensors,
+    stored_as,
     write_tensors,
 )
 from d2sd.errors import CheckpointError
+from d2sd.io import write_json
 from d2sd.modeling.config import DecoderConfig, FlexConfig
 from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.fp8 import linear_names, make_fp8
 
 KEY, RELEASED_KEY = "flexdraft_config", "dflash_config"
 _ARCHITECTURES = ("FlexDraftModel", "FlexDraftBiasModel")
-_TOP = READ | INERT | {"architectures", "block_size", "num_target_layers", KEY, RELEASED_KEY}
+_TOP = READ | INERT | {"architectures", "block_size", "num_target_layers", KEY, RELEASED_KEY, QUANTIZATION}
 _TOP |= {"mlp_bias", "sliding_window", "use_sliding_window"}
 _INSIDE = {"target_layer_ids", "enable_anchor_bias_logits", "anchor_bias_rank", "block_size", "mask_token_id"}
 _FROM_RELEASE = {
@@ -63,7 +71,7 @@ def read_flex_config(directory: Path) -> FlexConfig:
     refuse_unknown(config, _TOP)
     refuse_unknown(part, _INSIDE)
     config.only("architectures", *([name] for name in _ARCHITECTURES), None)
-    body = {key: value for key, value in config.values.items() if key != "architectures"}
+    body = {key: value for key, value in config.values.items() if key not in ("architectures", QUANTIZATION)}
     target = parse_target_config(HFConfig(body, config.where))
     if part.get("enable_anchor_bias_logits", bool, False) is not True:
         raise part.refuse(
@@ -73,6 +81,7 @@ def read_flex_config(directory: Path) -> FlexConfig:
     block = config.size("block_size")
     if block < 2 or part.get("block_size", int, block) != block:
         raise config.refuse("The block size is wrong.", "block_size", "2 or more, and the same wherever it stands")
+    _check_quantization(directory, config)
     num_target_layers = config.layers("num_target_layers")
     _check_layers(part, target.body.num_layers, num_target_layers)
     return FlexConfig(
@@ -80,6 +89,18 @@ def read_flex_config(directory: Path) -> FlexConfig:
         num_target_layers=num_target_layers, calibration_size=part.size("anchor_bias_rank"),
         draft_vocabulary=read_draft_vocabulary(directory, target.vocab_size, mask_token_id=-1),
     )  # fmt: skip
+
+
+def _check_quantization(directory: Path, config: HFConfig) -> None:
+    """Refuse FP8 where a head has none."""
+    quantization = read_quantization(directory, config)
+    narrow = quantization.of(("anchor_bias_mlp.0", "anchor_bias_mlp.2")) if quantization else []
+    if narrow or (quantization and quantization.kv):
+        raise CheckpointError(
+            "FP8 is not supported in these parts of a FlexDraft head.", where=f"{directory}: {FILE} or {QUANTIZATION}",
+            found=", ".join(narrow) or "K/V", expected="FP8 in q_proj, k_proj, v_proj and o_proj only",
+            fix="use the unquantized head, and set fp8.drafters",
+        )  # fmt: skip
 
 
 def _block(config: HFConfig) -> HFConfig:
@@ -143,27 +164,33 @@ def check_flex(config: FlexConfig, target: DecoderConfig, *, block_size: int, wh
         )  # fmt: skip
 
 
-def flex_shapes(config: FlexConfig) -> dict[str, tuple[int, ...]]:
+def flex_shapes(config: FlexConfig, quantization: Quantization | None = None) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a head's tensors."""
-    return expected_shapes(_empty(config))
+    return expected_shapes(_empty(config, quantization))
 
 
-def check_flex_tensors(directory: Path, config: FlexConfig) -> None:
-    """Check names, shapes and types from headers alone."""
+def flex_linears(head: FlexHead) -> list[str]:
+    """Names of a head's layers that can be FP8."""
+    return [name for name in linear_names(head) if name.startswith("layers.")]
+
+
+def check_flex_tensors(directory: Path, config: FlexConfig) -> Quantization | None:
+    """Check names, shapes and types from headers alone. Return how the head is quantized."""
+    quantization = read_quantization(directory, HFConfig.read(directory))
     found = read_headers(directory)
     if not any(name.startswith("anchor_bias_mlp.") for name in found):
         raise CheckpointError(
             "The head has no calibration network.", where=directory, expected="anchor_bias_mlp.0 and anchor_bias_mlp.2",
             fix="use a head that was trained with it",
         )  # fmt: skip
-    check_headers(directory, found, flex_shapes(config), _ours)
+    check_headers(directory, found, flex_shapes(config, quantization), _ours)
+    return quantization
 
 
 def load_flex(directory: Path, dtype: torch.dtype) -> FlexHead:
     """Read a head onto the CPU in `dtype`, in eval mode and without gradients; it has not joined a target."""
     config = read_flex_config(directory)
-    check_flex_tensors(directory, config)
-    module = _empty(config)
+    module = _empty(config, check_flex_tensors(directory, config))
     tensors: dict[str, Tensor] = {}
     for _, part in read_tensors(directory, expected_shapes(module), dtype, _ours):
         tensors |= part
@@ -171,14 +198,20 @@ def load_flex(directory: Path, dtype: torch.dtype) -> FlexHead:
     return module
 
 
-def write_flex(directory: Path, config: FlexConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Write a head's directory; `tensors` is `FlexHead.state_dict()`, of one dtype."""
+def write_flex(
+    directory: Path, config: FlexConfig, tensors: Mapping[str, Tensor], quantization: Quantization | None = None
+) -> None:
+    """Write a head's directory; `tensors` is `FlexHead.state_dict()`, of one dtype except FP8 tensors."""
+    expected = flex_shapes(config, quantization)
     given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    assert given == flex_shapes(config), "not this head's tensors"
-    (dtype,) = {tensor.dtype for tensor in tensors.values()}
+    assert given == expected, "not this head's tensors"
+    (dtype,) = {tensor.dtype for name, tensor in tensors.items() if stored_as(name, expected) == "unquantized"}
     named = {_TO_RELEASE.get(name, name): tensor for name, tensor in tensors.items()}
     write_tensors(directory / "model.safetensors", named)
-    (directory / "config.json").write_text(_config_text(config, dtype), "utf-8")
+    separate, inline = described(quantization) if quantization else (None, None)
+    (directory / "config.json").write_text(_config_text(config, dtype, inline), "utf-8")
+    if separate is not None:
+        write_json(directory / FILE, separate)
     write_draft_vocabulary(directory, config.draft_vocabulary, config.vocab_size)
 
 
@@ -211,12 +244,15 @@ def _ours(name: str) -> str | None:
     return _FROM_RELEASE.get(name, name)
 
 
-def _empty(config: FlexConfig) -> FlexHead:
+def _empty(config: FlexConfig, quantization: Quantization | None = None) -> FlexHead:
     with torch.device("meta"):
-        return FlexHead(config)
+        head = FlexHead(config)
+        if quantization is not None:
+            make_fp8(head, quantization.of(flex_linears(head)))
+    return head
 
 
-def _config_text(config: FlexConfig, dtype: torch.dtype) -> str:
+def _config_text(config: FlexConfig, dtype: torch.dtype, quantization: dict[str, Any] | None) -> str:
     body = config.body
     fields = {
         "architectures": [_ARCHITECTURES[0]],
@@ -241,5 +277,6 @@ def _config_text(config: FlexConfig, dtype: torch.dtype) -> str:
         "rms_norm_eps": body.rms_norm_eps,
         "vocab_size": config.vocab_size,
         **rope_fields(body.rope),
+        **({QUANTIZATION: quantization} if quantization else {}),
     }
     return json.dumps(fields, indent=2, sort_keys=True) + "\n"

@@ -20,6 +20,8 @@ from d2sd.errors import CheckpointError
 FILE, KEY = "hf_quant_config.json", "quantization_config"
 #: Drafter modules that are never quantized: engines slice q, k and v out of one projection and sum `fc` in fp32.
 DRAFTER_UNQUANTIZED = ("lm_head", "*embed_tokens", "*fc", "*.q_proj", "*.k_proj", "*.v_proj")
+#: Modules of a FlexDraft head that are never quantized: its calibration network, by the names of the layout.
+FLEX_UNQUANTIZED = ("anchor_bias_mlp*",)
 _FLOAT8 = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 

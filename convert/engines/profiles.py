@@ -4,6 +4,7 @@
               prefill    one request, a chunk of rows
     drafters  drafting   B requests, K blocks of γ rows, after at most γ new context tokens each
               injection  features of many tokens in one product, and one dummy row
+    FlexDraft drafting   B requests, γ mask rows
 
 Classic TensorRT selects kernels at build time, so it gets one profile per batch bucket of the runtime (powers of two).
 TensorRT-RTX compiles kernels for the exact shapes at run time, and every profile costs: with five profiles instead of
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from d2sd.manifest import Shapes
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig
 from d2sd.plugins.cascade_attention.mask import WORD
 from d2sd.recipe import Builder, Recipe
 from d2sd.runtime.buckets import bucket, buckets
@@ -31,23 +32,32 @@ MAX_INJECTED = 1024
 # Shape letters: B requests, T rows, C new context rows, W words of the attention mask, M pages a request, P pages.
 
 
-def make_profiles(recipe: Recipe, builder: Builder, config: DecoderConfig | DrafterConfig) -> list[Profile]:
+def make_profiles(
+    recipe: Recipe, builder: Builder, config: DecoderConfig | DrafterConfig | FlexConfig
+) -> list[Profile]:
     """All profiles of one model of a recipe, in the order in which the runtime tries them."""
     tree, limits = recipe.tree, recipe.limits
     sizes = buckets(limits.max_batch)
     batches = [(1, sizes[-1], sizes[-1])] if builder == "tensorrt-rtx" else [_just(b) for b in sizes]
     rows = max(tree.row_budget, tree.block_size)
     if isinstance(config, DecoderConfig):
-        decoding = [_rows(recipe, config.body, b, (1, rows, rows)) for b in batches]
+        decoding = [_embedded_rows(recipe, config.body, b, (1, rows, rows)) for b in batches]
         chunk = bucket(limits.prefill_chunk)
-        return [*decoding, _rows(recipe, config.body, _just(1), (1, chunk, chunk))]
+        return [*decoding, _embedded_rows(recipe, config.body, _just(1), (1, chunk, chunk))]
+    if isinstance(config, FlexConfig):
+        return [_rows(recipe, config.body, b, _just(config.block_size)) for b in batches]
     block, drafted = config.block_size, tree.branches * config.block_size
     width = len(config.target_layer_ids) * config.body.hidden_size
     drafting = [
-        _rows(recipe, config.body, b, (1, drafted, drafted)) | _features(b, (1, block, block), width) for b in batches
+        _embedded_rows(recipe, config.body, b, (1, drafted, drafted)) | _features(b, (1, block, block), width)
+        for b in batches
     ]
     injection = _features(_just(1), (1, MAX_INJECTED, MAX_INJECTED), width)
-    return [*drafting, _rows(recipe, config.body, _just(1), _just(1)) | injection]
+    return [*drafting, _embedded_rows(recipe, config.body, _just(1), _just(1)) | injection]
+
+
+def _embedded_rows(recipe: Recipe, body: BodyConfig, b: _Size, t: _Size) -> Profile:
+    return {"embedded": _shapes([b, t, _just(body.hidden_size)])} | _rows(recipe, body, b, t)
 
 
 def _rows(recipe: Recipe, body: BodyConfig, b: _Size, t: _Size) -> Profile:
@@ -59,7 +69,7 @@ def _rows(recipe: Recipe, body: BodyConfig, b: _Size, t: _Size) -> Profile:
     page = [p, _just(limits.page_size), _just(body.num_kv_heads), _just(body.head_dim)]
     w = (-(-t[0] // WORD), -(-t[1] // WORD), -(-t[2] // WORD))
     return {
-        "embedded": _shapes([b, t, _just(body.hidden_size)]), "positions": _shapes([b, t]),
+        "positions": _shapes([b, t]),
         "attn_mask": _shapes([b, t, w]), "page_table": _shapes([b, m]), "context_len": _shapes([b]),
         **{f"{kind}_pages_{layer}": _shapes(page) for kind in "kv" for layer in range(body.num_layers)},
     }  # fmt: skip

@@ -1,23 +1,27 @@
 """The exported part of each model: its body, between the embedding and the head, with one attention node per layer.
 
-Embedding and head are not exported: the three models share them, and each engine would hold a copy. K/V pools are
+Embedding and head are not exported: the models share them, and each engine would hold a copy. K/V pools are
 inputs, one per layer; K/V of the new rows are outputs, which the runtime commits to the pools.
 
     target    embedded, positions, attn_mask, page_table, context_len, pages      -> hidden, features, k, v
     drafter   the same, and features, feature_positions, feature_len of context
               not yet written to the pages                                      -> hidden, k, v of that context
+    FlexDraft positions, attn_mask, page_table, context_len, and the pages of the
+              target's last layers                                              -> hidden of mask rows
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
+from d2sd.modeling.layers import Layer
 from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, attributes
 
 # Shape letters: B requests, T rows, C new context rows, W words of the attention mask, M pages a request, P pages,
@@ -78,6 +82,43 @@ class DrafterBody(nn.Module):
             return _node(BLOCK, [q, k, v, *new, *pages, page_table, context_len, attn_mask], q)
 
         return self._drafter(embedded, positions, attend), new_k, new_v
+
+
+class FlexBody(nn.Module):
+    """For export only: its attention returns zeros. A graph shares no weights, so it has a copy of the target's MLPs
+    and norms.
+    """
+
+    def __init__(self, head: FlexHead) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_FlexLayer(cast("Layer", layer)) for layer in head.layers)
+        self.mask_embedding, self.norm, self._rotary = head.mask_embedding, head.norm, head.rotary
+
+    def forward(
+        self, positions: Tensor, attn_mask: Tensor, page_table: Tensor, context_len: Tensor,
+        k_pages: list[Tensor], v_pages: list[Tensor],
+    ) -> Tensor:  # fmt: skip
+        """Mask rows at positions [B, T] -> hidden [B, T, E], normalized."""
+        x = self.mask_embedding.expand(*positions.shape, -1)
+        cos_sin = self._rotary(positions, x.dtype)
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            pages = [k_pages[index], v_pages[index]]
+            return _node(TREE, [q, k, v, *pages, page_table, context_len, attn_mask], q)
+
+        for index, layer in enumerate(self.layers):
+            x, _, _ = layer(x, cos_sin, index, attend)
+        out: Tensor = self.norm(x)
+        return out
+
+
+class _FlexLayer(Layer):
+    """A `DraftLayer` that registers the modules it shares with the target."""
+
+    def __init__(self, layer: Layer) -> None:
+        nn.Module.__init__(self)
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
 
 
 def _node(name: str, inputs: list[Tensor], like: Tensor) -> Tensor:

@@ -19,17 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from d2sd.convert.onnx.bodies import DrafterBody, TargetBody, lower_fp8_to_qdq
+from d2sd.convert.onnx.bodies import DrafterBody, FlexBody, TargetBody, lower_fp8_to_qdq
 from d2sd.errors import BuildError
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.plugins.cascade_attention.onnx import DOMAIN, OPSET, functions
 
 #: Packages whose versions determine the bytes of a graph and the result of its check.
 TOOLS = ("onnx", "onnxscript", "onnxruntime")
 #: Names of the graphs' outputs.
-TARGET_OUTPUTS, DRAFTER_OUTPUTS = ("hidden", "features", "k", "v"), ("hidden", "k", "v")
+TARGET_OUTPUTS, DRAFTER_OUTPUTS, FLEX_OUTPUTS = ("hidden", "features", "k", "v"), ("hidden", "k", "v"), ("hidden",)
 _ROWS = ("embedded", "positions", "attn_mask", "page_table", "context_len")
 _FEATURES = ("features", "feature_positions", "feature_len")
 _B, _T, _W, _M, _P, _C = (
@@ -79,6 +80,14 @@ def export_drafter(drafter: Drafter, page_size: int, file: Path) -> None:
     )
 
 
+def export_flex(head: FlexHead, page_size: int, file: Path) -> None:
+    """Write the graph of a FlexDraft head that has joined its target. Raises `BuildError` without the extra."""
+    body, dtype = head.config.body, head.mask_embedding.dtype
+    (_, *rows), (_, *shapes) = _example_rows(body, dtype)
+    pools, pool_shapes = _example_pools(body, page_size, dtype)
+    _export(FlexBody(head), [*rows, *pools], [*shapes, *pool_shapes], _names(_ROWS[1:], body), FLEX_OUTPUTS, file)
+
+
 def _example_rows(body: BodyConfig, dtype: torch.dtype) -> tuple[list[Tensor], list[Any]]:
     # all sizes differ: the exporter would unify dimensions of equal size
     rows = [torch.zeros(2, 5, body.hidden_size, dtype=dtype), _int(2, 5), _int(2, 5, 3), _int(2, 6), _int(2)]
@@ -106,7 +115,7 @@ def _export(
     import onnx
 
     body = copy.deepcopy(body).eval().requires_grad_(False)
-    lower_fp8_to_qdq(body, inputs[0].dtype)
+    lower_fp8_to_qdq(body, inputs[-1][0].dtype)  # of the pages
     with torch.inference_mode(), _quiet():
         program = torch.onnx.export(
             body, tuple(inputs), dynamo=True, opset_version=OPSET, dynamic_shapes=tuple(shapes), input_names=names,

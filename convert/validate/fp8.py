@@ -32,8 +32,11 @@ def sample_texts(bundle: Bundle, recipe: Recipe, progress: Progress = silent) ->
 
 
 def exercise_drafters(bundle: Bundle, recipe: Recipe) -> None:
-    """Generate with every drafter of the bundle, while ModelOpt records the largest inputs of their layers."""
-    _generate(bundle, recipe, "chain" if bundle.second is None else "hybrid", SamplingParams(), _DRAFTER_PROMPTS)
+    """Generate with every drafter of the bundle, or its FlexDraft head, while ModelOpt records the largest inputs of
+    their layers.
+    """
+    policy: Policy = "flex" if bundle.flex is not None else "chain" if bundle.second is None else "hybrid"
+    _generate(bundle, recipe, policy, SamplingParams(), _DRAFTER_PROMPTS)
 
 
 def compare_fp8(
@@ -47,7 +50,7 @@ def compare_fp8(
     figures: dict[str, Any] = {"prompts": len(texts), "tokens_each": _budget(recipe)}
     if wanted.target:
         figures["target"] = _compare_targets(plain, fp8, texts, wanted, progress)
-    if fp8.first is not None:
+    if fp8.first is not None or fp8.flex is not None:
         figures["tau"] = _compare_tau(plain, fp8, recipe, progress)
     return figures
 
@@ -63,7 +66,9 @@ def _compare_targets(plain: Bundle, fp8: Bundle, texts: list[Text], wanted: FP8,
 
 def _compare_tau(plain: Bundle, fp8: Bundle, recipe: Recipe, progress: Progress) -> dict[str, Any]:
     figures: dict[str, Any] = {}
-    policies: tuple[Policy, ...] = ("chain", "ddtree" if fp8.second is None else "hybrid")
+    policies: list[Policy] = ["chain", "ddtree" if fp8.second is None else "hybrid"] if fp8.first is not None else []
+    if fp8.flex is not None:
+        policies.append("flex")
     for policy in policies:
         runs = []
         for bundle, name in ((plain, "unquantized"), (fp8, "FP8")):

@@ -8,7 +8,7 @@ from d2sd.errors import BuildError
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
-    from d2sd.convert.validate.shadow import ShadowDecoder, ShadowDrafter
+    from d2sd.convert.validate.shadow import ShadowDecoder, ShadowDrafter, ShadowFlex
     from d2sd.runtime.request import Request
 
 #: Largest difference that counts as rounding, as a share of an output's largest number.
@@ -21,7 +21,8 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
     Raises `BuildError` if an error is beyond rounding; not with FP8, where one input that rounds the other way changes
     all later values. ONNX Runtime does not support bf16 on a CPU: the result then says so.
     """
-    from d2sd.convert.validate.shadow import ShadowDecoder, ShadowDrafter, ShadowRunner
+    from d2sd.convert.bundle.backends import FLEX
+    from d2sd.convert.validate.shadow import ShadowDecoder, ShadowDrafter, ShadowFlex, ShadowRunner
     from d2sd.policies import PolicyName
     from d2sd.runtime.backends.exported import OnnxSession
     from d2sd.runtime.engine import Engine
@@ -39,19 +40,21 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
         for name, drafter in pairs.items()
         if drafter is not None
     }
+    of_drafters: tuple[PolicyName, ...] = ("off", "ddtree", "hybrid")
+    policies = [of_drafters[len(drafters)]]
+    models: dict[str, ShadowDecoder | ShadowDrafter | ShadowFlex] = {"target": target, **drafters}
+    flex = None
+    if bundle.flex is not None:
+        flex = models[FLEX] = ShadowFlex(bundle.flex, OnnxSession(folder / f"{FLEX}.onnx"), FLEX)
+        policies = [*policies, "flex"] if drafters else ["flex"]
     tree = recipe.tree
-    names: tuple[PolicyName, ...] = ("off", "ddtree", "hybrid")
-    name = names[len(drafters)]
-    policy = make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=tree.row_budget)
-    engine = Engine(
-        ShadowRunner(target, *drafters.values(), block_size=tree.block_size),
-        policy,
-        Limits.of(recipe.limits),
-    )
-    answers = [sequence.answer for sequence in engine.generate(requests)]
-    equal = sum(answer == expected for answer, expected in zip(answers, plain, strict=True))
-    figures: dict[str, Any] = {"policy": name, "prompts": len(requests), "equal_to_plain_decoding": equal}
-    models: dict[str, ShadowDecoder | ShadowDrafter] = {"target": target, **drafters}
+    runner = ShadowRunner(target, *drafters.values(), flex=flex, block_size=tree.block_size)
+    equal = {}
+    for name in policies:
+        policy = make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=tree.row_budget)
+        answers = [sequence.answer for sequence in Engine(runner, policy, Limits.of(recipe.limits)).generate(requests)]
+        equal[name] = sum(answer == expected for answer, expected in zip(answers, plain, strict=True))
+    figures: dict[str, Any] = {"prompts": len(requests), "equal_to_plain_decoding": equal}
     for which, model in models.items():
         relative = model.errors.relative()
         figures[which] = {output: float(f"{error:.2g}") for output, error in relative.items()}

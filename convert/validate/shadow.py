@@ -10,9 +10,10 @@ from torch import Tensor
 from d2sd.errors import BuildError
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Rows
-from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, Session
+from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, GraphFlex, Session
 from d2sd.runtime.backends.model_runner import ModelRunner
 
 
@@ -98,6 +99,19 @@ class ShadowDrafter(GraphDrafter):
         ):
             self.errors.compare(name, found, expected)
         return k, v
+
+
+class ShadowFlex(GraphFlex):
+    """Serves the mask rows of a FlexDraft head's graph and compares them with the head's."""
+
+    def __init__(self, head: FlexHead, session: Session, name: str) -> None:
+        super().__init__(head, session)
+        self._plain, self.errors = head, ErrorStats(name)
+
+    def draft(self, rows: Rows, pool: KVPool) -> Tensor:
+        hidden, real = super().draft(rows, pool), _real(rows)
+        self.errors.compare("hidden", hidden[real], self._plain.draft(rows, pool)[real])
+        return hidden
 
 
 def _real(rows: Rows) -> Tensor:

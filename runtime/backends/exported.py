@@ -1,7 +1,7 @@
 """Models whose bodies are exported graphs; `ModelRunner` runs them like PyTorch modules, over the same K/V pools.
 
 A session runs a graph with named input and output tensors: `OnnxSession` on a CPU, `EngineSession` with TensorRT.
-Embedding and head stay in PyTorch, because three models share them.
+Embedding and head stay in PyTorch, because the models share them, and so does FlexDraft's calibration network.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from d2sd.errors import BundleError
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.drafter import DraftModel
+from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Rows
 from d2sd.plugins.cascade_attention.mask import pack_mask_bits
@@ -40,19 +41,25 @@ class IOSpec:
 
 def target_io_spec(body: BodyConfig, dtype: torch.dtype) -> IOSpec:
     """Inputs and outputs of a target with weights and pages in `dtype`."""
-    return IOSpec(_of_rows(body, dtype), dict.fromkeys(("hidden", "features", "k", "v"), dtype))
+    return IOSpec({"embedded": dtype} | _of_rows(body, dtype), dict.fromkeys(("hidden", "features", "k", "v"), dtype))
 
 
 def drafter_io_spec(body: BodyConfig, dtype: torch.dtype) -> IOSpec:
     """Inputs and outputs of a drafter with weights and pages in `dtype`."""
     of_features = {"features": dtype, "feature_positions": torch.int32, "feature_len": torch.int32}
-    return IOSpec(_of_rows(body, dtype) | of_features, dict.fromkeys(("hidden", "k", "v"), dtype))
+    inputs = {"embedded": dtype} | _of_rows(body, dtype) | of_features
+    return IOSpec(inputs, dict.fromkeys(("hidden", "k", "v"), dtype))
+
+
+def flex_io_spec(body: BodyConfig, dtype: torch.dtype) -> IOSpec:
+    """Inputs and outputs of a FlexDraft head with weights and the target's pages in `dtype`; `body` is the head's."""
+    return IOSpec(_of_rows(body, dtype), {"hidden": dtype})
 
 
 def _of_rows(body: BodyConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
     integers = dict.fromkeys(("positions", "attn_mask", "page_table", "context_len"), torch.int32)
     pages = dict.fromkeys((f"{kind}_pages_{layer}" for kind in "kv" for layer in range(body.num_layers)), dtype)
-    return {"embedded": dtype} | integers | pages
+    return integers | pages
 
 
 class Session(Protocol):
@@ -97,7 +104,7 @@ class GraphDecoder(TargetModel):
 
     def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
         assert aux_layer_ids in ((), self._aux_layer_ids), "a graph's features are fixed"
-        out = self._session.run(_inputs(self.embed_tokens(tokens), rows, pool))
+        out = self._session.run(_embedded(self.embed_tokens(tokens)) | _of_pass(rows, pool))
         return DecoderOutput(out["hidden"], out["features"], out["k"], out["v"])
 
 
@@ -130,7 +137,8 @@ class GraphDrafter(DraftModel):
         Of its features [B, C, n·E] at `positions` [B, C] the first `length` [B] of each request are real. The page
         table covers their positions, and a plugin writes their K/V there, as a commit would.
         """
-        return self._session.run(_inputs(embedded, rows, pool) | _features(features, positions, length))["hidden"]
+        inputs = _embedded(embedded) | _of_pass(rows, pool) | _features(features, positions, length)
+        return self._session.run(inputs)["hidden"]
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """As `DraftModel.context_keys_values`. The graph also drafts one masked row, whose output is discarded."""
@@ -153,8 +161,21 @@ class GraphDrafter(DraftModel):
         rows = Rows.chain(1, _zeros(device, batch, 1), _zeros(device, batch))
         embedded = features.new_zeros(batch, 1, body.hidden_size)
         new = _features(features, positions, _zeros(device, batch))
-        out = self._session.run(_inputs(embedded, rows, self._scratch_pool) | new)
+        out = self._session.run(_embedded(embedded) | _of_pass(rows, self._scratch_pool) | new)
         return out["k"], out["v"]
+
+
+class GraphFlex(FlexHead):
+    """A FlexDraft head whose draft pass is a graph; the calibration network is that of `head`."""
+
+    def __init__(self, head: FlexHead, session: Session) -> None:
+        nn.Module.__init__(self)  # no layers
+        self.config, self._session = head.config, session
+        self.layers, self.calibration = nn.ModuleList(), head.calibration
+        self.register_buffer("draft_ids", head.draft_ids, persistent=False)
+
+    def draft(self, rows: Rows, pool: KVPool) -> Tensor:
+        return self._session.run(_of_pass(rows, pool))["hidden"]
 
 
 def _zeros(device: torch.device, *shape: int) -> Tensor:
@@ -169,12 +190,15 @@ def _features(features: Tensor, positions: Tensor, length: Tensor) -> dict[str, 
     return {"features": features.contiguous(), "feature_positions": _int32(positions), "feature_len": _int32(length)}
 
 
-def _inputs(embedded: Tensor, rows: Rows, pool: KVPool) -> dict[str, Tensor]:
+def _embedded(embedded: Tensor) -> dict[str, Tensor]:
+    return {"embedded": embedded.contiguous()}
+
+
+def _of_pass(rows: Rows, pool: KVPool) -> dict[str, Tensor]:
     pages = {
         f"{kind}_pages_{i}": layer for kind, pages in (("k", pool.k), ("v", pool.v)) for i, layer in enumerate(pages)
     }
     return {
-        "embedded": embedded.contiguous(),
         "positions": _int32(rows.positions),
         "attn_mask": pack_mask_bits(rows.attn_mask),
         "page_table": _int32(rows.page_table),

@@ -103,8 +103,8 @@ class ModelRunner:
             fuse(target, exact=exact)
         for drafter in self._drafters:
             (pack if weight.device.type == "cpu" else fuse)(drafter)
-        if flex is not None and weight.device.type == "cpu":
-            pack(flex, target)  # on CUDA its layers run as PyTorch operators, which a graph captures
+        if flex is not None:
+            (pack if weight.device.type == "cpu" else fuse)(flex, target)
         self._heads = self._draft_heads()
         if flex is not None:
             self._flex_head = target.logits if flex.draft_ids is None else reduced_head(target, flex.draft_ids)

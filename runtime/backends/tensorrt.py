@@ -17,7 +17,16 @@ from torch import Tensor
 from d2sd.errors import BundleError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, IOSpec, drafter_io_spec, target_io_spec
+from d2sd.modeling.flex import FlexHead
+from d2sd.runtime.backends.exported import (
+    GraphDecoder,
+    GraphDrafter,
+    GraphFlex,
+    IOSpec,
+    drafter_io_spec,
+    flex_io_spec,
+    target_io_spec,
+)
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.backends.tensorrt_checks import (
     EngineFile,
@@ -162,13 +171,14 @@ def engine_runner(
     *drafters: tuple[Drafter, EngineFile],
     aux_layer_ids: tuple[int, ...],
     page_size: int,
+    flex: tuple[FlexHead, EngineFile] | None = None,
     block_size: int = 1,
 ) -> ModelRunner:
-    """The `ModelRunner` over engines of the target and of its first and second drafter.
+    """The `ModelRunner` over engines of the target, of its first and second drafter, and of a FlexDraft head.
 
-    Of the PyTorch models only embedding, head and draft vocabulary are used, and moved to the GPU, in the engines'
-    type. `aux_layer_ids` are the layers whose features the target's engine returns. `block_size` applies without
-    drafters.
+    Of the PyTorch models only embedding, head, calibration network and draft vocabulary are used, and moved to the GPU,
+    in the engines' type. `aux_layer_ids` are the layers whose features the target's engine returns. `block_size`
+    applies without drafters.
     Raises `BundleError` if an engine cannot run on this machine.
     """
     decoder, engine = target
@@ -185,8 +195,12 @@ def engine_runner(
         ).to(device)
         for drafter, engine in drafters
     ]
+    head = None
+    if flex is not None:
+        surface = flex_io_spec(flex[0].config.body, dtype)
+        head = GraphFlex(flex[0], EngineSession(trt, flex[1], surface)).to(device)
     runner = ModelRunner(
-        GraphDecoder(decoder, aux_layer_ids, session).to(device), *drafting, block_size=block_size,
+        GraphDecoder(decoder, aux_layer_ids, session).to(device), *drafting, flex=head, block_size=block_size,
         max_prefill_requests=partial(max_requests, engine.profiles),
     )  # fmt: skip
     # A step runs one context with several shapes. What TensorRT prepares on the host when a shape changes is missing in

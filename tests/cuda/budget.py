@@ -35,4 +35,8 @@ LAUNCHES: dict[tuple[PolicyName, bool, bool], dict[str, int]] = {
         "sync": 28, "draft_first": 66, "pick_boundaries": 30, "draft_second": 76, "build_tree": 1, "verify": 366,
         "accept": 3, "commit": 7, "handover": 14, "other": 1,
     },
+    ("flex", False, False): {
+        "draft_first": 68, "build_tree": 5, "verify": 366, "accept": 3, "commit": 7, "other": 1
+    },
+    ("flex_parallel", False, False): {"build_tree": 5, "verify": 432, "accept": 3, "commit": 25, "other": 4},
 }  # fmt: skip

@@ -129,7 +129,8 @@ def runner(
         with torch.device("cuda"):
             target = Decoder(DecoderConfig("qwen3", body, VOCABULARY, False))
             models = target, drafter("first"), drafter("variable_prefix")
-            head = FlexHead(FlexConfig("qwen3", replace(body, num_layers=1), VOCABULARY, BLOCK, layers, 16))
+            deep = replace(body, num_layers=min(drafter_layers, layers - 1))
+            head = FlexHead(FlexConfig("qwen3", deep, VOCABULARY, BLOCK, layers, 16))
             for model in (*models, head):
                 linears = [n for n, part in model.named_modules() if isinstance(part, nn.Linear) and n != "lm_head"]
                 if fp8 and model is not head:

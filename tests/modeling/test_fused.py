@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,11 +22,12 @@ from d2sd.modeling import kv_pool
 from d2sd.modeling.config import Family
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import Fp8Linear, kv_scales, linear_names
-from d2sd.modeling.fused import FusedLayers, fuse
+from d2sd.modeling.fused import FusedLayers, Product, fuse
 from d2sd.modeling.rows import Rows
 from d2sd.plugins import dispatch, layer_ops
-from tests.tiny import Model, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import Model, feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_drafter, tiny_flex
 
 AUX = (0, 2)
 
@@ -59,6 +62,17 @@ def outputs(target: Decoder, drafter: Drafter) -> dict[str, Tensor]:
         "hidden": later.hidden, "features": later.features, "k": later.k, "v": later.v, "context k": k, "context v": v,
         "draft": drafter.draft(target.embed_tokens(tokens[:, 7:]), second, drafts),
     }  # fmt: skip
+
+
+@torch.inference_mode()
+def drafts(target: Decoder, head: FlexHead) -> Tensor:
+    """Mask rows behind a context."""
+    tokens, weight = random_tokens(target, 2, 9), target.embed_tokens.weight
+    pool, table = pool_for(target.config.body, 2, 9, dtype=weight.dtype, fp8=kv_scales(target))
+    feed(target, tokens, pool, table, torch.zeros(2, dtype=torch.long))
+    context = torch.full((2,), 9)
+    rows = Rows(context[:, None] + torch.arange(4), torch.ones(2, 4, 4, dtype=torch.bool), table, context)
+    return head.draft(rows, pool.from_layer(head.config.split_layer))
 
 
 def pair(target: Decoder) -> tuple[Decoder, Drafter]:
@@ -104,21 +118,73 @@ def test_products_of_one_input_share_its_largest_scale() -> None:
     assert torch.equal(found, expected)
 
 
+#: Of the target's layers, and of the head's own projections.
+FP8 = {"16 bits": (False, False), "the target in FP8": (True, False), "both in FP8": (True, True)}
+
+
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("fp8", [False, True])
-@torch.inference_mode()
-def test_a_flexdraft_head_drafts_beside_fused_layers(fp8: bool) -> None:
-    """Its mask rows pass the target's own MLPs."""
-    target = tiny_decoder("qwen3")
-    target = in_fp8(target, linear_names(target)) if fp8 else target
-    head = tiny_flex(target, block_size=4)
-    pool, table = pool_for(target.config.body, 2, 12)
-    rows = Rows.chain(4, table, torch.zeros(2, dtype=torch.long))
-    pool = pool.from_layer(head.config.split_layer)
-    expected = head.draft(rows, pool)
+@pytest.mark.parametrize(("narrow", "narrow_head"), FP8.values(), ids=FP8)
+def test_a_flexdraft_head_shares_fused_layers(narrow: bool, narrow_head: bool) -> None:
+    """Its mask rows pass the target's own MLPs, before and after it is fused, and no weight is there twice."""
+    dtype, within = (torch.float32, 2e-5) if narrow else (torch.bfloat16, 0)
+    target = tiny_decoder("qwen3" if narrow else "qwen2").to(dtype)
+    target = in_fp8(target, linear_names(target), cache=True) if narrow else target
+    head = tiny_flex(target, layers=2, block_size=4).to(dtype)
+    if narrow_head:
+        head = in_fp8(head, [name for name in linear_names(head) if "self_attn" in name])
+        head.join(target)
+    own = sum(p.nbytes for name, p in head.layers.named_parameters() if name.endswith("proj.weight"))
+    expected = drafts(target, head)
+    fuse(head, target)
+    assert head.native is None, "its target is not fused"
+    modules = [weakref.ref(target.layers[layer]) for layer in (1, 2)]
     fuse(target)
-    assert not len(target.layers)
-    assert torch.equal(head.draft(rows, pool), expected)
+    torch.testing.assert_close(drafts(target, head), expected, atol=within, rtol=within)
+    fuse(head, target)
+    assert not len(head.layers)
+    gc.collect()
+    assert [module() for module in modules] == [None, None], "the target's unfused layers are gone"
+    found, theirs, ours = drafts(target, head), target.native, getattr(head, "native", None)
+    torch.testing.assert_close(found, expected, atol=within, rtol=within)
+    assert isinstance(theirs, FusedLayers)
+    assert isinstance(ours, FusedLayers)
+    held = {one.weight.data_ptr(): one.weight.nbytes for one in (*products(theirs), *products(ours))}
+    assert sum(held.values()) == theirs.nbytes + own
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize(("narrow", "narrow_head"), FP8.values(), ids=FP8)
+@torch.inference_mode()
+def test_mask_rows_join_fused_layers(narrow: bool, narrow_head: bool) -> None:
+    """In parallel mode: two kinds of rows, one pass through the MLPs of the last layers."""
+    target = tiny_decoder("qwen3", layers=4)
+    target = in_fp8(target, linear_names(target), cache=True) if narrow else target
+    head = tiny_flex(target, layers=2, block_size=3)
+    head = in_fp8(head, [name for name in linear_names(head) if "self_attn" in name]) if narrow_head else head
+    head.join(target)
+    tokens, context = random_tokens(target, 2, 12), torch.full((2,), 9)
+    for layer in head.layers if narrow_head else ():
+        for name in "qkv":  # not the target's
+            linear = layer.get_submodule(f"self_attn.{name}_proj")
+            assert isinstance(linear, Fp8Linear)
+            linear.input_scale *= 1.5
+
+    def run() -> tuple[Tensor, ...]:
+        pool, table = pool_for(target.config.body, 2, 12, fp8=kv_scales(target))
+        feed(target, tokens[:, :9], pool, table, torch.zeros(2, dtype=torch.long))
+        rows = Rows.chain(3, table, context)
+        out, masks = head.verify_and_draft(target, tokens[:, 9:], rows, pool, (0, 1, 3))
+        return out.hidden, out.features, out.k, out.v, masks
+
+    expected = run()
+    fuse(target)
+    fuse(head, target)
+    for found, wanted in zip(run(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=5e-5, rtol=5e-5)
+
+
+def products(native: FusedLayers) -> list[Product]:
+    return [getattr(one, name) for one in native._layers for name in ("qkv", "o", "gate_up", "down")]
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -139,10 +205,9 @@ def test_weights_are_held_once() -> None:
             for n, m in one.named_modules()
             if "o_" not in n and "mlp" not in n
         )
-        products = [getattr(one, name) for one in native._layers for name in ("qkv", "o", "gate_up", "down")]
         storages = {
             product.weight.untyped_storage().data_ptr(): product.weight.untyped_storage().nbytes()
-            for product in products
+            for product in products(native)
         }
         assert sum(storages.values()) == weights, "and the context's product has none of its own"
 
@@ -233,7 +298,12 @@ def test_a_pass_is_few_launches(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> N
     target, drafter = pair(tiny_decoder("qwen3", layers=7))
     if fp8:
         target, drafter = in_fp8(target, linear_names(target), cache=True), in_fp8(drafter, linear_names(drafter))
-    target, drafter = fused(target), fused(drafter)
+    head = tiny_flex(target, layers=2)
+    head = in_fp8(head, [name for name in linear_names(head) if "self_attn" in name]) if fp8 else head
+    head.join(target)
+    drafter = fused(drafter)
+    fuse(target)
+    fuse(head, target)
     rows, features = (
         Rows.chain(4, torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)),
         torch.ones(1, 4, 64),
@@ -246,6 +316,9 @@ def test_a_pass_is_few_launches(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> N
     with counted(monkeypatch) as launches:
         drafter.draft(target.embed_tokens(tokens), rows, pool)
     assert launches.total() == 3 * layer + 3, launches
+    with counted(monkeypatch) as launches:
+        head.draft(rows, pool.from_layer(5))
+    assert launches.total() == 2 * layer + 2, "mask rows are one row, read by all"
     with counted(monkeypatch) as launches:
         drafter.context_keys_values(features, rows.positions)
     # fc, its norm, tables, product, heads; in FP8 a product for each of three layers, and fc's input

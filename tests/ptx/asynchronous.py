@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.ptx.machine import WARP, Machine, Mask, Step, executes
 from tests.ptx.matrices import COLUMN, ROW, registers_of
-from tests.ptx.memory import Fault
+from tests.ptx.order import Fault
 from tests.ptx.parse import Immediate, Instruction, Operand, Register, Unsupported, Vector
 from tests.ptx.values import Array, decode, encode
 
@@ -87,7 +87,7 @@ def prepare_copy(instruction: Instruction) -> Step:
         real, data = wanted > 0, np.zeros((len(lanes), size), np.uint8)
         if real.any():
             address = machine.address(source, lanes[real])
-            data[real] = machine.memory.load(address, 32, size // 4, block[real]).view(np.uint8)
+            data[real] = machine.memory.load(address, 32, size // 4, machine.at(lanes[real])).view(np.uint8)
         machine.copies.flying.append(_Copy(lanes, at, data, np.full(len(lanes), _OPEN)))
 
     return copy

@@ -9,7 +9,7 @@ Triton specialises a kernel by its arguments as it does on a GPU. ptxas is left 
 
 from __future__ import annotations
 
-import ast
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from tests.ptx.machine import Machine
 from tests.ptx.memory import GlobalMemory, Placed
-from tests.ptx.program import execute
+from tests.ptx.program import execute, prepare
 
 #: Changes PTX before it runs: (name of the kernel, PTX) -> PTX.
 Edit = Callable[[str, str], str]
@@ -63,11 +63,13 @@ def executed_as_ptx(capability: int, edit: Edit | None = None, limit: int = 3_00
         compiled = original(kernel, *args, grid=grid, warmup=True, **options)
         if not warmup:
             given = dict(zip(kernel.arg_names, args, strict=False)) | options
-            kinds = {name: kind for name, kind in compiled.src.signature.items() if kind != "constexpr"}
+            names = [name for name, kind in compiled.src.signature.items() if kind != "constexpr"]
             ptx = edit(kernel.__name__, compiled.asm["ptx"]) if edit else compiled.asm["ptx"]
             shape = grid(given) if callable(grid) else tuple(grid)
-            values = [given[name] for name in kinds]
-            machine = _launch(ptx, shape, list(kinds), values, _written(kernel), compiled.metadata.shared, limit)
+            values = {name: given[name] for name in names}
+            machine = _launch(
+                ptx, shape, values, _written(compiled.asm["ttir"], names), compiled.metadata.shared, limit
+            )
             launches.append(Launch(kernel.__name__, ptx, machine.counts, machine.executed))
         return compiled
 
@@ -86,37 +88,81 @@ def executed_as_ptx(capability: int, edit: Edit | None = None, limit: int = 3_00
             JITFunction.run, triton.runtime.driver._active = original, active
 
 
-def _written(kernel: Any) -> set[str]:
-    """Arguments that a kernel stores to, by its source; all others are read-only."""
+def _written(ttir: str, names: list[str]) -> set[str]:
+    """Arguments that a kernel stores to, all others are read-only: pointers are followed to where they come from."""
+    _, _, rest = ttir.partition("tt.func public")
+    header, _, body = rest.partition("\n")
+    arguments = dict(zip(re.findall(r"(%\w+): ", header), names, strict=True))
+    made = dict(re.findall(r"(%\w+) = [\w.]+ (%\w+)", body))  # a value and its first operand
     found: set[str] = set()
-    calls = (node for node in ast.walk(kernel.parse()) if isinstance(node, ast.Call))
-    for call in calls:
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-        if name == "store" or name.startswith("atomic_"):
-            found |= {part.id for part in ast.walk(call.args[0]) if isinstance(part, ast.Name)}
-    return found & set(kernel.arg_names)
+    for pointer in re.findall(r"tt\.(?:store|atomic_\w+)[^%\n]* (%\w+)", body):
+        while pointer in made:
+            pointer = made[pointer]
+        found.add(arguments[pointer])
+    return found
 
 
 def _launch(
-    ptx: str, grid: tuple[int, ...], names: list[str], values: list[Any], written: set[str], shared: int, limit: int
+    ptx: str, grid: tuple[int, ...], values: dict[str, Any], written: set[str], shared: int, limit: int
 ) -> Machine:
-    tensors = {name: value for name, value in zip(names, values, strict=True) if isinstance(value, Tensor)}
-    placed = [
-        Placed(name, span(tensor).copy(), name in written, tensor.data_ptr() % 256) for name, tensor in tensors.items()
+    regions = _regions({name: value for name, value in values.items() if isinstance(value, Tensor)})
+    placed = [region.placed(written) for region in regions]
+    placed += [
+        Placed(name, np.frombuffer(data, np.uint8), False) for name, data in prepare(ptx).kernel.constants.items()
     ]
     memory = GlobalMemory(placed)
-    order = {name: number for number, name in enumerate(tensors)}
-    arguments = [memory.address(order[n]) if n in order else int(v) for n, v in zip(names, values, strict=True)]
+    addresses = {
+        name: memory.address(number) + tensor.data_ptr() - region.start
+        for number, region in enumerate(regions)
+        for name, tensor in region.tensors.items()
+    }
+    arguments = [addresses[name] if name in addresses else int(value) for name, value in values.items()]
     machine = execute(ptx, grid, [*arguments, 0, 0], memory, shared, limit)  # the two: scratch memory, never touched
-    for name in written & set(tensors):
-        span(tensors[name])[:] = memory.data(order[name])
+    for number, region in enumerate(regions):
+        region.bytes()[:] = memory.data(number)
     return machine
 
 
-def span(tensor: Tensor) -> Any:
-    """The bytes from a tensor's first element to its last, as a NumPy array of the same memory."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    start = tensor.storage_offset() * tensor.element_size()
-    found: np.ndarray[Any, Any] = whole.numpy()[start : start + (last + 1) * tensor.element_size()]
+@dataclass
+class _Region:
+    """Memory of the host from one tensor's first byte to its last, or of several that overlap."""
+
+    start: int
+    stop: int
+    tensors: dict[str, Tensor]
+
+    def placed(self, written: set[str]) -> Placed:
+        used, writable = np.zeros((2, self.stop - self.start), bool)
+        for name, tensor in self.tensors.items():
+            self._numbers(tensor, used)
+            if name in written:
+                self._numbers(tensor, writable)
+        return Placed(" ".join(self.tensors), self.bytes().copy(), writable, self.start % 256, used)
+
+    def bytes(self) -> Any:
+        """As a NumPy array of the same memory."""
+        storage = next(iter(self.tensors.values())).untyped_storage()
+        found: np.ndarray[Any, Any] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        return found[self.start - storage.data_ptr() : self.stop - storage.data_ptr()]
+
+    def _numbers(self, tensor: Tensor, marks: Any) -> None:
+        """Marks the bytes of a tensor's numbers, not those between them."""
+        size = tensor.element_size()
+        axes = [(length, stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+        shape, strides = [n for n, _ in axes], [stride * size for _, stride in axes]
+        at = tensor.data_ptr() - self.start if tensor.numel() else 0
+        torch.from_numpy(marks).as_strided((*shape, size), (*strides, 1), at).fill_(True)
+
+
+def _regions(tensors: dict[str, Tensor]) -> list[_Region]:
+    found: list[_Region] = []
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.data_ptr()
+        stop = start + (last + 1) * tensor.element_size() if tensor.numel() else start
+        if found and start < found[-1].stop:
+            found[-1].stop = max(stop, found[-1].stop)
+            found[-1].tensors[name] = tensor
+        else:
+            found.append(_Region(start, stop, {name: tensor}))
     return found

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.ptx.memory import Fault, GlobalMemory
+from tests.ptx.memory import GlobalMemory, Lanes, LocalMemory
+from tests.ptx.order import Fault
 from tests.ptx.parse import Address, Instruction, Kernel, Operand, Register, Symbol, Unsupported, Vector
 from tests.ptx.shared import SharedMemory
 from tests.ptx.values import UNSIGNED, Array, decode, encode, width
@@ -77,10 +78,13 @@ class Machine:
             self.special[f"%ctaid.{'xyz'[axis]}"] = place.astype(np.uint32)
             self.special[f"%nctaid.{'xyz'[axis]}"] = _constant(size, 32)
         self.special[f"%ntid.{'x'}"] = _constant(self.threads, 32)
-        self.special["global_smem"] = _constant(0, 64)
+        self.special |= dict.fromkeys(("global_smem", *kernel.local), _constant(0, 64))
+        self.special |= {name: _constant(memory.address(memory.named(name)), 64) for name in kernel.constants}
         self.arguments = {name: value for (_, name), value in zip(kernel.parameters, arguments, strict=True)}
         self.shared = SharedMemory(self.blocks, shared)
+        self.local = LocalMemory(self.lanes, sum(kernel.local.values()))
         self.registers: dict[str, Array] = {}
+        self.carry = np.zeros(self.lanes, np.uint32)  # the condition code of mad.cc
         self.tracked = any(i.opcode.startswith("wgmma") for i in kernel.code)
         self.touched_at: dict[
             str, int
@@ -149,6 +153,11 @@ class Machine:
 
     def lanes_of(self, mask: Mask) -> Array:
         return self.all_lanes if mask is None else np.flatnonzero(mask)
+
+    def at(self, lanes: Array) -> Lanes:
+        """What memory must know of those that access it."""
+        block = self.block[lanes]
+        return Lanes(block, self.warp[lanes], self.shared.epoch[block])
 
     # -- what must not be divided --------------------------------------------------------------------------------------
 

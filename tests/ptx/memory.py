@@ -1,7 +1,10 @@
 """Global memory: every tensor an allocation of its own, with gaps between them that no access may touch.
 
 Checked at every access: it is aligned, it stays within one allocation, and a tensor that a kernel only reads is not
-written. No block may read or write what another block writes: blocks run in any order.
+written. No block may read or write what another block writes: blocks run in any order; and so do the warps of a block
+between two barriers (order.py).
+
+Local memory is a thread's own: a stack, which the compiler uses for arrays.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tests.ptx.order import Fault, Order
 from tests.ptx.values import UNSIGNED, Array
 
 #: Beyond 32 bits, so that addresses cut to 32 bits are noticed.
@@ -18,18 +22,24 @@ _ALIGNED, _GAP = 256, 4096
 _NONE = -1
 
 
-class Fault(Exception):  # what a GPU would do in silence
-    """What a kernel must not do. The message ends with the instruction."""
-
-
 @dataclass(frozen=True)
 class Placed:
-    """A tensor's bytes, copied to the device; `shift` is its address modulo 256."""
+    """A tensor's bytes, or those of several that overlap, copied to the device; `shift` is the address modulo 256."""
 
     name: str
     data: Array  # [bytes] uint8
-    writable: bool
+    writable: bool | Array  # [bytes]
     shift: int = 0
+    used: bool | Array = True  # [bytes], False between the numbers of a strided tensor
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Those that access memory together [lanes]."""
+
+    block: Array
+    warp: Array
+    epoch: Array
 
 
 class GlobalMemory:
@@ -46,40 +56,51 @@ class GlobalMemory:
         self.owner = np.full(size, _NONE, np.int16)  # index of the tensor; _NONE: a gap
         self.writable = np.zeros(size, bool)
         self.writer = np.full(size, _NONE, np.int32)  # block
+        self.order = Order("global", size)
         self.read_bytes = self.written_bytes = 0
         for number, (tensor, place) in enumerate(zip(tensors, self.places, strict=True)):
             part = slice(place, place + tensor.data.size)
             self.bytes[part] = tensor.data
-            self.owner[part], self.writable[part] = number, tensor.writable
+            self.owner[part], self.writable[part] = np.where(tensor.used, number, _NONE), tensor.writable
 
     def address(self, number: int) -> int:
         """Of a tensor."""
         return BASE + self.places[number]
+
+    def named(self, name: str) -> int:
+        return [tensor.name for tensor in self.tensors].index(name)
 
     def data(self, number: int) -> Array:
         """What the tensor holds now."""
         place = self.places[number]
         return self.bytes[place : place + self.tensors[number].data.size]
 
-    def load(self, address: Array, bits: int, count: int, block: Array) -> Array:
-        """[lanes, count] numbers of `bits` bits."""
-        place = self._check(address, bits // 8 * count, block, write=False)
-        self.read_bytes += place.size * (bits // 8 * count)
+    def load(self, address: Array, bits: int, count: int, by: Lanes, *, constant: bool = False) -> Array:
+        """[lanes, count] numbers of `bits` bits. `constant`: through a cache that does not see writes."""
+        size = bits // 8 * count
+        place = self._check(address, size, by.block, write=False)
+        self.read_bytes += place.size * size
+        shared = self.writable[place]
+        if shared.any():
+            if constant:
+                raise Fault("global read of what the kernel writes through the cache of constants")
+            self.order.read(place[shared][:, None] + np.arange(size), by.epoch[shared], by.warp[shared])
         step = np.arange(count)
         numbers: Array = self.bytes.view(UNSIGNED[bits])[place[:, None] // (bits // 8) + step]
         return numbers
 
-    def store(self, address: Array, numbers: Array, block: Array) -> None:
+    def store(self, address: Array, numbers: Array, by: Lanes) -> None:
         """Numbers [lanes, count] of unsigned type."""
         size = numbers.shape[1] * numbers.itemsize
-        place = self._check(address, size, block, write=True)
+        place = self._check(address, size, by.block, write=True)
+        self.order.write(place[:, None] + np.arange(size), by.epoch, by.warp)
         self.written_bytes += place.size * size
         at = place[:, None] // numbers.itemsize + np.arange(numbers.shape[1])
         store = self.bytes.view(numbers.dtype)
         store[at] = numbers
         if (store[at] != numbers).any():
             raise Fault("two lanes write different values to one address")
-        self.writer[place[:, None] + np.arange(size)] = block[:, None]
+        self.writer[place[:, None] + np.arange(size)] = by.block[:, None]
 
     def _check(self, address: Array, size: int, block: Array, *, write: bool) -> Array:
         what = "write" if write else "read"
@@ -108,3 +129,29 @@ class GlobalMemory:
         ]
         number = int(np.argmin(distance))
         return f"at byte {place - self.places[number]} of {self.tensors[number].name}"
+
+
+class LocalMemory:
+    """Of all lanes. What was not written must not be read."""
+
+    def __init__(self, lanes: int, size: int) -> None:
+        self.bytes, self.written = np.zeros((lanes, size), np.uint8), np.zeros((lanes, size), bool)
+
+    def load(self, address: Array, bits: int, lanes: Array) -> Array:
+        """[lanes, 1] numbers of `bits` bits."""
+        at = self._places(address, bits // 8)
+        if not self.written[lanes[:, None], at].all():
+            raise Fault("local memory read before it was written")
+        return self.bytes[lanes[:, None], at].view(UNSIGNED[bits])
+
+    def store(self, address: Array, numbers: Array, lanes: Array) -> None:
+        """Numbers [lanes, 1] of unsigned type."""
+        at = self._places(address, numbers.itemsize)
+        self.bytes[lanes[:, None], at], self.written[lanes[:, None], at] = numbers.view(np.uint8), True
+
+    def _places(self, address: Array, size: int) -> Array:
+        place = address.view(np.int64)
+        if (place % size).any() or (place < 0).any() or (place + size > self.bytes.shape[1]).any():
+            raise Fault(f"misaligned local access, or outside {self.bytes.shape[1]} bytes")
+        places: Array = place[:, None] + np.arange(size)
+        return places

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 #: Bits of what `.reg` declares.
 _BITS = {"pred": 1} | {f"{kind}{bits}": bits for kind in "busf" for bits in (8, 16, 32, 64)}
-_IGNORED = (".loc", ".file", ".section", ".pragma", ".maxn", ".reqn", ".local")
+_IGNORED = (".loc\t", ".loc ", ".file", ".section", ".pragma", ".maxn", ".reqn")
 _LABEL = re.compile(r"([\w$.]+):(?!:)\s*")
 
 
@@ -82,6 +82,8 @@ class Kernel:
     threads: int  # of a block
     code: tuple[Instruction, ...]
     labels: dict[str, int]  # label -> index in `code`
+    local: dict[str, int]  # arrays of a thread: their bytes
+    constants: dict[str, bytes]  # arrays of the module that `code` names
 
 
 def parse(ptx: str) -> Kernel:
@@ -96,6 +98,7 @@ def parse(ptx: str) -> Kernel:
     body = body.partition("// -- End function")[0]
     registers = _Registers()
     code: list[Instruction] = []
+    local: dict[str, int] = {}
     labels: dict[str, int] = {}
     for statement in _statements(body):
         while True:  # scopes and labels before an instruction
@@ -106,10 +109,20 @@ def parse(ptx: str) -> Kernel:
             statement = statement[label.end() :]
         if statement.startswith(".reg"):
             registers.declare(statement)
+        elif array := re.match(r"\.local .*\.b8\s+(\w+)\[(\d+)\]", statement):
+            if local:
+                raise Unsupported(statement)  # the first lies at 0
+            local[array[1]] = int(array[2])
         elif statement and not statement.startswith("."):
             code.append(_instruction(statement, registers))
     parameters = re.findall(r"\.param\s+(?:\.align \d+ )?\.(\w+)[^,\n]*?(\w+_param_\d+)", header)
-    return Kernel(name[1], tuple(parameters), int(threads[1]), tuple(code), labels)
+    used = {operand.name for instruction in code for operand in instruction.operands if isinstance(operand, Symbol)}
+    constants = {
+        array: bytes(map(int, numbers.split(",")))
+        for array, numbers in re.findall(r"\.global .*\.b8 (\S+)\[\d+\] = \{(.*)\};", ptx)
+        if array in used
+    }
+    return Kernel(name[1], tuple(parameters), int(threads[1]), tuple(code), labels, local, constants)
 
 
 def _statements(body: str) -> list[str]:
@@ -161,7 +174,8 @@ def _split(text: str) -> list[str]:
 
 
 def _operand(text: str, registers: _Registers) -> Operand:
-    text = text.partition("|")[0]  # a second result, a predicate, is not modelled
+    if "|" in text:  # two results
+        return Vector(tuple(_operand(part, registers) for part in text.split("|")))
     if text.startswith("{"):
         return Vector(tuple(_operand(part, registers) for part in _split(text[1:-1])))
     if text.startswith("["):

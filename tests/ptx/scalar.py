@@ -63,14 +63,15 @@ _COMBINE: dict[str, Function] = {"and": np.logical_and, "or": np.logical_or, "xo
 
 @executes("setp")
 def prepare_setp(instruction: Instruction) -> Step:
-    """`.ne` of a NaN is false; `.neu` and the like are true of it."""
+    """`.ne` of a NaN is false; `.neu` and the like are true of it. Of packed numbers each half sets a predicate."""
     parts, kind = instruction.parts, instruction.kind
     name, combined = parts[1], next((p for p in parts[2:-1] if p in _COMBINE), None)
     to, first, second, *more = instruction.operands
     unordered = name not in COMPARE and kind.startswith(("f", "bf"))
     compare = {"num": None, "nan": None}.get(name, COMPARE.get(name[:-1] if unordered else name))
-    if compare is None and name not in ("num", "nan"):
-        raise Unsupported(instruction.opcode)
+    packed = "x" in kind
+    if (compare is None and name not in ("num", "nan")) or isinstance(to, Vector) != packed or (packed and combined):
+        raise Unsupported(instruction.text)
 
     def set_predicate(machine: Machine, mask: Mask) -> None:
         x, y = machine.value(first, kind), machine.value(second, kind)
@@ -81,7 +82,11 @@ def prepare_setp(instruction: Instruction) -> Step:
             found = compare(x, y) | nan if unordered else compare(x, y) & ~nan
         if combined is not None:
             found = _COMBINE[combined](found, machine.read(more[0], 1))
-        machine.write(to, found, mask)
+        if not isinstance(to, Vector):
+            machine.write(to, found, mask)
+            return
+        for half, item in enumerate(to.items):
+            machine.write(item, found[..., half], mask)
 
     return set_predicate
 
@@ -118,6 +123,8 @@ def prepare_arithmetic(instruction: Instruction) -> Step:
     if kind.startswith(("f", "bf")):
         return _prepare_float(instruction)
     name, parts, (to, *sources) = instruction.parts[0], instruction.parts, instruction.operands
+    if instruction.opcode.startswith("mad.lo.cc"):
+        return prepare_carried(instruction)
     product = name == "mad" or name == "mul"
     if {"sat", "cc"} & set(parts) or (product and "hi" in parts and width(kind) != 32):
         raise Unsupported(instruction.opcode)
@@ -134,6 +141,25 @@ def prepare_arithmetic(instruction: Instruction) -> Step:
         if name == "mad":
             found = found + machine.value(sources[2], wide)
         machine.write_value(to, kind if name == "popc" else wide, found, mask)
+
+    return calculate
+
+
+@executes("madc")
+def prepare_carried(instruction: Instruction) -> Step:
+    """Half of a product, a number and the carry of the addition before: `mad.lo.cc` sets it, `madc.hi` adds it."""
+    to, *sources = instruction.operands
+    sets = instruction.opcode == "mad.lo.cc.u32"
+    if not sets and instruction.opcode != "madc.hi.u32":
+        raise Unsupported(instruction.opcode)
+
+    def calculate(machine: Machine, mask: Mask) -> None:
+        x, y, added = (machine.read(source, 32).astype(np.uint64) for source in sources)
+        found = (x * y & _ones("u32")) + added if sets else (x * y >> np.uint64(32)) + added + machine.carry
+        if sets:
+            carry = (found >> np.uint64(32)).astype(np.uint32)
+            machine.carry = np.where(True if mask is None else mask, carry, machine.carry)
+        machine.write(to, found & _ones("u32"), mask)
 
     return calculate
 
@@ -245,33 +271,59 @@ def _signed_min(x: Array, y: Array) -> Array:
     return np.copysign(np.fmin(np.abs(x), np.abs(y)), np.where(np.signbit(x) ^ np.signbit(y), -1.0, 1.0))
 
 
+def _fused(x: Array, y: Array, z: Array) -> Array:
+    """x · y + z of fp32 in fp64, rounded to odd: a number that is not exact ends with a 1, so that it is no tie when it
+    is rounded again, and lies on the side where the exact one does.
+    """
+    product = x * y
+    total = product + z
+    part = total - product
+    error = (product - (total - part)) + (z - part)
+    even = total.view(np.int64) & 1 == 0
+    moved = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
+    found: Array = np.where((error != 0) & np.isfinite(error) & even, moved, total)
+    return found
+
+
+def _downwards(value: Array) -> Array:
+    """fp64, exact or rounded to odd, to fp32 towards minus infinity."""
+    near = value.astype(np.float32)
+    found: Array = np.where(near > value, np.nextafter(near, np.float32(-np.inf)), near)
+    return found
+
+
 FLOAT: dict[str, Function] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "fma": lambda x, y, z: x * y + z,
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "fma": _fused,
     "min": lambda *x: np.fmin.reduce(np.broadcast_arrays(*x)),
     "max": lambda *x: np.fmax.reduce(np.broadcast_arrays(*x)),
     "neg": np.negative, "abs": np.abs, "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "sqrt": np.sqrt,
     "rsqrt": lambda x: 1 / np.sqrt(x), "tanh": np.tanh, "sin": np.sin, "cos": np.cos,
 }  # fmt: skip
-_MODES = {"rn", "ftz", "approx", "full", "xorsign", "abs", "NaN", "sat"}
+_MODES = {"rn", "rm", "ftz", "approx", "full", "xorsign", "abs", "NaN", "sat"}
 
 
 def _prepare_float(instruction: Instruction) -> Step:
     """In fp64, whose products of fp32 are exact, rounded once to the type."""
     name, *modes, kind = instruction.parts
     to, *sources = instruction.operands
-    if not _MODES.issuperset(modes) or ("xorsign" in modes and name != "min"):
+    kinds = [kind] * len(sources)
+    if modes[-1:] == ["f32"]:  # add.f32.bf16: what is added to is wider
+        kinds[-1] = kind = modes.pop()
+    if not _MODES.issuperset(modes) or ("xorsign" in modes and name != "min") or ("rm" in modes and name != "fma"):
         raise Unsupported(instruction.opcode)
     function = _signed_min if "xorsign" in modes else FLOAT[name]
 
     def calculate(machine: Machine, mask: Mask) -> None:
-        values = [machine.value(source, kind) for source in sources]
+        values = [machine.value(source, kind) for source, kind in zip(sources, kinds, strict=True)]
         if "ftz" in modes:
             values = [flush(value) for value in values]
         found = function(*(value.astype(np.float64) for value in values))
         if "NaN" in modes:
             found = np.where(np.any(np.isnan(np.broadcast_arrays(*values)), axis=0), np.nan, found)
         if "sat" in modes:
-            found = np.nan_to_num(found, nan=0.0).clip(0, 1)
+            found = np.nan_to_num(found, nan=0.0).clip(0, 1) + 0.0  # no -0.0
+        if "rm" in modes:
+            found = _downwards(found)
         if "ftz" in modes:
             found = flush(found.astype(np.float32))
         machine.write_value(to, kind, found, mask)
@@ -282,7 +334,7 @@ def _prepare_float(instruction: Instruction) -> Step:
 # -- conversions -------------------------------------------------------------------------------------------------------
 
 _TO_INTEGER = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
-_CVT_MODES = {"rn", "rz", "ftz", "satfinite", *_TO_INTEGER}
+_CVT_MODES = {"rn", "rz", "ftz", "sat", "satfinite", *_TO_INTEGER}
 
 
 @executes("cvt")
@@ -290,7 +342,10 @@ def prepare_cvt(instruction: Instruction) -> Step:
     """Between types, rounded to nearest even. Of two sources the first becomes the upper half."""
     *modes, kind, source_kind = instruction.parts[1:]
     to, *sources = instruction.operands
-    if not _CVT_MODES.issuperset(modes) or kind.startswith("tf") or ("rz" in modes and kind != "f16"):
+    if (
+        not _CVT_MODES.issuperset(modes) or kind.startswith("tf") or ("rz" in modes and kind != "f16")
+        or ("sat" in modes and kind != "f32")
+    ):  # fmt: skip
         raise Unsupported(instruction.opcode)
     whole = next((_TO_INTEGER[mode] for mode in modes if mode in _TO_INTEGER), None)
     from_float, to_float = (k.startswith(("f", "bf", "e4m3")) for k in (source_kind, kind))
@@ -305,9 +360,11 @@ def prepare_cvt(instruction: Instruction) -> Step:
             found = whole(found)
         if "rz" in modes:
             found = _truncated(found)
+        if "sat" in modes:
+            found = np.nan_to_num(found, nan=0.0).clip(0, 1) + 0.0  # no -0.0
         if from_float and not to_float:
             limits = np.iinfo(SIGNED[width(kind)] if kind[0] == "s" else UNSIGNED[width(kind)])
-            exact = np.nan_to_num(found.astype(np.float64), nan=0.0)
+            exact = np.nan_to_num(found.astype(np.float64), nan=0.0 if width(kind) < 64 else float(limits.min))
             found = np.where(exact >= limits.max, limits.max, exact.clip(limits.min, limits.max).astype(limits.dtype))
             found = found.astype(limits.dtype)
         elif not from_float and not to_float:

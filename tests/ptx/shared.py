@@ -1,7 +1,6 @@
 """Shared memory, and what may be wrong with the order in which warps and asynchronous units use it.
 
-Between two `bar.sync` (an epoch) warps run in any order. So within an epoch a byte that one warp writes must not be
-read or written by another, nor one that a warp reads be written by another. Two things run outside this order:
+That of warps is order.py's. Two things run outside it:
 
 - `cp.async` writes between its issue and the `wait_group` that waits for it, for the threads that wait; others need a
   barrier behind that.
@@ -13,10 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.ptx.memory import Fault
+from tests.ptx.order import SEVERAL, Fault, Order
 from tests.ptx.values import Array
-
-_NEVER, _SEVERAL = -1, -2
 
 
 class SharedMemory:
@@ -27,8 +24,7 @@ class SharedMemory:
         total = blocks * self.size
         self.bytes = np.full(total, 0xFF, np.uint8)
         self.written = np.zeros(total, bool)
-        self.writer, self.reader = np.full(total, _NEVER, np.int16), np.full(total, _NEVER, np.int16)  # warps
-        self.write_epoch, self.read_epoch = np.full(total, _NEVER, np.int32), np.full(total, _NEVER, np.int32)
+        self.order = Order("shared", total)
         self.epoch = np.zeros(blocks, np.int32)
         self.copying = np.zeros(total, bool)  # cp.async has been issued and not waited for
         self.fenced = np.zeros(total, bool)  # visible to the asynchronous proxy
@@ -51,20 +47,12 @@ class SharedMemory:
 
     def load(self, at: Array, block: Array, warp: Array) -> Array:
         """Bytes [accesses, bytes]."""
-        epoch, warp = self.epoch[block][:, None], warp[:, None]
-        if ((self.write_epoch[at] == epoch) & (self.writer[at] != warp)).any():
-            raise Fault("shared race: read after another warp's write without bar.sync")
+        self.order.read(at, self.epoch[block], warp)
         if self.copying[at].any():
             raise Fault("shared memory read while cp.async is in flight")
         if not self.written[at].all():
             raise Fault("shared memory read before it was written")
-        self._mark_read(at, np.broadcast_to(epoch, at.shape), np.broadcast_to(warp, at.shape))
         return self.bytes[at]
-
-    def _mark_read(self, at: Array, epoch: Array, warp: Array) -> None:
-        before = (self.read_epoch[at] == epoch) & (self.reader[at] != warp)
-        self.read_epoch[at], self.reader[at] = epoch, warp
-        self.reader[at[before | (self.reader[at] != warp)]] = _SEVERAL  # the latter: in this very access
 
     def store(self, at: Array, data: Array, block: Array, warp: Array) -> None:
         """Bytes [accesses, bytes] of threads."""
@@ -75,16 +63,11 @@ class SharedMemory:
         self.written[at] = True
 
     def _check_write(self, at: Array, block: Array, warp: Array) -> None:
-        epoch, warp = self.epoch[block][:, None], warp[:, None]
-        if ((self.write_epoch[at] == epoch) & (self.writer[at] != warp)).any():
-            raise Fault("shared race: write after another warp's write without bar.sync")
-        if ((self.read_epoch[at] == epoch) & (self.reader[at] != warp)).any():
-            raise Fault("shared race: write after another warp's read without bar.sync")
+        self.order.write(at, self.epoch[block], warp)
         if self.copying[at].any():
             raise Fault("shared memory written while cp.async is in flight")
         if self.async_reads[at].any():
             raise Fault("shared memory written while wgmma in flight reads it")
-        self.write_epoch[at], self.writer[at] = epoch, warp
         self.fenced[at] = False
 
     # -- cp.async ------------------------------------------------------------------------------------------------------
@@ -96,7 +79,7 @@ class SharedMemory:
     def land_copy(self, at: Array, data: Array, block: Array, warp: Array) -> None:
         """At the wait: from here the waiting threads may read, others after a barrier."""
         self.bytes[at], self.written[at], self.copying[at], self.fenced[at] = data, True, False, False
-        self.write_epoch[at], self.writer[at] = self.epoch[block][:, None], warp[:, None]
+        self.order.write_epoch[at], self.order.writer[at] = self.epoch[block][:, None], warp[:, None]
 
     # -- the asynchronous proxy ----------------------------------------------------------------------------------------
 
@@ -113,13 +96,13 @@ class SharedMemory:
         if not self.fenced[at].all():
             raise Fault("wgmma reads what threads or cp.async wrote without fence.proxy.async")
         epoch = self.epoch[block][:, None]
-        if (self.write_epoch[at] == epoch).any():  # by all four warps, so none is the only writer
+        if (self.order.write_epoch[at] == epoch).any():  # by all four warps, so none is the only writer
             raise Fault("shared race: wgmma reads what was written since the last bar.sync")
-        self.read_epoch[at], self.reader[at] = epoch, _SEVERAL
+        self.order.read_epoch[at], self.order.reader[at] = epoch, SEVERAL
         np.add.at(self.async_reads, at, 1)
         return self.bytes[at]
 
     def end_async(self, at: Array, block: Array) -> None:
         """Each warp waits for its own part: another's part may still be reading until the next barrier."""
         np.add.at(self.async_reads, at, -1)
-        self.read_epoch[at], self.reader[at] = self.epoch[block][:, None], _SEVERAL
+        self.order.read_epoch[at], self.order.reader[at] = self.epoch[block][:, None], SEVERAL

@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 
 from tests.ptx.assembly import run
-from tests.ptx.memory import Fault, GlobalMemory, Placed
+from tests.ptx.memory import GlobalMemory, Placed
+from tests.ptx.order import Fault
 
 GLOBAL = (
     "ld.param.b64 %rd0, [kernel_param_0]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd1, %r1, 4; add.s64 %rd0, %rd0, %rd1;"
 )
+OTHER = (
+    "xor.b32 %r4, %r1, 32; mul.wide.u32 %rd2, %r4, 4; ld.param.b64 %rd3, [kernel_param_0]; add.s64 %rd2, %rd3, %rd2;"
+)
+STACK = ".local .align 4 .b8 stack[16]; mov.b64 %rd5, stack; mov.u32 %r1, %tid.x;"
 SHARED = "mov.u32 %r1, %tid.x; shl.b32 %r2, %r1, 2; xor.b32 %r3, %r2, 128;"  # %r3: a place of the other warp
 COPY = "shl.b32 %r4, %r1, 4; xor.b32 %r5, %r4, 512; ld.param.b64 %rd0, [kernel_param_0];"
 COPIED = "cp.async.cg.shared.global [%r4 + 0], [%rd0 + 0], 0x10; cp.async.commit_group;"
@@ -35,6 +40,22 @@ BROKEN = {
     "two lanes write different values to one address": (
         "ld.param.b64 %rd0, [kernel_param_0]; mov.u32 %r1, %tid.x;" + store("%r1"),
         "ld.param.b64 %rd0, [kernel_param_0]; mov.u32 %r1, 3;" + store("%r1")),
+    "global race: read after another warp's write": (
+        GLOBAL + OTHER + "st.global.b32 [%rd0], %r1; ld.global.b32 %r2, [%rd2];",
+        GLOBAL + OTHER + "st.global.b32 [%rd0], %r1; bar.sync 0; ld.global.b32 %r2, [%rd2];"),
+    "global race: write after another warp's read": (
+        GLOBAL + OTHER + "ld.global.b32 %r2, [%rd0]; st.global.b32 [%rd2], %r1;",
+        GLOBAL + OTHER + "ld.global.b32 %r2, [%rd0]; bar.sync 0; st.global.b32 [%rd2], %r1;"),
+    "global race: write after another warp's write": (
+        GLOBAL + OTHER + "st.global.b32 [%rd0], %r1; st.global.b32 [%rd2], %r1;",
+        GLOBAL + OTHER + "st.global.b32 [%rd0], %r1; bar.sync 0; st.global.b32 [%rd2], %r1;"),
+    "through the cache of constants": (GLOBAL + "ld.global.nc.b32 %r2, [%rd0];", GLOBAL + "ld.global.b32 %r2, [%rd0];"),
+    "local memory read before it was written": (
+        STACK + "st.local.b32 [%rd5+8], %r1; ld.local.b32 %r2, [%rd5+4];",
+        STACK + "st.local.b32 [%rd5+4], %r1; ld.local.b32 %r2, [%rd5+4];"),
+    "local access, or outside 16 bytes": (
+        STACK + "st.local.b32 [%rd5+16], %r1;", STACK + "st.local.b32 [%rd5+12], %r1;"),
+    "misaligned local access": (STACK + "st.local.b32 [%rd5+2], %r1;", None),
     "outside 1024 bytes": (SHARED + "st.shared.b32 [%r2 + 772], %r1;", SHARED + "st.shared.b32 [%r2 + 768], %r1;"),
     "misaligned shared access of 4": (SHARED + "st.shared.b32 [%r2 + 2], %r1;", None),
     "shared memory read before it was written": (
@@ -67,6 +88,9 @@ BROKEN = {
     "shfl.sync by a part of a warp": (
         "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 48; @%p1 shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;",
         "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 32; @%p1 shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;"),
+    "redux.sync by a part of a warp": (
+        "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 48; @%p1 redux.sync.add.s32 %r2, %r1, -1;",
+        "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 32; @%p1 redux.sync.add.s32 %r2, %r1, -1;"),
     "does not end": ("$A: bra $A;", None),
 }  # fmt: skip
 

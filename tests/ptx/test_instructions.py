@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -131,9 +132,19 @@ INTEGERS: list[tuple[str, str, str, Callable[..., int]]] = [
     ("cvt.u64.u32", "u32", "u64", lambda a: a),
     ("cvt.u32.u64", "u64", "u32", lambda a: a),
     ("cvt.u16.u32", "u32", "u16", lambda a: a),
+    ("cvt.u16.u64", "u64", "u16", lambda a: a),
     ("cvt.u32.u16", "u16", "u32", lambda a: a),
     ("cvt.s32.s16", "s16", "s32", lambda a: a),
     ("cvta.to.global.u64", "u64", "u64", lambda a: a),
+    ("mov.u32", "u32", "u32", lambda a: a),
+    ("mov.u16", "u16", "u16", lambda a: a),
+    ("mov.b64", "b64", "b64", lambda a: a),
+    ("selp.b16", "b16 b16 pred", "b16", lambda a, b, c: a if c else b),
+    *((f"setp.{n}.b{bits}", f"b{bits} b{bits}", "pred", f) for bits in (16, 32, 64) for n, f in
+      (("eq", lambda a, b: a == b), ("ne", lambda a, b: a != b)) if (n, bits) != ("ne", 16)),
+    ("shl.b16", "b16 u32", "b16", lambda a, b: a << b if b < 16 else 0),
+    ("shr.u16", "u16 u32", "u16", lambda a, b: a >> b),
+    ("shr.s64", "s64 u32", "s64", lambda a, b: a >> b),
 ]  # fmt: skip
 
 
@@ -166,6 +177,42 @@ def ftz(value: Any) -> Any:
     return f32(math.copysign(0, value)) if abs(value) < 2.0**-126 else value
 
 
+def fused(kind: str, down: bool = False) -> Callable[..., Any]:
+    """a · b + c as a fraction, then the nearest number of the type, or the one below."""
+
+    def calculate(a: Any, b: Any, c: Any) -> Any:
+        if not np.isfinite([a, b, c]).all():
+            return f32(WIDE(a) * WIDE(b) + WIDE(c))
+        exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
+        if exact == 0:
+            return f32(-0.0 if down and (np.signbit(a) != np.signbit(b) or np.signbit(c)) else f32(a) * f32(b) + c)
+        bits, least = {"f32": (24, -149), "bf16": (8, -133), "f16": (11, -24)}[kind]
+        size = math.floor(math.log2(abs(exact)))
+        size += (abs(exact) >= Fraction(2) ** (size + 1)) - (abs(exact) < Fraction(2) ** size)
+        unit = Fraction(2) ** max(size + 1 - bits, least)
+        return f32(float((math.floor(exact / unit) if down else round(exact / unit)) * unit))
+
+    return calculate
+
+
+def added(kind: str) -> Callable[..., Any]:
+    return lambda a, b: fused(kind)(a, 1, b)
+
+
+def multiplied(kind: str) -> Callable[..., Any]:
+    return lambda a, b: fused(kind)(a, b, math.copysign(0, a * b))
+
+
+def packed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of both halves."""
+    return lambda *values: np.stack([function(*(value[half] for value in values)) for half in range(2)])
+
+
+def to_64_bits(a: Any) -> int:
+    """NaN is the least number, unlike in narrower types."""
+    return -(2**63) if np.isnan(a) else clipped(a, -(2**63), 2**63 - 1)
+
+
 def lesser(a: Any, b: Any) -> Any:
     return b if np.isnan(a) else a if np.isnan(b) else min(a, b)
 
@@ -191,8 +238,8 @@ FLOATS: list[tuple[str, str, str, Callable[..., Any]]] = [
     ("mul.f32", "f32 f32", "f32", lambda a, b: a * b),
     ("div.rn.f32", "f32 f32", "f32", lambda a, b: a / b),
     ("div.full.f32", "f32 f32", "f32", lambda a, b: a / b),
-    ("fma.rn.f32", "f32 f32 f32", "f32", lambda a, b, c: f32(WIDE(a) * WIDE(b) + WIDE(c))),
-    ("fma.rn.ftz.f32", "f32 f32 f32", "f32", lambda a, b, c: ftz(f32(WIDE(ftz(a)) * WIDE(ftz(b)) + WIDE(ftz(c))))),
+    ("fma.rn.f32", "f32 f32 f32", "f32", fused("f32")),
+    ("fma.rn.ftz.f32", "f32 f32 f32", "f32", lambda a, b, c: ftz(fused("f32")(ftz(a), ftz(b), ftz(c)))),
     ("max.f32", "f32 f32", "f32", greater),
     ("max.NaN.f32", "f32 f32", "f32", lambda a, b: f32(np.nan) if np.isnan(a + b) and a != -b else greater(a, b)),
     ("max.f32", "f32 f32 f32", "f32", lambda a, b, c: greater(greater(a, b), c)),
@@ -236,6 +283,40 @@ FLOATS: list[tuple[str, str, str, Callable[..., Any]]] = [
        ("ne", lambda a, b: a < b or a > b), ("neu", lambda a, b: a != b), ("ltu", lambda a, b: not a >= b),
        ("nan", lambda a, b: np.isnan(a) or np.isnan(b)), ("num", lambda a, b: a == a and b == b))),
     ("selp.f32", "f32 f32 pred", "f32", lambda a, b, c: a if c else b),
+    ("abs.ftz.f32", "f32", "f32", lambda a: abs(ftz(a))),
+    ("mul.rn.f32", "f32 f32", "f32", lambda a, b: a * b),
+    ("mul.rn.ftz.f32", "f32 f32", "f32", lambda a, b: ftz(f32(WIDE(ftz(a)) * WIDE(ftz(b))))),
+    ("sub.rn.f32", "f32 f32", "f32", lambda a, b: a - b),
+    ("ex2.approx.f32", "f32", "f32", lambda a: f32(np.exp2(WIDE(a)))),
+    ("rsqrt.approx.ftz.f32", "f32", "f32", lambda a: ftz(f32(WIDE(1) / np.sqrt(WIDE(ftz(a)))))),
+    ("fma.rm.ftz.f32", "f32 f32 f32", "f32", lambda a, b, c: ftz(fused("f32", down=True)(ftz(a), ftz(b), ftz(c)))),
+    *((f"{n}.rn.{k}", f"{k} {k}", k, f(k)) for k in ("bf16", "f16") for n, f in (("add", added), ("mul", multiplied))),
+    *((f"{n}{mode}.{k}x2", f"{k}x2 {k}x2", f"{k}x2", packed(f(k))) for k in ("bf16", "f16") for mode in ("", ".rn")
+      for n, f in (("add", added), ("mul", multiplied))),
+    ("mul.f16", "f16 f16", "f16", lambda a, b: np.float16(a) * np.float16(b)),
+    *((f"fma.rn.{k}", f"{k} {k} {k}", k, fused(k)) for k in ("bf16", "f16")),
+    *((f"fma.rn.{k}x2", f"{k}x2 {k}x2 {k}x2", f"{k}x2", packed(fused(k))) for k in ("bf16", "f16")),
+    *((f"add.rn.f32.{k}", f"{k} f32", "f32", lambda a, b: f32(a) + b) for k in ("bf16", "f16")),
+    *((f"fma.rn.f32.{k}", f"{k} {k} f32", "f32", fused("f32")) for k in ("bf16", "f16")),
+    ("sub.rn.f32.bf16", "bf16 f32", "f32", lambda a, b: a - b),
+    ("add.rn.f32x2", "f32x2 f32x2", "f32x2", lambda a, b: a + b),
+    ("mul.rn.f32x2", "f32x2 f32x2", "f32x2", lambda a, b: a * b),
+    ("sub.f32x2", "f32x2 f32x2", "f32x2", lambda a, b: a - b),
+    ("mul.f64", "f64 f64", "f64", lambda a, b: a * b),
+    ("mul.rn.f64", "f64 f64", "f64", lambda a, b: a * b),
+    ("cvt.ftz.sat.f32.f32", "f32", "f32", lambda a: f32(0) if not ftz(a) > 0 else min(a, f32(1))),
+    ("cvt.f64.f32", "f32", "f64", np.float64),
+    ("cvt.rn.f32.f64", "f64", "f32", once),
+    ("cvt.rn.f32.s64", "s64", "f32", lambda a: fused("f32")(int(a), 1, 0)),
+    ("cvt.rn.f64.s64", "s64", "f64", lambda a: np.float64(int(a))),
+    ("cvt.rni.ftz.s32.f32", "f32", "s32", lambda a: clipped(np.rint(ftz(a)), -(2**31), 2**31 - 1)),
+    ("cvt.rpi.f64.f64", "f64", "f64", np.ceil),
+    ("cvt.rzi.s64.f32", "f32", "s64", to_64_bits),
+    ("cvt.rzi.s64.f64", "f64", "s64", to_64_bits),
+    *((f"setp.{n}.{k}", f"{k} {k}", "pred", f) for k in ("f32", "bf16") for n, f in
+      (("ge", lambda a, b: a >= b), ("geu", lambda a, b: not a < b), ("leu", lambda a, b: not a > b),
+       ("eq", lambda a, b: a == b), ("nan", lambda a, b: np.isnan(a) or np.isnan(b)))
+      if (n, k) not in (("eq", "f32"), ("nan", "f32"))),
 ]  # fmt: skip
 
 
@@ -255,8 +336,46 @@ def test_floats(text: str, kinds: str, to: str, function: Callable[..., Any]) ->
     assert same.all(), (values, one, other)
 
 
+@pytest.mark.parametrize(("mode", "expected"), [("rn", [1 + 2**-23, 1.0]), ("rm", [1 + 2**-23, 1 - 2**-24])])
+def test_a_fused_product_is_rounded_once(mode: str, expected: list[float]) -> None:
+    """Less than a tie, and less than 1, by 2^-70: fp64 holds neither."""
+    a, b = [2**-24 * (1 + 2**-23), 2**-35], [1 - 2**-23, -(2**-35)]
+    given = {
+        f"%r{n}": np.repeat(np.array(x, f32).view(np.uint32), 16) for n, x in enumerate((a, b, [1 + 2**-23, 1]), 1)
+    }
+    found = run(f"fma.{mode}.ftz.f32 %r4, %r1, %r2, %r3;", given).registers["%r4"].view(f32)
+    assert found[::16].tolist() == expected
+
+
+def test_a_product_of_64_bits_by_its_carry() -> None:
+    a, b, c = (drawn("u32", place) for place in range(3))
+    lines = "mad.lo.cc.u32 %r4, %r1, %r2, %r3; @%p1 mad.lo.cc.u32 %r4, %r1, 0, 0; madc.hi.u32 %r5, %r1, %r2, %r3;"
+    few = np.arange(LANES) % 8 == 0
+    machine = run(lines, {"%r1": a, "%r2": b, "%r3": c, "%p1": few}, threads=LANES)
+    for lane, (x, y, z) in enumerate(zip(a.tolist(), b.tolist(), c.tolist(), strict=True)):
+        low = 0 if few[lane] else (x * y & M32) + z
+        assert machine.registers["%r4"][lane] == low & M32
+        assert machine.registers["%r5"][lane] == (x * y >> 32) + z + (low >> 32) & M32
+
+
+@pytest.mark.parametrize("name", ["eq", "nan"])
+def test_each_half_sets_a_predicate(name: str) -> None:
+    one, other = drawn("bf16", 0).astype(np.uint32), drawn("bf16", 1).astype(np.uint32)
+    other[::3] = one[::3]
+    low, high = one | other << np.uint32(16), other | other << np.uint32(16)
+    machine = run(f"setp.{name}.bf16x2 %p1|%p2, %r1, %r2;", {"%r1": low, "%r2": high}, threads=LANES)
+    for lane, (x, y) in enumerate(zip(decode("bf16", one), decode("bf16", other), strict=True)):
+        expected = [x == y, y == y] if name == "eq" else [np.isnan(x) or np.isnan(y), np.isnan(y)]
+        assert [machine.registers["%p1"][lane], machine.registers["%p2"][lane]] == expected
+
+
 def test_bf16_is_rounded_to_nearest_even() -> None:
     """Ties both ways, the largest number to infinity, and what stays."""
+    assert encode("bf16", np.array([1 + 2**-8 + 2**-40, 1 + 2**-8 - 2**-40, 1 + 2**-8])).tolist() == [
+        0x3F81,
+        0x3F80,
+        0x3F80,
+    ]
     bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x3F800000], np.uint32)
     assert encode("bf16", bits.view(f32)).tolist() == [0x3F80, 0x3F82, 0x3F81, 0x7F80, 0x3F80]
 
@@ -318,15 +437,25 @@ def test_special_registers() -> None:
 @pytest.mark.parametrize(
     "text", ["tcgen05.alloc.b32 %r1, %r2", "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 %r1, %r2, %r3, %r4",
              "cvt.rna.tf32.f32 %r1, %r2", "mul.hi.u64 %rd1, %rd2, %rd3", "add.sat.s32 %r1, %r2, %r3", "bar.sync 1",
-             "ld.local.b32 %r1, [%rd1]", "add.rz.f32 %r1, %r2, %r3", "fence.acq_rel.gpu"],
+             "ld.local.v2.b32 {%r1, %r2}, [%rd1]", "redux.sync.add.s32 %r1, %r2, 15", "setp.eq.f16x2 %p1, %r1, %r2",
+             "madc.lo.u32 %r1, %r2, %r3, %r4", "add.rz.f32 %r1, %r2, %r3", "fence.acq_rel.gpu"],
 )  # fmt: skip
 def test_what_is_not_modelled_is_refused(text: str) -> None:
     with pytest.raises(Unsupported):
         run(f"{text};")
 
 
+#: What is tested in test_transfers.py and test_checks.py.
+ELSEWHERE = {"ld", "st", "cp", "fence", "bar", "shfl", "vote", "redux", "ldmatrix", "stmatrix", "mma", "wgmma"}
+#: Opcodes that are tested here, to their last modifier.
+TESTED = {text.split()[0] for text, *_ in (*INTEGERS, *FLOATS)} | {
+    "mad.lo.cc.u32",
+    "madc.hi.u32",
+    "setp.eq.bf16x2",
+    "setp.nan.bf16x2",
+}
+
+
 def test_every_instruction_is_tested() -> None:
-    """By its name, here or among the memory instructions and matrices."""
-    named = {text.split(".")[0].split()[0] for text, *_ in (*INTEGERS, *FLOATS)}
-    elsewhere = {"ld", "st", "cp", "fence", "bar", "shfl", "vote", "ldmatrix", "stmatrix", "mma", "wgmma", "fma", "mad"}
-    assert set(PREPARE) - elsewhere <= named
+    """By its name."""
+    assert set(PREPARE) - ELSEWHERE <= {opcode.split(".")[0] for opcode in TESTED}

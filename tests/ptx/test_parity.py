@@ -15,7 +15,7 @@ from d2sd.plugins.kv_pages.triton.launch import write_pages_triton
 from tests.plugins.kernels.calls import assert_within_budget
 from tests.ptx.cases import CAPABILITIES, MIDDLE, SMALL, Attention, least_capability, table
 from tests.ptx.launch import Launch, executed_as_ptx
-from tests.ptx.memory import Fault
+from tests.ptx.order import Fault
 
 
 def assert_right(capability: int, case: Attention) -> list[Launch]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
+from functools import reduce
 
 import numpy as np
 import pytest
@@ -117,6 +119,44 @@ def test_votes(given: Array) -> None:
 
 
 # -- matrices ----------------------------------------------------------------------------------------------------------
+
+
+REDUCTIONS: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add, "min": min, "max": max, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("kind", ["s32", "u32"])
+def test_reductions(name: str, kind: str) -> None:
+    given = words(64)
+    if name in ("and", "or"):  # of few bits, or all of them are 0, or 1
+        given = given | words(64) | words(64) if name == "and" else given & words(64) & words(64)
+    to = "b32" if name in ("and", "or", "xor") else kind
+    found = run(f"redux.sync.{name}.{to} %r2, %r1, -1;", {"%r1": given}, threads=64).registers["%r2"]
+    for warp in range(2):
+        numbers = [int(number) for number in decode(kind, given[32 * warp : 32 * warp + 32])]
+        assert set(found[32 * warp : 32 * warp + 32].tolist()) == {reduce(REDUCTIONS[name], numbers) & 0xFFFFFFFF}
+
+
+def test_local_memory_is_a_threads_own() -> None:
+    """Addresses are of 64 bits, or of 32."""
+    lines = """
+        .local .align 4 .b8 stack[16];
+        mov.b64 %rd1, stack; cvt.u32.u64 %r3, %rd1; mov.u32 %r1, %tid.x; and.b32 %r2, %r1, 3; shl.b32 %r2, %r2, 2;
+        add.s32 %r3, %r3, %r2; st.local.b32 [%r3], %r1; cvt.u64.u32 %rd2, %r2; add.s64 %rd2, %rd1, %rd2;
+        ld.local.b32 %r4, [%rd2];
+    """
+    machine = run(lines)
+    assert machine.registers["%r4"].tolist() == list(LANES)
+
+
+def test_constants_of_a_module() -> None:
+    numbers = words(2)
+    table = f".global .align 4 .b8 table[8] = {{{', '.join(map(str, numbers.view(np.uint8)))}}};\n"
+    memory = GlobalMemory([Placed("x", np.zeros(4, np.uint8), False), Placed("table", numbers.view(np.uint8), False)])
+    machine = run(table + "mov.b64 %rd1, table; ld.global.nc.b32 %r1, [%rd1+4];", memory=memory)
+    assert set(machine.registers["%r1"].tolist()) == {int(numbers[1])}
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from tests.ptx.machine import WARP, Machine, Mask, Step, executes
 from tests.ptx.parse import Address, Instruction, Operand, Symbol, Unsupported, Vector
 from tests.ptx.values import SIGNED, UNSIGNED, Array, width
 
-_SPACES = ("param", "global", "shared")
+_SPACES = ("param", "global", "shared", "local")
 
 
 @executes("ld", "st")
@@ -16,6 +18,8 @@ def prepare_transfer(instruction: Instruction) -> Step:
     """One to eight numbers of a lane, at an address that is a multiple of their size."""
     name, space, *_ = instruction.parts
     if space not in _SPACES or {"volatile", "relaxed", "acquire", "release"} & set(instruction.parts):
+        raise Unsupported(instruction.opcode)
+    if space == "local" and {"v2", "v4"} & set(instruction.parts):
         raise Unsupported(instruction.opcode)
     kind, bits = instruction.kind, width(instruction.kind)
     place, data = instruction.operands if name == "st" else instruction.operands[::-1]
@@ -36,7 +40,10 @@ def prepare_transfer(instruction: Instruction) -> Step:
         lanes = machine.lanes_of(mask)
         address, block = machine.address(place, lanes), machine.block[lanes]
         if space == "global":
-            numbers = machine.memory.load(address, bits, len(items), block)
+            constant = "nc" in instruction.parts
+            numbers = machine.memory.load(address, bits, len(items), machine.at(lanes), constant=constant)
+        elif space == "local":
+            numbers = machine.local.load(address, bits, lanes)
         else:
             at = machine.shared.locate(block, address, size, size)
             numbers = machine.shared.load(at, block, machine.warp[lanes]).view(UNSIGNED[bits])
@@ -49,7 +56,9 @@ def prepare_transfer(instruction: Instruction) -> Step:
         numbers = np.stack([np.broadcast_to(machine.read(item, bits), machine.lanes)[lanes] for item in items], 1)
         numbers = numbers.astype(UNSIGNED[bits])  # of a wider register the lowest bits
         if space == "global":
-            machine.memory.store(address, numbers, block)
+            machine.memory.store(address, numbers, machine.at(lanes))
+        elif space == "local":
+            machine.local.store(address, numbers, lanes)
         else:
             at = machine.shared.locate(block, address, size, size)
             machine.shared.store(at, numbers.view(np.uint8), block, machine.warp[lanes])
@@ -106,3 +115,28 @@ def prepare_vote(instruction: Instruction) -> Step:
         machine.write(to, np.repeat(found, WARP), mask)
 
     return vote
+
+
+_REDUCE: dict[str, Any] = {
+    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}  # fmt: skip
+
+
+@executes("redux")
+def prepare_reduction(instruction: Instruction) -> Step:
+    """One integer of all lanes of the warp, for all of them."""
+    _, _, name, kind = instruction.parts
+    to, source, members = instruction.operands
+    if name not in _REDUCE or kind not in ("s32", "u32", "b32"):
+        raise Unsupported(instruction.opcode)
+
+    def reduce(machine: Machine, mask: Mask) -> None:
+        machine.whole_warps(mask, "redux.sync")
+        if (machine.read(members, 32) != np.uint32(0xFFFFFFFF)).any():
+            raise Unsupported(f"{instruction.opcode} of a part of a warp")
+        given = np.broadcast_to(machine.value(source, kind), machine.lanes).reshape(-1, WARP)
+        found = _REDUCE[name].reduce(given, axis=1, dtype=given.dtype)
+        machine.write_value(to, kind, np.repeat(found, WARP), mask)
+
+    return reduce

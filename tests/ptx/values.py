@@ -76,9 +76,16 @@ def encode(kind: str, value: Array) -> Array:
 
 
 def _to_bf16(value: Array) -> Array:
-    """Rounded once from fp32: half of the last place is added, with the last place's own bit for ties."""
-    value = np.ascontiguousarray(value, np.float32)
+    """Half of the last place is added, with the last place's own bit for ties.
+
+    What fp32 does not hold exactly becomes its neighbour with an odd last bit, which is no tie.
+    """
+    exact, value = value, np.ascontiguousarray(value, np.float32)
     bits = value.view(np.uint32).astype(np.uint64)
+    away, inexact = np.abs(value) > np.abs(exact), (value != exact) & np.isfinite(value)
+    bits = np.where(
+        inexact & (bits & np.uint64(1) == 0), np.where(away, bits - np.uint64(1), bits + np.uint64(1)), bits
+    )
     rounded = (bits + np.uint64(0x7FFF) + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)
     found: Array = np.where(np.isnan(value), np.uint64(0x7FFF), rounded).astype(np.uint16)
     return found

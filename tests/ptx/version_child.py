@@ -8,7 +8,7 @@ import triton  # type: ignore[import-untyped]
 
 from tests.plugins.kernels.calls import assert_within_budget
 from tests.ptx.cases import Attention
-from tests.ptx.memory import Fault
+from tests.ptx.order import Fault
 
 
 def main() -> None:

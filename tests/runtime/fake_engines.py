@@ -12,6 +12,7 @@ from d2sd.convert.engines.profiles import make_profiles
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Rows
 from d2sd.plugins.cascade_attention import PagedContext
@@ -19,7 +20,7 @@ from d2sd.plugins.cascade_attention.mask import WORD
 from d2sd.plugins.cascade_attention.onnx import VERSION
 from d2sd.plugins.kv_pages import write_pages
 from d2sd.recipe import Recipe
-from d2sd.runtime.backends.exported import drafter_io_spec, target_io_spec
+from d2sd.runtime.backends.exported import drafter_io_spec, flex_io_spec, target_io_spec
 from d2sd.runtime.backends.tensorrt_checks import EngineFile
 from d2sd.tensorrt_env import TensorRT
 from tests.runtime import fake_tensorrt
@@ -76,6 +77,21 @@ def drafter_engine(folder: Path, name: str, drafter: Drafter) -> EngineFile:
     types = {**surface.inputs, **surface.outputs}
     profiles = make_profiles(RECIPE, "tensorrt", drafter.config)
     return _engine(folder, name, _Graph(_row_inputs(body) | features, outputs, types, profiles, run), "sm89")
+
+
+def flex_engine(folder: Path, head: FlexHead) -> EngineFile:
+    """An engine of a FlexDraft head that has joined its target."""
+    body, model = head.config.body, deepcopy(head)
+
+    def run(given: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"hidden": model.draft(_rows(given), _Pages(given, body))}
+
+    surface, inputs = flex_io_spec(body, head.mask_embedding.dtype), _row_inputs(body)
+    del inputs["embedded"]
+    types, profiles = {**surface.inputs, **surface.outputs}, make_profiles(RECIPE, "tensorrt", head.config)
+    return _engine(
+        folder, "flex", _Graph(inputs, {"hidden": ("B", "T", body.hidden_size)}, types, profiles, run), "sm89"
+    )
 
 
 def _engine(folder: Path, name: str, graph: _Graph, compute: str) -> EngineFile:

@@ -97,9 +97,8 @@ def grow_kernel(
     own = score_of(best)
     real = (own > float("-inf")) & (n < N)
     inside = n < N
-    tl.debug_barrier()  # what other threads have stored
     tl.store(node_rank + place, n, mask=real)
-    tl.debug_barrier()
+    tl.debug_barrier()  # what other threads have stored
     up = tl.load(node_rank + tl.load(node_parent + place, mask=real, other=0), mask=real, other=0).to(tl.int32)
     level = tl.where(real & (place > 0), (place - 1) // NP + 1, 0)
     at = request * N + n

@@ -20,18 +20,21 @@ from d2sd.convert.engines.worker import Job, Report
 from d2sd.convert.onnx import export
 from d2sd.errors import BuildError, RecipeError
 from d2sd.recipe import load_recipe
-from tests.convert.helpers import tree_bytes, write_project
+from tests.convert.helpers import add_flex, tree_bytes, write_project
 from tests.tiny import tiny_decoder
 
 pytest.importorskip("tensorrt_rtx", reason="the extra engines is not installed")
-MODELS = ("drafter_first", "drafter_second", "target")
+MODELS = ("drafter_first", "drafter_flex", "drafter_second", "target")
+GRAPHS = ["target.onnx", "drafter_first.onnx", "drafter_second.onnx", "drafter_flex.onnx"]
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """Qwen3 with heads of 16, in fp16, for every GPU and for one."""
     target = tiny_decoder("qwen3", layers=2, head_dim=16)
-    return write_project(tmp_path / "project", target, precision="fp16", engines={"compute": ["portable", "sm89"]})
+    recipe = write_project(tmp_path / "project", target, precision="fp16", engines={"compute": ["portable", "sm89"]})
+    add_flex(recipe, policy="auto")
+    return recipe
 
 
 def run(recipe: Path, output: Path, **options: Any) -> dict[str, bytes]:
@@ -66,6 +69,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(stages, "export_target", graph)
     monkeypatch.setattr(stages, "export_drafter", graph)
+    monkeypatch.setattr(stages, "export_flex", graph)
     monkeypatch.setattr(stages, "build_engines", engines)
     return made
 
@@ -88,7 +92,7 @@ def test_a_bundle_with_engines(recipe: Path, tmp_path: Path) -> None:
     assert {*graphs, *engines} == {name for name in found if name.startswith(("onnx/", "engines/"))}
     manifest = load_bundle(tmp_path / "whole").manifest
     assert manifest.engines is not None
-    assert manifest.engines.plugins == {"target": 2, "drafter_first": 2, "drafter_second": 2}
+    assert manifest.engines.plugins == {"target": 2, "drafter_first": 2, "drafter_second": 2, "drafter_flex": 1}
     assert manifest.engines.compute == ("portable", "sm89")
     assert manifest.versions["onnxscript"] == importlib.metadata.version("onnxscript")
     assert manifest.engines.profiles["target"][0]["embedded"][2] == [2, 16, 32]
@@ -100,7 +104,7 @@ def test_a_bundle_with_engines(recipe: Path, tmp_path: Path) -> None:
 def test_a_build_that_stops_after_any_stage_goes_on_behind_it(recipe: Path, tmp_path: Path, quick: list[str]) -> None:
     whole = run(recipe, tmp_path / "whole")
     once = list(quick)
-    assert once == ["target.onnx", "drafter_first.onnx", "drafter_second.onnx", "portable", "sm89"]
+    assert once == [*GRAPHS, "portable", "sm89"]
     quick.clear()
     for last in ("onnx", "engines/portable", "engines/sm89"):
         with pytest.raises(Stopped):
@@ -119,7 +123,7 @@ def test_engines_that_a_recipe_no_longer_names_are_dropped(recipe: Path, tmp_pat
     assert quick.count("portable") == 1
     edit(recipe, engines=None)
     with pytest.raises(Stopped):
-        run(recipe, tmp_path / "plain", finished=stop_after("drafter_second"))
+        run(recipe, tmp_path / "plain", finished=stop_after("drafter_flex"))
     assert not [name for name in run(recipe, tmp_path / "plain") if name.startswith(("onnx", "engines"))]
 
 
@@ -177,4 +181,4 @@ def test_another_version_of_the_exporter_writes_the_graphs_again(
         monkeypatch.setattr(stages, "version", lambda tool, newer=newer: importlib.metadata.version(tool) + newer)
         with pytest.raises(Stopped):
             run(recipe, tmp_path / "out", finished=stop_after("onnx"))
-    assert quick == ["target.onnx", "drafter_first.onnx", "drafter_second.onnx"] * 2
+    assert quick == GRAPHS * 2

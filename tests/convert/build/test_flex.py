@@ -12,10 +12,10 @@ import torch
 from d2sd.convert.build import build
 from d2sd.convert.build.plan import make_plan
 from d2sd.convert.bundle.load import Bundle, load_bundle
-from d2sd.convert.bundle.serving import can_run, make_engine
+from d2sd.convert.bundle.serving import can_run, candidate_policies, make_engine
 from d2sd.convert.checkpoint.flex import load_flex
 from d2sd.errors import BundleError, CheckpointError, D2SDError, RecipeError
-from d2sd.manifest import load_manifest
+from d2sd.manifest import Engines, load_manifest
 from d2sd.recipe import Policy, load_recipe
 from d2sd.runtime.request import Request, SamplingParams
 from tests.convert.helpers import add_flex, edit_json, tree_bytes, write_project
@@ -74,9 +74,23 @@ def test_beside_drafters_auto_takes_what_is_forecast(tmp_path: Path) -> None:
 
 
 def test_who_cannot_run_it(tmp_path: Path, recipe: Path) -> None:
-    with pytest.raises(BundleError, match="neither graphs nor engines") as caught:
-        make_engine(made(recipe), policy="flex", backend="onnx")
-    assert caught.value.fix is not None
+    bundle = made(recipe)
+    with pytest.raises(BundleError, match="neither graphs nor engines"):
+        make_engine(bundle, policy="flex", backend="onnx")
+    with pytest.raises(BundleError, match=r"no parallel mode[\s\S]*choose flex"):
+        make_engine(bundle, policy="flex_parallel", backend="onnx")
+    by_graphs = candidate_policies(bundle.recipe.tree, 0, "auto", 4, flex=True, parallel=False)
+    assert {policy.name for policy in by_graphs} == {"off", "flex"}
+    older = Engines(
+        builder="tensorrt-rtx", version="1", plugin_abi="1", compute=(), profiles={"target": []}, plugins={}
+    )
+    object.__setattr__(bundle, "manifest", bundle.manifest.model_copy(update={"engines": older}))
+    for backend in ("onnx", "tensorrt"):
+        for policy in ("flex", "auto"):
+            with pytest.raises(
+                BundleError, match=r"neither a graph nor an engine of its FlexDraft[\s\S]*build it again"
+            ):
+                make_engine(bundle, policy=policy, backend=backend)
     plain = write_project(tmp_path / "plain" / "project", tree={"policy": "off", "block_size": 4, "branches": 3})
     with pytest.raises(BundleError, match="FlexDraft head"):
         make_engine(made(plain), policy="flex")

@@ -12,14 +12,16 @@ from torch import Tensor, nn
 
 from d2sd.convert.build import fp8_scales as calibrate_fp8
 from d2sd.convert.build.fp8_scales import ModelOpt, load_modelopt, quantize_drafter, quantize_target
+from d2sd.convert.checkpoint.flex import load_flex, write_flex
 from d2sd.convert.checkpoint.quantization import DRAFTER_UNQUANTIZED
 from d2sd.convert.checkpoint.target import load_target, write_target
 from d2sd.errors import BuildError, CheckpointError
 from d2sd.modeling.config import Family
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
 from tests.convert.helpers import write_target_dir
-from tests.tiny import full_logits, random_tokens, tiny_decoder, tiny_drafter
+from tests.tiny import full_logits, random_tokens, tiny_decoder, tiny_drafter, tiny_flex
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +134,33 @@ def test_a_drafters_scales_are_the_largest_values_it_read(modelopt: ModelOpt) ->
         assert tensors[f"{name}.input_scale"].item() == pytest.approx(largest[name] / 448, rel=1e-5)
     for name in weights.keys() - {f"{name}.weight" for name in fp8}:
         assert tensors[name].equal(weights[name]), name
+
+
+def test_a_flexdraft_heads_projections_get_scales(modelopt: ModelOpt, tmp_path: Path) -> None:
+    """From the unquantized head to the one that a bundle loads; its calibration network and the target's MLPs stay."""
+    target = tiny_decoder("qwen2", layers=4)
+    head = tiny_flex(target, layers=2)
+    weights = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+
+    def draft(head: FlexHead) -> Tensor:
+        hidden: Tensor = head(torch.arange(4)[None], lambda index, q, k, v: q + v.repeat_interleave(2, dim=2))
+        return hidden
+
+    def run() -> None:
+        draft(head)
+
+    with torch.inference_mode():
+        plain = draft(head)
+        tensors, quantization = quantize_drafter(modelopt, head, run)
+        write_flex(tmp_path / "head", head.config, tensors, quantization)
+        loaded = load_flex(tmp_path / "head", torch.float32)
+        loaded.join(target)
+        found, emulated = draft(loaded), draft(head)
+    fp8 = [name for name, layer in loaded.named_modules() if isinstance(layer, Fp8Linear)]
+    assert fp8 == [f"layers.{i}.self_attn.{kind}_proj" for i in range(2) for kind in "qkvo"]
+    assert all(tensors[name].equal(weights[name]) for name in weights if "_proj.weight" not in name)
+    assert type(target.get_submodule("layers.2.mlp.gate_proj")) is nn.Linear
+    assert (found - emulated).abs().max() < 1e-4 < 0.01 < (found - plain).abs().max()
 
 
 def test_a_layer_that_never_ran_is_named(modelopt: ModelOpt) -> None:

@@ -16,19 +16,22 @@ from d2sd.convert.checkpoint.flex import (
     check_flex,
     check_flex_tensors,
     flex_fingerprint,
+    flex_linears,
     load_flex,
     read_flex_config,
     with_vocabulary,
     write_flex,
 )
+from d2sd.convert.checkpoint.quantization import FLEX_UNQUANTIZED, Quantization
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import BodyConfig, Family, RopeConfig
 from tests.convert.helpers import edit_json, edit_tensors, tree_bytes
-from tests.tiny import tiny_decoder, tiny_flex
+from tests.tiny import in_fp8, tiny_decoder, tiny_flex
 
 LLAMA3 = RopeConfig(5e5, "llama3", 8.0, 8192, 1.0, 4.0)
 TARGET = tiny_decoder("qwen3", layers=4)
 CONFIG = tiny_flex(TARGET, layers=2).config
+FLOAT8 = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 
 @pytest.fixture
@@ -171,6 +174,25 @@ def test_tensors_that_are_wrong(folder: Path) -> None:
     edit_tensors(file, **dict.fromkeys(network))
     with pytest.raises(CheckpointError, match="no calibration network"):
         load_flex(folder, torch.float32)
+
+
+def test_fp8_is_of_the_projections(tmp_path: Path) -> None:
+    """The same bytes after a round trip; the calibration network and K/V cannot be FP8."""
+    head = tiny_flex(TARGET, layers=2)
+    narrow = in_fp8(head, flex_linears(head))
+    described = Quantization(FLEX_UNQUANTIZED, kv=False, producer=("modelopt", "1"))
+    write_flex(tmp_path / "a", head.config, narrow.state_dict(), described)
+    assert check_flex_tensors(tmp_path / "a", read_flex_config(tmp_path / "a")) == described
+    write_flex(tmp_path / "b", head.config, load_flex(tmp_path / "a", torch.float32).state_dict(), described)
+    assert tree_bytes(tmp_path / "a") == tree_bytes(tmp_path / "b")
+    config, separate = tmp_path / "a" / "config.json", tmp_path / "a" / "hf_quant_config.json"
+    separate.unlink()
+    for key, value, found in (("kv_cache_scheme", FLOAT8, "K/V"), ("ignore", [], r"anchor_bias_mlp\.0")):
+        before = config.read_text()
+        edit_json(config, f"quantization_config.{key}", value)
+        with pytest.raises(CheckpointError, match=f"found: {found}"):
+            read_flex_config(tmp_path / "a")
+        config.write_text(before)
 
 
 def test_it_is_no_dflash_drafter(folder: Path) -> None:

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.engines.profiles import Profile, make_profiles
+from d2sd.modeling.flex import FlexHead
 from d2sd.policies import PolicyName
 from d2sd.recipe import Builder, Recipe, Tree
-from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession, Session
+from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, GraphFlex, OnnxSession, Session
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.memory import plan_kv_memory
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.convert.exported import Exported, ExportOnce
-from tests.tiny import random_tokens, tiny_decoder
+from tests.tiny import random_tokens, tiny_decoder, tiny_flex
 
 pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
 RECIPE = Recipe.model_validate(
@@ -99,6 +100,29 @@ def test_what_auto_measures_fits(pair: Exported, builder: Builder) -> None:
         [policy_of(name) for name in ("off", "chain", "hybrid")], {"chain": ([9.0], [9.0]), "hybrid": ([9.0], [9.0])}
     )
     assert all(session.used for session in watched)
+
+
+@pytest.mark.parametrize("builder", ["tensorrt-rtx", "tensorrt"])
+def test_mask_rows_fit(builder: Builder) -> None:
+    """One block a request, in every batch bucket, over pages of the target's last layers."""
+    target = tiny_decoder("qwen3", head_dim=16)
+    head = tiny_flex(target, block_size=4)
+    watched = Watched(Eager(head), make_profiles(RECIPE, builder, head.config))
+    runner = ModelRunner(target, flex=GraphFlex(head, watched))
+    prompts = [random_tokens(target, 1, size, seed=size)[0].tolist() for size in (1, 36, 30)]
+    for sequence in Engine(runner, policy_of("flex"), LIMITS).generate([Request(tuple(p), 12) for p in prompts]):
+        assert len(sequence.answer) == 12
+    assert watched.used == ({0, 1, 2} if builder == "tensorrt" else {0})
+
+
+class Eager:
+    """Zeros for hidden states: drafts are rejected, which shapes do not depend on."""
+
+    def __init__(self, head: FlexHead) -> None:
+        self._width = head.config.body.hidden_size
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"hidden": torch.zeros(*inputs["positions"].shape, self._width)}
 
 
 def test_profiles_hold_the_pools_of_the_runtime() -> None:

@@ -1,4 +1,4 @@
-"""The whole dual-drafter loop over graphs in ONNX Runtime writes what the models alone would have written."""
+"""The whole loop over graphs in ONNX Runtime writes what the models alone would have written."""
 
 from __future__ import annotations
 
@@ -8,32 +8,36 @@ from pathlib import Path
 import pytest
 import torch
 
-from d2sd.convert.onnx.export import export_drafter, export_target
+from d2sd.convert.checkpoint.flex import flex_linears
+from d2sd.convert.onnx.export import export_drafter, export_flex, export_target
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
 from d2sd.policies import PolicyName
-from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession
+from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, GraphFlex, OnnxSession
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from tests.modeling.test_fp8 import fp8_decoder
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, expected, models, some_requests
-from tests.tiny import random_tokens, tiny_drafter
+from tests.tiny import in_fp8, random_tokens, tiny_drafter, tiny_flex
 
 pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
-pytestmark = [pytest.mark.export, pytest.mark.slow]
+pytestmark = [pytest.mark.export, pytest.mark.slow, pytest.mark.timeout(300)]
 PAGE = 4
 
 
-def executor_of(folder: Path, target: Decoder, *drafters: Drafter) -> ModelRunner:
+def executor_of(folder: Path, target: Decoder, *drafters: Drafter, flex: FlexHead) -> ModelRunner:
     aux_layer_ids = drafters[0].config.target_layer_ids
     export_target(target, aux_layer_ids, PAGE, folder / "target.onnx")
     graphs = []
     for place, drafter in enumerate(drafters):
         export_drafter(drafter, PAGE, folder / f"{place}.onnx")
         graphs.append(GraphDrafter(drafter, OnnxSession(folder / f"{place}.onnx"), PAGE))
-    return ModelRunner(GraphDecoder(target, aux_layer_ids, OnnxSession(folder / "target.onnx")), *graphs)
+    export_flex(flex, PAGE, folder / "flex.onnx")
+    head = GraphFlex(flex, OnnxSession(folder / "flex.onnx"))
+    return ModelRunner(GraphDecoder(target, aux_layer_ids, OnnxSession(folder / "target.onnx")), *graphs, flex=head)
 
 
 def engine_of(runner: ModelRunner, name: PolicyName) -> Engine:
@@ -43,10 +47,11 @@ def engine_of(runner: ModelRunner, name: PolicyName) -> Engine:
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    return executor_of(tmp_path_factory.mktemp("graphs"), *deepcopy(models()[:3]))
+    target, first, second, flex = deepcopy(models())
+    return executor_of(tmp_path_factory.mktemp("graphs"), target, first, second, flex=flex)
 
 
-@pytest.mark.parametrize("policy", ["chain", "d2sd", "hybrid"])
+@pytest.mark.parametrize("policy", ["chain", "d2sd", "hybrid", "flex"])
 def test_greedy_and_sampled_text_are_the_targets_own(runner: ModelRunner, policy: PolicyName) -> None:
     sequences = engine_of(runner, policy).generate(some_requests())
     for sequence in sequences:
@@ -54,17 +59,22 @@ def test_greedy_and_sampled_text_are_the_targets_own(runner: ModelRunner, policy
     assert any(sequence.stats.tau > 1 for sequence in sequences), "random drafters hit now and then"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @torch.inference_mode()
 def test_an_fp8_graph_multiplies_the_numbers_of_the_emulation(tmp_path: Path) -> None:
     """Token for token, at a precision where nothing but FP8 rounds; the chain, the tree and the pages included."""
     target = fp8_decoder(cache=True)
     first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
     second = tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
-    runner = executor_of(tmp_path, target, first, second)
+    head = in_fp8(tiny_flex(target, block_size=BLOCK), flex_linears(tiny_flex(target)))
+    head.join(target)
+    runner = executor_of(tmp_path, target, first, second, flex=head)
     prompts = random_tokens(target, 6, 5, seed=3).tolist()
     requests = [Request(tuple(prompt), 12, SamplingParams()) for prompt in prompts]
-    plain = engine_of(ModelRunner(deepcopy(target), deepcopy(first), deepcopy(second)), "off").generate(requests)
-    found = engine_of(runner, "hybrid").generate(requests)
-    assert [s.answer for s in found] == [s.answer for s in plain]
+    plain, drafts = deepcopy((target, head))
+    alone = ModelRunner(plain, deepcopy(first), deepcopy(second), flex=drafts)
+    expected = [s.answer for s in engine_of(alone, "off").generate(requests)]
+    emulated = engine_of(alone, "flex").generate(requests)
+    for policy in ("hybrid", "flex"):
+        found = engine_of(runner, policy).generate(requests)
+        assert [s.answer for s in found] == expected
+    assert [s.stats.tau for s in found] == [s.stats.tau for s in emulated], "the head's drafts are the emulation's"

@@ -16,11 +16,13 @@ from safetensors.torch import load_file, save_file
 from d2sd.cli.main import main
 from d2sd.convert.build import fp8 as fp8_build
 from d2sd.convert.build import fp8_scales as calibrate_fp8
-from tests.convert.helpers import tree_bytes, write_project
+from tests.convert.helpers import add_flex, tree_bytes, write_project
 
 pytest.importorskip("modelopt", reason="the extra fp8 is not installed")
 #: Prompts of the words that the tiny tokenizer knows.
 pytestmark = pytest.mark.slow
+#: Folder, layers, and FP8 weights of a layer.
+PARTS = ("target", 3, 7), ("drafter_first", 2, 4), ("drafter_second", 2, 4), ("drafter_flex", 1, 4)
 WORDS = [" ".join(f"w{(7 * i + 3 * j) % 60}" for j in range(6)) for i in range(8)]
 
 
@@ -30,7 +32,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [json.dumps({"id": str(i), "turns": [words]}) for i, words in enumerate(WORDS)]
     (folder / "prompts.jsonl").write_text("\n".join(lines))
     fp8 = {"prompts": "prompts.jsonl", "count": 8, "tokens": 12, "kv": True}
-    return write_project(folder, precision="bf16", fp8=fp8, checks={"prompts": "prompts.jsonl", "tokens": 8})
+    recipe = write_project(folder, precision="bf16", fp8=fp8, checks={"prompts": "prompts.jsonl", "tokens": 8})
+    add_flex(recipe, policy="hybrid")
+    return recipe
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +55,7 @@ def checks(bundle: Path) -> dict[str, Any]:
 
 
 def test_every_model_is_fp8_where_it_should_be(bundle: Path) -> None:
-    for folder, layers, kinds in (("target", 3, 7), ("drafter_first", 2, 4), ("drafter_second", 2, 4)):
+    for folder, layers, kinds in PARTS:
         tensors = load_file(bundle / folder / "model.safetensors")
         fp8 = [name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn]
         assert len(fp8) == layers * kinds
@@ -73,13 +77,13 @@ def test_what_changed_is_measured(bundle: Path) -> None:
     assert 0 < found["target"]["same_greedy_token"] <= 1
     assert 8 <= found["target"]["answer_tokens"] <= 8 * 12
     assert found["target"]["prompt_tokens"] > 8
-    for policy in ("chain", "hybrid"):
+    for policy in ("chain", "hybrid", "flex"):
         assert all(tau >= 1 for tau in found["tau"][policy]["tau"])
         assert 0 <= found["tau"][policy]["equal_answers"] <= 8
 
 
 def test_the_bundle_generates_and_shows_itself(bundle: Path) -> None:
-    for policy in ("hybrid", "off"):
+    for policy in ("hybrid", "off", "flex"):
         done = CliRunner().invoke(main, ["generate", str(bundle), "-p", WORDS[0], "--policy", policy, "--raw"])
         assert done.exit_code == 0, done.output
     shown = CliRunner().invoke(main, ["inspect", str(bundle)])
@@ -129,12 +133,14 @@ def test_parts_can_stay_wide(project: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert not (tmp_path / "out" / "target" / "hf_quant_config.json").exists()
     assert (tmp_path / "out" / "drafter_first" / "hf_quant_config.json").exists()
+    assert (tmp_path / "out" / "drafter_flex" / "hf_quant_config.json").exists()
     assert "target" not in checks(tmp_path / "out")
 
 
 def test_an_fp8_source_is_served_as_it_is_and_not_quantized_twice(project: Path, bundle: Path, tmp_path: Path) -> None:
     values = yaml.safe_load(project.read_text())
     values["target"]["path"] = str(bundle / "target")
+    values["drafters"] = {name: {"path": str(bundle / f"drafter_{name}")} for name in ("first", "second", "flex")}
     recipe = project.with_name("from-fp8.yaml")
     recipe.write_text(yaml.safe_dump(values))
     done = build(recipe, tmp_path / "twice")
@@ -143,8 +149,9 @@ def test_an_fp8_source_is_served_as_it_is_and_not_quantized_twice(project: Path,
     del values["fp8"]
     recipe.write_text(yaml.safe_dump(values))
     assert build(recipe, tmp_path / "once").exit_code == 0
-    name = "model.safetensors"
-    assert (tmp_path / "once" / "target" / name).read_bytes() == (bundle / "target" / name).read_bytes()
+    for folder, _, _ in PARTS:
+        file = f"{folder}/model.safetensors"
+        assert (tmp_path / "once" / file).read_bytes() == (bundle / file).read_bytes()
 
 
 def test_fp8_needs_sixteen_bits_around_it(project: Path, tmp_path: Path) -> None:

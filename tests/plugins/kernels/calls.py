@@ -1,23 +1,26 @@
-"""The fused attention as the tests of this folder call it, and what its results may be off by.
+"""What the tests of this folder share: where kernels run, and the fused attention with what it may be off by.
 
-The same tests run the kernels under Triton's interpreter (TRITON_INTERPRET=1) on a CPU, and compiled on a GPU.
+The same tests run the kernels under Triton's interpreter (TRITON_INTERPRET=1) on a CPU, compiled on a GPU, and as
+executed PTX on a CPU: tests/ptx/ imports them and sets DEVICE.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention import PagedContext
 from d2sd.plugins.cascade_attention.mask import pack_mask_bits
 from d2sd.plugins.cascade_attention.triton.launch import launch
 from d2sd.plugins.fp8 import from_pages, to_pages
 from tests.plugins.test_cascade_attention import Call
 
-DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
+#: The interpreter cuts bf16 and FP8 off where a GPU rounds.
+INTERPRETED = triton.knobs.runtime.interpret
+DEVICE = "cpu" if INTERPRETED else "cuda"
 
 #: Largest error, as a part of the largest value. Results are weighted means of values, so rounding the weights and
 #: the result once each costs at most a rounding of the largest value each; fp32 is a matter of order only.
@@ -28,13 +31,19 @@ BUDGET = {
 }
 
 
+def there(given: Any) -> Any:
+    """On the device of the kernels: a tensor, or a dataclass of them."""
+    if isinstance(given, Tensor):
+        return given.to(DEVICE)
+    if is_dataclass(given) and not isinstance(given, type):
+        return type(given)(*(there(getattr(given, field.name)) for field in fields(given)))
+    return given
+
+
 def fused(call: Call, splits: int) -> Tensor:
     """The kernel's result of a call, on the CPU."""
-    q, k, v = (x.to(DEVICE) for x in (call.q, call.k, call.v))
-    tensors = [getattr(call.context, name) for name in call.context.__dataclass_fields__]
-    there: list[Any] = [None if x is None else x.to(DEVICE) for x in tensors]
-    context = PagedContext(*there)
-    return launch(q, k, v, context, pack_mask_bits(call.attn_mask).to(DEVICE), splits=splits).cpu()
+    q, k, v, context = there(call.q), there(call.k), there(call.v), there(call.context)
+    return launch(q, k, v, context, there(pack_mask_bits(call.attn_mask)), splits=splits).cpu()
 
 
 def in_fp8(call: Call, k_scale: Tensor, v_scale: Tensor) -> Call:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +14,15 @@ from torch import Tensor
 from d2sd.plugins import choose
 from d2sd.plugins.choose.triton.filters import threshold_kernel
 from d2sd.plugins.choose.triton.launch import choose_triton
+from d2sd.plugins.choose.triton.noise import _gumbel as gumbel_of_words
 from d2sd.plugins.choose.triton.noise import philox_words
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.filters import _ascending, apply_filters
-from d2sd.runtime.sampling.philox import philox
+from d2sd.runtime.sampling.philox import _gumbel, philox
 from d2sd.runtime.sampling.sample import Sampling, token_scores
 from d2sd.runtime.speculation.draft import candidates
-from tests.plugins.kernels.calls import DEVICE
-from tests.plugins.kernels.trees import specification, stable_topk, there
+from tests.plugins.kernels.calls import there
+from tests.plugins.kernels.trees import specification, stable_topk
 
 __all__ = ["specification", "stable_topk"]
 GREEDY = [SamplingParams(seed=2)] * 2
@@ -33,8 +35,8 @@ CHOICES = (GREEDY, SAMPLED, MIXED, TOP, [TOP[0], GREEDY[0]], [NUCLEUS, TOP[1]])
 SIZES = ((3, 1), (2, 63), (3, 1000), (2, 4097))
 
 
-def sampling_of(params: list[SamplingParams], vocab: int, device: str) -> Sampling:
-    return Sampling.of(params, vocab, device).to(device)
+def sampling_of(params: list[SamplingParams], vocab: int) -> Sampling:
+    return Sampling.of(params, vocab, "cpu")
 
 
 def logits_of(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -64,13 +66,29 @@ def words_kernel(seed, position, out, SIZE: tl.constexpr):  # type: ignore[no-un
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF])
 def test_words_are_those_of_the_specification(seed: int) -> None:
     key, position = torch.tensor(seed), torch.tensor(2**31 - 1)
-    out = torch.empty(4, 64, dtype=torch.long, device=DEVICE)
-    words_kernel[(1,)](key.to(DEVICE), position.to(DEVICE), out, SIZE=64)
+    out = there(torch.empty(4, 64, dtype=torch.long))
+    words_kernel[(1,)](there(key), there(position), out, SIZE=64)
     zero = torch.tensor(0)
     expected = philox(
         (key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF), (torch.arange(64) * 7919, position.expand(64), zero, zero)
     )
     assert torch.equal(out.cpu(), torch.stack(list(expected)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def noise_kernel(words, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    n = tl.arange(0, SIZE)
+    tl.store(out + n, gumbel_of_words(tl.load(words + n).to(tl.uint32)))
+
+
+def test_noise_keeps_its_digits_at_both_ends() -> None:
+    """Where the uniform number is next to 0 and to 1: there the logarithm of an approximation would be anything."""
+    words = torch.cat(
+        [torch.arange(256) << 9, 2**31 + (torch.arange(-128, 128) << 9), 2**32 - 1 - (torch.arange(512) << 9)]
+    )
+    out = there(torch.empty(1024))
+    noise_kernel[(1,)](there(words), out, SIZE=1024)
+    torch.testing.assert_close(out.cpu(), _gumbel(words), rtol=1e-6, atol=2e-7)
 
 
 @pytest.mark.parametrize(
@@ -82,18 +100,19 @@ def test_words_are_those_of_the_specification(seed: int) -> None:
 )
 def test_choice(nodes: int, vocab: int, params: list[SamplingParams]) -> None:
     logits = logits_of(1, 2, nodes, vocab)
-    if params is GREEDY and vocab > 1:
-        logits[1, 0, vocab // 2] = float("nan")
-        logits[1, 1] = float("-inf")
     depth = torch.arange(nodes).expand(2, -1)
-    context, sampling = torch.tensor([5, 1000]), sampling_of(params, vocab, "cpu")
+    context, sampling = torch.tensor([5, 1000]), sampling_of(params, vocab)
+    if vocab > 1:
+        logits[1, 1] = float("-inf")
+        if not sampling.any_filter:  # of NaN they keep anything
+            logits[1, 0, vocab // 2] = float("nan")
     noise = sampling.noise(context, nodes, vocab)
     expected = [
         token_scores(logits[:, n].float(), context, sampling, None if noise is None else noise[:, n]).argmax(-1)
         for n in range(nodes)
     ]
-    there_sampling = sampling_of(params, vocab, DEVICE) if sampling.any_sampled else None
-    found = choose_triton(logits.to(DEVICE), context.to(DEVICE), depth.to(DEVICE), there_sampling)
+    used = there(sampling) if sampling.any_sampled else None
+    found = choose_triton(there(logits), there(context), there(depth), used)
     assert torch.equal(found.cpu(), torch.stack(expected, dim=1))
 
 
@@ -116,14 +135,15 @@ def test_filters_keep_the_set_of_the_specification(vocab: int, params: SamplingP
     logits[3, :4] = 1.0
     logits[2] = torch.tensor(-200.0)
     logits[2, :2] = 1.0
-    sampling = sampling_of([params] * 4, vocab, DEVICE)
-    threshold = torch.empty(4, dtype=torch.int32, device=DEVICE)
+    sampling = sampling_of([params] * 4, vocab)
+    used = there(sampling)
+    threshold = there(torch.empty(4, dtype=torch.int32))
     threshold_kernel[(4,)](
-        logits.to(DEVICE), sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p, threshold, vocab,
+        there(logits), used.temperature, used.min_p, used.top_k, used.top_p, threshold, vocab,
         ROWS=1, BLOCK=1024, MIN_P=sampling.any_min_p, TOP_K=sampling.any_top_k, TOP_P=sampling.any_top_p,
     )  # fmt: skip
     scaled = logits.float() / params.temperature
-    kept = apply_filters(scaled, sampling_of([params] * 4, vocab, "cpu")) > float("-inf")
+    kept = apply_filters(scaled, sampling) > float("-inf")
     found = (_ascending(scaled) >= threshold.cpu()[:, None]) & (scaled > float("-inf"))
     assert torch.equal(found, kept)
 
@@ -141,17 +161,11 @@ def test_candidates(
     logits, context = logits_of(2, 2, 1, slots, vocab), torch.tensor([5, 1000])
     ids = None if width == 5 else torch.arange(vocab) * 3 + 1
     made: list[tuple[Tensor, Tensor]] = []
+    sampling = sampling_of(params, vocab * 3 + 1)
     for on_kernels in (False, True):
         monkeypatch.setattr(choose, "use_kernels", lambda _, on=on_kernels: on)
-        place = DEVICE if on_kernels else "cpu"
-        given = logits.to(place) if on_kernels else logits.float()
-        draft = candidates(
-            given,
-            context.to(place),
-            sampling_of(params, vocab * 3 + 1, place),
-            width,
-            None if ids is None else ids.to(place),
-        )
+        given: tuple[Any, ...] = (logits if on_kernels else logits.float(), context, sampling, width, ids)
+        draft = candidates(*(there(x) if on_kernels else x for x in given))
         made.append((draft.tokens.cpu(), draft.logprob.cpu()))
     (tokens, logprob), (found, scores) = made
     assert torch.equal(found.where(logprob > float("-inf"), 0), tokens.where(logprob > float("-inf"), 0))
@@ -162,10 +176,10 @@ def test_candidates(
 def test_an_overflow_is_no_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = logits_of(3, 2, 1, 3, 200, dtype=torch.float32)
     logits[0, 0, 0, 7], logits[0, 0, 1, 8], logits[1, 0, 2] = float("nan"), float("inf"), float("-inf")
-    sampling = sampling_of(GREEDY, 200, "cpu")
+    sampling = sampling_of(GREEDY, 200)
     monkeypatch.setattr(choose, "use_kernels", lambda _: False)
     expected = candidates(logits, torch.tensor([1, 2]), sampling, 4)
     monkeypatch.setattr(choose, "use_kernels", lambda _: True)
-    found = candidates(there(logits), torch.tensor([1, 2]), sampling, 4)
+    found = candidates(there(logits), there(torch.tensor([1, 2])), there(sampling), 4)
     assert torch.equal(found.tokens.cpu(), expected.tokens)
     torch.testing.assert_close(found.logprob.cpu(), expected.logprob, rtol=1e-6, atol=1e-6)

@@ -15,7 +15,7 @@ from d2sd.plugins.cascade_attention.mask import pack_mask_reference
 from d2sd.plugins.cascade_attention.triton.launch import pack_mask_triton
 from d2sd.plugins.layer_ops import Heads, reference
 from d2sd.plugins.layer_ops.triton import launch
-from tests.plugins.kernels.calls import DEVICE
+from tests.plugins.kernels.calls import INTERPRETED, there
 from tests.plugins.test_layer_ops import (
     EPS,
     HEADS,
@@ -33,14 +33,8 @@ from tests.plugins.test_layer_ops import (
 
 #: Share of numbers that may be other bits, and by how much relatively: sums and functions of another order.
 TYPES = {torch.float32: (1.0, 2e-6), torch.float16: (0.002, 2e-3), torch.bfloat16: (1.0, 4e-2)}
-if DEVICE == "cuda":
+if not INTERPRETED:
     TYPES[torch.bfloat16] = (0.002, 2e-2)
-
-
-def there(x: Any) -> Any:
-    if isinstance(x, Heads):
-        return Heads(*(there(getattr(x, name)) for name in x.__dataclass_fields__))
-    return x.to(DEVICE) if isinstance(x, Tensor) else x
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import Fp8Cache, kv_scales
 from d2sd.modeling.fused import fuse
+from d2sd.modeling.rows import Rows
 from d2sd.plugins import dispatch, layer_ops
 from tests.plugins.kernels import calls
-from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder
+from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_flex
 
 
 def model_with(fp8_pages: bool) -> Decoder:
@@ -39,16 +40,37 @@ def hidden(model: Decoder, chunks: list[int]) -> Tensor:
     return torch.cat(out, dim=1)
 
 
+def on_kernels(patch: pytest.MonkeyPatch, *, fused: bool) -> None:
+    patch.setattr(dispatch, "use_triton", lambda pages: True)
+    patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    if fused:
+        patch.setattr(dispatch, "use_fused_layers", lambda *_, **__: True)
+        patch.setattr(layer_ops, "_on_kernels", lambda x: True)
+
+
 @pytest.mark.parametrize(("fp8_pages", "fused"), [(False, False), (True, False), (False, True)])
 def test_a_model_over_kernels_is_the_model(fp8_pages: bool, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls.DEVICE == "cpu"
     model = model_with(fp8_pages)
     with torch.inference_mode():
         expected = hidden(model, [10])
-        monkeypatch.setattr(dispatch, "use_triton", lambda pages: True)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+        on_kernels(monkeypatch, fused=fused)
         if fused:
-            monkeypatch.setattr(dispatch, "use_fused_layers", lambda *_, **__: True)
-            monkeypatch.setattr(layer_ops, "_on_kernels", lambda x: True)
             fuse(model)
         torch.testing.assert_close(hidden(model, [6, 1, 3]), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_mask_rows_over_kernels_are_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_decoder("qwen3", layers=2, head_dim=16)
+    head, context = tiny_flex(target), torch.tensor([9, 5])
+    pool, table = pool_for(target.config.body, 2, 9)
+    feed(target, random_tokens(target, 2, 9), pool, table, torch.tensor([0, 0]))
+    everywhere = torch.ones(2, 4, 4, dtype=torch.bool)
+    rows, pool = Rows(context[:, None] + torch.arange(4), everywhere, table, context), pool.from_layer(1)
+    expected = head.draft(rows, pool)
+    on_kernels(monkeypatch, fused=True)
+    fuse(target)
+    fuse(head, target)
+    assert head.native is not None
+    torch.testing.assert_close(head.draft(rows, pool), expected, rtol=1e-4, atol=1e-5)

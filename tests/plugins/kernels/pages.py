@@ -8,7 +8,7 @@ from torch import Tensor
 
 from d2sd.plugins.kv_pages.reference import write_pages_reference
 from d2sd.plugins.kv_pages.triton.launch import write_pages_triton
-from tests.plugins.kernels.calls import DEVICE
+from tests.plugins.kernels.calls import there
 from tests.plugins.test_kv_pages import KEEP, PATH, POSITIONS, TABLE
 
 
@@ -16,9 +16,9 @@ def written(fused: bool, k: Tensor, v: Tensor, stored: torch.dtype, *more: Tenso
     """The bytes of all pages but the one that nobody reads."""
     pages = torch.full((2, 2, 7, 4, 3, 16), 7.0).to(stored)  # keys and values of L, P, Z, Hkv, D
     if fused:
-        pages = pages.to(DEVICE)
-        given = [None if x is None else x.to(DEVICE) for x in (TABLE, POSITIONS, KEEP, *more)]
-        write_pages_triton(k.to(DEVICE), v.to(DEVICE), pages[0], pages[1], *given)  # type: ignore[arg-type]
+        pages = there(pages)
+        given = [there(x) for x in (TABLE, POSITIONS, KEEP, *more)]
+        write_pages_triton(there(k), there(v), pages[0], pages[1], *given)
     else:
         write_pages_reference(k, v, pages[0], pages[1], TABLE, POSITIONS, KEEP, *more)
     k_bytes, v_bytes = pages.cpu().view(torch.uint8)[:, :, 1:]

@@ -15,7 +15,7 @@ from d2sd.runtime.speculation.accept import Accepted, accept
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.growth import best_first_tree
 from d2sd.runtime.speculation.tree import Tree, from_candidates, from_chain
-from tests.plugins.kernels.calls import DEVICE
+from tests.plugins.kernels.calls import there
 
 #: Candidates, slots, budget: none merges, all merge; more room than nodes, and less; no power of two anywhere.
 MERGES = (
@@ -56,15 +56,6 @@ def both(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any], *given: Any)
     expected = make(*given)
     monkeypatch.setattr(draft_tree, "use_kernels", lambda *_: True)
     return expected, make(*(there(x) for x in given))
-
-
-def there(given: Any) -> Any:
-    """On the device of the kernels."""
-    if isinstance(given, Tensor):
-        return given.to(DEVICE)
-    if isinstance(given, (Draft, Branches, Tree)):
-        return type(given)(*(there(getattr(given, field.name)) for field in fields(given)))
-    return given
 
 
 def assert_equal(expected: Tree | Accepted, found: Tree | Accepted) -> None:

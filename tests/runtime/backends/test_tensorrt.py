@@ -32,7 +32,7 @@ from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from d2sd.tensorrt_env import TensorRT
 from tests.runtime import fake_tensorrt
-from tests.runtime.fake_engines import PAGE, RECIPE, TRT, drafter_engine, target_engine
+from tests.runtime.fake_engines import PAGE, RECIPE, TRT, drafter_engine, flex_engine, target_engine
 from tests.runtime.fake_tensorrt import GRAPHS, EngineInvalidityDiagnostics, EngineValidity, Runtime
 from tests.runtime.helpers import BLOCK as SIZE
 from tests.runtime.helpers import BRANCHES, BUDGET, expected, models, poison, some_requests
@@ -57,10 +57,13 @@ def target(tmp_path: Path) -> EngineFile:
 
 
 def runner(folder: Path) -> ModelRunner:
-    target, first, second, _ = deepcopy(models())
+    target, first, second, head = deepcopy(models())
     pairs = [(d, drafter_engine(folder, n, d)) for n, d in (("first", first), ("second", second))]
     engine = target_engine(folder, target, first.config.target_layer_ids)
-    return engine_runner(TRT, (target, engine), *pairs, aux_layer_ids=first.config.target_layer_ids, page_size=PAGE)
+    return engine_runner(
+        TRT, (target, engine), *pairs, aux_layer_ids=first.config.target_layer_ids, page_size=PAGE,
+        flex=(head, flex_engine(folder, head)),
+    )  # fmt: skip
 
 
 def serve(made: ModelRunner, name: PolicyName) -> Engine:
@@ -90,7 +93,7 @@ def inputs_of(batch: int, rows: int) -> dict[str, Tensor]:
 # -- the loop ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["chain", "hybrid"])
+@pytest.mark.parametrize("policy", ["chain", "hybrid", "flex"])
 def test_greedy_and_sampled_text_are_the_targets_own(tmp_path: Path, policy: PolicyName) -> None:
     """In the profiles that a build makes of the recipe, page 0 poisoned."""
     engine = serve(runner(tmp_path), policy)
@@ -120,6 +123,14 @@ def test_pools_are_bound_where_they_lie(tmp_path: Path) -> None:
     made = runner(tmp_path)
     serve(made, "d2sd").generate(some_requests()[:3])
     pools = {"target": made._target_pool, "first": made._pools[0], "second": made._pools[1]}
+    _check_bound(pools)
+    for graph in GRAPHS.values():
+        graph.launches.clear()
+    serve(made, "flex").generate(some_requests()[:3])
+    _check_bound({"target": made._target_pool, "flex": made._target_pool.from_layer(1)})
+
+
+def _check_bound(pools: dict[str, KVPool]) -> None:
     for name, pool in pools.items():
         bound = [launch.addresses for launch in GRAPHS[name].launches if launch.shapes["k_pages_0"][0] > 2]
         assert len(bound) > 5
