@@ -79,7 +79,7 @@ def fuse(model: TargetModel | DraftModel | FlexHead, target: TargetModel | None 
     model.layers = nn.ModuleList()
     if isinstance(model, Drafter):
         model.fc = Product([cast("Linear", model.fc)], weight.dtype)  # type: ignore[assignment]
-    elif exact:
+    elif exact and isinstance(model, Decoder):
         model.packed_head = partial(batch_invariant.linear, weight=model.head.detach())
     torch.cuda.empty_cache()  # the parts that were joined
 

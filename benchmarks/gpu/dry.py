@@ -91,7 +91,7 @@ class OfCpu(torch.Generator):
     """The meta device has none of its own."""
 
     def __new__(cls, device: str = "cpu") -> Self:
-        return super().__new__(cls, "cpu")
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
 
 
 @contextmanager
@@ -121,5 +121,5 @@ def nothing_runs() -> Iterator[None]:
             "benchmarks.gpu.traffic.Meter.kernel": lambda *_, **__: None,
         }.items():
             stack.enter_context(patch(name, value))
-        stack.enter_context(Numbers())
+        stack.enter_context(Numbers())  # type: ignore[no-untyped-call]
         yield

@@ -11,6 +11,7 @@ kernel without one is an error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -119,15 +120,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._record(kernel.__name__, reads, writes, flops, fp8=False)
 
     def _record(self, name: str, reads: Bytes, writes: Bytes, flops: int, fp8: bool) -> None:
-        both = [
+        read, written = (
             tuple(
                 Access(self._roles.get(_storage(x), WEIGHTS), _storage(x), x.untyped_storage().nbytes(), count)
                 for x, count in part
                 if count
             )
             for part in (reads, writes)
-        ]
-        self.launches.append(Launch(self._stage, name, *both, flops=flops, fp8=fp8))
+        )
+        self.launches.append(Launch(self._stage, name, read, written, flops=flops, fp8=fp8))
 
 
 #: Tensors, each with the bytes of it that are touched.
@@ -158,7 +159,8 @@ def operator_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mad
         return [(table, whole(made[0])), *((x, whole(x)) for x in others)], [(made[0], whole(made[0]))]
     if name == "index_put_":
         target, indices, values = args[0], args[1], args[2]
-        picked = torch.broadcast_tensors(*indices)[0].numel() * args[0].element_size()
+        shape = torch.broadcast_shapes(*(x.shape for x in indices))  # type: ignore[no-untyped-call]
+        picked = math.prod(shape) * args[0].element_size()
         return [(x, whole(x)) for x in (*indices, values)], [(target, picked)]
     if func._schema.is_mutable:
         written = [kwargs["out"]] if kwargs.get("out") is not None else [args[0]]
@@ -193,7 +195,7 @@ def kernel_bytes(name: str, values: dict[str, Any], context: int) -> tuple[Bytes
     """What a Triton kernel reads and writes, and its products' operations; `values` are its arguments by name."""
     if name not in WRITTEN:
         raise KeyError(f"{name}: benchmarks/gpu/traffic.py does not say which arguments this kernel writes")
-    part, flops = PARTS.get(name, lambda *_: ({}, 0))(values, context)
+    part, flops = PARTS[name](values, context) if name in PARTS else ({}, 0)
     tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
     sized = {key: (tensor, part.get(key, whole(tensor))) for key, tensor in tensors.items()}
     reads = [pair for key, pair in sized.items() if key not in WRITTEN[name] or (name, key) in READ_BACK]

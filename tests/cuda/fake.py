@@ -175,7 +175,7 @@ def steps(
         batch, draft = batch_of(size, kinds), None
         if policy.first_pass is FirstPass.PROMPT_LOOKUP:
             draft = lookup_draft([[1, 2, 1, 2]] * size, BLOCK - 1, size)
-        if policy.first_pass is FirstPass.CARRIED:
+        elif policy.first_pass is FirstPass.CARRIED:
             draft = carried_draft([], BLOCK - 1, made.flex_width, size)
         draft = draft and Draft(draft.tokens.to("cuda"), draft.logprob.to("cuda"))
         handover, packed = Handover(size, BLOCK, made.device), Link.pack([], size)

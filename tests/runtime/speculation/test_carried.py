@@ -33,13 +33,12 @@ def test_a_draft_holds_where_it_was_made() -> None:
     sequence = Sequence(0, Request((1, 2, 3), 9), [1, 2, 3], cached=2)
     sequence.append([4, 5])
     sequence.carry([7])
-    assert sequence.next_draft == [7]
-    sequence.cached = 0
-    assert sequence.next_draft is None
-    sequence.cached = 4
-    assert sequence.next_draft == [7]
+    found = [sequence.next_draft]
+    for cached in (0, 4):
+        sequence.cached = cached
+        found.append(sequence.next_draft)
     sequence.append([6])
-    assert sequence.next_draft is None
+    assert [*found, sequence.next_draft] == [[7], None, [7], None]
     sequence.carry(None)
     assert sequence.carried is None
 
