@@ -94,8 +94,8 @@ def decode_step(
     offered = policy.topk if batch.grammar is None else max(policy.topk, OFFERED)
     guided = partial(_guided, batch.grammar, policy.topk, timer)
     first, branches, second = host_draft, None, None
-    draft = {FirstPass.DRAFTER: runner.draft_first, FirstPass.FLEX: runner.draft_flex}.get(policy.first_pass)
-    if draft is not None:
+    if policy.first_pass in (FirstPass.DRAFTER, FirstPass.FLEX):
+        draft = runner.draft_flex if policy.first_pass is FirstPass.FLEX else runner.draft_first
         with timer("draft_first"):
             first = draft(batch, offered)
         first = calibrated(guided(first), batch, DrafterRole.FIRST)

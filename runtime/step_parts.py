@@ -108,7 +108,7 @@ class StepParts:
     def launch(self, sequences: list[Sequence], batch: Batch, draft: Draft | None) -> Launched:
         """Begin a decode step, which `prepare` has prepared; `retire` takes its tokens."""
         before = [] if self._launched is None else self._launched.sequences
-        link = Link.pack(sequences, len(batch.anchor), before)
+        link = None if self.runner.capture is None else Link.pack(sequences, len(batch.anchor), before)
         result = self.steps.run(self.policy, batch, draft, self.clock.stage, link)
         self.scheduler.launched(sequences)
         # A GPU still computes the prompts that were prefilled before the step, and then the step.

@@ -81,7 +81,7 @@ class Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def read(result: StepResult) -> list[Committed]:
+def unpack(result: StepResult, host: Tensor) -> list[Committed]:
     """Every request commits the longest path, of token 0."""
     requests, longest = result.accepted.tokens.shape
     return [Committed(longest, 0, [0] * longest, [], None) for _ in range(requests)]
@@ -114,7 +114,7 @@ def nothing_runs() -> Iterator[None]:
             "benchmarks.gpu.timing.ROUNDS": 2,
             "benchmarks.gpu.peers.flex_attention": lambda queries, *_, **__: queries,
             "benchmarks.gpu.call.BUDGET": defaultdict(lambda: math.inf),
-            "d2sd.runtime.decode.StepResult.read": read,
+            "d2sd.runtime.decode.StepResult.unpack": unpack,
             "benchmarks.gpu.steps.CudaGraphs": capture,
             "benchmarks.gpu.steps._seconds": lambda run: NO_TIME,
             "benchmarks.gpu.steps._kernels": lambda run: 0,
