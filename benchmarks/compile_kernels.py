@@ -43,7 +43,9 @@ MOST_SHARED = 48 * 1024
 #: the needed size; any other launcher must do so there.
 MOST_SHARED_100 = MOST_SHARED + 32
 #: Bytes a thread. ptxas spills up to six registers where it uses only 80 to 168 of 255: its choice, not a shortage.
-MOST_SPILLED = 24
+MOST_SPILLED = 8
+#: Of exact mode's product and attention, which use 128 and 168 registers there.
+MOST_SPILLED_EXACT = 24
 
 
 @dataclass(frozen=True)
@@ -294,7 +296,8 @@ def broken(done: Compiled, capability: int) -> list[str]:
     most = MOST_SHARED_100 if capability == 100 else MOST_SHARED
     checks = {
         f"more than {most} bytes of shared memory": done.shared > most,
-        "registers spill": done.spilled > MOST_SPILLED,
+        "registers spill": done.spilled
+        > (MOST_SPILLED_EXACT if done.name in ("linear_kernel", "attention_kernel") else MOST_SPILLED),
         "needs scratch memory, which the launcher does not pass": done.scratch > 0,
         f"{done.parameters} parameters for {done.arguments} arguments and two scratch pointers": (
             done.parameters != done.arguments + 2

@@ -76,7 +76,7 @@ class Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return kwargs["out"]
         if on_meta and name in ("item", "_local_scalar_dense"):
             return {torch.bool: True}.get(args[0].dtype, 0.0 if args[0].is_floating_point() else 0)
-        if on_meta and name == "_to_copy" and str(kwargs.get("device")) == "cpu":
+        if on_meta and name in ("_to_copy", "to") and str(kwargs.get("device")) == "cpu":
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         return func(*args, **kwargs)
 

@@ -87,7 +87,7 @@ def served(
         engine.policy = made[step // 3 % len(made)]
         engine.step()
         if step % 10 == 9:
-            for one in engine.scheduler.running:
+            for one in (one for one in engine.scheduler.running if one.cached):
                 check_pages(engine.runner, torch.tensor(one.pages), one.tokens[: one.cached])
         if not waiting and not engine.busy:
             break

@@ -136,7 +136,8 @@ def test_with_drafts_that_are_often_right(policy: PolicyName, way: Way) -> None:
         assert stats.accepted.keys() <= ({1} if policy == "off" else set(range(1, BLOCK + 1)))
         return
     assert stats.accepted.keys() == set(range(1, min(rows, BLOCK) + 1))  # every length, up to the whole block
-    assert stats.tau > (2 if rows > 2 else 1.5)
+    late = policy == "flex_parallel"  # without a draft in its first step
+    assert stats.tau > (2 if rows > 2 and not late else 1.5)
     if rows > BLOCK:
         check_what_took_part(policy, stats, runner)
 

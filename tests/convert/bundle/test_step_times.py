@@ -23,7 +23,8 @@ def file(
     backend: Any = "torch", device: str = "cpu",
 ) -> Path:  # fmt: skip
     bundle: Any = SimpleNamespace(
-        manifest=SimpleNamespace(files={"target/model": files}), recipe=SimpleNamespace(precision=precision)
+        manifest=SimpleNamespace(files={"target/model": files}),
+        recipe=SimpleNamespace(precision=precision, exact=False),
     )
     engine: Any = SimpleNamespace(
         runner=SimpleNamespace(device=device, block_size=block_size, drafters=drafters), calibration=calibration,
@@ -80,7 +81,9 @@ def test_a_user_without_a_home_measures_each_time(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
-    bundle: Any = SimpleNamespace(manifest=SimpleNamespace(files={}), recipe=SimpleNamespace(precision="fp32"))
+    bundle: Any = SimpleNamespace(
+        manifest=SimpleNamespace(files={}), recipe=SimpleNamespace(precision="fp32", exact=False)
+    )
     runner = SimpleNamespace(device="cpu", block_size=4, drafters=0)
     limits = SimpleNamespace(max_batch=1, max_context=64, page_size=8)
     engine: Any = SimpleNamespace(runner=runner, calibration=None, limits=limits)
