@@ -41,7 +41,10 @@ def test_kernels_under_the_interpreter(names: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.interpreter
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["attention", "trees", "choices", "steps", "exact"])
+@pytest.mark.parametrize(
+    "name",
+    ["attention", "trees", "choices", *(pytest.param(name, marks=pytest.mark.full) for name in ("steps", "exact"))],
+)
 def test_kernels_under_the_interpreter_in_every_case(name: str) -> None:
     run([name], "-m", "slow", TRITON_INTERPRET="1")
 
