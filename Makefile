@@ -65,9 +65,9 @@ verify: .venv/demo
 	$(BIN)/python benchmarks/lossless.py $(FP32) --prompts $(PROMPTS) --out build/lossless
 
 ## kernels, engines and tests on a GPU, in nine minutes; benchmarks/pack_tensorrt_rtx.sh packs optional inputs.
-## DRY=1 runs all but the launches, without a GPU
-gpu-suite:
-	sh benchmarks/gpu_suite.sh $(if $(DRY),--dry)
+## DRY=1 runs all but the launches, without a GPU, in the environment of the tests
+gpu-suite: $(if $(DRY),.venv/dev)
+	$(if $(DRY),PYTHON=$(abspath $(BIN))/python) sh benchmarks/gpu_suite.sh $(if $(DRY),--dry)
 
 ## compile the Triton kernels for every architecture, without a GPU: minutes; checks shared memory and registers
 kernels: .venv/dev
