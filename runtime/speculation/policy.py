@@ -77,18 +77,21 @@ class Off(Policy):
         return tree.from_chain(anchor, torch.zeros_like(anchor, dtype=torch.float32))
 
 
-class Chain(Policy):
+class _Chained(Policy):
+    """The likeliest token of every slot of the first draft."""
+
+    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
+        assert first is not None
+        tokens, score = _with_anchor(batch.anchor, first.top1, first.confidence)
+        return tree.from_chain(tokens[:, : self.num_nodes], score[:, : self.num_nodes])
+
+
+class Chain(_Chained):
     name = "chain"
 
-    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
-        return _chain(batch, first, self.num_nodes)
 
-
-class Lookup(Policy):
+class Lookup(_Chained):
     name = "lookup"
-
-    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
-        return _chain(batch, first, self.num_nodes)
 
 
 class Samples(Policy):
@@ -163,27 +166,15 @@ class Hybrid(Policy):
         return best_first_tree(batch.anchor, first, self.num_nodes, branches, second)
 
 
-class Flex(Policy):
+class Flex(_Chained):
     name = "flex"
     uses_probabilities = False  # a calibration of drafters does not apply to the target's own drafts
 
-    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
-        return _chain(batch, first, self.num_nodes)
 
-
-class FlexParallel(Policy):
+class FlexParallel(_Chained):
     name = "flex_parallel"
     topk = WIDTH  # a grammar may lead the draft in the next step
     uses_probabilities = False
-
-    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
-        return _chain(batch, first, self.num_nodes)
-
-
-def _chain(batch: Batch, first: Draft | None, rows: int) -> Tree:
-    assert first is not None
-    tokens, score = _with_anchor(batch.anchor, first.top1, first.confidence)
-    return tree.from_chain(tokens[:, :rows], score[:, :rows])
 
 
 def _with_anchor(anchor: Tensor, tokens: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
