@@ -42,6 +42,10 @@ class CalibrationFile(BaseModel):
         for policy in sorted(self.tau["0"].keys() | self.tau["1"].keys()):
             if not all(curves.get(policy) for curves in self.tau.values()):
                 raise ValueError(f"tau of {policy} is missing or empty at a temperature")
+        if (self.flex is None) != ("flex" not in self.tau["0"]):
+            raise ValueError("flex, the fingerprint of a head, and tau of flex belong together: both, or neither")
+        if self.drafters[0] is None and self.drafters[1] is not None:
+            raise ValueError("drafters.1 is a second drafter without a first one")
         if (self.slope is None) != (self.drafters[0] is None) or (self.offset is None) != (self.drafters[0] is None):
             raise ValueError("slope, offset and drafters.0 belong together: all three, or none")
         if self.slope is None or self.offset is None:

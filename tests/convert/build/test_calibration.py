@@ -130,6 +130,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "unknown key": (on("extra", 1), ("extra",)),
     "no drafters": (on("drafters", ...), ("drafters",)),
     "no fingerprint of the first": (on("drafters", [None, None]), ("drafters.0",)),
+    "a head without its tokens a step": (on("flex", "ab"), ("flex",)),
+    "no fingerprint of the first alone": (on("drafters", [None, "ab"]), ("drafters.1",)),
     "not a number": (on("report", {"prompts": "many"}), ("report.prompts",)),
     "NaN": (lambda p: p.write_text(p.read_text().replace("0.5", "NaN", 1)), ("slope",)),
     "another temperature": (on("tau", {"0.5": {}}), ("tau",)),
