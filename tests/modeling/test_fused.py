@@ -93,12 +93,20 @@ def test_fused_layers_are_the_layers(family: Family, bias: bool, dtype: torch.dt
 
 
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("bias", [False, True])
-def test_fp8_layers_and_pages(bias: bool) -> None:
-    """Every product in FP8, and the target's pages."""
+@pytest.mark.parametrize(("bias", "shared"), [(False, False), (True, False), (True, True)])
+def test_fp8_layers_and_pages(bias: bool, shared: bool) -> None:
+    """Every product in FP8, and the target's pages. `shared`: weights of one input have one scale."""
     target, drafter = pair(tiny_decoder("llama", attention_bias=bias))
     models = in_fp8(target, linear_names(target), cache=True), in_fp8(drafter, linear_names(drafter))
-    expected, found = outputs(*models), outputs(*map(fused, models))  # type: ignore[arg-type]
+    for model in models if shared else ():
+        for name, linear in model.named_modules():
+            if isinstance(linear, Fp8Linear) and name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+                linear.weight_scale = torch.tensor(3e-4)
+    together = fused(models[0]), fused(models[1])
+    for one in together:
+        assert isinstance(one.native, FusedLayers)
+        assert all((part.scales is None) == shared for layer in one.native._layers for part in (layer.qkv, layer.gate_up))
+    expected, found = outputs(*models), outputs(*together)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=2e-5)
 
