@@ -4,15 +4,14 @@
     add_rms_norm     x += branch before, norm        quantizes
     qkv              one product                     one product
     qk_norm_rope     into q and the pass's k, v      and rounds K/V to FP8 pages
-    cascade attention, and its merge
-                                                     quantize
+    cascade attention                                quantizes
     o                product
     add_rms_norm                                     quantizes
     gate-up          one product                     one product
     silu_mul                                         quantizes
     down             product, added by the next norm
 
-Ten kernels a layer, eleven in FP8. The drafters' context K/V of all layers are one product and one `qk_norm_rope`; in
+Nine kernels a layer. The drafters' context K/V of all layers are one product and one `qk_norm_rope`; in
 FP8 a product a layer, because no FP8 product is batched. FlexDraft's layers have a qkv and an o product of their own;
 all else is the target's fused layers'.
 
@@ -297,7 +296,7 @@ class FusedLayers(nn.Module):
             x = x if branch is None else total
             keys, values = k[index : index + 1], v[index : index + 1]
             q = qk_norm_rope(layer.qkv(normed)[None], cos, sin, layer.heads, keys.flatten(1, 2), values.flatten(1, 2))
-            heads = attend(index, q.view(*shape, -1, body.head_dim), k[index], v[index])
+            heads = attend(index, q.view(*shape, -1, body.head_dim), k[index], v[index], layer.o.input_scale)
             branch = layer.o(heads.reshape(len(x), -1))
             x, branch = buffer, layer.mlp(x, branch, eps, buffer)
         return x, branch

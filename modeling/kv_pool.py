@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import copy
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from d2sd.modeling.config import BodyConfig
-from d2sd.modeling.layers import Attend
 from d2sd.modeling.rows import Rows
 from d2sd.plugins import batch_invariant
 from d2sd.plugins.cascade_attention import AttnMask, PagedContext, cascade_attention
 from d2sd.plugins.kv_pages import write_pages
+from d2sd.plugins.layer_ops import quantize
 
 # Shape letters: B requests, T rows, N positions to write, M pages a request, Z tokens a page, P pages, L layers,
 # Hkv heads, D head size.
+
+
+class Attend(Protocol):
+    """Of a layer: q [B, T, Hq, D], k and v [B, T, Hkv, D] -> [B, T, Hq, D]; with `scale`, 0-dim fp32, in FP8."""
+
+    def __call__(self, index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None) -> Tensor: ...
 
 
 class KVPool:
@@ -64,16 +71,17 @@ class KVPool:
             return self._attend_exactly(rows)
         attn_mask = AttnMask(rows.attn_mask)
 
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return cascade_attention(q, k, v, self.context(index, rows), attn_mask)
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None) -> Tensor:
+            return cascade_attention(q, k, v, self.context(index, rows), attn_mask, scale=scale)
 
         return attend
 
     def _attend_exactly(self, rows: Rows) -> Attend:
         order = None if rows.causal else batch_invariant.key_order(rows.attn_mask)
 
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return batch_invariant.attention(q, k, v, self.context(index, rows), rows.attn_mask, order)
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None) -> Tensor:
+            out = batch_invariant.attention(q, k, v, self.context(index, rows), rows.attn_mask, order)
+            return out if scale is None else quantize(out, scale)
 
         return attend
 

@@ -17,11 +17,13 @@ from torch.nn import functional as F
 
 #: Columns a word.
 WORD = 32
+#: Counters of a pass: more than a GPU has multiprocessors, which programs of a split context never exceed.
+COUNTERS = 1024
 
 
 @dataclass(frozen=True)
 class AttnMask:
-    """The mask of one forward pass, shared by its layers: packed once, and only if a kernel runs."""
+    """The mask of one forward pass, shared by its layers one after the other: packed once, and only if a kernel runs."""
 
     allowed: Tensor  # [B, T, T] bool, row t may attend to row u. Every row, padding too, must attend to itself
 
@@ -29,6 +31,11 @@ class AttnMask:
     def words(self) -> Tensor:
         """[B, T, ceil(T/32)] int32."""
         return pack_mask_bits(self.allowed)
+
+    @cached_property
+    def arrived(self) -> Tensor:
+        """[COUNTERS] int32, zeros: how many splits of a tile are done. One layer leaves them as the next needs them."""
+        return torch.zeros(COUNTERS, dtype=torch.int32, device=self.allowed.device)
 
 
 def pack_mask_bits(attn_mask: Tensor) -> Tensor:

@@ -11,20 +11,26 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from d2sd.plugins.cascade_attention.context import PagedContext
-from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel, pack_mask_kernel
+from d2sd.plugins.cascade_attention.mask import AttnMask
+from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, pack_mask_kernel
 from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, choose_splits, padded, select_tile
 
 # Shape letters as in reference.py.
 
 
-def cascade_attention_triton(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask_words: Tensor) -> Tensor:
+def cascade_attention_triton(
+    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask_words: Tensor, *, scale: Tensor | None = None,
+    mask: AttnMask | None = None,
+) -> Tensor:  # fmt: skip
     """`cascade_attention` on CUDA; `mask_words` [B, T, ceil(T/32)] int32 is `AttnMask.words`.
 
-    Never synchronizes with the host, and chooses tiles and splits by shapes alone: a CUDA graph can capture it.
+    Never synchronizes with the host, and chooses tiles and splits by shapes alone: a CUDA graph can capture it. With
+    `mask` the layers of a pass share its counters; else each call makes its own.
     """
     slots = context.page_table.shape[1] * context.k_pages.shape[1]
     splits = _splits(*q.shape, k.shape[2], q.element_size(), slots, q.device, fp8=context.fp8)
-    return launch(q, k, v, context, mask_words, splits=splits)
+    arrived = mask.arrived if mask is not None and splits > 1 else None
+    return launch(q, k, v, context, mask_words, splits=splits, scale=scale, arrived=arrived)
 
 
 # What depends on shapes alone is computed for the first layer of a pass, and found again for the others.
@@ -50,8 +56,14 @@ def _plan(
     return tile, constants(tile, size, kv_heads, group, page_size, splits, fp8=fp8)
 
 
-def launch(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask_words: Tensor, *, splits: int) -> Tensor:
-    """The kernel with the context cut into `splits` parts, and the merge kernel where there are several."""
+def launch(
+    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask_words: Tensor, *, splits: int,
+    scale: Tensor | None = None, arrived: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The kernel with the context cut into `splits` parts.
+
+    `arrived` [at least the programs of a split] int32 counts those that are done: zeros, and zeros again afterwards.
+    """
     batch, rows, heads, size = q.shape
     kv_heads = k.shape[2]
     k_pages, v_pages, page_table = context.k_pages, context.v_pages, context.page_table
@@ -59,20 +71,21 @@ def launch(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask_words: T
     assert v_pages.is_contiguous()
     assert not q.requires_grad, "the kernel has no backward"
     tile, fixed = _plan(rows, heads, size, kv_heads, q.element_size(), k_pages.shape[1], splits, fp8=context.fp8)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    partial, lse = out, None
+    out = torch.empty(q.shape, dtype=q.dtype if scale is None else torch.float8_e4m3fn, device=q.device)
+    grid = (math.ceil(rows * heads // kv_heads / tile.rows), batch * kv_heads, splits)
+    partial, lse = None, None
     if splits > 1:
         partial = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
         lse = torch.empty((splits, batch, rows, heads), dtype=torch.float32, device=q.device)
-    grid = (math.ceil(rows * heads // kv_heads / tile.rows), batch * kv_heads, splits)
+        arrived = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=q.device) if arrived is None else arrived
+        assert len(arrived) >= grid[0] * grid[1]
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         cascade_attention_kernel[grid](
             q.contiguous(), k.contiguous(), v.contiguous(), k_pages, v_pages,
             page_table.contiguous(), context.context_len.contiguous(), mask_words.contiguous(),
-            context.k_scale, context.v_scale, partial, lse, rows, page_table.shape[1], **fixed, num_warps=tile.warps,
+            context.k_scale, context.v_scale, out, scale, partial, lse, arrived, rows, page_table.shape[1], **fixed,
+            num_warps=tile.warps,
         )  # fmt: skip
-        if lse is not None:
-            merge_kernel[batch * rows * heads,](partial, lse, out, **merge_constants(size, splits), num_warps=1)
     return out
 
 
@@ -93,12 +106,4 @@ def constants(
         "SCALE": size**-0.5 * math.log2(math.e), "HKV": kv_heads, "GROUP": group, "HEAD": size, "PADDED": padded(size),
         "PAGE": page_size, "SPLITS": splits, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_T": tile.new,
         "STAGES": tile.stages, "FP8": fp8, "WIDEN": triton.knobs.runtime.interpret,
-    }  # fmt: skip
-
-
-@cache
-def merge_constants(size: int, splits: int) -> dict[str, int]:
-    """Compile-time constants of the merge kernel."""
-    return {
-        "HEAD": size, "PADDED": padded(size), "SPLITS": splits, "PADDED_SPLITS": triton.next_power_of_2(splits)
     }  # fmt: skip
