@@ -111,9 +111,9 @@ def test_a_kernel_without_a_rule_is_an_error() -> None:
 # -- a step ------------------------------------------------------------------------------------------------------------
 
 FP8 = pytest.param("fp8", marks=pytest.mark.slow)
-#: Bytes read over the floor's. FP8: products of several scales are fp32 sums, and the floor is half as large.
-READS = {"bf16": 1.05, "fp8": 1.08}
-NODES = {"bf16": 600, "fp8": 700}
+#: Bytes read over the floor's. In FP8 the floor is half as large; 0.012 are the drafters' k and v, read twice.
+READS = {"bf16": 1.037, "fp8": 1.055}
+NODES = {"bf16": 540, "fp8": 550}
 
 
 @pytest.fixture(params=["bf16", FP8], scope="module")
