@@ -25,10 +25,10 @@ _MAX_LOGPROB = -1e-6
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Parameters by temperature (0, 1), drafter (first, second), distance 1 .. S and kind (best, sibling)."""
+    """Parameters by temperature (0, 1), drafter (`DrafterRole`), distance 1 .. S and kind (best, sibling)."""
 
-    slope: Tensor  # [2, 2, S, 2] fp32, positive
-    offset: Tensor  # [2, 2, S, 2] fp32
+    slope: Tensor  # [2, D, S, 2] fp32, positive; D is 3 with FlexDraft, else 2
+    offset: Tensor  # [2, D, S, 2] fp32
 
     def to(self, device: str) -> Calibration:
         return Calibration(self.slope.to(device), self.offset.to(device))
@@ -38,7 +38,7 @@ class Calibration:
         return Calibration(torch.tensor(slope), torch.tensor(offset))
 
     def apply(self, draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:
-        """Calibrate a draft of drafter 0 or 1: a first pass [B, S, M], or a second pass [B, K, S, M] of `branches`."""
+        """Calibrate a draft of a `DrafterRole`: a first pass [B, S, M], or a second pass [B, K, S, M] of `branches`."""
         slots, width = draft.tokens.shape[-2:]
         kind = (torch.arange(width, device=draft.tokens.device) > 0).long()
         distance = torch.arange(slots, device=draft.tokens.device)

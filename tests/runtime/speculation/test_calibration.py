@@ -22,7 +22,7 @@ TEMPERATURES = st.sampled_from([0.0, 0.3, 1.0, 1.7])
 
 def made_up(seed: int) -> Calibration:
     dice = torch.Generator().manual_seed(seed)
-    shape = 2, 2, SLOTS, 2
+    shape = 2, 3, SLOTS, 2
     return Calibration(0.3 + 1.5 * torch.rand(shape, generator=dice), torch.randn(shape, generator=dice))
 
 
@@ -41,7 +41,7 @@ def close(got: list[float], wanted: list[float]) -> None:
 
 
 @STEADY
-@given(passes(), st.integers(0, 10_000), st.integers(0, 1), st.lists(TEMPERATURES, min_size=3, max_size=3))
+@given(passes(), st.integers(0, 10_000), st.integers(0, 2), st.lists(TEMPERATURES, min_size=3, max_size=3))
 def test_equals_a_loop_over_scalars(made: Passes, seed: int, drafter: int, temperatures: list[float]) -> None:
     """Per request its temperature, per slot its distance, per rank its kind; -inf and certainty among the scores."""
     own, first, second = made_up(seed), made.first, made.second
