@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
+from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.speculation.draft import Branches, Draft
 
@@ -35,7 +36,9 @@ class Calibration:
 
     @staticmethod
     def of(slope: list[list[list[list[float]]]], offset: list[list[list[list[float]]]]) -> Calibration:
-        return Calibration(torch.tensor(slope), torch.tensor(offset))
+        """Tables of a `CalibrationFile`; a drafter without a row keeps its probabilities."""
+        rows = (0, 0, 0, 0, 0, len(DrafterRole) - len(slope[0]))
+        return Calibration(pad(torch.tensor(slope), rows, value=1.0), pad(torch.tensor(offset), rows))
 
     def apply(self, draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:
         """Calibrate a draft of a `DrafterRole`: a first pass [B, S, M], or a second pass [B, K, S, M] of `branches`."""

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from d2sd.policies import DrafterRole
 from d2sd.runtime.speculation.calibration import Calibration, logit
 from d2sd.runtime.speculation.draft import Draft
 from tests.runtime.drafts import Passes, batch_of, draft_of, passes
@@ -73,6 +74,16 @@ def test_slope_one_and_offset_zero_change_nothing(temperature: float) -> None:
     draft = Draft(torch.zeros(1, 5, 2, dtype=torch.long), said)
     straight = neutral.apply(draft, batch_of([0], [0], [0], temperature), 0).logprob
     torch.testing.assert_close(straight, said, atol=1e-5, rtol=1e-5)
+
+
+def test_a_head_without_parameters_keeps_its_probabilities() -> None:
+    """The calibration of a pair of drafters, in a bundle that has FlexDraft too."""
+    pair = [[[[0.5, 0.5]], [[0.5, 0.5]]]] * 2
+    own = Calibration.of(pair, pair)
+    said = draft_of([[[(1, -0.5), (2, -2.0)]]])
+    batch = batch_of([0], [0], [0])
+    torch.testing.assert_close(own.apply(said, batch, DrafterRole.FLEX).logprob, said.logprob)
+    assert not torch.allclose(own.apply(said, batch, DrafterRole.SECOND).logprob, said.logprob)
 
 
 def test_what_is_not_proposed_stays_so() -> None:
