@@ -61,9 +61,7 @@ class Variant:
         return 89 if "/fp8" in self.name or f"*{FP8}" in self.types.values() else 80
 
 
-def attention_variant(
-    kind: str, stored: str, size: int, rows: int, splits: int, *, quantized: bool = False
-) -> Variant:
+def attention_variant(kind: str, stored: str, size: int, rows: int, splits: int, *, quantized: bool = False) -> Variant:
     """Queries of type `kind` over pages of type `stored`, T = rows; `quantized`: to an FP8 result."""
     fp8 = stored == FP8
     blocks = select_tile(rows * GROUP, size, 4 if kind == "fp32" else 2, fp8=fp8)

@@ -91,7 +91,11 @@ def stored(kernel: Any) -> set[str]:
         for target in node.targets if isinstance(target, ast.Name)
     }  # fmt: skip
     called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    bases = {leftmost(node.args[0]) for node in called if ast.unparse(node.func) in ("tl.store", "store_mask", "store_result")}
+    bases = {
+        leftmost(node.args[0])
+        for node in called
+        if ast.unparse(node.func) in ("tl.store", "store_mask", "store_result")
+    }
     while not bases <= set(kernel.arg_names):
         bases = {base if base in kernel.arg_names else own[base] for base in bases}
     return bases

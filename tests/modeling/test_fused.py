@@ -105,7 +105,9 @@ def test_fp8_layers_and_pages(bias: bool, shared: bool) -> None:
     together = fused(models[0]), fused(models[1])
     for one in together:
         assert isinstance(one.native, FusedLayers)
-        assert all((part.scales is None) == shared for layer in one.native._layers for part in (layer.qkv, layer.gate_up))
+        assert all(
+            (part.scales is None) == shared for layer in one.native._layers for part in (layer.qkv, layer.gate_up)
+        )
     expected, found = outputs(*models), outputs(*together)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=2e-5)

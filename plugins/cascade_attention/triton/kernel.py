@@ -14,10 +14,10 @@ head are rows of its tile (row t, head g at t·GROUP + g), so K and V are loaded
     memory, all contiguous:   q, out [B, T, Hq, D]    k, v [B, T, Hkv, D]    pages [P, Z, Hkv, D]    page_table [B, M]
                               attn_mask [B, T, ⌈T/32⌉] int32 (mask.py)    partial [SPLITS, B, T, Hq, D], lse without D
 
-With several SPLITS `partial` receives results in q's type, each normalised by its own sum, and `lse` the base-2 logarithm
-of that sum in fp32, -inf for an empty split. Programs of one tile count themselves in `arrived`; the last one weighs and
-adds all parts, always in the order of the splits, and sets the count back to 0. With `scale` the result is quantized. A
-row that may attend to nothing gives 0 here (the reference gives NaN).
+With several SPLITS `partial` receives results in q's type, each normalised by its own sum, and `lse` the logarithm of
+that sum, fp32 of base 2, -inf for an empty split. Programs of one tile count themselves in `arrived`; the last weighs
+and adds all parts, always in the order of the splits, and sets the count back to 0. With `scale` the result is
+quantized. A row that may attend to nothing gives 0 here (the reference gives NaN).
 
 Exponentials are of base 2, log2(e) folded into the scale of the scores. FP8 pages are converted to q's type before the
 products, as in `from_pages`, so a row's K/V are the same before and after its commit. WIDEN is for the interpreter,
