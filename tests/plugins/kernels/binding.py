@@ -18,7 +18,6 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from d2sd.plugins.batch_invariant.triton import launch as invariant
 from d2sd.plugins.cascade_attention import PagedContext
 from d2sd.plugins.cascade_attention.triton import launch as attention
-from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel
 from d2sd.plugins.choose.triton import launch as choices
 from d2sd.plugins.draft_tree.triton import launch as trees
 from d2sd.plugins.kv_pages.triton import launch as pages
@@ -58,16 +57,14 @@ class Bound:
 
 @pytest.mark.parametrize(("splits", "quantized"), [(1, False), (4, False), (4, True)])
 def test_attention(splits: int, quantized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = Bound(cascade_attention_kernel)
-    monkeypatch.setattr(attention, "cascade_attention_kernel", bound)
+    (kernel,) = bound(monkeypatch, attention, "cascade_attention_kernel")
     q, k = torch.zeros(1, 1, 32, 128, dtype=torch.bfloat16), torch.zeros(1, 1, 8, 128, dtype=torch.bfloat16)
     stored, one = torch.zeros(3, 16, 8, 128, dtype=torch.float8_e4m3fn), torch.ones(())
     table, length, mask = torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, dtype=torch.long), torch.ones(1, 1, 1)
     context, scale = PagedContext(stored, stored, table, length, one, one), one if quantized else None
     attention.launch(q, k, k, context, mask.int(), splits=splits, scale=scale)
     variant = SCRIPT["attention_variant"]("bf16", SCRIPT["FP8"], 128, rows=1, splits=splits, quantized=quantized)
-    assert bound.types() == variant.types
-    assert bound.constants() == variant.constants
+    assert_compiled_ahead(kernel, variant)
 
 
 def test_write(monkeypatch: pytest.MonkeyPatch) -> None:
