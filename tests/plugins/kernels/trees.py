@@ -24,10 +24,10 @@ MERGES = (
         (1, 1, 1), (1, 5, 3), (3, 4, 20), (8, 7, 40), (2, 16, 64), (5, 3, 130),
     )),
 )  # fmt: skip
-#: Slots, width, branches, rows.
+#: Slots, width, branches, rows. The children of the last one are sorted in two parts.
 SMALL_GROWTHS = (0, 2, 0, 4), (3, 3, 3, 13)
 GROWTHS = (
-    (1, 1, 0, 1), (3, 4, 0, 10), (4, 3, 3, 21), (5, 5, 6, 64), (2, 16, 2, 33), (6, 2, 4, 7), (3, 16, 0, 130),
+    (1, 1, 0, 1), (3, 4, 0, 10), (4, 3, 3, 21), (5, 5, 6, 64), (2, 16, 2, 33), (6, 2, 4, 7), (2, 20, 0, 130),
 )  # fmt: skip
 
 
