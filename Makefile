@@ -58,6 +58,7 @@ wheel: data-wheel
 
 data-wheel: .venv/demo
 	$(BIN)/python models/data_wheel.py recipes/smollm2-135m.yaml --out dist
+	$(BIN)/python models/data_wheel.py recipes/smollm2-135m-flex.yaml --out dist
 
 ## the losslessness check on 128 real prompts in fp32: hours, resumable; PROMPTS is a folder of four JSONL sets, see `make data`
 PROMPTS ?= data/eval
