@@ -18,10 +18,10 @@ def test_a_short_soak() -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_steps() -> None:
-    """5 CPU seconds; `make soak-steps` runs more."""
+def test_two_thousand_steps() -> None:
+    """10 CPU seconds; `make soak-steps` runs more."""
     soak = Soak(1, rerun=True)
-    check(soak, 1000)
+    check(soak, 2000)
     assert soak.seen["preemptions"] > 10
     assert soak.seen["cancelled late"] > 10
 
