@@ -49,4 +49,4 @@ def cascade_attention(
         return out if scale is None else to_pages(out, scale)
     from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
 
-    return cascade_attention_triton(q, k, v, context, mask.words, scale=scale, mask=mask)
+    return cascade_attention_triton(q, k, v, context, mask.words, scale=scale, arrived=lambda: mask.arrived)

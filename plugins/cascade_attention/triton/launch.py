@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,6 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from d2sd.plugins.cascade_attention.context import PagedContext
-from d2sd.plugins.cascade_attention.mask import AttnMask
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, pack_mask_kernel
 from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, choose_splits, padded, select_tile
 
@@ -20,17 +20,17 @@ from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, choose_split
 
 def cascade_attention_triton(
     q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask_words: Tensor, *, scale: Tensor | None = None,
-    mask: AttnMask | None = None,
+    arrived: Callable[[], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """`cascade_attention` on CUDA; `mask_words` [B, T, ceil(T/32)] int32 is `AttnMask.words`.
 
-    Never synchronizes with the host, and chooses tiles and splits by shapes alone: a CUDA graph can capture it. With
-    `mask` the layers of a pass share its counters; else each call makes its own.
+    Never synchronizes with the host, and chooses tiles and splits by shapes alone: a CUDA graph can capture it.
+    `arrived` gives the counters that the layers of a pass share (`AttnMask.arrived`); without, a call makes its own.
     """
     slots = context.page_table.shape[1] * context.k_pages.shape[1]
     splits = _splits(*q.shape, k.shape[2], q.element_size(), slots, q.device, fp8=context.fp8)
-    arrived = mask.arrived if mask is not None and splits > 1 else None
-    return launch(q, k, v, context, mask_words, splits=splits, scale=scale, arrived=arrived)
+    counters = arrived() if arrived is not None and splits > 1 else None
+    return launch(q, k, v, context, mask_words, splits=splits, scale=scale, arrived=counters)
 
 
 # What depends on shapes alone is computed for the first layer of a pass, and found again for the others.
