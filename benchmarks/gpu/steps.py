@@ -23,7 +23,7 @@ from torch import nn
 
 from benchmarks.gpu import traffic
 from benchmarks.gpu.cases import Case, Note
-from d2sd.convert.checkpoint.quantization import DRAFTER_UNQUANTIZED, Quantization
+from d2sd.convert.checkpoint.flex import flex_linears
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
@@ -181,7 +181,7 @@ def models(kind: str, drafted: int | None, device: str) -> tuple[Decoder, Drafte
             if parameter.dim() > 1:
                 parameter.data.normal_(std=0.02)
     if kind == "fp8":
-        for model in (target, first, second):
+        for model in (target, first, second, flex):
             _quantize(model)
     flex.join(target)
     return target, first, second, flex
@@ -208,10 +208,9 @@ def columns() -> int:
     return CONTEXT // PAGE_SIZE + 2
 
 
-def _quantize(model: Decoder | Drafter) -> None:
-    """What `d2sd build` makes FP8: all of the target but its head, and o and the MLP of drafters."""
-    exclude = ("lm_head",) if isinstance(model, Decoder) else DRAFTER_UNQUANTIZED
-    for name in Quantization(exclude, kv=False, producer=("", "")).of(linear_names(model)):
+def _quantize(model: Decoder | Drafter | FlexHead) -> None:
+    """What `d2sd build` makes FP8: every linear layer but the target's head and FlexDraft's calibration network."""
+    for name in flex_linears(model) if isinstance(model, FlexHead) else linear_names(model):
         old = model.get_submodule(name)
         assert isinstance(old, nn.Linear)
         new = Fp8Linear(old.in_features, old.out_features, bias=False)

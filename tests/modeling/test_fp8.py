@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear, linear_names
+from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear, linear_names, round_to_fp8
 from d2sd.modeling.packed import pack
 from d2sd.plugins.fp8 import to_pages
 from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_drafter
@@ -89,6 +89,28 @@ def test_a_layer_is_the_sum_over_fp8_numbers(dtype: torch.dtype, within: float, 
     found = module(x)
     assert found.dtype == dtype
     assert (found.float() - expected).abs().max() <= within * expected.abs().max() * (2 if bias else 1)
+
+
+def test_a_layer_is_rounded_as_modelopt_rounds_it() -> None:
+    plain = tiny_drafter(tiny_decoder("qwen2").config)
+    expected = in_fp8(plain, names := linear_names(plain)).state_dict()
+    round_to_fp8(plain, dict.fromkeys(names, 8 / 448))
+    for name, tensor in plain.state_dict().items():
+        assert tensor.dtype == expected[name].dtype
+        assert tensor.float().equal(expected[name].float()), name
+
+
+@torch.inference_mode()
+def test_a_drafter_in_fp8_alone_is_packed_in_its_own_type() -> None:
+    """Its first parameter is fc's, in FP8."""
+    drafter = tiny_drafter(tiny_decoder().config).bfloat16()
+    drafter = in_fp8(drafter, linear_names(drafter))
+    features, places = torch.randn(1, 5, 64).bfloat16(), torch.arange(5)[None]
+    expected = drafter.context_keys_values(features, places)
+    pack(drafter)
+    assert not any(isinstance(layer, Fp8Linear) for layer in drafter.modules())
+    for found, wanted in zip(drafter.context_keys_values(features, places), expected, strict=True):
+        assert found.equal(wanted)
 
 
 def test_sums_beyond_half_precision_survive() -> None:
