@@ -19,7 +19,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 
 from benchmarks.gpu import traffic
 from benchmarks.gpu.cases import Case, Note
@@ -28,7 +27,7 @@ from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexC
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.flex import FlexHead
-from d2sd.modeling.fp8 import Fp8Linear, linear_names
+from d2sd.modeling.fp8 import linear_names, round_to_fp8
 from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.policies import FACTS, FirstPass, PolicyName
 from d2sd.runtime.backends.graphs import CudaGraphs
@@ -210,14 +209,8 @@ def columns() -> int:
 
 def _quantize(model: Decoder | Drafter | FlexHead) -> None:
     """What `d2sd build` makes FP8: every linear layer but the target's head and FlexDraft's calibration network."""
-    for name in flex_linears(model) if isinstance(model, FlexHead) else linear_names(model):
-        old = model.get_submodule(name)
-        assert isinstance(old, nn.Linear)
-        new = Fp8Linear(old.in_features, old.out_features, bias=False)
-        new.weight = nn.Parameter(old.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
-        new.weight_scale, new.input_scale = (torch.ones((), device=old.weight.device) for _ in range(2))
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, new)
+    names = flex_linears(model) if isinstance(model, FlexHead) else linear_names(model)
+    round_to_fp8(model, dict.fromkeys(names, 1.0))
 
 
 def _seconds(run: Any) -> float:

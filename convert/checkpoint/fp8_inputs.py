@@ -4,7 +4,7 @@
 
 TensorRT-LLM and vLLM slice K and V out of a fused projection and apply that without scales, and Edge-LLM refuses an FP8
 `fc`. So the checkpoint holds these layers in 16 bits and describes them as unquantized. d2sd rounds their weights when
-it loads them, with the scale that ModelOpt would store, and their inputs by this file. Other readers do not look for it.
+it loads them, with the scale that ModelOpt would store, and their inputs by this file, which other readers ignore.
 """
 
 from __future__ import annotations
