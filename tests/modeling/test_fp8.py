@@ -91,13 +91,24 @@ def test_a_layer_is_the_sum_over_fp8_numbers(dtype: torch.dtype, within: float, 
     assert (found.float() - expected).abs().max() <= within * expected.abs().max() * (2 if bias else 1)
 
 
-def test_a_layer_is_rounded_as_modelopt_rounds_it() -> None:
-    plain = tiny_drafter(tiny_decoder("qwen2").config)
-    expected = in_fp8(plain, names := linear_names(plain)).state_dict()
-    round_to_fp8(plain, dict.fromkeys(names, 8 / 448))
-    for name, tensor in plain.state_dict().items():
-        assert tensor.dtype == expected[name].dtype
-        assert tensor.float().equal(expected[name].float()), name
+def test_layers_of_one_product_are_rounded_with_one_scale() -> None:
+    model, plain = (tiny_drafter(tiny_decoder("llama", attention_bias=True).config, layers=1) for _ in range(2))
+    names, tensors = linear_names(plain), plain.state_dict()
+    round_to_fp8(model, {name: 0.01 * index for index, name in enumerate(names, start=1)})
+    attention, mlp = "layers.0.self_attn", "layers.0.mlp"
+    joined = [f"{attention}.{kind}_proj" for kind in "qkv"], [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+    groups = [*joined, ["fc"], [f"{attention}.o_proj"], [f"{mlp}.down_proj"]]
+    assert sorted(name for group in groups for name in group) == sorted(names)
+    for group in groups:
+        scale = max(tensors[f"{name}.weight"].abs().max().item() for name in group) / 448
+        for name in group:
+            made = model.get_submodule(name)
+            assert isinstance(made, Fp8Linear)
+            assert made.input_scale.item() == pytest.approx(0.01 * (names.index(name) + 1))
+            assert made.weight_scale.item() == pytest.approx(scale)
+            assert made.weight.float().equal(to_pages(tensors[f"{name}.weight"], made.weight_scale).float())
+            bias = tensors.get(f"{name}.bias")
+            assert bias is made.bias is None or (made.bias is not None and made.bias.equal(bias))
 
 
 @torch.inference_mode()
