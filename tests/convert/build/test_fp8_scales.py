@@ -170,5 +170,5 @@ def test_a_flexdraft_heads_projections_get_scales(modelopt: ModelOpt, tmp_path: 
 
 def test_a_layer_that_never_ran_is_named(modelopt: ModelOpt) -> None:
     drafter, _ = drafter_and_run()
-    with pytest.raises(BuildError, match=r"layers\.0.*largest input"):
+    with pytest.raises(BuildError, match="fc: largest input"):
         quantize_drafter(modelopt, drafter, lambda: None)
