@@ -107,8 +107,8 @@ def test_layers_of_one_product_are_rounded_with_one_scale() -> None:
             assert made.input_scale.item() == pytest.approx(0.01 * (names.index(name) + 1))
             assert made.weight_scale.item() == pytest.approx(scale)
             assert made.weight.float().equal(to_pages(tensors[f"{name}.weight"], made.weight_scale).float())
-            bias = tensors.get(f"{name}.bias")
-            assert bias is made.bias is None or (made.bias is not None and made.bias.equal(bias))
+            assert (made.bias is None) == (f"{name}.bias" not in tensors)
+            assert made.bias is None or made.bias.equal(tensors[f"{name}.bias"])
 
 
 @torch.inference_mode()
