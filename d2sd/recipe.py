@@ -264,8 +264,8 @@ class FP8(Part):
 
     #: Quantize every linear layer of the target except the head.
     target: bool = True
-    #: Quantize the drafters' MLP and output projections, since engines need the other projections unquantized, and all
-    #: projections of a FlexDraft head.
+    #: Quantize every linear layer of the drafters, and all projections of a FlexDraft head. The drafters' q, k, v and
+    #: fc are stored in 16 bits, which other engines need, and rounded when d2sd loads them.
     drafters: bool = True
     #: Quantize the target's K/V pages, with one scale for K and one for V per layer.
     kv: bool = False

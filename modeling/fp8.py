@@ -8,14 +8,19 @@ values in a wider type that represents them exactly: only the order of the sum a
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.plugins.dispatch import use_fp8_gemm
-from d2sd.plugins.fp8 import from_pages, to_pages
+from d2sd.plugins.fp8 import LARGEST, from_pages, to_pages
+
+#: Ends of the names of layers that are computed as one product, and so have one scale of weights each.
+_JOINED = re.compile(r"\.([qkv]|gate|up)_proj$")
 
 
 def carrier(dtype: torch.dtype) -> torch.dtype:
@@ -46,6 +51,17 @@ class Fp8Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self.register_buffer("weight_scale", torch.empty((), dtype=torch.float32))
         self.register_buffer("input_scale", torch.empty((), dtype=torch.float32))
+
+    @classmethod
+    def of(cls, layer: nn.Linear, input_scale: float, weight_scale: Tensor) -> Fp8Linear:
+        """`layer` with its weights rounded."""
+        made = cls(layer.in_features, layer.out_features, layer.bias is not None)
+        weight = layer.weight.detach()
+        made.weight_scale = weight_scale.clone()
+        made.input_scale = torch.tensor(input_scale, device=weight.device)
+        made.weight = nn.Parameter(to_pages(weight, made.weight_scale), requires_grad=False)
+        made.bias = layer.bias
+        return made
 
     def forward(self, x: Tensor) -> Tensor:
         if not use_fp8_gemm(x):
@@ -88,6 +104,21 @@ def make_fp8(model: nn.Module, linears: Collection[str], *, cache: bool = False)
     for layer in model.get_submodule("layers").children() if cache else ():
         attention = layer.get_submodule("self_attn")
         attention.k_cache, attention.v_cache = Fp8Cache(), Fp8Cache()
+
+
+def round_to_fp8(model: nn.Module, input_scales: Mapping[str, float]) -> None:
+    """Replace these linear layers of a loaded model by FP8 layers, rounded as ModelOpt rounds them: the largest weight
+    of layers that are one product becomes the largest E4M3 number.
+    """
+    layers = {name: cast("nn.Linear", model.get_submodule(name)) for name in input_scales}
+    largest: dict[str, Tensor] = {}
+    for name, layer in layers.items():
+        product, found = _JOINED.sub("", name), layer.weight.detach().abs().max()
+        largest[product] = torch.maximum(largest.get(product, found), found)
+    for name, layer in layers.items():
+        parent, _, last = name.rpartition(".")
+        scale = largest[_JOINED.sub("", name)].float() / LARGEST
+        setattr(model.get_submodule(parent), last, Fp8Linear.of(layer, input_scales[name], scale))
 
 
 def kv_scales(model: nn.Module) -> tuple[Tensor, Tensor] | None:

@@ -99,7 +99,7 @@ def pack(model: TargetModel | DraftModel | FlexHead, target: TargetModel | None 
 
     Packing twice is fine. Afterwards `state_dict` lacks the replaced weights: a packed model can only serve.
     """
-    weight = next(model.parameters(), None)
+    weight = next((one for one in model.parameters() if one.dtype != torch.float8_e4m3fn), None)
     if weight is None:
         return
     if isinstance(model, Decoder | Drafter | FlexHead) and _compiled(model, weight.dtype):

@@ -53,9 +53,8 @@ def build_all(folder: Path, recipe: Recipe, target: Decoder, drafter: Drafter, c
 
 
 def narrow(drafter: Drafter) -> Drafter:
-    """In FP8 as a build makes it: output projections and MLP."""
-    kept = ("o_proj", "gate_proj", "up_proj", "down_proj")
-    return in_fp8(drafter, [name for name in linear_names(drafter) if name.endswith(kept)])
+    """In FP8 as a bundle loads it."""
+    return in_fp8(drafter, linear_names(drafter))
 
 
 @pytest.mark.model

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from statistics import median
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -25,7 +25,7 @@ from benchmarks.gpu.timing import Times
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.fp8 import Fp8Linear, kv_scales, linear_names, make_fp8
+from d2sd.modeling.fp8 import kv_scales, linear_names, make_fp8, round_to_fp8
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Rows
@@ -138,15 +138,9 @@ def models(kind: str, body: BodyConfig, vocab: int, device: str, drafters: int =
 
 
 def _quantize(model: Decoder | Drafter, device: str, *, cache: bool) -> None:
-    weights = {name: cast("Tensor", model.get_submodule(name).weight).detach() for name in linear_names(model)}
+    round_to_fp8(model, dict.fromkeys(linear_names(model), 0.02))
     with torch.device(device):
-        make_fp8(model, list(weights), cache=cache)
-    for name, weight in weights.items():
-        layer = model.get_submodule(name)
-        assert isinstance(layer, Fp8Linear)
-        layer.weight_scale.copy_(weight.abs().max().float() / 448)
-        layer.input_scale.fill_(0.02)
-        layer.weight.data = (weight / layer.weight_scale).to(torch.float8_e4m3fn)
+        make_fp8(model, [], cache=cache)
     for name, buffer in model.named_buffers():
         if name.endswith("cache.scale"):
             buffer.fill_(0.05)

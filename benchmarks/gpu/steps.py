@@ -19,16 +19,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 
 from benchmarks.gpu import traffic
 from benchmarks.gpu.cases import Case, Note
-from d2sd.convert.checkpoint.quantization import DRAFTER_UNQUANTIZED, Quantization
+from d2sd.convert.checkpoint.flex import flex_linears
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.flex import FlexHead
-from d2sd.modeling.fp8 import Fp8Linear, linear_names
+from d2sd.modeling.fp8 import linear_names, round_to_fp8
 from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.policies import FACTS, FirstPass, PolicyName
 from d2sd.runtime.backends.graphs import CudaGraphs
@@ -181,7 +180,7 @@ def models(kind: str, drafted: int | None, device: str) -> tuple[Decoder, Drafte
             if parameter.dim() > 1:
                 parameter.data.normal_(std=0.02)
     if kind == "fp8":
-        for model in (target, first, second):
+        for model in (target, first, second, flex):
             _quantize(model)
     flex.join(target)
     return target, first, second, flex
@@ -208,17 +207,10 @@ def columns() -> int:
     return CONTEXT // PAGE_SIZE + 2
 
 
-def _quantize(model: Decoder | Drafter) -> None:
-    """What `d2sd build` makes FP8: all of the target but its head, and o and the MLP of drafters."""
-    exclude = ("lm_head",) if isinstance(model, Decoder) else DRAFTER_UNQUANTIZED
-    for name in Quantization(exclude, kv=False, producer=("", "")).of(linear_names(model)):
-        old = model.get_submodule(name)
-        assert isinstance(old, nn.Linear)
-        new = Fp8Linear(old.in_features, old.out_features, bias=False)
-        new.weight = nn.Parameter(old.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
-        new.weight_scale, new.input_scale = (torch.ones((), device=old.weight.device) for _ in range(2))
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, new)
+def _quantize(model: Decoder | Drafter | FlexHead) -> None:
+    """What `d2sd build` makes FP8: every linear layer but the target's head and FlexDraft's calibration network."""
+    names = flex_linears(model) if isinstance(model, FlexHead) else linear_names(model)
+    round_to_fp8(model, dict.fromkeys(names, 1.0))
 
 
 def _seconds(run: Any) -> float:

@@ -93,16 +93,16 @@ class Fp8Build:
             bundle = self._bundle(first=load_drafter(first, self._dtype), second=drafter)
         recipe = self.plan.recipe
         with self.work.progress(f"calibrating {part.name}"):
-            tensors, quantization = quantize_drafter(self.modelopt, drafter, lambda: exercise_drafters(bundle, recipe))
-        write_drafter(folder, drafter.config, tensors, quantization)
+            made = quantize_drafter(self.modelopt, drafter, lambda: exercise_drafters(bundle, recipe))
+        write_drafter(folder, drafter.config, *made)
 
     def _write_flex(self, part: Part, folder: Path) -> None:
         """Write a FlexDraft head, calibrated with the target that the bundle already holds."""
         head, recipe = load_flex(Path(part.source), self._dtype), self.plan.recipe
         bundle = self._bundle(flex=head)
         with self.work.progress(f"calibrating {part.name}"):
-            tensors, quantization = quantize_drafter(self.modelopt, head, lambda: exercise_drafters(bundle, recipe))
-        write_flex(folder, head.config, tensors, quantization)
+            made = quantize_drafter(self.modelopt, head, lambda: exercise_drafters(bundle, recipe))
+        write_flex(folder, head.config, made.tensors, made.description)
 
     def compare(self, bundle: Bundle) -> dict[str, Any]:
         """Compare the finished bundle with the unquantized one; return figures."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,10 +91,16 @@ def quantize_target(
         modelopt.export.export_hf_checkpoint(model, export_dir=directory)
 
 
-def quantize_drafter(
-    modelopt: ModelOpt, drafter: Drafter | FlexHead, run: Callable[[], None]
-) -> tuple[dict[str, Tensor], Quantization]:
-    """Calibrate `drafter` in place while `run` drafts with it. Return its FP8 tensors and their description.
+class Quantized(NamedTuple):
+    """A drafter or FlexDraft head as a checkpoint holds it."""
+
+    tensors: dict[str, Tensor]
+    description: Quantization
+    input_scales: dict[str, float]  # of layers that stay in 16 bits there, and that d2sd runs in FP8
+
+
+def quantize_drafter(modelopt: ModelOpt, drafter: Drafter | FlexHead, run: Callable[[], None]) -> Quantized:
+    """Calibrate `drafter` in place while `run` drafts with it.
 
     Raises `BuildError` where a layer was never run or its input was zero.
     """
@@ -103,22 +109,23 @@ def quantize_drafter(
     if isinstance(drafter, FlexHead):
         exclude, linears = FLEX_UNQUANTIZED, flex_linears(drafter)
     described = Quantization(exclude, kv=False, producer=("modelopt", modelopt.version))
-    names = described.of(linears)
+    narrow = set(described.of(linears))
     tensors = drafter.state_dict()
     per_tensor = {"num_bits": (4, 3), "axis": None}
     wanted = [
         {"quantizer_name": f"*{name}.{kind}_quantizer", "cfg": per_tensor}
-        for name in names
+        for name in linears
         for kind in ("weight", "input")
     ]
     config = {"quant_cfg": [{"quantizer_name": "*", "enable": False}, *wanted], "algorithm": "max"}
     with _quiet():
         modelopt.quantization.quantize(drafter, config, lambda _: run())
     for group in JOINED:
-        for first in (name for name in names if name.endswith(group[0])):
+        for first in (name for name in linears if name in narrow and name.endswith(group[0])):
             parts = [first.removesuffix(group[0]) + part for part in group]
             modelopt.export.quant_utils.preprocess_linear_fusion([drafter.get_submodule(part) for part in parts])
-    for name in names:
+    scales: dict[str, float] = {}
+    for name in linears:
         layer: Any = drafter.get_submodule(name)
         for kind, quantizer in (("weight", layer.weight_quantizer), ("input", layer.input_quantizer)):
             largest = quantizer.amax
@@ -127,9 +134,14 @@ def quantize_drafter(
                     "A drafter's layer cannot be calibrated.", where=f"{name}: largest {kind}",
                     found=None if largest is None else largest.item(), expected="a positive number",
                 )  # fmt: skip
-            tensors[f"{name}.{kind}_scale"] = largest.detach().float().reshape(()) / LARGEST
-        tensors[f"{name}.weight"] = to_pages(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"])
-    return tensors, described
+            scale = largest.detach().float().reshape(()) / LARGEST
+            if name in narrow:
+                tensors[f"{name}.{kind}_scale"] = scale
+            elif kind == "input":
+                scales[name] = scale.item()
+        if name in narrow:
+            tensors[f"{name}.weight"] = to_pages(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"])
+    return Quantized(tensors, described, scales)
 
 
 def _pretrained(source: Path, dtype: torch.dtype) -> Any:

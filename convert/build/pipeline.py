@@ -25,7 +25,7 @@ from d2sd.convert.build.plan import Part, Plan, make_plan
 from d2sd.convert.build.sources import located, obtained
 from d2sd.convert.build.stage_cache import Run, StageCache
 from d2sd.convert.bundle.load import assemble
-from d2sd.convert.checkpoint.drafter import check_drafter_tensors, fingerprint, load_drafter, write_drafter
+from d2sd.convert.checkpoint.drafter import copy_drafter, fingerprint, load_drafter
 from d2sd.convert.checkpoint.flex import check_flex_tensors, flex_fingerprint, load_flex, write_flex
 from d2sd.convert.checkpoint.gguf import convert_gguf
 from d2sd.convert.checkpoint.target import source_files, write_target
@@ -178,11 +178,10 @@ def _drafter(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run
     assert isinstance(config, DrafterConfig)
 
     def write(folder: Path) -> None:
-        drafter = load_drafter(source, DTYPES[plan.recipe.precision], config.role)
-        write_drafter(folder, drafter.config, drafter.state_dict(), check_drafter_tensors(source, drafter.config))
+        copy_drafter(source, folder, DTYPES[plan.recipe.precision], config.role)
 
     inputs = {"role": config.role, "files": hash_files(source, source_files(source), work.progress)}
-    return inputs, part.weight_bytes + _SMALL_FILES, write
+    return inputs, part.parameters * DTYPES[plan.recipe.precision].itemsize + _SMALL_FILES, write
 
 
 def _flex(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]:

@@ -8,7 +8,13 @@ from pathlib import Path
 
 from d2sd.calibration import CalibrationFile, load_calibration
 from d2sd.convert.build.sources import located, sources_of
-from d2sd.convert.checkpoint.drafter import check_compatible, check_drafter_tensors, drafter_shapes, read_drafter_config
+from d2sd.convert.checkpoint.drafter import (
+    check_compatible,
+    check_drafter_tensors,
+    drafter_fp8_inputs,
+    drafter_shapes,
+    read_drafter_config,
+)
 from d2sd.convert.checkpoint.flex import check_flex, check_flex_tensors, flex_shapes, read_flex_config
 from d2sd.convert.checkpoint.gguf import read_gguf_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
@@ -27,11 +33,10 @@ from d2sd.tensorrt_env import ALIGNMENT
 
 #: Nominal GPU memory in decimal bytes; the devices report slightly more.
 GPUS = {"H100": 80 * 10**9, "H200": 141 * 10**9, "B200": 180 * 10**9}
-#: Tensors that FP8 stores in one byte per weight: every linear layer of the target except its head, all projections of
-#: a FlexDraft head, ...
+#: Tensors that FP8 holds in one byte per weight: every linear layer of the target except its head, all projections of
+#: a FlexDraft head, and every linear layer of a drafter.
 _PROJECTIONS = ("_proj.weight",)
-#: ... and the linear layers of a drafter that engines do not slice.
-_DRAFTER_FP8 = ("o_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight")
+_DRAFTER_FP8 = ("_proj.weight", "fc.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class Part:
     source: str
     config: DecoderConfig | DrafterConfig | FlexConfig
     parameters: int
-    weight_bytes: int  # FP8 layers one byte a weight; their scales, two numbers a layer, are not counted
+    weight_bytes: int  # in memory: FP8 layers one byte a weight, without their scales, two numbers a layer
     kv_token_bytes: int  # K and V of one token, all layers; FlexDraft has none of its own
 
     @property
@@ -185,7 +190,8 @@ def _drafter(
     config = read_drafter_config(folder, source.role if isinstance(source, SecondSource) else None)
     if target is not None:
         check_compatible(config, target, role=role, block_size=recipe.tree.block_size, where=folder)
-    return _part(recipe, name, str(folder), config, check_drafter_tensors(folder, config))
+    rounded = tuple(f"{layer}.weight" for layer in drafter_fp8_inputs(folder, config))
+    return _part(recipe, name, str(folder), config, check_drafter_tensors(folder, config), rounded)
 
 
 def _flex(recipe: Recipe, target: DecoderConfig | None) -> Part | None:
@@ -201,9 +207,11 @@ def _flex(recipe: Recipe, target: DecoderConfig | None) -> Part | None:
 
 def _part(
     recipe: Recipe, name: str, source: str, config: DecoderConfig | DrafterConfig | FlexConfig,
-    quantization: Quantization | None,
+    quantization: Quantization | None, rounded: tuple[str, ...] = (),
 ) -> Part:  # fmt: skip
-    """`quantization` describes the source checkpoint; the recipe's fp8 is applied on top of it."""
+    """`quantization` describes the source checkpoint, of which `rounded` are loaded as FP8, too; the recipe's fp8 is
+    applied on top of it.
+    """
     body, size = config.body, DTYPES[recipe.precision].itemsize
     fp8 = recipe.fp8 or FP8(target=False, drafters=False)
     narrow: tuple[str, ...]
@@ -224,7 +232,8 @@ def _part(
         stored = stored_as(tensor, shapes)
         if stored != "scale":
             parameters += math.prod(shape)
-            weights += math.prod(shape) * (1 if stored == "FP8" or tensor.endswith(narrow) else size)
+            is_fp8 = stored == "FP8" or tensor.endswith((*narrow, *rounded))
+            weights += math.prod(shape) * (1 if is_fp8 else size)
     token = 2 * body.num_layers * body.num_kv_heads * body.head_dim * (1 if kv else size)  # K and V
     if isinstance(config, FlexConfig):
         token = 0  # it reads the target's

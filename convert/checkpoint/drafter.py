@@ -1,8 +1,8 @@
 """Loads and writes drafters of bundles and of training: a directory in the DFlash layout, and its module.
 
 Read: the DFlash layout, also in FP8; `formats/` reads every format, unquantized, and converts it to this one. Written:
-z-lab's spelling, with every field. It has no key for a reduced draft vocabulary, which is in a separate file
-(`draft_vocab.py`).
+z-lab's spelling, with every field. It has no key for a reduced draft vocabulary, nor for FP8 that only d2sd runs: both
+are in separate files (`draft_vocab.py`, `fp8_inputs.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from d2sd.convert.checkpoint.dflash import config_text, read_layout
 from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary, write_draft_vocabulary
+from d2sd.convert.checkpoint.fp8_inputs import read_fp8_inputs, write_fp8_inputs
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_quantization
 from d2sd.convert.checkpoint.unsupported import refuse_unsupported
@@ -34,7 +35,7 @@ from d2sd.errors import CheckpointError
 from d2sd.io import write_json
 from d2sd.modeling.config import DecoderConfig, DrafterConfig, Role
 from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.fp8 import linear_names, make_fp8
+from d2sd.modeling.fp8 import linear_names, make_fp8, round_to_fp8
 
 
 def read_drafter_config(directory: Path, declared: Role | None = None) -> DrafterConfig:
@@ -66,7 +67,7 @@ def _check_quantization(directory: Path, raw: HFConfig, layers: int) -> None:
     if narrow or quantization.kv:
         raise CheckpointError(
             "Engines do not support FP8 in these layers of a drafter.", where=f"{directory}: {FILE} or {KEY}",
-            found=", ".join(narrow) or "K/V", expected="FP8 in o_proj and the MLP only",
+            found=", ".join(narrow) or "K/V", expected="FP8 in o_proj and the MLP only, and more by d2sd_fp8.json",
             fix="use the unquantized drafter, and set fp8.drafters",
         )  # fmt: skip
 
@@ -128,8 +129,29 @@ def check_drafter_tensors(directory: Path, config: DrafterConfig) -> Quantizatio
     return quantization
 
 
+def drafter_fp8_inputs(directory: Path, config: DrafterConfig) -> dict[str, float]:
+    """Input scales of the layers that are stored in 16 bits and run in FP8; none for other drafters."""
+    quantization = read_quantization(directory, HFConfig.read(directory))
+    names = linear_names(_empty(config, None)) if quantization else []
+    return read_fp8_inputs(directory, sorted(set(names) - set(quantization.of(names) if quantization else ())))
+
+
 def load_drafter(directory: Path, dtype: torch.dtype, declared: Role | None = None) -> Drafter:
     """Read a drafter onto the CPU in `dtype`, in eval mode and without gradients; for `declared` see above."""
+    module = _stored(directory, dtype, declared)
+    round_to_fp8(module, drafter_fp8_inputs(directory, module.config))
+    return module
+
+
+def copy_drafter(source: Path, directory: Path, dtype: torch.dtype, declared: Role | None = None) -> None:
+    """Write the drafter of `source` with every field explicit, in `dtype`; FP8 stays as it is."""
+    module = _stored(source, dtype, declared)
+    quantization = read_quantization(source, HFConfig.read(source))
+    scales = drafter_fp8_inputs(source, module.config)
+    write_drafter(directory, module.config, module.state_dict(), quantization, scales)
+
+
+def _stored(directory: Path, dtype: torch.dtype, declared: Role | None) -> Drafter:
     config = read_drafter_config(directory, declared)
     module = _empty(config, read_quantization(directory, HFConfig.read(directory)))
     tensors: dict[str, Tensor] = {}
@@ -144,8 +166,12 @@ def write_drafter(
     config: DrafterConfig,
     tensors: Mapping[str, Tensor],
     quantization: Quantization | None = None,
+    input_scales: Mapping[str, float] | None = None,
 ) -> None:
-    """Write a drafter's directory; `tensors` is `Drafter.state_dict()`, of one dtype except FP8 tensors."""
+    """Write a drafter's directory; `tensors` is `Drafter.state_dict()`, of one dtype except FP8 tensors.
+
+    `input_scales`: of layers in 16 bits that d2sd runs in FP8.
+    """
     expected = drafter_shapes(config, quantization)
     given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert given == expected, f"not this drafter's tensors: {sorted(given.items() ^ expected.items())}"
@@ -155,6 +181,7 @@ def write_drafter(
     (directory / "config.json").write_text(config_text(config, dtype, inline), "utf-8")
     if separate is not None:
         write_json(directory / FILE, separate)
+    write_fp8_inputs(directory, input_scales or {})
     write_draft_vocabulary(directory, config.draft_vocabulary, config.vocab_size)
 
 

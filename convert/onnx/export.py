@@ -68,10 +68,10 @@ def export_target(target: Decoder, aux_layer_ids: tuple[int, ...], page_size: in
 
 def export_drafter(drafter: Drafter, page_size: int, file: Path) -> None:
     """Write a drafter's graph. Raises `BuildError` without the extra."""
-    body, dtype = drafter.config.body, drafter.fc.weight.dtype
+    body, dtype = drafter.config.body, drafter.norm.weight.dtype
     rows, shapes = _example_rows(body, dtype)
     pools, pool_shapes = _example_pools(body, page_size, dtype)
-    width = drafter.fc.in_features
+    width = len(drafter.config.target_layer_ids) * body.hidden_size
     new = [torch.zeros(2, 4, width, dtype=dtype), _int(2, 4), _int(2)]
     new_shapes = [{0: _B, 1: _C}, {0: _B, 1: _C}, {0: _B}]
     names = _names((*_ROWS, *_FEATURES), body)

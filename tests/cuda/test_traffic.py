@@ -149,9 +149,8 @@ def test_every_weight_is_read_once(step: list[Launch], kind: str) -> None:
 def test_the_floor_is_the_formulas(step: list[Launch], kind: str) -> None:
     """Weights, K/V and operations from the geometry alone."""
     size, e, v = 1 if kind == "fp8" else 2, BODY.hidden_size, VOCABULARY
-    qkv, rest = e * 6144, e * 4096 + 3 * e * 12288  # one layer
-    drafter = 5 * (2 * qkv + size * rest)
-    draft, inject, verify = 2 * v * e + drafter, 2 * 5 * e * e, 36 * size * (qkv + rest) + 2 * v * e
+    layer = e * 6144 + e * 4096 + 3 * e * 12288
+    draft, inject, verify = 2 * v * e + 5 * size * layer, size * 5 * e * e, 36 * size * layer + 2 * v * e
     token = 2 * 8 * 128 * 2  # bytes of K/V of one layer
     weights, context = 2 * draft + 2 * inject + verify, CONTEXT * token * (36 + 2 * 5)
     small = 5e6  # norms, scales, rows of the embedding
@@ -161,7 +160,6 @@ def test_the_floor_is_the_formulas(step: list[Launch], kind: str) -> None:
     def attended(count: int, layers: int) -> int:
         return 4 * count * 4096 * layers * (CONTEXT + count)
 
-    layer = qkv + rest
     expected = {
         "draft_first": 2 * (16 * 5 * layer + 15 * v * e) + attended(16, 5),
         "draft_second": 2 * (64 * 5 * layer + 60 * v * e) + attended(64, 5),

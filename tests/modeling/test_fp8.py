@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear, linear_names
+from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear, linear_names, round_to_fp8
 from d2sd.modeling.packed import pack
 from d2sd.plugins.fp8 import to_pages
 from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_drafter
@@ -89,6 +89,39 @@ def test_a_layer_is_the_sum_over_fp8_numbers(dtype: torch.dtype, within: float, 
     found = module(x)
     assert found.dtype == dtype
     assert (found.float() - expected).abs().max() <= within * expected.abs().max() * (2 if bias else 1)
+
+
+def test_layers_of_one_product_are_rounded_with_one_scale() -> None:
+    model, plain = (tiny_drafter(tiny_decoder("llama", attention_bias=True).config, layers=1) for _ in range(2))
+    names, tensors = linear_names(plain), plain.state_dict()
+    round_to_fp8(model, {name: 0.01 * index for index, name in enumerate(names, start=1)})
+    attention, mlp = "layers.0.self_attn", "layers.0.mlp"
+    joined = [f"{attention}.{kind}_proj" for kind in "qkv"], [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+    groups = [*joined, ["fc"], [f"{attention}.o_proj"], [f"{mlp}.down_proj"]]
+    assert sorted(name for group in groups for name in group) == sorted(names)
+    for group in groups:
+        scale = max(tensors[f"{name}.weight"].abs().max().item() for name in group) / 448
+        for name in group:
+            made = model.get_submodule(name)
+            assert isinstance(made, Fp8Linear)
+            assert made.input_scale.item() == pytest.approx(0.01 * (names.index(name) + 1))
+            assert made.weight_scale.item() == pytest.approx(scale)
+            assert made.weight.float().equal(to_pages(tensors[f"{name}.weight"], made.weight_scale).float())
+            assert (made.bias is None) == (f"{name}.bias" not in tensors)
+            assert made.bias is None or made.bias.equal(tensors[f"{name}.bias"])
+
+
+@torch.inference_mode()
+def test_a_drafter_in_fp8_alone_is_packed_in_its_own_type() -> None:
+    """Its first parameter is fc's, in FP8."""
+    drafter = tiny_drafter(tiny_decoder().config).bfloat16()
+    drafter = in_fp8(drafter, linear_names(drafter))
+    features, places = torch.randn(1, 5, 64).bfloat16(), torch.arange(5)[None]
+    expected = drafter.context_keys_values(features, places)
+    pack(drafter)
+    assert not any(isinstance(layer, Fp8Linear) for layer in drafter.modules())
+    for found, wanted in zip(drafter.context_keys_values(features, places), expected, strict=True):
+        assert found.equal(wanted)
 
 
 def test_sums_beyond_half_precision_survive() -> None:

@@ -94,8 +94,10 @@ def drafter_and_run() -> tuple[Drafter, Any]:
     drafter = tiny_drafter(tiny_decoder().config)
     draw = torch.Generator().manual_seed(4)
     blocks = [torch.randn(1, 4, 32, generator=draw) for _ in range(2)]
+    features = 5 * torch.randn(1, 3, 64, generator=draw)
 
     def run() -> None:
+        drafter.context_keys_values(features, torch.arange(3)[None])
         for block in blocks:
             drafter(block, torch.arange(4)[None], lambda index, q, k, v: q + v.repeat_interleave(2, dim=2))
 
@@ -119,7 +121,7 @@ def test_a_drafters_scales_are_the_largest_values_it_read(modelopt: ModelOpt) ->
     for hook in hooks:
         hook.remove()
     with torch.inference_mode():
-        tensors, quantization = quantize_drafter(modelopt, drafter, run)
+        tensors, quantization, scales_of_inputs = quantize_drafter(modelopt, drafter, run)
     assert quantization.exclude == DRAFTER_UNQUANTIZED
     fp8 = [f"layers.{i}.{n}" for i in range(2) for n in
            ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]  # fmt: skip
@@ -134,6 +136,8 @@ def test_a_drafters_scales_are_the_largest_values_it_read(modelopt: ModelOpt) ->
         back = tensors[f"{name}.weight"].float() * scale
         assert (back - weights[f"{name}.weight"]).abs().max() <= 448 * scale / 2**4
         assert tensors[f"{name}.input_scale"].item() == pytest.approx(largest[name] / 448, rel=1e-5)
+    wide = {"fc", *(f"layers.{i}.self_attn.{kind}_proj" for i in range(2) for kind in "qkv")}
+    assert scales_of_inputs == {name: pytest.approx(largest[name] / 448, rel=1e-5) for name in wide}
     for name in weights.keys() - {f"{name}.weight" for name in fp8}:
         assert tensors[name].equal(weights[name]), name
 
@@ -153,7 +157,8 @@ def test_a_flexdraft_heads_projections_get_scales(modelopt: ModelOpt, tmp_path: 
 
     with torch.inference_mode():
         plain = draft(head)
-        tensors, quantization = quantize_drafter(modelopt, head, run)
+        tensors, quantization, others = quantize_drafter(modelopt, head, run)
+        assert not others
         write_flex(tmp_path / "head", head.config, tensors, quantization)
         loaded = load_flex(tmp_path / "head", torch.float32)
         loaded.join(target)
@@ -167,5 +172,5 @@ def test_a_flexdraft_heads_projections_get_scales(modelopt: ModelOpt, tmp_path: 
 
 def test_a_layer_that_never_ran_is_named(modelopt: ModelOpt) -> None:
     drafter, _ = drafter_and_run()
-    with pytest.raises(BuildError, match=r"layers\.0.*largest input"):
+    with pytest.raises(BuildError, match="fc: largest input"):
         quantize_drafter(modelopt, drafter, lambda: None)

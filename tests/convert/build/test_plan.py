@@ -11,6 +11,7 @@ from torch import Tensor
 
 from d2sd.convert.build.plan import Plan, make_plan
 from d2sd.convert.checkpoint.drafter import drafter_shapes, read_drafter_config, write_drafter
+from d2sd.convert.checkpoint.fp8_inputs import NAME
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.quantization import KEY, Quantization, described
 from d2sd.convert.checkpoint.target import parse_target_config, target_shapes
@@ -30,11 +31,17 @@ def test_fp8_at_its_source_is_one_byte_and_its_scales_are_no_parameters(tmp_path
     make_drafter_fp8(tmp_path / "second")
     found = make_plan(load_recipe(recipe))
     assert figures(found) == figures(by_recipe)
+    (tmp_path / "second" / NAME).unlink()
+    stored = make_plan(load_recipe(recipe)).parts
+    # fc (64 x 32) and 2 layers of q (32 x 32), k and v (32 x 16)
+    assert stored[2].weight_bytes == found.parts[2].weight_bytes + 64 * 32 + 2 * (32 * 32 + 2 * 32 * 16)
+    assert stored[:2] == found.parts[:2]
     assert [part.parameters for part in found.parts] == [part.parameters for part in before.parts]
     # 3 layers of q and o (32 x 32), k and v (32 x 16) and three of the MLP (32 x 64) are a byte less each
     assert found.parts[0].weight_bytes == before.parts[0].weight_bytes - 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
-    # 2 layers of o and the MLP
-    assert found.parts[1].weight_bytes == before.parts[1].weight_bytes - 2 * (32 * 32 + 3 * 32 * 64)
+    # fc (64 x 32), and 2 layers of the same
+    layers = 64 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    assert found.parts[1].weight_bytes == before.parts[1].weight_bytes - layers
     assert [part.kv_token_bytes for part in before.parts] == [2 * 3 * 16 * 2, 2 * 2 * 16 * 2, 2 * 2 * 16 * 2]
     assert [part.kv_token_bytes for part in found.parts] == [2 * 3 * 16, 2 * 2 * 16 * 2, 2 * 2 * 16 * 2]
 
@@ -60,4 +67,6 @@ def make_target_fp8(folder: Path) -> None:
 def make_drafter_fp8(folder: Path) -> None:
     quantization = Quantization(("fc", "*.q_proj", "*.k_proj", "*.v_proj"), False, ("test", "1"))
     config = read_drafter_config(folder)
-    write_drafter(folder, config, ones(drafter_shapes(config, quantization)), quantization)
+    shapes = drafter_shapes(config, quantization)
+    wide = [name.removesuffix(".weight") for name in shapes if re.search(r"(fc|[qkv]_proj)\.weight$", name)]
+    write_drafter(folder, config, ones(shapes), quantization, dict.fromkeys(wide, 1.0))

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from d2sd.convert.checkpoint.drafter import load_drafter, read_drafter_config, write_drafter
+from d2sd.convert.checkpoint.drafter import copy_drafter, load_drafter, read_drafter_config, write_drafter
+from d2sd.convert.checkpoint.fp8_inputs import NAME
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.quantization import (
     DRAFTER_UNQUANTIZED,
@@ -25,7 +26,7 @@ from d2sd.convert.checkpoint.quantization import (
 from d2sd.convert.checkpoint.target import load_target, write_target
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.fp8 import Fp8Linear, linear_names
+from d2sd.modeling.fp8 import Fp8Linear, linear_names, round_to_fp8
 from d2sd.plugins.fp8 import to_pages
 from tests.convert.helpers import edit_json, edit_tensors, hf_fields, hf_tensors, tree_bytes, write_target_dir
 from tests.tiny import full_logits, random_tokens, tiny_decoder, tiny_drafter
@@ -186,11 +187,14 @@ def test_an_fp8_head_is_refused(source: Path) -> None:
         load_target(source, torch.float32)
 
 
-def write_fp8_drafter(folder: Path) -> Path:
+def write_fp8_drafter(folder: Path, *, whole: bool = False) -> Path:
+    """`whole`: with scales for the layers that the checkpoint holds in 16 bits."""
     drafter = tiny_drafter(tiny_decoder().config)
     quantization = Quantization(DRAFTER_UNQUANTIZED, kv=False, producer=("modelopt", "0.47.0"))
-    tensors = fp8_tensors(drafter.state_dict(), quantization.of(linear_names(drafter)))
-    write_drafter(folder, drafter.config, tensors, quantization)
+    names = linear_names(drafter)
+    tensors = fp8_tensors(drafter.state_dict(), quantization.of(names))
+    scales = {name: 8 / 448 for name in names if name not in quantization.of(names)} if whole else {}
+    write_drafter(folder, drafter.config, tensors, quantization, scales)
     return folder
 
 
@@ -202,6 +206,54 @@ def test_a_drafter_round_trips(tmp_path: Path) -> None:
     assert fp8 == {f"layers.{index}.{kind}" for index in range(2) for kind in kinds}
     write_drafter(tmp_path / "twice", drafter.config, drafter.state_dict(), read(folder))
     assert tree_bytes(folder) == tree_bytes(tmp_path / "twice")
+
+
+def test_a_drafter_whose_other_layers_d2sd_rounds(tmp_path: Path) -> None:
+    """The checkpoint is the same; the model is the one with all its layers in FP8."""
+    stored, whole = write_fp8_drafter(tmp_path / "stored"), write_fp8_drafter(tmp_path / "whole", whole=True)
+    assert tree_bytes(whole).keys() - tree_bytes(stored).keys() == {NAME}
+    assert tree_bytes(stored).items() <= tree_bytes(whole).items()
+    expected, found = load_drafter(stored, torch.float32), load_drafter(whole, torch.float32)
+    others = [name for name in linear_names(expected) if not isinstance(expected.get_submodule(name), Fp8Linear)]
+    round_to_fp8(expected, dict.fromkeys(others, 8 / 448))
+    assert all(isinstance(found.get_submodule(name), Fp8Linear) for name in linear_names(found))
+    tensors = found.state_dict()
+    assert tensors.keys() == expected.state_dict().keys()
+    for name, tensor in expected.state_dict().items():
+        assert tensors[name].dtype == tensor.dtype
+        assert tensors[name].float().equal(tensor.float()), name
+    copy_drafter(whole, tmp_path / "copy", torch.float32)
+    assert tree_bytes(tmp_path / "copy") == tree_bytes(whole)
+    copy_drafter(stored, tmp_path / "copy", torch.float32)
+    assert tree_bytes(tmp_path / "copy") == tree_bytes(stored), "no scales are left of an earlier drafter"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("d2sd_fp8", 2, "schema"),
+        ("more", 1, "schema"),
+        ("input_scales", [1.0], "layers in 16 bits"),
+        ("input_scales.fc", ..., r"layers in 16 bits(.|\n)*fc"),
+        ("input_scales.lm_head", 1.0, r"layers in 16 bits(.|\n)*lm_head"),
+        ("input_scales.fc", 0.0, r"input_scales\.fc"),
+        ("input_scales.fc", "1", r"input_scales\.fc"),
+    ],
+)
+def test_scales_that_are_not_of_these_layers_are_named(tmp_path: Path, key: str, value: Any, named: str) -> None:
+    write_fp8_drafter(tmp_path, whole=True)
+    edit_json(tmp_path / NAME, key, value)
+    with pytest.raises(CheckpointError, match=named):
+        load_drafter(tmp_path, torch.float32)
+
+
+def test_scales_need_a_description(tmp_path: Path) -> None:
+    folder = write_fp8_drafter(tmp_path / "fp8", whole=True)
+    drafter = tiny_drafter(tiny_decoder().config)
+    write_drafter(tmp_path / "plain", drafter.config, drafter.state_dict())
+    shutil.copy(folder / NAME, tmp_path / "plain")
+    with pytest.raises(CheckpointError, match="layers in 16 bits"):
+        load_drafter(tmp_path / "plain", torch.float32)
 
 
 @pytest.mark.parametrize(("narrow", "but"), [("*fc", []), ("*.q_proj", []), ("*.v_proj", ["layers.0.*"])])

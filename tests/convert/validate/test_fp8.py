@@ -16,12 +16,16 @@ from safetensors.torch import load_file, save_file
 from d2sd.cli.main import main
 from d2sd.convert.build import fp8 as fp8_build
 from d2sd.convert.build import fp8_scales as calibrate_fp8
+from d2sd.convert.checkpoint.drafter import load_drafter
+from d2sd.convert.checkpoint.fp8_inputs import NAME
+from d2sd.modeling.fp8 import Fp8Linear
 from tests.convert.helpers import add_flex, tree_bytes, write_project
 
 pytest.importorskip("modelopt", reason="the extra fp8 is not installed")
 #: Prompts of the words that the tiny tokenizer knows.
 pytestmark = pytest.mark.slow
 #: Folder, layers, and FP8 weights of a layer.
+DRAFTERS = "drafter_first", "drafter_second"
 PARTS = ("target", 3, 7), ("drafter_first", 2, 4), ("drafter_second", 2, 4), ("drafter_flex", 1, 4)
 WORDS = [" ".join(f"w{(7 * i + 3 * j) % 60}" for j in range(6)) for i in range(8)]
 
@@ -65,6 +69,10 @@ def test_every_model_is_fp8_where_it_should_be(bundle: Path) -> None:
         assert (described["kv_cache_quant_algo"] == "FP8") == (folder == "target")
         inline = json.loads((bundle / folder / "config.json").read_text())["quantization_config"]
         assert inline["ignore"] == described["exclude_modules"]
+        assert (bundle / folder / NAME).exists() == (folder in DRAFTERS)
+    for folder in DRAFTERS:
+        drafter = load_drafter(bundle / folder, torch.bfloat16)
+        assert sum(isinstance(layer, Fp8Linear) for layer in drafter.modules()) == 2 * 7 + 1
 
 
 def test_what_changed_is_measured(bundle: Path) -> None:
@@ -150,8 +158,8 @@ def test_an_fp8_source_is_served_as_it_is_and_not_quantized_twice(project: Path,
     recipe.write_text(yaml.safe_dump(values))
     assert build(recipe, tmp_path / "once").exit_code == 0
     for folder, _, _ in PARTS:
-        file = f"{folder}/model.safetensors"
-        assert (tmp_path / "once" / file).read_bytes() == (bundle / file).read_bytes()
+        for file in (f"{folder}/model.safetensors", *([f"{folder}/{NAME}"] if folder in DRAFTERS else [])):
+            assert (tmp_path / "once" / file).read_bytes() == (bundle / file).read_bytes()
 
 
 def test_fp8_needs_sixteen_bits_around_it(project: Path, tmp_path: Path) -> None:
