@@ -9,7 +9,7 @@ from torch import Tensor
 
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.layers import Attend
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins import batch_invariant
 from d2sd.plugins.cascade_attention import AttnMask, PagedContext, cascade_attention
 from d2sd.plugins.kv_pages import write_pages
@@ -58,8 +58,18 @@ class KVPool:
         """Commit rows k, v [L, B, T, Hkv, D]; the other arguments are those of `write_pages`."""
         write_pages(k, v, self.k, self.v, page_table, positions, keep, path, *(self.scales or ()))
 
-    def attend(self, rows: Rows, *, exact: bool = False) -> Attend:
+    def write_rows(self, k: Tensor, v: Tensor, pages: Tensor, positions: Tensor) -> None:
+        """Commit rows k, v [L, N, Hkv, D] of any requests at `positions [N]`, whose pages are `pages [N]`.
+
+        Rows of page 0 are not kept.
+        """
+        table, slots = pages[:, None], (positions % self.page_size)[:, None]
+        self.write(k[:, :, None], v[:, :, None], table, slots, table > 0)
+
+    def attend(self, rows: Rows | Chunks, *, exact: bool = False) -> Attend:
         """The attention of `rows` over this pool, layer by layer; `exact`: batch-invariant on CUDA."""
+        if isinstance(rows, Chunks):
+            return self._attend_chunks(rows, exact=exact)
         if exact:
             return self._attend_exactly(rows)
         attn_mask = AttnMask(rows.attn_mask)
@@ -70,14 +80,33 @@ class KVPool:
         return attend
 
     def _attend_exactly(self, rows: Rows) -> Attend:
-        order = None if rows.causal else batch_invariant.key_order(rows.attn_mask)
+        order = batch_invariant.key_order(rows.attn_mask)
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return batch_invariant.attention(q, k, v, self.context(index, rows), rows.attn_mask, order)
 
         return attend
 
-    def context(self, index: int, rows: Rows) -> PagedContext:
+    def _attend_chunks(self, rows: Chunks, *, exact: bool) -> Attend:
+        """One request after the other."""
+        parts = []
+        for b, (span, length) in enumerate(zip(rows.spans(), rows.lengths, strict=True)):
+            alone = Rows.chain(length, rows.page_table[b : b + 1], rows.context_len[b : b + 1])
+            parts.append((span, alone, AttnMask(alone.attn_mask)))
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = torch.empty_like(q)
+            for span, alone, mask in parts:
+                asked = q[:, span], k[:, span], v[:, span], self.context(index, alone)
+                if exact:
+                    out[:, span] = batch_invariant.attention(*asked, mask.allowed, None)
+                else:
+                    out[:, span] = cascade_attention(*asked, mask)
+            return out
+
+        return attend
+
+    def context(self, index: int, rows: Rows | Chunks) -> PagedContext:
         """The committed context of `rows` in layer `index`."""
         scales = () if self.scales is None else (self.scales[0][index], self.scales[1][index])
         return PagedContext(self.k[index], self.v[index], rows.page_table, rows.context_len, *scales)
