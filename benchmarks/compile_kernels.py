@@ -61,17 +61,20 @@ class Variant:
         return 89 if "/fp8" in self.name or f"*{FP8}" in self.types.values() else 80
 
 
-def attention_variant(kind: str, stored: str, size: int, rows: int, splits: int) -> Variant:
-    """Queries of type `kind` over pages of type `stored`, T = rows."""
+def attention_variant(
+    kind: str, stored: str, size: int, rows: int, splits: int, *, chunks: bool = False
+) -> Variant:  # fmt: skip
+    """Queries of type `kind` over pages of type `stored`, T = rows; or `chunks` of prompts."""
     fp8 = stored == FP8
     blocks = select_tile(rows * GROUP, size, 4 if kind == "fp32" else 2, fp8=fp8)
     types = dict.fromkeys(("q", "k", "v"), f"*{kind}") | dict.fromkeys(("k_pages", "v_pages"), f"*{stored}")
-    types |= {"page_table": "*i64", "context_len": "*i64", "attn_mask": "*i32"}
+    types |= {"page_table": "*i64", "context_len": "*i64"} | ({"starts": "*i64"} if chunks else {"attn_mask": "*i32"})
     types |= dict.fromkeys(("k_scale", "v_scale"), "*fp32") if fp8 else {}
     types |= {"out": "*fp32", "lse": "*fp32"} if splits > 1 else {"out": f"*{kind}"}
     types |= {"rows": "i32", "columns": "i32"}
     return Variant(
-        f"attention {kind}{'/fp8' if fp8 else ''} D={size} tile={blocks.rows}{' split' if splits > 1 else ''}",
+        f"attention {kind}{'/fp8' if fp8 else ''} D={size} tile={blocks.rows}{' split' if splits > 1 else ''}"
+        f"{' chunks' if chunks else ''}",
         cascade_attention_kernel, types,
         attention.constants(blocks, size, KV_HEADS, GROUP, PAGE, splits, fp8=fp8), blocks.warps,
     )  # fmt: skip
@@ -275,6 +278,7 @@ def variants() -> Iterator[Variant]:
         for size in (64, 96, 128, 256):
             yield attention_variant(kind, stored, size, rows=64, splits=1)
             yield attention_variant(kind, stored, size, rows=1, splits=4)
+            yield attention_variant(kind, stored, size, rows=64, splits=1, chunks=True)
     for size in (64, 128, 256):
         types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16"}
         yield Variant(f"merge D={size}", merge_kernel, types, attention.merge_constants(size, 16), 1)

@@ -11,7 +11,7 @@ from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.layers import Attend
 from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins import batch_invariant
-from d2sd.plugins.cascade_attention import AttnMask, PagedContext, cascade_attention
+from d2sd.plugins.cascade_attention import AttnMask, ChunkMask, PagedContext, cascade_attention
 from d2sd.plugins.kv_pages import write_pages
 
 # Shape letters: B requests, T rows, N positions to write, M pages a request, Z tokens a page, P pages, L layers,
@@ -68,18 +68,18 @@ class KVPool:
 
     def attend(self, rows: Rows | Chunks, *, exact: bool = False) -> Attend:
         """The attention of `rows` over this pool, layer by layer; `exact`: batch-invariant on CUDA."""
-        if isinstance(rows, Chunks):
-            return self._attend_chunks(rows, exact=exact)
         if exact:
             return self._attend_exactly(rows)
-        attn_mask = AttnMask(rows.attn_mask)
+        mask = rows.attn_mask if isinstance(rows.attn_mask, ChunkMask) else AttnMask(rows.attn_mask)
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return cascade_attention(q, k, v, self.context(index, rows), attn_mask)
+            return cascade_attention(q, k, v, self.context(index, rows), mask)
 
         return attend
 
-    def _attend_exactly(self, rows: Rows) -> Attend:
+    def _attend_exactly(self, rows: Rows | Chunks) -> Attend:
+        if isinstance(rows, Chunks):
+            return self._attend_alone(rows)
         order = batch_invariant.key_order(rows.attn_mask)
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -87,22 +87,22 @@ class KVPool:
 
         return attend
 
-    def _attend_chunks(self, rows: Chunks, *, exact: bool) -> Attend:
-        """One request after the other."""
-        parts = []
-        for b, (span, length) in enumerate(zip(rows.spans(), rows.lengths, strict=True)):
-            alone = Rows.chain(length, rows.page_table[b : b + 1], rows.context_len[b : b + 1])
-            parts.append((span, alone, AttnMask(alone.attn_mask)))
+    def _attend_alone(self, chunks: Chunks) -> Attend:
+        """Exactly, one request after the other."""
+        table, context_len, mask = chunks.page_table, chunks.context_len, chunks.attn_mask
+        alone = [
+            (span, Rows.chain(length, table[b : b + 1], context_len[b : b + 1]))
+            for b, (span, length) in enumerate(zip(mask.spans(), mask.lengths, strict=True))
+        ]
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = torch.empty_like(q)
-            for span, alone, mask in parts:
-                asked = q[:, span], k[:, span], v[:, span], self.context(index, alone)
-                if exact:
-                    out[:, span] = batch_invariant.attention(*asked, mask.allowed, None)
-                else:
-                    out[:, span] = cascade_attention(*asked, mask)
-            return out
+            parts = [
+                batch_invariant.attention(
+                    q[:, span], k[:, span], v[:, span], self.context(index, rows), rows.attn_mask, None
+                )
+                for span, rows in alone
+            ]
+            return torch.cat(parts, 1)
 
         return attend
 

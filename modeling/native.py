@@ -139,7 +139,7 @@ class NativeLayers(nn.Module):
         assert rows.positions.shape == (batch, count)
         cos, sin = (part.contiguous() for part in rotary(rows.positions, torch.float32))
         if isinstance(rows, Chunks):
-            starts, longest, mask = rows.starts, max(rows.lengths), None
+            starts, longest, mask = rows.attn_mask.starts, max(rows.attn_mask.lengths), None
         else:
             assert rows.attn_mask.shape == (batch, count, count)
             starts, longest = torch.arange(0, (batch + 1) * count, count), count

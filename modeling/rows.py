@@ -9,6 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from d2sd.plugins.cascade_attention import ChunkMask
+
 # Shape letters: B requests, T rows of each, N rows of all, M pages a request.
 
 
@@ -31,13 +33,9 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The next rows of B prompts, one prompt behind the other: tensors of a pass over them are [1, N, ...].
+    """The next rows of B prompts, one prompt behind the other: tensors of a pass over them are [1, N, ...]."""
 
-    A row sees its request's context and the rows of its own chunk up to itself.
-    """
-
-    lengths: tuple[int, ...]  # B, rows of each, at least 1; N together
-    starts: Tensor  # [B + 1] int64, first row of each, and N
+    attn_mask: ChunkMask
     positions: Tensor  # [1, N] int64
     pages: Tensor  # [N] int64, the page of each row's position
     page_table: Tensor  # [B, M] int64
@@ -47,15 +45,10 @@ class Chunks:
     def of(lengths: Sequence[int], page_table: Tensor, context_len: Tensor, page_size: int) -> Chunks:
         """`lengths[b]` rows right after the context of request b. The page table covers their positions."""
         assert min(lengths) > 0
-        first = torch.tensor([0, *accumulate(lengths)])
-        request = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        steps = torch.arange(len(request)) - first[request]
-        starts, request, steps = (host.to(context_len.device) for host in (first, request, steps))
-        positions = context_len[request] + steps
+        device = context_len.device
+        starts = torch.tensor([0, *accumulate(lengths)], device=device)
+        rows = [(request, step) for request, length in enumerate(lengths) for step in range(length)]
+        request, step = torch.tensor(rows, device=device).unbind(1)
+        positions = context_len[request] + step
         pages = page_table[request, positions // page_size]
-        return Chunks(tuple(lengths), starts, positions[None], pages, page_table, context_len)
-
-    def spans(self) -> list[slice]:
-        """The rows of each request among the N."""
-        ends = accumulate(self.lengths)
-        return [slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
+        return Chunks(ChunkMask(tuple(lengths), starts), positions[None], pages, page_table, context_len)

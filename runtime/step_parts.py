@@ -7,6 +7,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from statistics import fmean
 
+import torch
+
 from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch, prefill_inputs
@@ -70,7 +72,7 @@ class StepParts:
 
     def _prefill(self, chunks: SequenceOf[tuple[Sequence, int]]) -> None:
         hidden = self.runner.prefill(*prefill_inputs(chunks, self.runner.device))
-        of_chunks = hidden.split([count for _, count in chunks])
+        of_chunks = torch.split(hidden, [count for _, count in chunks])
         for (sequence, count), rows in zip(chunks, of_chunks, strict=True):
             if sequence.needs_prompt_rows:
                 sequence.prompt_logprobs.extend(prompt_logprobs(sequence, rows, self.runner.target.logits))

@@ -5,7 +5,7 @@
     tensorrt/        the kernel as a TensorRT plugin
     onnx.py          the op as ONNX functions, for exported graphs
     context.py       the arguments: `PagedContext`
-    mask.py          the arguments: `AttnMask`
+    mask.py          the arguments: `AttnMask`, `ChunkMask`
 
 `cascade_attention` picks the implementation by the rules of `d2sd.plugins.dispatch`.
 """
@@ -16,14 +16,18 @@ from torch import Tensor
 
 from d2sd.plugins import dispatch
 from d2sd.plugins.cascade_attention.context import PagedContext
-from d2sd.plugins.cascade_attention.mask import AttnMask
-from d2sd.plugins.cascade_attention.reference import cascade_attention_reference
+from d2sd.plugins.cascade_attention.mask import AttnMask, ChunkMask
+from d2sd.plugins.cascade_attention.reference import cascade_attention_reference, chunks_reference
 
-__all__ = ["AttnMask", "PagedContext", "cascade_attention"]
+__all__ = ["AttnMask", "ChunkMask", "PagedContext", "cascade_attention"]
 
 
-def cascade_attention(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, attn_mask: Tensor | AttnMask) -> Tensor:
+def cascade_attention(
+    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, attn_mask: Tensor | AttnMask | ChunkMask
+) -> Tensor:
     """Attention of T new rows over their request's paged context and, through a mask, over each other.
+
+    Chunks of prompts (`ChunkMask`) have q, k and v [1, N, ...] over a context of B requests.
 
     Args:
         q: [B, T, Hq, D], rotated. Query head h reads K/V head h // (Hq / Hkv).
@@ -41,7 +45,9 @@ def cascade_attention(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, at
     """
     mask = AttnMask(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
     if not dispatch.use_triton(context.k_pages):
+        if isinstance(mask, ChunkMask):
+            return chunks_reference(q, k, v, context, mask)
         return cascade_attention_reference(q, k, v, context, mask.allowed)
     from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
 
-    return cascade_attention_triton(q, k, v, context, mask.words)
+    return cascade_attention_triton(q, k, v, context, mask if isinstance(mask, ChunkMask) else mask.words)

@@ -2,7 +2,7 @@
 
     attn_mask[b, t, u]  ->  bit u % 32 of word [b, t, u // 32]
 
-Bits past T are 0.
+Bits past T are 0. Chunks of prompts have none: a row sees those of its chunk up to itself.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -29,6 +30,19 @@ class AttnMask:
     def words(self) -> Tensor:
         """[B, T, ceil(T/32)] int32."""
         return pack_mask_bits(self.allowed)
+
+
+@dataclass(frozen=True)
+class ChunkMask:
+    """Chunks of B prompts, one behind the other: q, k and v are [1, N, ...], and each chunk is causal."""
+
+    lengths: tuple[int, ...]  # B, rows of each, at least 1
+    starts: Tensor  # [B + 1] int64, first row of each, and N
+
+    def spans(self) -> list[slice]:
+        """The rows of each chunk among the N."""
+        ends = accumulate(self.lengths)
+        return [slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
 
 
 def pack_mask_bits(attn_mask: Tensor) -> Tensor:

@@ -121,9 +121,10 @@ class GraphDecoder(TargetModel):
     def _chunks(self, tokens: Tensor, chunks: Chunks, pool: KVPool) -> DecoderOutput:
         """A graph has as many rows of every request: chunks of one length bucket share a run, padded to it."""
         groups: dict[int, list[int]] = {}
-        for request, length in enumerate(chunks.lengths):
+        lengths, spans = chunks.attn_mask.lengths, chunks.attn_mask.spans()
+        for request, length in enumerate(lengths):
             groups.setdefault(bucket(length), []).append(request)
-        spans, parts = chunks.spans(), dict[int, tuple[DecoderOutput, int]]()
+        parts: dict[int, tuple[DecoderOutput, int]] = {}
         for count, members in groups.items():
             most = floor_bucket(self._max_requests(count))
             for some in (members[first : first + most] for first in range(0, len(members), most)):
@@ -132,10 +133,10 @@ class GraphDecoder(TargetModel):
                 context = chunks.context_len.new_zeros(len(own))
                 table[: len(some)], context[: len(some)] = chunks.page_table[some], chunks.context_len[some]
                 for row, request in enumerate(some):
-                    own[row, : chunks.lengths[request]] = tokens[0, spans[request]]
+                    own[row, : lengths[request]] = tokens[0, spans[request]]
                 out = self._run(own, Rows.chain(count, table, context), pool)
                 parts |= {request: (out, row) for row, request in enumerate(some)}
-        found = [(*parts[request], length) for request, length in enumerate(chunks.lengths)]
+        found = [(*parts[request], length) for request, length in enumerate(lengths)]
         hidden, features = (
             torch.cat([getattr(out, name)[row, :length] for out, row, length in found])[None]
             for name in ("hidden", "features")

@@ -118,7 +118,7 @@ def test_bits_of_a_row_are_its_own(dtype: torch.dtype, size: int) -> None:
     chunks = Chunks.of([4, 39, 9], table.expand(3, -1), torch.tensor([9, context, context]), pool.page_size)
     prompts = torch.cat([tokens[:, :4], text[:, context:], text[:, context : context + 9]], 1)
     prompt = decoder(prompts, chunks, pool, AUX)
-    for span in chunks.spans()[1:]:
+    for span in chunks.attn_mask.spans()[1:]:
         for (hidden, keys), row in zip(alone, range(span.start, span.stop), strict=False):
             assert torch.equal(prompt.hidden[0, row], hidden), row
             assert torch.equal(prompt.k[:, 0, row], keys), row

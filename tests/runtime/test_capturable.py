@@ -166,8 +166,8 @@ def test_a_prefill_computes_its_prompts_and_nothing_else(monkeypatch: pytest.Mon
 
     def noted(tokens: Tensor, rows: Rows | Chunks, *others: Any) -> DecoderOutput:
         if isinstance(rows, Chunks):
-            assert tokens.shape == rows.positions.shape == (1, sum(rows.lengths))
-            passes.append(rows.lengths)
+            assert tokens.shape == rows.positions.shape == (1, sum(rows.attn_mask.lengths))
+            passes.append(rows.attn_mask.lengths)
         return forward(tokens, rows, *others)
 
     monkeypatch.setattr(runner.target, "forward", noted)

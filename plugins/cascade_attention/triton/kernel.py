@@ -14,6 +14,9 @@ head are rows of its tile (row t, head g at t·GROUP + g), so K and V are loaded
     memory, all contiguous:   q, out [B, T, Hq, D]    k, v [B, T, Hkv, D]    pages [P, Z, Hkv, D]    page_table [B, M]
                               attn_mask [B, T, ⌈T/32⌉] int32 (mask.py)    partial [SPLITS, B, T, Hq, D], lse without D
 
+Chunks of prompts (`starts`, mask.py) lie one behind the other, N rows in place of B, T, and have no mask words: a row
+sees those of its chunk up to itself. Tiles behind the last row of a short chunk do nothing.
+
 With SPLITS = 1 `out` is the result. Else it holds fp32 partial results, each normalised by its own sum, with `lse` the
 base-2 logarithm of that sum, -inf for an empty split; `merge_kernel` combines them. A row that may attend to nothing
 gives 0 here (the reference gives NaN).
@@ -62,19 +65,26 @@ def _widened(pages, scale, FP8: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "columns"])
 def cascade_attention_kernel(
-    q, k, v, k_pages, v_pages, page_table, context_len, attn_mask, k_scale, v_scale, out, lse, rows, columns,
+    q, k, v, k_pages, v_pages, page_table, context_len, attn_mask, starts, k_scale, v_scale, out, lse, rows, columns,
     SCALE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, B·Hkv, SPLITS): the tiles of one K/V head run side by side and share it in the L2 cache.
 
-    rows = T, columns = M, SCALE = D^-0.5 · log2(e), HEAD = D, PADDED ≥ D a power of two, PAGE = Z.
+    rows = T, of chunks at least the longest, columns = M, SCALE = D^-0.5 · log2(e), HEAD = D, PADDED ≥ D a power of
+    two, PAGE = Z.
     """
     TYPE: tl.constexpr = q.dtype.element_ty
     split = tl.program_id(2)
     request = (tl.program_id(1) // HKV).to(tl.int64)
     head = tl.program_id(1) % HKV
+
+    if starts is None:
+        first = request * rows
+    else:
+        first = tl.load(starts + request)
+        rows = (tl.load(starts + request + 1) - first).to(tl.int32)
 
     # Queries: the packed rows of this tile; those past T·GROUP are masked and not stored.
     packed = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -82,7 +92,7 @@ def cascade_attention_kernel(
     real = row < rows
     lane = tl.arange(0, PADDED)
     in_head = lane < HEAD
-    line = (request * rows + row) * (HKV * GROUP) + head * GROUP + packed % GROUP
+    line = (first + row) * (HKV * GROUP) + head * GROUP + packed % GROUP
     in_tile = real[:, None] & in_head[None, :]
     queries = tl.load(q + line[:, None] * HEAD + lane[None, :], mask=in_tile, other=0.0)
 
@@ -97,6 +107,10 @@ def cascade_attention_kernel(
     context = tl.load(context_len + request).to(tl.int32)
     share = tl.cdiv(tl.cdiv(context, BLOCK_N), SPLITS) * BLOCK_N
     end = tl.minimum((split + 1) * share, context)
+    seen_rows = rows
+    if starts is not None:  # up to the last row of the tile, if it has one
+        seen_rows = tl.where(tl.program_id(0) * BLOCK_M < rows * GROUP, tl.minimum(rows, tl.max(row, 0) + 1), 0)
+        end = tl.where(seen_rows > 0, end, 0)
     for start in tl.range(split * share, end, BLOCK_N, num_stages=STAGES):
         token = start + tl.arange(0, BLOCK_N)
         known = token < end
@@ -109,13 +123,17 @@ def cascade_attention_kernel(
 
     # New rows: in the last split only, at most one mask word a row at a time. One stage: they are few, and in L2.
     words = tl.cdiv(rows, 32)
-    for start in tl.range(0, tl.where(split == SPLITS - 1, rows, 0), BLOCK_T, num_stages=1):
-        bits = tl.load(attn_mask + (request * rows + row) * words + start // 32, mask=real, other=0)
+    for start in tl.range(0, tl.where(split == SPLITS - 1, seen_rows, 0), BLOCK_T, num_stages=1):
+        if starts is None:
+            bits = tl.load(attn_mask + (first + row) * words + start // 32, mask=real, other=0)
         column = start + tl.arange(0, BLOCK_T)
-        at = ((request * rows + column) * HKV + head)[:, None] * HEAD + lane[None, :]
+        at = ((first + column) * HKV + head)[:, None] * HEAD + lane[None, :]
         mask = (column < rows)[:, None] & in_head[None, :]
         keys, values = tl.load(k + at, mask=mask, other=0.0), tl.load(v + at, mask=mask, other=0.0)
-        seen = ((bits[:, None] >> (column % 32)[None, :]) & 1) != 0
+        if starts is None:
+            seen = ((bits[:, None] >> (column % 32)[None, :]) & 1) != 0
+        else:
+            seen = column[None, :] - row[:, None] <= 0  # compared, they spill where registers are short
         best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
 
     # Store: an empty share would give 0 / 0, and NaN times the merge's weight of 0 is NaN.
@@ -123,7 +141,10 @@ def cascade_attention_kernel(
     result = sums / total[:, None]
     if SPLITS > 1:
         requests = (tl.num_programs(1) // HKV).to(tl.int64)
-        line += split * requests * rows * (HKV * GROUP)
+        if starts is None:
+            line += split * requests * rows * (HKV * GROUP)
+        else:
+            line += split * tl.load(starts + requests) * (HKV * GROUP)
         tl.store(lse + line, best + tl.log2(total), mask=real)
     tl.store(out + line[:, None] * HEAD + lane[None, :], result.to(out.dtype.element_ty), mask=in_tile)
 

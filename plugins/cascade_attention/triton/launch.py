@@ -11,20 +11,29 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from d2sd.plugins.cascade_attention.context import PagedContext
+from d2sd.plugins.cascade_attention.mask import ChunkMask
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel, pack_mask_kernel
 from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, choose_splits, padded, select_tile
 
 # Shape letters as in reference.py.
 
 
-def cascade_attention_triton(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask_words: Tensor) -> Tensor:
-    """`cascade_attention` on CUDA; `mask_words` [B, T, ceil(T/32)] int32 is `AttnMask.words`.
+def cascade_attention_triton(
+    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask: Tensor | ChunkMask
+) -> Tensor:  # fmt: skip
+    """`cascade_attention` on CUDA; a mask's words [B, T, ceil(T/32)] int32 are `AttnMask.words`.
 
     Never synchronizes with the host, and chooses tiles and splits by shapes alone: a CUDA graph can capture it.
     """
     slots = context.page_table.shape[1] * context.k_pages.shape[1]
-    splits = _splits(*q.shape, k.shape[2], q.element_size(), slots, q.device, fp8=context.fp8)
-    return launch(q, k, v, context, mask_words, splits=splits)
+    shape = len(context.page_table), _rows(q, mask), *q.shape[2:]
+    splits = _splits(*shape, k.shape[2], q.element_size(), slots, q.device, fp8=context.fp8)
+    return launch(q, k, v, context, mask, splits=splits)
+
+
+def _rows(q: Tensor, mask: Tensor | ChunkMask) -> int:
+    """T; the bucket of the longest chunk."""
+    return triton.next_power_of_2(max(mask.lengths)) if isinstance(mask, ChunkMask) else q.shape[1]
 
 
 # What depends on shapes alone is computed for the first layer of a pass, and found again for the others.
@@ -50,10 +59,13 @@ def _plan(
     return tile, constants(tile, size, kv_heads, group, page_size, splits, fp8=fp8)
 
 
-def launch(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask_words: Tensor, *, splits: int) -> Tensor:
+def launch(
+    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask: Tensor | ChunkMask, *, splits: int
+) -> Tensor:  # fmt: skip
     """The kernel with the context cut into `splits` parts, and the merge kernel where there are several."""
-    batch, rows, heads, size = q.shape
-    kv_heads = k.shape[2]
+    heads, size = q.shape[2:]
+    rows, kv_heads = _rows(q, mask), k.shape[2]
+    words, starts = (None, mask.starts) if isinstance(mask, ChunkMask) else (mask.contiguous(), None)
     k_pages, v_pages, page_table = context.k_pages, context.v_pages, context.page_table
     assert k_pages.is_contiguous(), "`contiguous` would copy the whole pool"
     assert v_pages.is_contiguous()
@@ -63,16 +75,16 @@ def launch(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask_words: T
     partial, lse = out, None
     if splits > 1:
         partial = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
-        lse = torch.empty((splits, batch, rows, heads), dtype=torch.float32, device=q.device)
-    grid = (math.ceil(rows * heads // kv_heads / tile.rows), batch * kv_heads, splits)
+        lse = torch.empty((splits, *q.shape[:3]), dtype=torch.float32, device=q.device)
+    grid = (math.ceil(rows * heads // kv_heads / tile.rows), len(page_table) * kv_heads, splits)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         cascade_attention_kernel[grid](
             q.contiguous(), k.contiguous(), v.contiguous(), k_pages, v_pages,
-            page_table.contiguous(), context.context_len.contiguous(), mask_words.contiguous(),
+            page_table.contiguous(), context.context_len.contiguous(), words, starts,
             context.k_scale, context.v_scale, partial, lse, rows, page_table.shape[1], **fixed, num_warps=tile.warps,
         )  # fmt: skip
         if lse is not None:
-            merge_kernel[batch * rows * heads,](partial, lse, out, **merge_constants(size, splits), num_warps=1)
+            merge_kernel[q.shape[:3].numel(),](partial, lse, out, **merge_constants(size, splits), num_warps=1)
     return out
 
 
