@@ -30,6 +30,7 @@ from d2sd.bench.views import pool
 from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.convert.bundle.serving import chat_request, make_engine
+from d2sd.errors import D2SDError
 from d2sd.modeling.drafter import Drafter
 from d2sd.progress import bar
 from d2sd.prompts import read_prompts
@@ -38,8 +39,8 @@ from d2sd.train.data.features import TrainingData, cache_features
 from d2sd.train.dist import Dist
 from d2sd.train.init_from_target import first_drafter
 from d2sd.train.loop import Trainer
-from d2sd.train.pipeline.evaluate import written
-from d2sd.train.pipeline.responses import Answering
+from d2sd.train.pipeline.evaluate import as_written
+from d2sd.train.pipeline.responses import ResponseGenerator
 from d2sd.train_recipe import TrainRecipe, TrainSettings, load_train_recipe
 
 SETS = ("gsm8k", "humaneval", "mbpp", "mt_bench")
@@ -77,14 +78,16 @@ class Ablation:
     @cached_property
     def data(self) -> TrainingData:
         """The training data of the recipe."""
-        answers = Answering(self.recipe, load_bundle(self.work / "target", verify=False), self.work, Dist(), bar).all()
-        aux_layer_ids = tuple(self.recipe.drafter.target_layer_ids)
+        target = load_bundle(self.work / "target", verify=False)  # an engine repacks its weights
+        answers = ResponseGenerator(self.recipe, target, self.work, Dist(), bar, click.echo).all()
+        aux_layer_ids = tuple(self.recipe.geometry.target_layer_ids)
         with bar("features", len(answers)) as advance:
             found = cache_features(self.bundle.target, aux_layer_ids, answers, self.work / "features.bf16", advance)
         return found.split(self.recipe.data.held_out)[1]
 
     def settings(self, name: str) -> TrainSettings:
         first = self.recipe.first
+        assert first is not None, "main refuses such a recipe"
         plain = first.objective.model_copy(update={"focal": 0, "chain": 0})
         objective = plain.model_copy(update=VARIANTS[name])
         return first.model_copy(update={"objective": objective, "steps": self.steps, "evaluate_every": self.steps})
@@ -92,7 +95,7 @@ class Ablation:
     def drafter(self, name: str) -> Drafter:
         """The trained drafter, resumed from an earlier run if there is one."""
         settings, data = self.settings(name), self.data
-        start = first_drafter(self.recipe.drafter, self.bundle.target, data, settings.seed)
+        start = first_drafter(self.recipe.geometry, self.bundle.target, data, settings.seed)
         trainer = Trainer(self.bundle.target, start, data, settings)
         with bar(name, settings.steps) as advance:
             trainer.run(self.out / "states" / f"{name.replace(' ', '')}-{self.steps}", lambda step, said: advance(1))
@@ -115,8 +118,8 @@ class Ablation:
     def _measured(self, name: str, prompt_set: str, drafter: Drafter) -> Cell:
         target = load_bundle(self.work / "target", verify=False)  # engines repack the weights
         dtype = target.target.embed_tokens.weight.dtype
-        size = self.recipe.drafter.block_size
-        bundle = replace(target, first=written(drafter, None, dtype))
+        size = self.recipe.block_size
+        bundle = replace(target, first=as_written(drafter, None, dtype))
         flight = min(8, self.per_set)
         asked = [
             (key, chat_request(bundle, text, SamplingParams(), self.tokens))
@@ -173,6 +176,8 @@ def main(
 ) -> None:  # fmt: skip
     """Train a first drafter with every objective for equal steps, and write tau of each: ablation.md, .json, .png."""
     loaded = load_train_recipe(recipe)
+    if loaded.first is None:
+        raise D2SDError("needs a recipe that trains a first drafter", where=recipe)
     ablation = Ablation(loaded, work or Path("training") / loaded.name, prompts, per_set, max_new_tokens, steps, out)
     cells = {name: ablation.cells(name) for name in only or VARIANTS}
     if len(cells) < len(VARIANTS):
@@ -180,8 +185,8 @@ def main(
     result = Result(
         provenance=provenance({"name": loaded.name, "answers": ablation.data.digest[:16]}, "cpu"),
         settings=Settings(
-            per_set=per_set, max_new_tokens=max_new_tokens, block_size=loaded.drafter.block_size,
-            branches=loaded.drafter.block_size - 1, seed=0,
+            per_set=per_set, max_new_tokens=max_new_tokens, block_size=loaded.block_size,
+            branches=loaded.block_size - 1, seed=0,
         ),
         cells=[cell for found in cells.values() for cell in found],
     )  # fmt: skip

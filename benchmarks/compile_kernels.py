@@ -20,7 +20,7 @@ from d2sd.plugins.batch_invariant.triton.attention import attention_kernel, merg
 from d2sd.plugins.batch_invariant.triton.key_order import key_order_kernel
 from d2sd.plugins.batch_invariant.triton.linear import linear_kernel
 from d2sd.plugins.cascade_attention.triton import launch as attention
-from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel, pack_mask_kernel
+from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, pack_mask_kernel
 from d2sd.plugins.cascade_attention.triton.tiles import select_tile
 from d2sd.plugins.choose.triton import launch as choices
 from d2sd.plugins.choose.triton.drafts import pool_kernel, segments_kernel
@@ -62,19 +62,20 @@ class Variant:
 
 
 def attention_variant(
-    kind: str, stored: str, size: int, rows: int, splits: int, *, chunks: bool = False
-) -> Variant:  # fmt: skip
-    """Queries of type `kind` over pages of type `stored`, T = rows; or `chunks` of prompts."""
+    kind: str, stored: str, size: int, rows: int, splits: int, *, quantized: bool = False, chunks: bool = False
+) -> Variant:
+    """Queries of type `kind` over pages of type `stored`, T = rows, or `chunks` of prompts; `quantized`: to FP8."""
     fp8 = stored == FP8
     blocks = select_tile(rows * GROUP, size, 4 if kind == "fp32" else 2, fp8=fp8)
     types = dict.fromkeys(("q", "k", "v"), f"*{kind}") | dict.fromkeys(("k_pages", "v_pages"), f"*{stored}")
     types |= {"page_table": "*i64", "context_len": "*i64"} | ({"starts": "*i64"} if chunks else {"attn_mask": "*i32"})
     types |= dict.fromkeys(("k_scale", "v_scale"), "*fp32") if fp8 else {}
-    types |= {"out": "*fp32", "lse": "*fp32"} if splits > 1 else {"out": f"*{kind}"}
+    types |= {"out": f"*{FP8}", "scale": "*fp32"} if quantized else {"out": f"*{kind}"}
+    types |= {"partial": "*fp32", "lse": "*fp32", "arrived": "*i32"} if splits > 1 else {}
     types |= {"rows": "i32", "columns": "i32"}
+    more = f"{' split' if splits > 1 else ''}{' to fp8' if quantized else ''}{' chunks' if chunks else ''}"
     return Variant(
-        f"attention {kind}{'/fp8' if fp8 else ''} D={size} tile={blocks.rows}{' split' if splits > 1 else ''}"
-        f"{' chunks' if chunks else ''}",
+        f"attention {kind}{'/fp8' if fp8 else ''} D={size} tile={blocks.rows}{more}",
         cascade_attention_kernel, types,
         attention.constants(blocks, size, KV_HEADS, GROUP, PAGE, splits, fp8=fp8), blocks.warps,
     )  # fmt: skip
@@ -279,9 +280,10 @@ def variants() -> Iterator[Variant]:
             yield attention_variant(kind, stored, size, rows=64, splits=1)
             yield attention_variant(kind, stored, size, rows=1, splits=4)
             yield attention_variant(kind, stored, size, rows=64, splits=1, chunks=True)
-    for size in (64, 128, 256):
-        types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16"}
-        yield Variant(f"merge D={size}", merge_kernel, types, attention.merge_constants(size, 16), 1)
+    for stored in ("bf16", FP8):  # of trees, small batches
+        for quantized in (False, True):
+            yield attention_variant("bf16", stored, 128, rows=64, splits=4, quantized=quantized)
+    yield attention_variant("bf16", "bf16", 128, rows=1, splits=16, quantized=True)
     strides = ("rows", "request_stride", "row_stride", "column_stride")
     types = {"attn_mask": "*u1", "words": "*i32"} | dict.fromkeys(strides, "i32")
     yield Variant("pack mask", pack_mask_kernel, types, {}, 1)

@@ -15,7 +15,8 @@ from d2sd.schema import read_model
 
 NAME = "calibration.json"
 
-#: By temperature (0, 1), drafter (first, second), distance and kind (best, sibling).
+#: By temperature (0, 1), drafter (first, second, and FlexDraft's head where there is one), distance and kind (best,
+#: sibling).
 Table = list[list[list[list[float]]]]
 
 
@@ -28,10 +29,10 @@ class CalibrationFile(BaseModel):
     drafters: tuple[str | None, str | None]  # fingerprints of first and second
     flex: str | None = None  # fingerprint of a FlexDraft head
     block_size: Annotated[int, Field(ge=2)]
-    slope: Table | None = None  # as `offset`: absent without drafters
-    offset: Table | None = None
+    slope: Table
+    offset: Table
     #: tokens a step by temperature ("0", "1") and policy; entry n is for n + 1 nodes
-    tau: dict[Literal["0", "1"], dict[str, list[float]]]
+    tau: dict[Literal["0", "1"], dict[str, list[Annotated[float, Field(ge=1)]]]]
     #: what it was fitted on, and the expected calibration error before and after
     report: dict[str, float]
 
@@ -42,17 +43,16 @@ class CalibrationFile(BaseModel):
         for policy in sorted(self.tau["0"].keys() | self.tau["1"].keys()):
             if not all(curves.get(policy) for curves in self.tau.values()):
                 raise ValueError(f"tau of {policy} is missing or empty at a temperature")
-        if (self.flex is None) != ("flex" not in self.tau["0"]):
-            raise ValueError("flex, the fingerprint of a head, and tau of flex belong together: both, or neither")
+        for policy in ("flex", "flex_tree"):
+            if (self.flex is None) != (policy not in self.tau["0"]):
+                raise ValueError(f"flex, a head's fingerprint, and tau of {policy} belong together: both, or neither")
         if self.drafters[0] is None and self.drafters[1] is not None:
             raise ValueError("drafters.1 is a second drafter without a first one")
-        if (self.slope is None) != (self.drafters[0] is None) or (self.offset is None) != (self.drafters[0] is None):
-            raise ValueError("slope, offset and drafters.0 belong together: all three, or none")
-        if self.slope is None or self.offset is None:
-            return self
+        if self.drafters[0] is None and self.flex is None:
+            raise ValueError("drafters.0 and flex are both missing: nothing is calibrated")
         if not all(a > 0 for warm in self.slope for drafter in warm for pair in drafter for a in pair):
             raise ValueError("a slope is not above 0: it would reverse the order of the candidates")
-        shape = [2, 2, self.block_size - 1, 2]
+        shape = [2, 2 if self.flex is None else 3, self.block_size - 1, 2]
         for table in (self.slope, self.offset):
             pairs = [pair for drafters in table for distances in drafters for pair in distances]
             sizes = [len(table), *{len(part) for part in table}, *{len(d) for part in table for d in part}]

@@ -9,7 +9,17 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 PolicyName = Literal[
-    "off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid", "flex", "flex_parallel"
+    "off",
+    "lookup",
+    "chain",
+    "samples",
+    "reanchor",
+    "d2sd",
+    "ddtree",
+    "hybrid",
+    "flex",
+    "flex_tree",
+    "flex_parallel",
 ]
 NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 #: A drafter in files, logs and messages; `DrafterRole` is the index of the first two.
@@ -32,10 +42,11 @@ class FirstPass(Enum):
 
 
 class DrafterRole(IntEnum):
-    """Index of a drafter in the model runner's list."""
+    """Index of a drafter in the model runner's list, and of its parameters in a calibration; FLEX has these alone."""
 
     FIRST = 0
     SECOND = 1
+    FLEX = 2
 
 
 #: First drafts that a FlexDraft head makes.
@@ -49,6 +60,11 @@ class PolicyFacts:
     first_pass: FirstPass = FirstPass.DRAFTER
     second_pass: DrafterRole | None = None  # the drafter of the branches; None: no second pass
     grows: bool = False  # its tree can use more nodes than one block
+
+    @property
+    def first_drafter(self) -> DrafterRole:
+        """The drafter whose calibration maps the probabilities of the first draft."""
+        return DrafterRole.FLEX if self.first_pass in BY_FLEX else DrafterRole.FIRST
 
     @property
     def required_drafters(self) -> tuple[DrafterRole, ...]:
@@ -71,6 +87,7 @@ FACTS: Mapping[PolicyName, PolicyFacts] = MappingProxyType(
         "ddtree": PolicyFacts(grows=True),
         "hybrid": PolicyFacts(second_pass=DrafterRole.SECOND, grows=True),
         "flex": PolicyFacts(FirstPass.FLEX),
+        "flex_tree": PolicyFacts(FirstPass.FLEX, grows=True),
         "flex_parallel": PolicyFacts(FirstPass.CARRIED),
     }
 )

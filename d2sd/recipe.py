@@ -180,7 +180,7 @@ class Drafters(Part):
     first: DrafterSource | None = None
     #: The variable-prefix drafter of the second pass, needed by d2sd and hybrid only.
     second: SecondSource | None = None
-    #: A FlexDraft head for the policies flex and flex_parallel: the target drafts for itself in its last layers.
+    #: A FlexDraft head for the policies flex, flex_tree and flex_parallel: the target drafts for itself.
     flex: FlexSource | None = None
     #: File written by `d2sd calibrate`; without it drafter probabilities are used uncalibrated and `auto` serves the
     #: largest tree.

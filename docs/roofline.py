@@ -156,8 +156,8 @@ def bounds() -> str:
 
 def _bounds() -> Iterator[list[str]]:
     def line(what: str, figures: Sequence[str], holds: Iterable[bool]) -> list[str]:
-        said = set(holds)
-        return [what, "; ".join(figures), {(True,): "yes", (False,): "**no**"}.get(tuple(said), "in part")]
+        found = list(holds)
+        return [what, "; ".join(figures), "yes" if all(found) else "in part" if any(found) else "**no**"]
 
     pairs = {"bf16": PAIR, "FP8, 32k drafted": PAIR8}
     weights = {

@@ -2,22 +2,23 @@
 
     a layer                                          in FP8
     add_rms_norm     x += branch before, norm        quantizes
-    qkv              one product                     one product of sums, scaled by the next op
+    qkv              one product                     one product
     qk_norm_rope     into q and the pass's k, v      and rounds K/V to FP8 pages
-    cascade attention, and its merge
-                                                     quantize
+    cascade attention                                quantizes
     o                product
     add_rms_norm                                     quantizes
-    gate-up          one product                     one product of sums
+    gate-up          one product                     one product
     silu_mul                                         quantizes
     down             product, added by the next norm
 
-Ten kernels a layer, eleven in FP8. The drafters' context K/V of all layers are one product and one `qk_norm_rope`; in
+Nine kernels a layer. The drafters' context K/V of all layers are one product and one `qk_norm_rope`; in
 FP8 a product a layer, because no FP8 product is batched. FlexDraft's layers have a qkv and an o product of their own;
 all else is the target's fused layers'.
 
 Values are `layers.py`'s: ops round where it rounds. In FP8 an input that several products share is quantized once, with
-the largest of their scales. E4M3 is a floating-point type, so that costs no precision but next to zero.
+the largest of their scales. E4M3 is a floating-point type, so that costs no precision but next to zero. The weights of
+a joint product have one scale where `d2sd build` quantized them; where each has its own, the product is of sums in
+fp32, twice the bytes, and the next op scales them.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ def _unlike(model: Decoder | Drafter | FlexHead) -> str | None:
 class Product(nn.Module):
     """Linear layers of one input as one product; holds no parameters, so it cannot be trained or saved.
 
-    Several FP8 layers have a scale each. Their product is the bare sums in fp32, and the op that reads it applies
-    `scales` and `bias`.
+    The op that reads a product of several FP8 layers adds `bias`. If their weights have different scales, the product is
+    the bare sums in fp32, and that op applies `scales` too.
     """
 
     def __init__(self, parts: Sequence[Linear], dtype: torch.dtype, *, exact: bool = False) -> None:
@@ -108,16 +109,20 @@ class Product(nn.Module):
         self._dtype, self._exact = dtype, exact
         self.weight = _joined([part.weight.detach() for part in parts])
         biases = [part.bias.detach() for part in parts if part.bias is not None]
-        self.bias = torch.cat(biases) if biases else None
+        self.bias = self._added = torch.cat(biases) if biases else None
         self.input_scale: Tensor | None = None  # of what the op before quantizes
-        self.scales: Tensor | None = None  # [parts] fp32
+        self.weight_scales: Tensor | None = None  # [parts] fp32, and their products with `input_scale`, if they differ
+        self.scales: Tensor | None = None
         if isinstance(parts[0], Fp8Linear):
             quantized = cast("Sequence[Fp8Linear]", parts)
             self.input_scale = torch.stack([part.input_scale for part in quantized]).max()
             self._weight_scale = quantized[0].weight_scale
             self._one = torch.ones_like(self._weight_scale)
+            self.weight_scales = torch.stack([part.weight_scale for part in quantized])
             if len(parts) > 1:
-                self.scales = self.input_scale * torch.stack([part.weight_scale for part in quantized])
+                self._added = None
+            if not _equal(self.weight_scales):
+                self.scales = self.input_scale * self.weight_scales
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] in the model's type, or in FP8 by `input_scale` -> [..., out]."""
@@ -131,7 +136,7 @@ class Product(nn.Module):
             if self.scales is not None:
                 return batch_invariant.linear(rows, self.weight, dtype=torch.float32)
             scales = self.input_scale, self._weight_scale
-            made = batch_invariant.linear(rows, self.weight, self.bias, scales=scales, dtype=self._dtype)
+            made = batch_invariant.linear(rows, self.weight, self._added, scales=scales, dtype=self._dtype)
             return made.view(*x.shape[:-1], -1)
         if self.scales is not None:
             return _sums(rows, self.weight, self._one)
@@ -139,7 +144,12 @@ class Product(nn.Module):
             rows, self.weight.t(), scale_a=self.input_scale, scale_b=self._weight_scale, out_dtype=self._dtype
         )
         out = out.view(*x.shape[:-1], -1)
-        return out if self.bias is None else out + self.bias
+        return out if self._added is None else out + self._added
+
+
+def _equal(scales: Tensor) -> bool:
+    """Whether all numbers are the same; read once, when a model is loaded."""
+    return bool((scales == scales[0]).all())
 
 
 def _joined(weights: Sequence[Tensor]) -> Tensor:
@@ -175,11 +185,11 @@ class _Layer:
         self.gate_up, self.down = shared or _mlp(layer.mlp, dtype, exact=exact)
         norms = [_weight(norm) for norm in (attention.q_norm, attention.k_norm)]
         caches = [_scale(cache) for cache in (attention.k_cache, attention.v_cache)]
-        scales, bias = self.qkv.scales, self.qkv.bias
+        scales, bias = self.qkv.scales, None if self.qkv.input_scale is None else self.qkv.bias
         self.heads = Heads(
             body.num_heads, body.num_kv_heads, body.head_dim, body.rms_norm_eps,
             q_norm=norms[0], k_norm=None if norms[1] is None else norms[1][None],
-            bias=None if scales is None or bias is None else bias[None],
+            bias=None if bias is None else bias[None],
             scales=None if scales is None else scales[None],
             k_scale=caches[0], v_scale=caches[1],
         )  # fmt: skip
@@ -286,7 +296,7 @@ class FusedLayers(nn.Module):
             x = x if branch is None else total
             keys, values = k[index : index + 1], v[index : index + 1]
             q = qk_norm_rope(layer.qkv(normed)[None], cos, sin, layer.heads, keys.flatten(1, 2), values.flatten(1, 2))
-            heads = attend(index, q.view(*shape, -1, body.head_dim), k[index], v[index])
+            heads = attend(index, q.view(*shape, -1, body.head_dim), k[index], v[index], layer.o.input_scale)
             branch = layer.o(heads.reshape(len(x), -1))
             x, branch = buffer, layer.mlp(x, branch, eps, buffer)
         return x, branch
@@ -355,8 +365,7 @@ class _Context:
             of_layers = torch.stack([cast("Tensor", product.input_scale) for product in products])
             self.input_scale = of_layers.max()
             self._one = torch.ones_like(self.input_scale)
-            scales = torch.stack([cast("Tensor", product.scales) for product in products])
-            scales = scales * (self.input_scale / of_layers)[:, None]
+            scales = self.input_scale * torch.stack([cast("Tensor", product.weight_scales) for product in products])
         bias = None
         if products[0].bias is not None:
             bias = torch.stack([cast("Tensor", product.bias)[queries:] for product in products])

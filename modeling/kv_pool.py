@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import copy
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from d2sd.modeling.config import BodyConfig
-from d2sd.modeling.layers import Attend
 from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins import batch_invariant
 from d2sd.plugins.cascade_attention import AttnMask, ChunkMask, PagedContext, cascade_attention
 from d2sd.plugins.kv_pages import write_pages
+from d2sd.plugins.layer_ops import quantize
 
 # Shape letters: B requests, T rows, N positions to write, M pages a request, Z tokens a page, P pages, L layers,
 # Hkv heads, D head size.
+
+
+class Attend(Protocol):
+    """Of a layer: q [B, T, Hq, D], k and v [B, T, Hkv, D] -> [B, T, Hq, D]; with `scale`, 0-dim fp32, in FP8."""
+
+    def __call__(self, index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None) -> Tensor: ...
 
 
 class KVPool:
@@ -72,8 +79,8 @@ class KVPool:
             return self._attend_exactly(rows)
         mask = rows.attn_mask if isinstance(rows.attn_mask, ChunkMask) else AttnMask(rows.attn_mask)
 
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return cascade_attention(q, k, v, self.context(index, rows), mask)
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None) -> Tensor:
+            return cascade_attention(q, k, v, self.context(index, rows), mask, scale=scale)
 
         return attend
 
@@ -82,8 +89,9 @@ class KVPool:
             return self._attend_alone(rows)
         order = batch_invariant.key_order(rows.attn_mask)
 
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return batch_invariant.attention(q, k, v, self.context(index, rows), rows.attn_mask, order)
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None) -> Tensor:
+            out = batch_invariant.attention(q, k, v, self.context(index, rows), rows.attn_mask, order)
+            return out if scale is None else quantize(out, scale)
 
         return attend
 
@@ -95,14 +103,15 @@ class KVPool:
             for b, (span, length) in enumerate(zip(mask.spans(), mask.lengths, strict=True))
         ]
 
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None) -> Tensor:
             parts = [
                 batch_invariant.attention(
                     q[:, span], k[:, span], v[:, span], self.context(index, rows), rows.attn_mask, None
                 )
                 for span, rows in alone
             ]
-            return torch.cat(parts, 1)
+            out = torch.cat(parts, 1)
+            return out if scale is None else quantize(out, scale)
 
         return attend
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from d2sd.policies import DrafterRole, FirstPass
+from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.grammar.step import OFFERED, SPARE, StepGrammar, TreePaths
@@ -98,7 +98,7 @@ def decode_step(
         draft = runner.draft_flex if policy.first_pass is FirstPass.FLEX else runner.draft_first
         with timer("draft_first"):
             first = draft(batch, offered)
-        first = calibrated(guided(first), batch, DrafterRole.FIRST)
+        first = calibrated(guided(first), batch, policy.first_drafter)
     elif first is not None:
         first = guided(first)
     if first is not None and policy.second_pass is not None:

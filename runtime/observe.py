@@ -15,7 +15,7 @@ from d2sd.runtime.trace import StepTrace
 class NodeOutcome(NamedTuple):
     """A node whose parent was accepted, so that the target has decided whether the node is accepted."""
 
-    drafter: int  # 0 the first, 1 the second
+    drafter: int  # `DrafterRole`
     distance: int  # slots after the last token of the drafter's context; 0 the next one
     sibling: bool  # not the slot's best candidate
     logprob: float  # the drafter's log-probability given the parent
@@ -94,7 +94,7 @@ def _judged(trace: StepTrace, row: int, nodes: int, path: list[int], lengths: li
         if above in on_path:
             branch = branch_id[node] if second is not None else 0  # samples come from the first pass
             distance = depth[node] - 1 - (lengths[branch - 1] if branch else 0)
-            drafter = second if branch and second is not None else 0
+            drafter = second if branch and second is not None else trace.policy.first_drafter
             found.append(NodeOutcome(drafter, distance, above in has_child, logprob[node], node in on_path, node))
         has_child.add(above)
     return found

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
-from d2sd.modeling import fp8
+from d2sd.modeling import fp8, fused
 from d2sd.plugins import dispatch, layer_ops
 from d2sd.plugins.cascade_attention import mask
 from d2sd.plugins.cascade_attention.triton.launch import pack_mask_triton
@@ -180,8 +180,8 @@ def product_flops(func: Any, args: tuple[Any, ...], out: Any) -> int:
 #: Arguments that each kernel writes; it reads the others.
 WRITTEN = {
     "add_rms_norm_kernel": ("total", "out"), "qk_norm_rope_kernel": ("q", "k", "v"), "silu_mul_kernel": ("out",),
-    "rope_tables_kernel": ("cos", "sin"), "quantize_kernel": ("out",), "cascade_attention_kernel": ("out", "lse"),
-    "pack_mask_kernel": ("words",), "merge_kernel": ("out",), "write_pages_kernel": ("k_pages", "v_pages"),
+    "rope_tables_kernel": ("cos", "sin"), "quantize_kernel": ("out",), "pack_mask_kernel": ("words",),
+    "cascade_attention_kernel": ("out", "partial", "lse", "arrived"), "write_pages_kernel": ("k_pages", "v_pages"),
     "segments_kernel": ("maxima", "partial"), "pool_kernel": ("tokens", "logprob"), "threshold_kernel": ("threshold",),
     "scores_kernel": ("partial",), "combine_kernel": ("chosen",), "accept_kernel": ("path", "accepted", "packed"),
     **dict.fromkeys(
@@ -198,12 +198,26 @@ def kernel_bytes(name: str, values: dict[str, Any], context: int) -> tuple[Bytes
     part, flops = PARTS[name](values, context) if name in PARTS else ({}, 0)
     tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
     sized = {key: (tensor, part.get(key, whole(tensor))) for key, tensor in tensors.items()}
-    reads = [pair for key, pair in sized.items() if key not in WRITTEN[name] or (name, key) in READ_BACK]
+    reads = [pair for key, pair in sized.items() if key not in WRITTEN[name]]
+    for key, share in READ_BACK.get(name, {}).items():
+        if key in sized:
+            tensor, count = sized[key]
+            reads.append((tensor, round(count * share(values))))
     return reads, [pair for key, pair in sized.items() if key in WRITTEN[name]], flops
 
 
-#: What a kernel reads of its own results.
-READ_BACK = {("grow_kernel", "scratch"), ("candidates_kernel", "parent"), ("candidates_kernel", "depth")}
+def _all(values: dict[str, Any]) -> float:
+    return 1.0
+
+
+#: What a kernel reads of its own results, and how much of it. The last split has its own part in registers.
+READ_BACK: dict[str, dict[str, Callable[[dict[str, Any]], float]]] = {
+    "grow_kernel": {"scratch": _all},
+    "candidates_kernel": {"parent": _all, "depth": _all},
+    "cascade_attention_kernel": {
+        "partial": lambda values: 1 - 1 / values["SPLITS"], "lse": _all, "arrived": _all
+    },
+}  # fmt: skip
 
 
 def _attention(values: dict[str, Any], context: int) -> tuple[dict[str, int], int]:
@@ -212,7 +226,8 @@ def _attention(values: dict[str, Any], context: int) -> tuple[dict[str, int], in
     committed = batch * context * pages.shape[-2] * size * pages.element_size()
     table = batch * -(-context // pages.shape[-3]) * values["page_table"].element_size()
     flops = 4 * batch * rows * heads * size * (context + rows)
-    return {"k_pages": committed, "v_pages": committed, "page_table": table}, flops
+    tiles = batch * values["HKV"] * -(-rows * values["GROUP"] // values["BLOCK_M"])
+    return {"k_pages": committed, "v_pages": committed, "page_table": table, "arrived": 4 * tiles}, flops
 
 
 def _write(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
@@ -257,6 +272,7 @@ def without_gpu(meter: Meter) -> Iterator[None]:
             stack.enter_context(patch.object(dispatch, name, lambda *_, **__: True))
         for owner, name, value in (
             (fp8, "use_fp8_gemm", lambda _: True), (layer_ops, "_on_kernels", lambda _: True),
+            (fused, "_equal", lambda _: True),
             (mask, "pack_mask_bits", pack_mask_triton), (JITFunction, "run", launched),
             (torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=PROCESSORS)),
             (torch.cuda, "device_of", lambda _: nullcontext()),

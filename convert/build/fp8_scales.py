@@ -30,6 +30,8 @@ from d2sd.plugins.fp8 import LARGEST, to_pages
 from d2sd.progress import Progress, silent
 
 PACKAGE = "nvidia-modelopt"
+#: Layers of one input get one scale, as in a target that ModelOpt exports: engines compute them as one product.
+JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,10 @@ def quantize_drafter(
     config = {"quant_cfg": [{"quantizer_name": "*", "enable": False}, *wanted], "algorithm": "max"}
     with _quiet():
         modelopt.quantization.quantize(drafter, config, lambda _: run())
+    for group in JOINED:
+        for first in (name for name in names if name.endswith(group[0])):
+            parts = [first.removesuffix(group[0]) + part for part in group]
+            modelopt.export.quant_utils.preprocess_linear_fusion([drafter.get_submodule(part) for part in parts])
     for name in names:
         layer: Any = drafter.get_submodule(name)
         for kind, quantizer in (("weight", layer.weight_quantizer), ("input", layer.input_quantizer)):

@@ -81,9 +81,7 @@ def make_engine(
         candidates[-1],
         limits,
         decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),
-        calibration=Calibration.of(file.slope, file.offset)
-        if file and file.slope and file.offset and calibrated
-        else None,
+        calibration=Calibration.of(file.slope, file.offset) if file and calibrated else None,
     )
     if selector is not None:
         engine.selector = selector
@@ -126,9 +124,10 @@ def candidate_policies(
         return [made(name, rows)]
     found = [made("off", 1)]
     if flex:
-        modes: list[PolicyName] = ["flex_parallel", "flex"] if parallel else ["flex"]
         sizes = [size for size in _ROWS if size < min(rows, tree.block_size)]
-        found += [made(mode, size) for size in (*sizes, rows) for mode in modes]
+        found += [made("flex_parallel", size) for size in (*sizes, rows) if parallel]
+        found.append(made("flex", rows))
+        found += [made("flex_tree", size) for size in _ROWS if size <= rows]
     if drafters:
         trees: list[PolicyName] = ["ddtree"] if drafters == 1 else ["ddtree", "hybrid"]
         found.append(made("chain", rows))

@@ -34,7 +34,7 @@ def check_bundle(bundle: Bundle, progress: Progress = silent) -> dict[str, Any]:
     sequences = make_engine(bundle, policy="off").generate(requests)
     plain = [s.answer for s in sequences]
     fit = check_drafter_config(bundle, sequences, progress)
-    compared: tuple[PolicyName, ...] = ("chain", "d2sd", "hybrid", "flex", "flex_parallel")
+    compared: tuple[PolicyName, ...] = ("chain", "d2sd", "hybrid", "flex", "flex_tree", "flex_parallel")
     figures: dict[str, Any] = {}
     for policy in compared:
         if not can_run(bundle, policy):

@@ -19,7 +19,8 @@ from d2sd.runtime.trace import StepTrace
 
 #: Tokens of the warm-up, which runs every shape of a step once; its times are discarded.
 _WARM_UP = 8
-_DRAFTERS: tuple[DrafterName, DrafterName] = ("first", "second")
+#: By `DrafterRole`.
+_DRAFTERS: tuple[DrafterName, ...] = ("first", "second", "flex")
 
 #: A request whose prompt extends to the first differing token -> margin of the two best logits there.
 Gap = Callable[[Request], float]

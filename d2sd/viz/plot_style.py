@@ -20,6 +20,7 @@ METHODS = {
     "off": ("#7F7F7F", "_"),
     "lookup": ("#000000", "x"),
     "flex": ("#882255", "X"),
+    "flex_tree": ("#332288", "p"),
     "flex_parallel": ("#AA4499", "h"),
     "chain": ("#56B4E9", "o"),
     "samples": ("#CDB400", "v"),  # Okabe and Ito's yellow, darkened: it has little contrast on white

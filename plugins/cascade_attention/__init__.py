@@ -18,12 +18,19 @@ from d2sd.plugins import dispatch
 from d2sd.plugins.cascade_attention.context import PagedContext
 from d2sd.plugins.cascade_attention.mask import AttnMask, ChunkMask
 from d2sd.plugins.cascade_attention.reference import cascade_attention_reference, chunks_reference
+from d2sd.plugins.fp8 import to_pages
 
 __all__ = ["AttnMask", "ChunkMask", "PagedContext", "cascade_attention"]
 
 
 def cascade_attention(
-    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, attn_mask: Tensor | AttnMask | ChunkMask
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: PagedContext,
+    attn_mask: Tensor | AttnMask | ChunkMask,
+    *,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Attention of T new rows over their request's paged context and, through a mask, over each other.
 
@@ -36,9 +43,10 @@ def cascade_attention(
         context: committed K/V of this layer.
         attn_mask: [B, T, T] bool, row t may attend to row u. Layers that share a mask pass one `AttnMask` of it, which
             is packed for the kernel once.
+        scale: 0-dim fp32; with it the result is quantized, fp8(out / scale).
 
     Returns:
-        [B, T, Hq, D] in q's dtype; scores are scaled by D^-0.5.
+        [B, T, Hq, D] in q's dtype or FP8 (E4M3); scores are scaled by D^-0.5.
 
     Raises:
         D2SDError: the tensors are on a CUDA device whose kernel does not take them, under `D2SD_NO_FALLBACK=1`.
@@ -46,8 +54,10 @@ def cascade_attention(
     mask = AttnMask(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
     if not dispatch.use_triton(context.k_pages):
         if isinstance(mask, ChunkMask):
-            return chunks_reference(q, k, v, context, mask)
-        return cascade_attention_reference(q, k, v, context, mask.allowed)
+            out = chunks_reference(q, k, v, context, mask)
+        else:
+            out = cascade_attention_reference(q, k, v, context, mask.allowed)
+        return out if scale is None else to_pages(out, scale)
     from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
 
-    return cascade_attention_triton(q, k, v, context, mask if isinstance(mask, ChunkMask) else mask.words)
+    return cascade_attention_triton(q, k, v, context, mask, scale=scale)

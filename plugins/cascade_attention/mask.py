@@ -18,11 +18,13 @@ from torch.nn import functional as F
 
 #: Columns a word.
 WORD = 32
+#: Counters of a pass: more than a GPU has multiprocessors, which programs of a split context never exceed.
+COUNTERS = 1024
 
 
 @dataclass(frozen=True)
 class AttnMask:
-    """The mask of one forward pass, shared by its layers: packed once, and only if a kernel runs."""
+    """The mask of one forward pass, shared by its layers one after the other: packed once, and only if a kernel runs."""
 
     allowed: Tensor  # [B, T, T] bool, row t may attend to row u. Every row, padding too, must attend to itself
 
@@ -30,6 +32,11 @@ class AttnMask:
     def words(self) -> Tensor:
         """[B, T, ceil(T/32)] int32."""
         return pack_mask_bits(self.allowed)
+
+    @cached_property
+    def arrived(self) -> Tensor:
+        """As `counters`."""
+        return counters(self.allowed.device)
 
 
 @dataclass(frozen=True)
@@ -39,10 +46,20 @@ class ChunkMask:
     lengths: tuple[int, ...]  # B, rows of each, at least 1
     starts: Tensor  # [B + 1] int64, first row of each, and N
 
+    @cached_property
+    def arrived(self) -> Tensor:
+        """As `counters`."""
+        return counters(self.starts.device)
+
     def spans(self) -> list[slice]:
         """The rows of each chunk among the N."""
         ends = accumulate(self.lengths)
         return [slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
+
+
+def counters(device: torch.device) -> Tensor:
+    """[COUNTERS] int32, zeros: how many splits of a tile are done. One layer leaves them as the next needs them."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def pack_mask_bits(attn_mask: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from d2sd.modeling.packed import pack, reduced_head
 from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins import choose
 from d2sd.runtime.backends.graphs import Capture, CudaGraphs
-from d2sd.runtime.backends.pending_context import MAX_PENDING_ROWS, ContextRows, PendingContext
+from d2sd.runtime.backends.pending_context import MAX_PENDING_ROWS, Committed, ContextRows, PendingContext
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.accept import Accepted
@@ -33,6 +33,9 @@ from d2sd.runtime.speculation.tree import Tree
 
 # Shape letters: B requests, M pages a request (both buckets), G block size γ, S = γ - 1
 # slots, K branches, N nodes, E hidden, V tokens, Vd of them in a draft vocabulary.
+
+#: Blocks of a request in one pass for which tables are made ahead; a pass of more makes larger ones.
+MOST_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,11 @@ class ModelRunner:
         # Most candidates that a slot can have in both drafts, because both become one tree.
         self._widest = min([self.vocab_size, *(len(d.draft_ids) for d in self._drafters if d.draft_ids is not None)])
         self._aux_layer_ids = first.config.target_layer_ids if first else ()
+        # What no step changes is made once: on CUDA each operator is a launch.
+        self._slots = self._same_block = torch.empty(0, device=self.device)
+        self._rows_of_blocks(MOST_BLOCKS)
+        mask_token = first.config.mask_token_id if first else 0
+        self._masks = torch.full((self.block_size - 1,), mask_token, device=self.device)
 
     def allocate(self, pages: int, page_size: int) -> None:
         """Allocate the K/V pools. Raises RecipeError if they do not fit in the device's memory."""
@@ -151,9 +159,8 @@ class ModelRunner:
     @torch.inference_mode()
     def draft_first(self, batch: Batch, width: int) -> Draft:
         """One block per request: [B, S, M] with M = `width`."""
-        anchor = batch.anchor[:, None, None]
-        masks = torch.full_like(anchor, self._drafters[0].config.mask_token_id).expand(-1, -1, self.block_size - 1)
-        logits = self._draft(0, batch, torch.cat([anchor, masks], dim=-1))
+        masks = self._masks.expand(len(batch.anchor), 1, -1)
+        logits = self._draft(0, batch, torch.cat([batch.anchor[:, None, None], masks], dim=-1))
         draft = self._candidates(0, batch, logits, width)
         return Draft(draft.tokens[:, 0], draft.logprob[:, 0])
 
@@ -223,7 +230,7 @@ class ModelRunner:
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         """Append the accepted path to every model's pages."""
         path = accepted.path  # [B, G]
-        steps = torch.arange(path.shape[1], device=path.device)
+        steps = self._slots[: path.shape[1]]
         keep = (steps < accepted.count[:, None]) & batch.active[:, None]
         of_rows = torch.arange(len(path), device=path.device)[:, None]
         out = verified.rows
@@ -233,8 +240,9 @@ class ModelRunner:
 
     def _queue_features(self, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
         """Queue the features of committed rows; their K/V is computed before the drafters run next."""
+        committed = Committed(features, page_table, positions, keep, self._target_pool.page_size)
         for pending in self._pending:
-            pending.push(features, page_table, positions, keep)
+            pending.push(committed)
 
     @torch.inference_mode()
     def sync_drafters(self, drafters: Collection[int]) -> None:
@@ -271,7 +279,7 @@ class ModelRunner:
     def queue(self, context: ContextRows, drafters: Collection[int]) -> None:
         """Queue `context` for these drafters; it is kept, not copied."""
         for which in drafters:
-            self._pending[which].push_rows(context)
+            self._pending[which].push(context)
 
     @property
     def drafters(self) -> int:
@@ -303,15 +311,23 @@ class ModelRunner:
         assert not self._pending[which].rows, "call sync_drafters first"
         drafter, pool = self._drafters[which], self._pools[which]
         _, count, size = blocks.shape
-        of_block = torch.arange(count, device=blocks.device).repeat_interleave(size)
-        attn_mask = (of_block[:, None] == of_block).expand(len(blocks), -1, -1)
-        slots = torch.arange(size, device=blocks.device).repeat(count)
+        slots, same_block = self._rows_of_blocks(count)
+        attn_mask = same_block.expand(len(blocks), -1, -1)
         positions = batch.context_len[:, None] + slots
         rows = Rows(positions, attn_mask, batch.page_table, batch.context_len)
         hidden = drafter.draft(self.target.embed_tokens(blocks.flatten(1)), rows, pool)
         # contiguous: on a view PyTorch multiplies batch by batch, 60 times slower in bf16 on a CPU
         logits = self._heads[which](hidden.view(len(blocks), count, size, -1)[:, :, 1:].contiguous())
         return logits if choose.use_kernels(logits) else logits.float()
+
+    def _rows_of_blocks(self, count: int) -> tuple[Tensor, Tensor]:
+        """Of the rows of `count` blocks, one behind the other: the slot of each [T], and who is in its block [T, T]."""
+        rows = count * self.block_size
+        if rows > len(self._slots):  # tables for any number of blocks begin with those of fewer
+            number = torch.arange(rows, device=self.device)
+            block = number // self.block_size
+            self._slots, self._same_block = number % self.block_size, block[:, None] == block
+        return self._slots[:rows], self._same_block[:rows, :rows]
 
     def _candidates(self, which: int, batch: Batch, logits: Tensor, width: int) -> Draft:
         ids = self._drafters[which].draft_ids

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -39,17 +40,20 @@ class ContextRows(NamedTuple):
         return ContextRows(*(tensor.clone() for tensor in self))
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """The arguments of one `push`."""
+@dataclass(frozen=True)
+class Committed:
+    """Rows of `positions` where `keep`, for the queues of all drafters, whose pages have one size."""
 
     features: Tensor  # [B, T, n·E]
     page_table: Tensor  # [B, M]
     positions: Tensor  # [B, T]
     keep: Tensor  # [B, T]
+    page_size: int
 
-    def rows(self, page_size: int) -> ContextRows:
-        places = (self.positions // page_size).clamp(max=self.page_table.shape[1] - 1)  # rows not kept may be past it
+    @cached_property
+    def rows(self) -> ContextRows:
+        last = self.page_table.shape[1] - 1  # rows not kept may be past it
+        places = (self.positions // self.page_size).clamp(max=last)
         pages = torch.where(self.keep, self.page_table.gather(1, places), 0)
         return ContextRows(self.features.flatten(0, 1), self.positions.flatten(), pages.flatten())
 
@@ -60,27 +64,25 @@ class PendingContext:
     def __init__(self, drafter: DraftModel, pool: KVPool) -> None:
         self._drafter, self._pool = drafter, pool
         self._on_cpu = pool.k.device.type == "cpu"
-        self._queue: list[tuple[int, _Entry | ContextRows]] = []  # with the number of the push
+        self._queue: list[tuple[int, Committed | ContextRows]] = []  # with the number of the push
         self._pushes = 0
         self._dropped: dict[int, int] = {}  # page -> pushes before it was dropped, for pages dropped since `_compact`
         self.rows = 0  # upper bound: padding and rows of dropped pages are counted until `_compact`
 
-    def push(self, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
-        """Queue the rows of `positions [B, T]` where `keep [B, T]`.
+    def push(self, entry: Committed | ContextRows) -> None:
+        """Queue rows.
 
         The tensors are kept, not copied: those of a captured step, which overwrites them when it runs again, must be
         taken back (`pop`).
         """
-        self._append(_Entry(features, page_table, positions, keep), keep.numel())
-
-    def push_rows(self, rows: ContextRows) -> None:
-        """Queue rows; they are kept, not copied."""
-        self._append(rows, len(rows.pages))
+        self._queue.append((self._pushes, entry))
+        self._pushes += 1
+        self.rows += (entry.keep if isinstance(entry, Committed) else entry.pages).numel()
 
     def pop(self) -> ContextRows:
         """Take back what was queued last."""
         _, entry = self._queue.pop()
-        rows = self._rows_of(entry)
+        rows = _rows_of(entry)
         self.rows -= len(rows.pages)
         return rows
 
@@ -93,11 +95,6 @@ class PendingContext:
         finally:
             del self._queue[length:]
             self.rows = rows
-
-    def _append(self, entry: _Entry | ContextRows, rows: int) -> None:
-        self._queue.append((self._pushes, entry))
-        self._pushes += 1
-        self.rows += rows
 
     def drop(self, pages: Iterable[int]) -> None:
         """Drop the rows that are queued for these pages; rows pushed later are kept."""
@@ -114,16 +111,18 @@ class PendingContext:
         """Compute the K/V of all rows in one GEMM and write it to the pages."""
         if self._on_cpu:
             self._compact()
-        parts = [self._rows_of(entry) for _, entry in self._queue]
+        parts = [_rows_of(entry) for _, entry in self._queue]
         self._queue, self.rows = [], 0
         if parts:
             self.inject(parts)
 
     def inject(self, parts: Sequence[ContextRows]) -> None:
         """Compute the K/V of these rows, padding included, and write it in their order: shapes depend on theirs."""
-        features = torch.cat([part.features for part in parts])[None]
-        positions = torch.cat([part.positions for part in parts])[None]
-        k, v = self._drafter.context_keys_values(features, positions)
+        features, positions = parts[0].features, parts[0].positions
+        if len(parts) > 1:
+            features = torch.cat([part.features for part in parts])
+            positions = torch.cat([part.positions for part in parts])
+        k, v = self._drafter.context_keys_values(features[None], positions[None])
         sizes = [len(part.pages) for part in parts]
         for part, keys, values in zip(
             parts, torch.split(k[:, 0], sizes, 1), torch.split(v[:, 0], sizes, 1), strict=True
@@ -136,7 +135,7 @@ class PendingContext:
         dropped_at = torch.zeros(self._pool.k.shape[1], dtype=torch.long)
         dropped_at[list(self._dropped)] = torch.tensor(list(self._dropped.values()), dtype=torch.long)
         for number, entry in self._queue:
-            rows = self._rows_of(entry)
+            rows = _rows_of(entry)
             (chosen,) = ((rows.pages > 0) & (dropped_at[rows.pages] <= number)).nonzero(as_tuple=True)
             parts.append(ContextRows(*(tensor[chosen] for tensor in rows)))
         merged = ContextRows(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))) if parts else None
@@ -144,5 +143,6 @@ class PendingContext:
         self._queue = [(self._pushes - 1, merged)] if merged and self.rows else []
         self._dropped = {}
 
-    def _rows_of(self, entry: _Entry | ContextRows) -> ContextRows:
-        return entry.rows(self._pool.page_size) if isinstance(entry, _Entry) else entry
+
+def _rows_of(entry: Committed | ContextRows) -> ContextRows:
+    return entry.rows if isinstance(entry, Committed) else entry

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
+from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.speculation.draft import Branches, Draft
 
@@ -25,20 +26,22 @@ _MAX_LOGPROB = -1e-6
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Parameters by temperature (0, 1), drafter (first, second), distance 1 .. S and kind (best, sibling)."""
+    """Parameters by temperature (0, 1), drafter (`DrafterRole`), distance 1 .. S and kind (best, sibling)."""
 
-    slope: Tensor  # [2, 2, S, 2] fp32, positive
-    offset: Tensor  # [2, 2, S, 2] fp32
+    slope: Tensor  # [2, D, S, 2] fp32, positive; D is 3 with FlexDraft, else 2
+    offset: Tensor  # [2, D, S, 2] fp32
 
     def to(self, device: str) -> Calibration:
         return Calibration(self.slope.to(device), self.offset.to(device))
 
     @staticmethod
     def of(slope: list[list[list[list[float]]]], offset: list[list[list[list[float]]]]) -> Calibration:
-        return Calibration(torch.tensor(slope), torch.tensor(offset))
+        """Tables of a `CalibrationFile`; a drafter without a row keeps its probabilities."""
+        rows = (0, 0, 0, 0, 0, len(DrafterRole) - len(slope[0]))
+        return Calibration(pad(torch.tensor(slope), rows, value=1.0), pad(torch.tensor(offset), rows))
 
     def apply(self, draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:
-        """Calibrate a draft of drafter 0 or 1: a first pass [B, S, M], or a second pass [B, K, S, M] of `branches`."""
+        """Calibrate a draft of a `DrafterRole`: a first pass [B, S, M], or a second pass [B, K, S, M] of `branches`."""
         slots, width = draft.tokens.shape[-2:]
         kind = (torch.arange(width, device=draft.tokens.device) > 0).long()
         distance = torch.arange(slots, device=draft.tokens.device)

@@ -10,7 +10,8 @@ d2sd           first drafter   second drafter at K boundaries   the same: D²SD 
 ddtree         first drafter   -                                likeliest paths of one pass: DDTree
 hybrid         first drafter   second drafter at K tree nodes   likeliest paths of both passes
 flex           mask rows       -                                a chain: FlexDraft (arXiv 2605.20022)
-flex_parallel  the step before -                                the same; one pass verifies, and drafts the next chain
+flex_tree      mask rows       -                                likeliest paths of one pass, as of ddtree
+flex_parallel  the step before -                                a chain; one pass verifies, and drafts the next chain
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ class Policy:
     @property
     def first_pass(self) -> FirstPass:
         return FACTS[self.name].first_pass
+
+    @property
+    def first_drafter(self) -> DrafterRole:
+        return FACTS[self.name].first_drafter
 
     @property
     def second_pass(self) -> DrafterRole | None:
@@ -145,13 +150,22 @@ class D2SD(_Branched):
     name = "d2sd"
 
 
-class DDTree(Policy):
-    name = "ddtree"
+class _OnePass(Policy):
+    """The likeliest paths of the first draft."""
+
     topk = WIDTH
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         assert first is not None
         return best_first_tree(batch.anchor, first, self.num_nodes)
+
+
+class DDTree(_OnePass):
+    name = "ddtree"
+
+
+class FlexTree(_OnePass):
+    name = "flex_tree"
 
 
 class Hybrid(Policy):
@@ -168,7 +182,7 @@ class Hybrid(Policy):
 
 class Flex(_Chained):
     name = "flex"
-    uses_probabilities = False  # a calibration of drafters does not apply to the target's own drafts
+    uses_probabilities = False
 
 
 class FlexParallel(_Chained):
@@ -185,7 +199,8 @@ def _with_anchor(anchor: Tensor, tokens: Tensor, logprob: Tensor) -> tuple[Tenso
 
 
 _POLICIES: dict[PolicyName, type[Policy]] = {
-    policy.name: policy for policy in (Off, Lookup, Chain, Samples, Reanchor, D2SD, DDTree, Hybrid, Flex, FlexParallel)
+    policy.name: policy
+    for policy in (Off, Lookup, Chain, Samples, Reanchor, D2SD, DDTree, Hybrid, Flex, FlexTree, FlexParallel)
 }
 
 
@@ -209,8 +224,8 @@ def make_policy(name: PolicyName, *, block_size: int, branches: int, row_budget:
         return Off(1)
     if kind in (Chain, Lookup, Flex, FlexParallel):
         return kind(min(row_budget, block_size))
-    if kind is DDTree:
-        return DDTree(row_budget)
+    if kind in (DDTree, FlexTree):
+        return kind(row_budget)
     if kind is Hybrid:
         return Hybrid(row_budget, branches)
     limit = 1 + (branches + 1) * (block_size - 1) if kind is Samples else tree.max_nodes(block_size, branches)

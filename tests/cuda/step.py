@@ -120,8 +120,11 @@ def test_prompts_of_any_number_are_one_pass() -> None:
 
 @pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_batch_invariant_steps_take_as_many_launches(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kernel of `exact` takes the place of another; nothing leaves the device."""
+    """Each kernel of `exact` takes the place of another, but for those that its attention leaves over: the merge of
+    splits and, in FP8, the quantisation of the result. Nothing leaves the device.
+    """
     monkeypatch.setattr(batch_invariant, "SPAN", 128)  # several splits: with one there is no merge
     found = steps("d2sd", (GREEDY,), layers=LAYERS, drafter_layers=DRAFTER_LAYERS, fp8=fp8, exact=True)
-    assert not found.launches - Counter(LAUNCHES["d2sd", fp8, False])
+    left_over = Counter(verify=LAYERS * (2 if fp8 else 1))
+    assert not found.launches - (Counter(LAUNCHES["d2sd", fp8, False]) + left_over)
     assert found.copies == []

@@ -91,7 +91,11 @@ def stored(kernel: Any) -> set[str]:
         for target in node.targets if isinstance(target, ast.Name)
     }  # fmt: skip
     called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    bases = {leftmost(node.args[0]) for node in called if ast.unparse(node.func) in ("tl.store", "store_mask")}
+    bases = {
+        leftmost(node.args[0])
+        for node in called
+        if ast.unparse(node.func) in ("tl.store", "store_mask", "store_result")
+    }
     while not bases <= set(kernel.arg_names):
         bases = {base if base in kernel.arg_names else own[base] for base in bases}
     return bases
@@ -111,9 +115,9 @@ def test_a_kernel_without_a_rule_is_an_error() -> None:
 # -- a step ------------------------------------------------------------------------------------------------------------
 
 FP8 = pytest.param("fp8", marks=pytest.mark.slow)
-#: Bytes read over the floor's. FP8: products of several scales are fp32 sums, and the floor is half as large.
-READS = {"bf16": 1.05, "fp8": 1.08}
-NODES = {"bf16": 600, "fp8": 700}
+#: Bytes read over the floor's. In FP8 the floor is half as large; 0.012 are the drafters' k and v, read twice.
+READS = {"bf16": 1.037, "fp8": 1.055}
+NODES = {"bf16": 540, "fp8": 550}
 
 
 @pytest.fixture(params=["bf16", FP8], scope="module")

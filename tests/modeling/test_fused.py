@@ -93,12 +93,22 @@ def test_fused_layers_are_the_layers(family: Family, bias: bool, dtype: torch.dt
 
 
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("bias", [False, True])
-def test_fp8_layers_and_pages(bias: bool) -> None:
-    """Every product in FP8, and the target's pages."""
+@pytest.mark.parametrize(("bias", "shared"), [(False, False), (True, False), (True, True)])
+def test_fp8_layers_and_pages(bias: bool, shared: bool) -> None:
+    """Every product in FP8, and the target's pages. `shared`: weights of one input have one scale."""
     target, drafter = pair(tiny_decoder("llama", attention_bias=bias))
     models = in_fp8(target, linear_names(target), cache=True), in_fp8(drafter, linear_names(drafter))
-    expected, found = outputs(*models), outputs(*map(fused, models))  # type: ignore[arg-type]
+    for model in models if shared else ():
+        for name, linear in model.named_modules():
+            if isinstance(linear, Fp8Linear) and name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+                linear.weight_scale = torch.tensor(3e-4)
+    together = fused(models[0]), fused(models[1])
+    for one in together:
+        assert isinstance(one.native, FusedLayers)
+        assert all(
+            (part.scales is None) == shared for layer in one.native._layers for part in (layer.qkv, layer.gate_up)
+        )
+    expected, found = outputs(*models), outputs(*together)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=2e-5)
 
@@ -268,12 +278,12 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Launches of what runs inside, as on a GPU: our ops are one each, attention is two."""
+    """Launches of what runs inside, as on a GPU: our ops are one each."""
     launches = Launches()
 
-    def once(name: str, run: Callable[..., Any], number: int = 1) -> Callable[..., Any]:
+    def once(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def counting(*arguments: Any, **named: Any) -> Any:
-            launches.names[name] += number
+            launches.names[name] += 1
             launches.inside = True
             try:
                 return run(*arguments, **named)
@@ -284,7 +294,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
     ops = {name: once(name, getattr(layer_ops.reference, name)) for name in layer_ops.__all__ if name != "Heads"}
     monkeypatch.setattr(layer_ops, "_implementation", lambda x: SimpleNamespace(**ops))
-    attention = once("attention", lambda q, *_: torch.empty_like(q), 2)
+    types = {True: None, False: torch.float8_e4m3fn}
+    attention = once("attention", lambda q, *_, scale: torch.empty_like(q, dtype=types[scale is None]))
     monkeypatch.setattr(kv_pool, "cascade_attention", attention)
     with launches:
         yield launches.names
@@ -294,7 +305,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 @pytest.mark.parametrize("fp8", [False, True])
 @torch.inference_mode()
 def test_a_pass_is_few_launches(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten kernels a layer, eleven in FP8; the embedding, the tables and the last norm."""
+    """Nine kernels a layer; the embedding, the tables and the last norm."""
     target, drafter = pair(tiny_decoder("qwen3", layers=7))
     if fp8:
         target, drafter = in_fp8(target, linear_names(target), cache=True), in_fp8(drafter, linear_names(drafter))
@@ -309,7 +320,7 @@ def test_a_pass_is_few_launches(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> N
         torch.ones(1, 4, 64),
     )
     tokens, pool = torch.ones(1, 4, dtype=torch.long), pool_for(target.config.body, 1, 4)[0]
-    layer = 11 if fp8 else 10
+    layer = 9
     with counted(monkeypatch) as launches:
         target(tokens, rows, pool, AUX)
     assert launches.total() == 7 * layer + 3, launches

@@ -33,7 +33,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     found: Calls = []
 
     def stand_in(name: str) -> Any:
-        return lambda *arguments: found.append(name)
+        return lambda *arguments, **_: found.append(name)
 
     monkeypatch.setattr(attention, "cascade_attention_reference", stand_in("reference"))
     monkeypatch.setattr(pages, "write_pages_reference", stand_in("reference"))

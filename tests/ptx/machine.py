@@ -157,7 +157,7 @@ class Machine:
     def at(self, lanes: Array) -> Lanes:
         """What memory must know of those that access it."""
         block = self.block[lanes]
-        return Lanes(block, self.warp[lanes], self.shared.epoch[block])
+        return Lanes(block, self.warp[lanes], self.shared.epoch[block] * self.blocks + block)
 
     # -- what must not be divided --------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """Global memory: every tensor an allocation of its own, with gaps between them that no access may touch.
 
 Checked at every access: it is aligned, it stays within one allocation, and a tensor that a kernel only reads is not
-written. No block may read or write what another block writes: blocks run in any order; and so do the warps of a block
-between two barriers (order.py).
+written. Blocks run in any order, and so do the warps of a block between two barriers (order.py). So no block may read or
+write what another block writes, unless the other announced it: by an atomic addition with release, behind a barrier
+that follows the write, to a number to which this block then adds with acquire, before a barrier that precedes the read.
 
 Local memory is a thread's own: a stack, which the compiler uses for arrays.
 """
@@ -39,7 +40,7 @@ class Lanes:
 
     block: Array
     warp: Array
-    epoch: Array
+    epoch: Array  # between two barriers; other blocks have other numbers
 
 
 class GlobalMemory:
@@ -56,6 +57,9 @@ class GlobalMemory:
         self.owner = np.full(size, _NONE, np.int16)  # index of the tensor; _NONE: a gap
         self.writable = np.zeros(size, bool)
         self.writer = np.full(size, _NONE, np.int32)  # block
+        self.announced: dict[int, dict[int, int]] = {}  # place of a number -> block -> epoch in which it added to it
+        # [block, other]: what the other wrote before `until` is certain to be seen after `since`; epochs.
+        self.until = self.since = np.zeros((0, 0), np.int32)
         self.order = Order("global", size)
         self.read_bytes = self.written_bytes = 0
         for number, (tensor, place) in enumerate(zip(tensors, self.places, strict=True)):
@@ -78,7 +82,7 @@ class GlobalMemory:
     def load(self, address: Array, bits: int, count: int, by: Lanes, *, constant: bool = False) -> Array:
         """[lanes, count] numbers of `bits` bits. `constant`: through a cache that does not see writes."""
         size = bits // 8 * count
-        place = self._check(address, size, by.block, write=False)
+        place = self._check(address, size, by, write=False)
         self.read_bytes += place.size * size
         shared = self.writable[place]
         if shared.any():
@@ -92,7 +96,7 @@ class GlobalMemory:
     def store(self, address: Array, numbers: Array, by: Lanes) -> None:
         """Numbers [lanes, count] of unsigned type."""
         size = numbers.shape[1] * numbers.itemsize
-        place = self._check(address, size, by.block, write=True)
+        place = self._check(address, size, by, write=True)
         self.order.write(place[:, None] + np.arange(size), by.epoch, by.warp)
         self.written_bytes += place.size * size
         at = place[:, None] // numbers.itemsize + np.arange(numbers.shape[1])
@@ -102,7 +106,26 @@ class GlobalMemory:
             raise Fault("two lanes write different values to one address")
         self.writer[place[:, None] + np.arange(size)] = by.block[:, None]
 
-    def _check(self, address: Array, size: int, block: Array, *, write: bool) -> Array:
+    def add(self, address: Array, numbers: Array, by: Lanes, blocks: int) -> Array:
+        """Atomic additions [lanes], one after the other, that release and acquire; returns what was there."""
+        if not self.until.size:
+            self.until, self.since = np.full((2, blocks, blocks), _NONE, np.int32)
+        size = numbers.itemsize
+        old, store = np.empty_like(numbers), self.bytes.view(numbers.dtype)
+        for lane, (block, epoch) in enumerate(zip(by.block.tolist(), by.epoch.tolist(), strict=True)):
+            one = slice(lane, lane + 1)
+            lanes = Lanes(by.block[one], by.warp[one], by.epoch[one])
+            place = int(self._check(address[one], size, lanes, write=True, atomic=True)[0])
+            before = self.announced.setdefault(place, {})
+            for other, theirs in before.items():
+                self.until[block, other], self.since[block, other] = theirs, epoch
+            before[block] = epoch
+            old[lane] = store[place // size]
+            store[place // size] += numbers[lane]
+            self.writer[place : place + size] = block
+        return old
+
+    def _check(self, address: Array, size: int, by: Lanes, *, write: bool, atomic: bool = False) -> Array:
         what = "write" if write else "read"
         if (address % np.uint64(size)).any():
             raise Fault(f"misaligned global {what} of {size} bytes")
@@ -118,8 +141,14 @@ class GlobalMemory:
             name = self.tensors[first[~self.writable[place]][0]].name
             raise Fault(f"global write to {name}, which the kernel must only read")
         writer = self.writer[place]
-        if ((writer != _NONE) & (writer != block)).any():
-            raise Fault(f"global {what} of what another block writes")
+        other = np.flatnonzero((writer != _NONE) & (writer != by.block))
+        if other.size and not (atomic and int(place[0]) in self.announced):
+            pair = by.block[other], writer[other]
+            seen = np.zeros(other.size, bool)
+            if self.until.size:
+                seen = (self.order.write_epoch[place[other]] < self.until[pair]) & (self.since[pair] < by.epoch[other])
+            if not seen.all():
+                raise Fault(f"global {what} of what another block writes")
         return place
 
     def _near(self, place: int) -> str:

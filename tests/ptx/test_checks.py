@@ -119,6 +119,37 @@ def test_blocks_do_not_share_what_one_writes(what: str) -> None:
         attempt(GLOBAL + first + what, blocks=2)
 
 
+#: Each of two blocks writes 64 numbers, and the one that adds last reads those of the other.
+ANNOUNCED = (
+    "ld.param.b64 %rd0, [kernel_param_0]; ld.param.b64 %rd5, [kernel_param_1]; mov.u32 %r1, %tid.x;"
+    "mov.u32 %r4, %ctaid.x; setp.eq.s32 %p1, %r1, 0; setp.eq.s32 %p2, %r4, 1; mov.u32 %r5, 1;"
+    "mad.lo.s32 %r2, %r4, 64, %r1; mul.wide.u32 %rd1, %r2, 4; add.s64 %rd1, %rd0, %rd1;"
+    "xor.b32 %r3, %r2, 64; mul.wide.u32 %rd2, %r3, 4; add.s64 %rd2, %rd0, %rd2;",
+    "st.global.b32 [%rd1], %r2;", "bar.sync 0;", "@%p1 atom.global.gpu.acq_rel.add.u32 %r6, [%rd5], %r5;",
+    "bar.sync 0;", "@%p2 ld.global.b32 %r7, [%rd2];",
+)  # fmt: skip
+
+
+def test_blocks_read_what_others_announced() -> None:
+    attempt("".join(ANNOUNCED), blocks=2, size=512)
+    attempt("".join((*ANNOUNCED, "@%p2 st.global.b32 [%rd5], %r1;")).replace("%p2 st", "%p3 st").replace(
+        "mov.u32 %r5, 1;", "mov.u32 %r5, 1; and.pred %p3, %p1, %p2;"), blocks=2, size=512)  # fmt: skip
+
+
+@pytest.mark.parametrize("left_out", [2, 3, 4])
+def test_without_a_part_of_it_they_must_not(left_out: int) -> None:
+    with pytest.raises(Fault, match="global read of what another block writes"):
+        attempt("".join(text for place, text in enumerate(ANNOUNCED) if place != left_out), blocks=2, size=512)
+
+
+def test_the_first_to_announce_sees_nothing_of_the_other() -> None:
+    with pytest.raises(Fault, match="global read of what another block writes"):
+        attempt("".join(ANNOUNCED).replace("@%p2", "@!%p2"), blocks=2, size=512)
+    count = "".join(ANNOUNCED) + "setp.eq.s32 %p3, %r4, 0; and.pred %p3, %p1, %p3; @%p3 st.global.b32 [%rd5], %r1;"
+    with pytest.raises(Fault, match="global write of what another block writes"):
+        attempt(count, blocks=2, size=512)
+
+
 # -- wgmma -------------------------------------------------------------------------------------------------------------
 
 OUT = ",".join(f"%r{n}" for n in range(10, 14))

@@ -438,7 +438,8 @@ def test_special_registers() -> None:
     "text", ["tcgen05.alloc.b32 %r1, %r2", "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 %r1, %r2, %r3, %r4",
              "cvt.rna.tf32.f32 %r1, %r2", "mul.hi.u64 %rd1, %rd2, %rd3", "add.sat.s32 %r1, %r2, %r3", "bar.sync 1",
              "ld.local.v2.b32 {%r1, %r2}, [%rd1]", "redux.sync.add.s32 %r1, %r2, 15", "setp.eq.f16x2 %p1, %r1, %r2",
-             "madc.lo.u32 %r1, %r2, %r3, %r4", "add.rz.f32 %r1, %r2, %r3", "fence.acq_rel.gpu"],
+             "madc.lo.u32 %r1, %r2, %r3, %r4", "add.rz.f32 %r1, %r2, %r3", "fence.acq_rel.gpu",
+             "atom.global.gpu.relaxed.add.u32 %r1, [%rd1], %r2"],
 )  # fmt: skip
 def test_what_is_not_modelled_is_refused(text: str) -> None:
     with pytest.raises(Unsupported):
@@ -446,7 +447,7 @@ def test_what_is_not_modelled_is_refused(text: str) -> None:
 
 
 #: What is tested in test_transfers.py and test_checks.py.
-ELSEWHERE = {"ld", "st", "cp", "fence", "bar", "shfl", "vote", "redux", "ldmatrix", "stmatrix", "mma", "wgmma"}
+ELSEWHERE = {"ld", "st", "atom", "cp", "fence", "bar", "shfl", "vote", "redux", "ldmatrix", "stmatrix", "mma", "wgmma"}
 #: Opcodes that are tested here, to their last modifier.
 TESTED = {text.split()[0] for text, *_ in (*INTEGERS, *FLOATS)} | {
     "mad.lo.cc.u32",

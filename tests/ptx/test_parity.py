@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
+from d2sd.plugins.cascade_attention.mask import pack_mask_bits
+from d2sd.plugins.cascade_attention.triton.launch import launch
+from d2sd.plugins.fp8 import to_pages
 from d2sd.plugins.kv_pages.reference import write_pages_reference
 from d2sd.plugins.kv_pages.triton.launch import write_pages_triton
 from tests.plugins.kernels.calls import assert_within_budget
+from tests.ptx import transfers
 from tests.ptx.cases import CAPABILITIES, MIDDLE, SMALL, Attention, least_capability, table
 from tests.ptx.launch import Launch, executed_as_ptx
 from tests.ptx.order import Fault
@@ -27,7 +32,30 @@ def assert_right(capability: int, case: Attention) -> list[Launch]:
 @pytest.mark.parametrize(("capability", "case"), SMALL, ids=str)
 def test_attention(capability: int, case: Attention) -> None:
     launches = assert_right(capability, case)
-    assert [launch.name for launch in launches][1:] == ["merge_kernel"] * (case.splits > 1)
+    assert [launch.name for launch in launches] == ["cascade_attention_kernel"]
+
+
+def test_splits_may_end_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one weighs the parts, in the same order; the counters are zeros again, for the next layer."""
+    capability, case = SMALL[1]
+    call, arrived, found = case.call(), torch.zeros(8, dtype=torch.int32), []
+    for turn in (1, -1):
+        monkeypatch.setattr(transfers, "TURN", turn)
+        with executed_as_ptx(capability):
+            words = pack_mask_bits(call.attn_mask)
+            found.append(launch(call.q, call.k, call.v, call.context, words, splits=case.splits, arrived=arrived))
+        assert not arrived.any()
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("splits", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_quantized_attention(splits: int) -> None:
+    """To the FP8 numbers of the result in its type."""
+    call, scale = SMALL[0][1].call(), torch.tensor(0.013)
+    with executed_as_ptx(90):
+        run = partial(launch, call.q, call.k, call.v, call.context, pack_mask_bits(call.attn_mask), splits=splits)
+        plain, found = run(), run(scale=scale)
+    assert torch.equal(found.view(torch.uint8), to_pages(plain, scale).view(torch.uint8))
 
 
 @pytest.mark.slow

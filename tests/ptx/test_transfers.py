@@ -9,6 +9,7 @@ from functools import reduce
 import numpy as np
 import pytest
 
+from tests.ptx import transfers
 from tests.ptx.assembly import run
 from tests.ptx.memory import GlobalMemory, Placed
 from tests.ptx.values import UNSIGNED, Array, decode, encode
@@ -49,6 +50,23 @@ def test_loads_and_stores(count: int, bits: int, space: str) -> None:
     found = memory.data(1).view(UNSIGNED[bits]).reshape(given.shape)
     assert (found[1::2] == given[1::2]).all()
     assert not found[::2].any()
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_additions_to_memory(turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes of one number, one after the other; each learns what was there."""
+    monkeypatch.setattr(transfers, "TURN", turn)
+    memory = memory_of(np.array([7, 0xFFFFFFFF], np.uint32))
+    lines = """ld.param.b64 %rd0, [kernel_param_0]; mov.u32 %r1, %tid.x; and.b32 %r2, %r1, 1; mul.wide.u32 %rd1, %r2, 4;
+        add.s64 %rd0, %rd0, %rd1; setp.lt.u32 %p1, %r1, 30; mov.u32 %r3, 0;
+        @%p1 atom.global.gpu.acq_rel.add.u32 %r3, [ %rd0 + 0 ], %r1;"""
+    found = run(lines, memory=memory).registers["%r3"]
+    now, expected = [7, 0xFFFFFFFF], [0] * 32
+    for lane in range(30)[::turn]:
+        expected[lane] = now[lane % 2]
+        now[lane % 2] = (now[lane % 2] + lane) % (1 << 32)
+    assert found.tolist() == expected
+    assert memory.data(0).view(np.uint32).tolist() == now
 
 
 def test_signed_numbers_are_extended() -> None:

@@ -1,4 +1,4 @@
-"""Loads, stores, barriers, and what a warp does together without tensor cores."""
+"""Loads, stores, additions to memory, barriers, and what a warp does together without tensor cores."""
 
 from __future__ import annotations
 
@@ -64,6 +64,26 @@ def prepare_transfer(instruction: Instruction) -> Step:
             machine.shared.store(at, numbers.view(np.uint8), block, machine.warp[lanes])
 
     return load_parameter if space == "param" else load if name == "ld" else store
+
+
+#: In which order the lanes of one atomic instruction come to memory: 1, or -1 for the last lane first.
+TURN = 1
+
+
+@executes("atom")
+def prepare_atomic(instruction: Instruction) -> Step:
+    """An addition that all of the GPU sees at once; blocks learn by it what others have written."""
+    to, place, source = instruction.operands
+    if instruction.opcode != "atom.global.gpu.acq_rel.add.u32":
+        raise Unsupported(instruction.opcode)
+
+    def add(machine: Machine, mask: Mask) -> None:
+        lanes = machine.lanes_of(mask)[::TURN]
+        numbers = np.broadcast_to(machine.read(source, 32), machine.lanes)[lanes]
+        old = machine.memory.add(machine.address(place, lanes), numbers, machine.at(lanes), machine.blocks)
+        machine.write_lanes(to, lanes[::TURN], old[::TURN], mask)
+
+    return add
 
 
 @executes("bar")

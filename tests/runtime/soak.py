@@ -50,6 +50,7 @@ POLICIES: tuple[PolicyName, ...] = (
     "d2sd",
     "hybrid",
     "flex",
+    "flex_tree",
     "lookup",
     "flex_parallel",
 )

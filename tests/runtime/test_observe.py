@@ -75,7 +75,7 @@ def slowly(trace: StepTrace, row: int) -> StepObservation:
         if above in path:
             judged.append(
                 NodeOutcome(
-                    drafter=(trace.policy.second_pass or 0) if redrafted else 0,
+                    drafter=(trace.policy.second_pass or 0) if redrafted else 2 * trace.policy.name.startswith("flex"),
                     distance=slot - len(starts[node.branch_id - 1]) if redrafted else slot,
                     sibling=above in parents,
                     logprob=node.score - by_path[above].score,
@@ -130,12 +130,14 @@ def test_everything_occurs(name: PolicyName) -> None:
     assert len(found) == 16
     judged = [node for one in found for node in one.judged]
     assert any(one.rank is not None for one in found) == (policy.second_pass is not None)
-    assert {node.drafter for node in judged} == (set() if name == "off" else {0, policy.second_pass or 0})
+    assert {node.drafter for node in judged} == (
+        set() if name == "off" else {policy.first_drafter, policy.second_pass or policy.first_drafter}
+    )
     assert any(one.rescued for one in found) == (policy.second_pass is not None)
     assert any(one.accepted - 1 > one.chain for one in found) == (
         name not in ("off", "lookup", "chain", "flex", "flex_parallel")
     )
-    if name in ("ddtree", "hybrid"):
+    if name in ("ddtree", "flex_tree", "hybrid"):
         assert {node.sibling for node in judged if node.accepted} == {True, False}
 
 

@@ -12,7 +12,7 @@ from d2sd.runtime.decode import StepResult, decode_step
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.speculation.accept import Accepted
-from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.calibration import Calibration, logit
 from d2sd.runtime.speculation.draft import WIDTH, Branches, Draft
 from tests.runtime.helpers import (
     BLOCK,
@@ -77,6 +77,7 @@ ASKED: dict[PolicyName, list[tuple[str, int, int]]] = {
     "ddtree": [("first", 0, WIDTH)],
     "hybrid": [("first", 0, WIDTH), ("second", 1, WIDTH)],
     "flex": [("flex", 0, 1)],
+    "flex_tree": [("flex", 0, WIDTH)],
     "flex_parallel": [("behind", 0, WIDTH)],
 }
 
@@ -114,6 +115,23 @@ def test_clock_and_trace_know_what_was_done(policy: PolicyName) -> None:
     assert trace.policy is engine.policy
     assert (trace.first is None) == (policy == "off")
     assert (trace.branches is not None) == ("draft_second" in stages)
+
+
+@pytest.mark.parametrize(("policy", "row"), [("ddtree", 0), ("flex_tree", 2), ("flex", None)])
+def test_each_first_draft_has_its_own_calibration(policy: PolicyName, row: int | None) -> None:
+    """A chain of FlexDraft ranks nothing, so its probabilities stay."""
+    made = []
+    for offset in (0.0, 1.0):
+        table = torch.zeros(2, 3, SLOTS, 2)
+        if row is not None:
+            table[:, row] = offset
+        engine = make_engine(honest(), policy)
+        engine.calibration = Calibration(torch.ones_like(table), table)
+        _, result = one_step(engine)
+        assert result.first is not None
+        made.append(result.first)
+    moved = logit(made[1].logprob[0]) - logit(made[0].logprob[0])
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.0 if row is None else 1.0), atol=1e-3, rtol=0)
 
 
 def test_lookup_drafts_from_each_text_alone() -> None:

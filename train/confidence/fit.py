@@ -1,7 +1,4 @@
-"""Fit a confidence calibration to the steps of both drafters' trees on given prompts, at T = 0 and T = 1.
-
-Of FlexDraft only the tokens a step are measured: its chains are not ranked by probability.
-"""
+"""Fit a confidence calibration to the steps of the drafters' and FlexDraft's trees, at T = 0 and T = 1."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from d2sd.convert.bundle.serving import make_engine
 from d2sd.convert.checkpoint.drafter import fingerprint
 from d2sd.convert.checkpoint.flex import flex_fingerprint
 from d2sd.errors import D2SDError
-from d2sd.policies import PolicyName
+from d2sd.policies import DrafterRole, PolicyName
 from d2sd.progress import bar
 from d2sd.runtime.observe import NodeOutcome, StepObservation, run_observed
 from d2sd.runtime.request import Request, SamplingParams
@@ -67,27 +64,34 @@ def fit_calibration(
     """
     outcomes: list[list[NodeOutcome]] = []
     tau: dict[Literal["0", "1"], dict[str, list[float]]] = {}
+    roles: list[DrafterRole] = []
     for key, temperature in _REGIMES:
-        tau[key] = {}
+        tau[key], nodes, roles = {}, [], []
         if bundle.first is not None:
             one = watch(bundle, "ddtree", requests, temperature, device)
-            both = watch(bundle, "hybrid", requests, temperature, device) if bundle.second else []
-            outcomes.append([*_all(one), *(node for node in _all(both) if node.drafter == 1)])
             tau[key] |= {"chain": _chain_gain(one), "ddtree": _tree_gain(one)}
-            tau[key] |= {"hybrid": _tree_gain(both)} if both else {}
+            nodes, roles = _all(one), [DrafterRole.FIRST]
+        if bundle.first is not None and bundle.second is not None:
+            both = watch(bundle, "hybrid", requests, temperature, device)
+            tau[key]["hybrid"] = _tree_gain(both)
+            nodes += [node for node in _all(both) if node.drafter == DrafterRole.SECOND]
+            roles.append(DrafterRole.SECOND)
         if bundle.flex is not None:
-            tau[key]["flex"] = _chain_gain(watch(bundle, "flex", requests, temperature, device))
+            own = watch(bundle, "flex_tree", requests, temperature, device)
+            tau[key] |= {"flex": _chain_gain(own), "flex_tree": _tree_gain(own)}
+            nodes += _all(own)
+            roles.append(DrafterRole.FLEX)
+        outcomes.append(nodes)
     report: dict[str, float] = {"prompts": len(requests), "max_new_tokens": max(r.max_new_tokens for r in requests)}
     source = bundle.first or bundle.flex
     assert source is not None
-    slots, fitted = source.config.block_size - 1, None
-    if bundle.first is not None:
-        fitted = fit(outcomes[0], outcomes[1], slots)
-        report |= _errors(outcomes, fitted, drafters=2 if bundle.second else 1)
+    slots = source.config.block_size - 1
+    fitted = fit(outcomes[0], outcomes[1], slots, drafters=2 if bundle.flex is None else 3)
+    report |= _errors(outcomes, fitted, roles)
     return CalibrationFile(
         drafters=weights.drafters, flex=weights.flex, block_size=slots + 1, tau=tau, report=report,
-        slope=None if fitted is None else fitted.slope.double().round(decimals=4).tolist(),
-        offset=None if fitted is None else fitted.offset.double().round(decimals=4).tolist(),
+        slope=fitted.slope.double().round(decimals=4).tolist(),
+        offset=fitted.offset.double().round(decimals=4).tolist(),
     )  # fmt: skip
 
 
@@ -103,11 +107,11 @@ def watch(
         return list(run_observed(engine, advance))
 
 
-def _errors(outcomes: list[list[NodeOutcome]], fitted: Calibration, *, drafters: int) -> dict[str, float]:
+def _errors(outcomes: list[list[NodeOutcome]], fitted: Calibration, roles: list[DrafterRole]) -> dict[str, float]:
     found = {}
     for warm, nodes in enumerate(outcomes):
-        for drafter in range(drafters):
-            name = f"calibration error of {('first', 'second')[drafter]} at T = {warm}"
+        for drafter in roles:
+            name = f"calibration error of {drafter.name.lower()} at T = {warm}"
             found[f"{name}, before"] = round(drafter_error(nodes, drafter), 4)
             found[f"{name}, after"] = round(drafter_error(calibrated(nodes, fitted, warm), drafter), 4)
     return found

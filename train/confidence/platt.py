@@ -18,9 +18,9 @@ _MIN_SLOPE = 0.05  # positive, so that calibration keeps the order of confidence
 _STEPS = 200
 
 
-def fit(greedy: Iterable[NodeOutcome], sampled: Iterable[NodeOutcome], slots: int) -> Calibration:
-    """Calibration of blocks with `slots` drafts, from node outcomes at T = 0 and at T = 1."""
-    slope, offset = torch.ones(2, 2, slots, 2), torch.zeros(2, 2, slots, 2)
+def fit(greedy: Iterable[NodeOutcome], sampled: Iterable[NodeOutcome], slots: int, drafters: int = 2) -> Calibration:
+    """Calibration of blocks with `slots` drafts, from node outcomes at T = 0 and at T = 1; `drafters` is its D."""
+    slope, offset = torch.ones(2, drafters, slots, 2), torch.zeros(2, drafters, slots, 2)
     for warm, observed in enumerate((greedy, sampled)):
         groups: dict[tuple[int, int, int], list[tuple[float, bool]]] = {}
         for one in observed:
@@ -73,6 +73,6 @@ def calibrated(judged: Iterable[NodeOutcome], calibration: Calibration, warm: in
 
 
 def drafter_error(outcomes: Iterable[NodeOutcome], drafter: int) -> float:
-    """Expected calibration error of one drafter's nodes (0 the first, 1 the second); 0 without any."""
+    """Expected calibration error of one drafter's nodes (`DrafterRole`); 0 without any."""
     bins = reliability_bins((one.prob, one.accepted) for one in outcomes if one.drafter == drafter)
     return calibration_error(bins) or 0.0

@@ -28,7 +28,8 @@ from d2sd.train_recipe import TrainRecipe
 
 #: Node budget of every tree; a chain or a tree of all branches may have fewer nodes.
 _NODE_BUDGET = 64
-_DRAFTERS: tuple[DrafterName, DrafterName] = ("first", "second")
+#: By `DrafterRole`.
+_DRAFTERS: tuple[DrafterName, ...] = ("first", "second", "flex")
 
 
 class Evaluator:
@@ -84,8 +85,7 @@ class Evaluator:
             for step in run_observed(engine, advance):
                 accepted[step.sequence.id][1].append(step.accepted)
                 for node in step.judged:
-                    name: DrafterName = "flex" if flex is not None else _DRAFTERS[node.drafter]
-                    outcomes.setdefault(name, []).append((node.prob, node.accepted))
+                    outcomes.setdefault(_DRAFTERS[node.drafter], []).append((node.prob, node.accepted))
         return Evaluation(
             method=method,
             rows=engine.policy.num_nodes,

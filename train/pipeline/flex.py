@@ -1,8 +1,4 @@
-"""The last stages of a FlexDraft training: evaluation of the head on disk, its forecast, the unchanged target's digest.
-
-Its calibration.json has the tokens a step that `auto` forecasts and no Platt parameters: the drafts become a chain,
-which is not ranked by probability.
-"""
+"""The last stages of a FlexDraft training: evaluation and calibration of the head on disk, the target's digest."""
 
 from __future__ import annotations
 

@@ -17,9 +17,10 @@ head are rows of its tile (row t, head g at t·GROUP + g), so K and V are loaded
 Chunks of prompts (`starts`, mask.py) lie one behind the other, N rows in place of B, T, and have no mask words: a row
 sees those of its chunk up to itself. Tiles behind the last row of a short chunk do nothing.
 
-With SPLITS = 1 `out` is the result. Else it holds fp32 partial results, each normalised by its own sum, with `lse` the
-base-2 logarithm of that sum, -inf for an empty split; `merge_kernel` combines them. A row that may attend to nothing
-gives 0 here (the reference gives NaN).
+With several SPLITS `partial` receives results in fp32, each normalised by its own sum, and `lse` the base-2 logarithm of
+that sum, -inf for an empty split. Programs of one tile count themselves in `arrived`; the last weighs the others' parts
+and its own, always in the order of the splits, and sets the count back to 0. With `scale` the result is quantized. A row
+that may attend to nothing gives 0 here (the reference gives NaN).
 
 Exponentials are of base 2, log2(e) folded into the scale of the scores. FP8 pages are converted to q's type before the
 products, as in `from_pages`, so a row's K/V are the same before and after its commit. WIDEN is for the interpreter,
@@ -31,6 +32,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from d2sd.plugins.layer_ops.triton.kernel import _fp8
 
 
 @triton.jit
@@ -63,9 +66,36 @@ def _widened(pages, scale, FP8: tl.constexpr, TYPE: tl.constexpr):
     return pages.to(TYPE)
 
 
+@triton.jit
+def _merged(own, split, partial, lse, line, lane, lines, real, in_tile, HEAD: tl.constexpr, SPLITS: tl.constexpr):
+    """The parts of a tile, `own` of this split and the others in memory, weighed by their sums and added."""
+    best = tl.full(line.shape, float("-inf"), tl.float32)
+    for part in tl.static_range(SPLITS):
+        best = tl.maximum(best, tl.load(lse + part * lines + line, mask=real, other=float("-inf")))
+    floor = tl.where(best == float("-inf"), 0.0, best)
+    total, sums = tl.zeros_like(floor), tl.zeros_like(own)
+    for part in tl.static_range(SPLITS):
+        at = part * lines + line
+        weights = tl.exp2(tl.load(lse + at, mask=real, other=float("-inf")) - floor)
+        others = tl.load(partial + at[:, None] * HEAD + lane[None, :], mask=in_tile & (split != part), other=0.0)
+        total += weights
+        sums += weights[:, None] * tl.where(split == part, own, others)
+    return sums / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def store_result(out, at, result, mask, scale, TYPE: tl.constexpr):
+    """Rounded to the type of queries, and then to FP8 if there is a scale."""
+    result = result.to(TYPE)
+    if scale is not None:
+        result = _fp8(result, tl.load(scale))
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["rows", "columns"])
 def cascade_attention_kernel(
-    q, k, v, k_pages, v_pages, page_table, context_len, attn_mask, starts, k_scale, v_scale, out, lse, rows, columns,
+    q, k, v, k_pages, v_pages, page_table, context_len, attn_mask, starts, k_scale, v_scale, out, scale, partial, lse,
+    arrived, rows, columns,
     SCALE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr,
@@ -139,14 +169,21 @@ def cascade_attention_kernel(
     # Store: an empty share would give 0 / 0, and NaN times the merge's weight of 0 is NaN.
     total = tl.where(total == 0.0, 1.0, total)
     result = sums / total[:, None]
-    if SPLITS > 1:
+    to_out = line[:, None] * HEAD + lane[None, :]
+    if SPLITS == 1:
+        store_result(out, to_out, result, in_tile, scale, TYPE)
+    else:
         requests = (tl.num_programs(1) // HKV).to(tl.int64)
-        if starts is None:
-            line += split * requests * rows * (HKV * GROUP)
-        else:
-            line += split * tl.load(starts + requests) * (HKV * GROUP)
-        tl.store(lse + line, best + tl.log2(total), mask=real)
-    tl.store(out + line[:, None] * HEAD + lane[None, :], result.to(out.dtype.element_ty), mask=in_tile)
+        lines = (requests * rows if starts is None else tl.load(starts + requests)) * (HKV * GROUP)
+        mine = split * lines + line
+        tl.store(partial + mine[:, None] * HEAD + lane[None, :], result, mask=in_tile)
+        tl.store(lse + mine, best + tl.log2(total), mask=real)
+        tl.debug_barrier()  # one thread announces the stores of all
+        place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(arrived + place, 1, sem="acq_rel") == SPLITS - 1:
+            result = _merged(result, split, partial, lse, line, lane, lines, real, in_tile, HEAD, SPLITS)
+            store_result(out, to_out, result, in_tile, scale, TYPE)
+            tl.store(arrived + place, 0)
 
 
 @triton.jit(do_not_specialize=["rows", "request_stride", "row_stride", "column_stride"])
@@ -158,24 +195,3 @@ def pack_mask_kernel(attn_mask, words, rows, request_stride, row_stride, column_
     at = attn_mask + (line // rows) * request_stride + (line % rows) * row_stride + column * column_stride
     seen = tl.load(at, mask=column < rows, other=0).to(tl.int32)
     tl.store(words + line * tl.num_programs(1) + word, tl.sum(seen << bit, 0))
-
-
-@triton.jit
-def merge_kernel(
-    partial, lse, out, HEAD: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr
-):
-    """Grid (B·T·Hq,): one program weighs the partial results of one row and head by their sums and adds them."""
-    line, lines = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    split, lane = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED)
-    in_splits, in_head = split < SPLITS, lane < HEAD
-    at = split.to(tl.int64) * lines + line
-    sizes = tl.load(lse + at, mask=in_splits, other=float("-inf"))
-    best = tl.max(sizes, 0)
-    weights = tl.exp2(sizes - tl.where(best == float("-inf"), 0.0, best))
-    parts = tl.load(partial + at[:, None] * HEAD + lane[None, :], mask=in_splits[:, None] & in_head[None, :], other=0.0)
-    total = tl.sum(weights, 0)
-    # Not weights * parts: the compiler would fuse the product into the sum, rounded in one lane and not in its partner,
-    # and where several lanes hold one sum (D up to 32) their copies would differ in the last bit.
-    products = tl.fma(weights[:, None], parts, 0.0)
-    result = tl.sum(products, 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + line * HEAD + lane, result.to(out.dtype.element_ty), mask=in_head)

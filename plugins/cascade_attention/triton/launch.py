@@ -11,24 +11,28 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from d2sd.plugins.cascade_attention.context import PagedContext
-from d2sd.plugins.cascade_attention.mask import ChunkMask
-from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, merge_kernel, pack_mask_kernel
+from d2sd.plugins.cascade_attention.mask import AttnMask, ChunkMask
+from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, pack_mask_kernel
 from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, choose_splits, padded, select_tile
 
 # Shape letters as in reference.py.
 
 
 def cascade_attention_triton(
-    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask: Tensor | ChunkMask
+    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask: Tensor | AttnMask | ChunkMask, *,
+    scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`cascade_attention` on CUDA; a mask's words [B, T, ceil(T/32)] int32 are `AttnMask.words`.
+    """`cascade_attention` on CUDA; `mask` may be the words [B, T, ceil(T/32)] int32 of an `AttnMask`.
 
-    Never synchronizes with the host, and chooses tiles and splits by shapes alone: a CUDA graph can capture it.
+    Never synchronizes with the host, and chooses tiles and splits by shapes alone: a CUDA graph can capture it. The
+    layers of a pass share a mask's counters; a call with words makes its own.
     """
     slots = context.page_table.shape[1] * context.k_pages.shape[1]
-    shape = len(context.page_table), _rows(q, mask), *q.shape[2:]
+    asked = mask.words if isinstance(mask, AttnMask) else mask
+    shape = len(context.page_table), _rows(q, asked), *q.shape[2:]
     splits = _splits(*shape, k.shape[2], q.element_size(), slots, q.device, fp8=context.fp8)
-    return launch(q, k, v, context, mask, splits=splits)
+    arrived = mask.arrived if not isinstance(mask, Tensor) and splits > 1 else None
+    return launch(q, k, v, context, asked, splits=splits, scale=scale, arrived=arrived)
 
 
 def _rows(q: Tensor, mask: Tensor | ChunkMask) -> int:
@@ -60,9 +64,13 @@ def _plan(
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask: Tensor | ChunkMask, *, splits: int
+    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask: Tensor | ChunkMask, *, splits: int,
+    scale: Tensor | None = None, arrived: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The kernel with the context cut into `splits` parts, and the merge kernel where there are several."""
+    """The kernel with the context cut into `splits` parts; `mask` may be the words of an `AttnMask`.
+
+    `arrived` [at least the programs of a split] int32 counts those that are done: zeros, and zeros again afterwards.
+    """
     heads, size = q.shape[2:]
     rows, kv_heads = _rows(q, mask), k.shape[2]
     words, starts = (None, mask.starts) if isinstance(mask, ChunkMask) else (mask.contiguous(), None)
@@ -71,20 +79,21 @@ def launch(
     assert v_pages.is_contiguous()
     assert not q.requires_grad, "the kernel has no backward"
     tile, fixed = _plan(rows, heads, size, kv_heads, q.element_size(), k_pages.shape[1], splits, fp8=context.fp8)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    partial, lse = out, None
+    out = torch.empty(q.shape, dtype=q.dtype if scale is None else torch.float8_e4m3fn, device=q.device)
+    grid = (math.ceil(rows * heads // kv_heads / tile.rows), len(page_table) * kv_heads, splits)
+    partial, lse = None, None
     if splits > 1:
         partial = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
         lse = torch.empty((splits, *q.shape[:3]), dtype=torch.float32, device=q.device)
-    grid = (math.ceil(rows * heads // kv_heads / tile.rows), len(page_table) * kv_heads, splits)
+        arrived = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=q.device) if arrived is None else arrived
+        assert len(arrived) >= grid[0] * grid[1]
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         cascade_attention_kernel[grid](
             q.contiguous(), k.contiguous(), v.contiguous(), k_pages, v_pages,
             page_table.contiguous(), context.context_len.contiguous(), words, starts,
-            context.k_scale, context.v_scale, partial, lse, rows, page_table.shape[1], **fixed, num_warps=tile.warps,
+            context.k_scale, context.v_scale, out, scale, partial, lse, arrived, rows, page_table.shape[1], **fixed,
+            num_warps=tile.warps,
         )  # fmt: skip
-        if lse is not None:
-            merge_kernel[q.shape[:3].numel(),](partial, lse, out, **merge_constants(size, splits), num_warps=1)
     return out
 
 
@@ -105,12 +114,4 @@ def constants(
         "SCALE": size**-0.5 * math.log2(math.e), "HKV": kv_heads, "GROUP": group, "HEAD": size, "PADDED": padded(size),
         "PAGE": page_size, "SPLITS": splits, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_T": tile.new,
         "STAGES": tile.stages, "FP8": fp8, "WIDEN": triton.knobs.runtime.interpret,
-    }  # fmt: skip
-
-
-@cache
-def merge_constants(size: int, splits: int) -> dict[str, int]:
-    """Compile-time constants of the merge kernel."""
-    return {
-        "HEAD": size, "PADDED": padded(size), "SPLITS": splits, "PADDED_SPLITS": triton.next_power_of_2(splits)
     }  # fmt: skip

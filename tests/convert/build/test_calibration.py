@@ -130,7 +130,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "unknown key": (on("extra", 1), ("extra",)),
     "no drafters": (on("drafters", ...), ("drafters",)),
     "no fingerprint of the first": (on("drafters", [None, None]), ("drafters.0",)),
-    "a head without its tokens a step": (on("flex", "ab"), ("flex",)),
+    "a head without its tokens a step": (on("flex", "ab"), ("flex", "tau of flex")),
+    "nothing at all": (on("drafters", [None, None]), ("drafters.0", "flex")),
     "no fingerprint of the first alone": (on("drafters", [None, "ab"]), ("drafters.1",)),
     "not a number": (on("report", {"prompts": "many"}), ("report.prompts",)),
     "NaN": (lambda p: p.write_text(p.read_text().replace("0.5", "NaN", 1)), ("slope",)),
@@ -146,6 +147,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no gain at T = 1": (on("tau.1", ...), ("tau",)),
     "a policy's gain at T = 0 alone": (on("tau.1.chain", ...), ("tau", "chain")),
     "no rows": (on("tau.0.ddtree", []), ("tau of ddtree",)),
+    "less than the bonus token": (on("tau.0.ddtree", [1.0, 0.5]), ("tau.0.ddtree.1", "0.5")),
 }
 
 

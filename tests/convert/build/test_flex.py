@@ -58,7 +58,7 @@ def test_a_bundle_with_a_head_alone(recipe: Path) -> None:
     ]  # fmt: skip
     names: tuple[Policy, ...] = ("off", "flex", "auto")
     engines = [make_engine(bundle, policy=name) for name in names]
-    assert [str(engine.policy) for engine in engines] == ["off", "flex of 4 rows", "flex of 4 rows"]
+    assert [str(engine.policy) for engine in engines] == ["off", "flex of 4 rows", "flex_tree of 16 rows"]
     off, *others = ([s.answer for s in engine.generate(REQUESTS)] for engine in engines)
     assert others == [off, off]
 
@@ -80,7 +80,7 @@ def test_who_cannot_run_it(tmp_path: Path, recipe: Path) -> None:
     with pytest.raises(BundleError, match=r"no parallel mode[\s\S]*choose flex"):
         make_engine(bundle, policy="flex_parallel", backend="onnx")
     by_graphs = candidate_policies(bundle.recipe.tree, 0, "auto", 4, flex=True, parallel=False)
-    assert {policy.name for policy in by_graphs} == {"off", "flex"}
+    assert {policy.name for policy in by_graphs} == {"off", "flex", "flex_tree"}
     older = Engines(
         builder="tensorrt-rtx", version="1", plugin_abi="1", compute=(), profiles={"target": []}, plugins={}
     )

@@ -151,3 +151,17 @@ def test_every_fp8_number_reads_as_its_page_says(dtype: torch.dtype) -> None:
     call = Call(one, one, one, PagedContext(pages, pages, table, length, scale, scale), nobody)
     found = fused(call, 1).flatten()
     assert torch.equal(found, (numbers.double() * scale.double()).float().to(dtype))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_quantized_result(splits: int) -> None:
+    """One token of context again: E4M3 numbers times a power of two, and some that saturate."""
+    numbers = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(0)
+    pages = torch.zeros(2, 16, 1, 256)
+    pages[1, 0, 0] = torch.cat([numbers, -numbers]) / 4
+    pages[1, 0, 0, -4:] = torch.tensor([1e4, -1e4, 113.0, 112.0])
+    one, length, nobody = torch.ones(1, 1, 1, 256), torch.tensor([1]), torch.zeros(1, 1, 1, dtype=torch.bool)
+    call = Call(one, one, one, PagedContext(pages, pages, torch.tensor([[1]]), length), nobody)
+    found = fused(call, splits, torch.tensor(0.25))
+    assert found.dtype == torch.float8_e4m3fn
+    assert torch.equal(found.float().flatten(), (pages[1, 0, 0] * 4).clamp(-448, 448))

@@ -40,10 +40,11 @@ def there(given: Any) -> Any:
     return given
 
 
-def fused(call: Call, splits: int) -> Tensor:
-    """The kernel's result of a call, on the CPU."""
+def fused(call: Call, splits: int, scale: Tensor | None = None) -> Tensor:
+    """The kernel's result of a call, on the CPU; with `scale` in FP8."""
     q, k, v, context = there(call.q), there(call.k), there(call.v), there(call.context)
-    return launch(q, k, v, context, there(pack_mask_bits(call.attn_mask)), splits=splits).cpu()
+    words = there(pack_mask_bits(call.attn_mask))
+    return launch(q, k, v, context, words, splits=splits, scale=there(scale)).cpu()
 
 
 def fused_chunks(chunks: Chunks, splits: int) -> Tensor:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from d2sd.policies import DrafterRole
 from d2sd.runtime.speculation.calibration import Calibration, logit
 from d2sd.runtime.speculation.draft import Draft
 from tests.runtime.drafts import Passes, batch_of, draft_of, passes
@@ -22,7 +23,7 @@ TEMPERATURES = st.sampled_from([0.0, 0.3, 1.0, 1.7])
 
 def made_up(seed: int) -> Calibration:
     dice = torch.Generator().manual_seed(seed)
-    shape = 2, 2, SLOTS, 2
+    shape = 2, 3, SLOTS, 2
     return Calibration(0.3 + 1.5 * torch.rand(shape, generator=dice), torch.randn(shape, generator=dice))
 
 
@@ -41,7 +42,7 @@ def close(got: list[float], wanted: list[float]) -> None:
 
 
 @STEADY
-@given(passes(), st.integers(0, 10_000), st.integers(0, 1), st.lists(TEMPERATURES, min_size=3, max_size=3))
+@given(passes(), st.integers(0, 10_000), st.integers(0, 2), st.lists(TEMPERATURES, min_size=3, max_size=3))
 def test_equals_a_loop_over_scalars(made: Passes, seed: int, drafter: int, temperatures: list[float]) -> None:
     """Per request its temperature, per slot its distance, per rank its kind; -inf and certainty among the scores."""
     own, first, second = made_up(seed), made.first, made.second
@@ -73,6 +74,16 @@ def test_slope_one_and_offset_zero_change_nothing(temperature: float) -> None:
     draft = Draft(torch.zeros(1, 5, 2, dtype=torch.long), said)
     straight = neutral.apply(draft, batch_of([0], [0], [0], temperature), 0).logprob
     torch.testing.assert_close(straight, said, atol=1e-5, rtol=1e-5)
+
+
+def test_a_head_without_parameters_keeps_its_probabilities() -> None:
+    """The calibration of a pair of drafters, in a bundle that has FlexDraft too."""
+    pair = [[[[0.5, 0.5]], [[0.5, 0.5]]]] * 2
+    own = Calibration.of(pair, pair)
+    said = draft_of([[[(1, -0.5), (2, -2.0)]]])
+    batch = batch_of([0], [0], [0])
+    torch.testing.assert_close(own.apply(said, batch, DrafterRole.FLEX).logprob, said.logprob)
+    assert not torch.allclose(own.apply(said, batch, DrafterRole.SECOND).logprob, said.logprob)
 
 
 def test_what_is_not_proposed_stays_so() -> None:

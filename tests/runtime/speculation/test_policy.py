@@ -19,7 +19,7 @@ from tests.runtime.drafts import Passes, batch_of, check_best, draft_of, nodes_o
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import Node
 
-GROWN: tuple[PolicyName, ...] = ("ddtree", "hybrid")
+GROWN: tuple[PolicyName, ...] = ("ddtree", "flex_tree", "hybrid")
 PICKING: tuple[PolicyName, ...] = ("reanchor", "d2sd", "hybrid")
 
 
@@ -118,6 +118,7 @@ def test_requests_and_rows_do_not_mix(name: PolicyName, made: Passes, budget: in
         ("ddtree", 1, FirstPass.DRAFTER, None, WIDTH, 0, 64),
         ("hybrid", 2, FirstPass.DRAFTER, 1, WIDTH, 2, 64),
         ("flex", 0, FirstPass.FLEX, None, 1, 0, 4),
+        ("flex_tree", 0, FirstPass.FLEX, None, WIDTH, 0, 64),
         ("flex_parallel", 0, FirstPass.CARRIED, None, 16, 0, 4),
     ],
 )
@@ -139,10 +140,10 @@ def test_static_facts(
 
 def test_every_name_has_its_policy() -> None:
     assert get_args(PolicyName) == NAMES
-    assert len(set(NAMES)) == 10
+    assert len(set(NAMES)) == 11
     made = {name: make_policy(name, block_size=4, branches=2, row_budget=64) for name in NAMES}
     assert [policy.name for policy in made.values()] == list(NAMES)
-    assert len(set(made.values())) == 10
+    assert len(set(made.values())) == len(NAMES)
 
 
 def test_d2sd_by_hand() -> None:

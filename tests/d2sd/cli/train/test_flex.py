@@ -59,7 +59,7 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
     recipe = {
         "d2sd": 1, "name": "tiny", "target": {"path": "target"},
         "drafters": {"flex": {"path": "out/flex"}, "calibration": {"path": "out/calibration.json"}},
-        "tree": {"policy": "auto", "block_size": 4, "branches": 3}, "limits": {"max_context": 64},
+        "tree": {"policy": "auto", "block_size": 4, "branches": 3, "row_budget": 8}, "limits": {"max_context": 64},
         "sampling": {"max_new_tokens": 8},
     }  # fmt: skip
     (project / "bundle.yaml").write_text(yaml.safe_dump(recipe))
@@ -67,8 +67,16 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
     assert ended.exit_code == 0, ended.output + repr(ended.exception)
     selector = make_engine(load_bundle(project / "bundle")).selector
     assert selector is not None
-    assert {policy.name for policy in selector.policies} == {"off", "flex", "flex_parallel"}
-    forecast = load_calibration(project / "out" / "calibration.json").tau["0"]["flex"]
+    assert {policy.name for policy in selector.policies} == {"off", "flex", "flex_tree", "flex_parallel"}
+    calibration = load_calibration(project / "out" / "calibration.json")
+    for warm in calibration.slope:
+        assert warm[:2] == [[[1.0, 1.0]] * 3] * 2
+        assert warm[2] != warm[0]
+    assert [name for name in calibration.report if "first" in name or "second" in name] == []
+    error = calibration.report["calibration error of flex at T = 0, after"]
+    assert error < calibration.report["calibration error of flex at T = 0, before"]
+    forecast = calibration.tau["0"]["flex"]
+    assert all(tree >= chain for chain, tree in zip(forecast, calibration.tau["0"]["flex_tree"], strict=True))
     assert selector.expected(Flex(4), 0.0) == selector.expected(FlexParallel(4), 0.0) == forecast[3]
     assert trained(project) == files
 
