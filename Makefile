@@ -38,7 +38,8 @@ fast-tests: .venv/dev
 test-slow: .venv/dev
 	$(PYTEST) -m "slow and not full"
 
-## TensorRT engines of all layers of SmolLM2, in fp16 and FP8, for any GPU and two architectures
+## what CI samples, whole: TensorRT engines of all layers of SmolLM2 in fp16 and FP8 for any GPU and two architectures,
+## kernels of trees, tokens and exact mode in every case, forty exact answers of every policy
 engines: .venv/dev
 	$(BIN)/pytest -m full --ignore=tests/ptx --ignore=tests/cuda
 
@@ -57,6 +58,7 @@ wheel: data-wheel
 
 data-wheel: .venv/demo
 	$(BIN)/python models/data_wheel.py recipes/smollm2-135m.yaml --out dist
+	$(BIN)/python models/data_wheel.py recipes/smollm2-135m-flex.yaml --out dist
 
 ## the losslessness check on 128 real prompts in fp32: hours, resumable; PROMPTS is a folder of four JSONL sets, see `make data`
 PROMPTS ?= data/eval

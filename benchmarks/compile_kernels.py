@@ -71,7 +71,7 @@ def attention_variant(
     types |= {"page_table": "*i64", "context_len": "*i64"} | ({"starts": "*i64"} if chunks else {"attn_mask": "*i32"})
     types |= dict.fromkeys(("k_scale", "v_scale"), "*fp32") if fp8 else {}
     types |= {"out": f"*{FP8}", "scale": "*fp32"} if quantized else {"out": f"*{kind}"}
-    types |= {"partial": "*fp32", "lse": "*fp32", "arrived": "*i32"} if splits > 1 else {}
+    types |= {"partial": f"*{kind}", "lse": "*fp32", "arrived": "*i32"} if splits > 1 else {}
     types |= {"rows": "i32", "columns": "i32"}
     more = f"{' split' if splits > 1 else ''}{' to fp8' if quantized else ''}{' chunks' if chunks else ''}"
     return Variant(

@@ -100,8 +100,8 @@ def _unlike(model: Decoder | Drafter | FlexHead) -> str | None:
 class Product(nn.Module):
     """Linear layers of one input as one product; holds no parameters, so it cannot be trained or saved.
 
-    The op that reads a product of several FP8 layers adds `bias`. If their weights have different scales, the product is
-    the bare sums in fp32, and that op applies `scales` too.
+    The op that reads a product of several FP8 layers adds `bias`. If their weights have different scales, the product
+    is the bare sums in fp32, and that op applies `scales` too.
     """
 
     def __init__(self, parts: Sequence[Linear], dtype: torch.dtype, *, exact: bool = False) -> None:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 METADATA = """Metadata-Version: 2.4
 Name: {name}
 Version: {version}
-Summary: Trained drafters of the d2sd recipe {recipe}: checkpoints in the DFlash layout, and their calibration.
+Summary: Trained drafters of the d2sd recipe {recipe}: checkpoints in the {layout} layout, and their calibration.
 License-Expression: Apache-2.0
 License-File: LICENSE
 """
@@ -42,7 +42,9 @@ def pack(recipe_file: Path, out: Path) -> Path:
         for path in sorted(local.iterdir()) if local.is_dir() else [local]:
             files[f"{module}/{source.file}{f'/{path.name}' if local.is_dir() else ''}"] = path.read_bytes()
     info = f"{module}-{version}.dist-info"
-    files[f"{info}/METADATA"] = METADATA.format(name=package, version=version, recipe=recipe.name).encode()
+    layout = "DFlash" if recipe.drafters.flex is None else "FlexDraft"
+    metadata = METADATA.format(name=package, version=version, recipe=recipe.name, layout=layout)
+    files[f"{info}/METADATA"] = metadata.encode()
     files[f"{info}/WHEEL"] = WHEEL.encode()
     files[f"{info}/licenses/LICENSE"] = (ROOT / "LICENSE").read_bytes()
     lines = [f"{name},sha256={_urlsafe(content)},{len(content)}\n" for name, content in files.items()]

@@ -81,13 +81,14 @@ Once = Callable[[str, Callable[[Path], object]], Path]
 
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+def once(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Once:
     """`once(name, make)` calls `make(folder)` in the first worker that asks; the others wait and share the folder.
 
     A `make` that fails fails for every worker anew. Whoever changes what it finds there works on a copy.
     """
     base = tmp_path_factory.getbasetemp()
-    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "once"
+    # not by the environment: a session that a worker's test starts inherits that, and would share with all runs
+    shared = (base.parent if hasattr(pytestconfig, "workerinput") else base) / "once"
     shared.mkdir(exist_ok=True)
 
     def get(name: str, make: Callable[[Path], object]) -> Path:

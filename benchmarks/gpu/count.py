@@ -26,7 +26,8 @@ def count(one: Step) -> list[Launch]:
         draft = draft and Draft(draft.tokens.to("meta"), draft.logprob.to("meta"))
         packed, handover = Link.pack([], len(batch.anchor)), Handover(len(batch.anchor), runner.block_size, "meta")
         link = Link(*(getattr(packed, field.name).to("meta") for field in fields(Link)))
-        meter.known(ACTIVATIONS, *_tensors(batch, link, draft), handover._state, handover._steps)
+        tables = runner._slots, runner._same_block, runner._masks
+        meter.known(ACTIVATIONS, *_tensors(batch, link, draft), handover._state, handover._steps, *tables)
         with meter:
             with meter.stage("handover"):
                 batch = handover.begin(batch, link)

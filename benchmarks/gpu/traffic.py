@@ -199,24 +199,14 @@ def kernel_bytes(name: str, values: dict[str, Any], context: int) -> tuple[Bytes
     tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
     sized = {key: (tensor, part.get(key, whole(tensor))) for key, tensor in tensors.items()}
     reads = [pair for key, pair in sized.items() if key not in WRITTEN[name]]
-    for key, share in READ_BACK.get(name, {}).items():
-        if key in sized:
-            tensor, count = sized[key]
-            reads.append((tensor, round(count * share(values))))
+    reads += [sized[key] for key in READ_BACK.get(name, ()) if key in sized]
     return reads, [pair for key, pair in sized.items() if key in WRITTEN[name]], flops
 
 
-def _all(values: dict[str, Any]) -> float:
-    return 1.0
-
-
-#: What a kernel reads of its own results, and how much of it. The last split has its own part in registers.
-READ_BACK: dict[str, dict[str, Callable[[dict[str, Any]], float]]] = {
-    "grow_kernel": {"scratch": _all},
-    "candidates_kernel": {"parent": _all, "depth": _all},
-    "cascade_attention_kernel": {
-        "partial": lambda values: 1 - 1 / values["SPLITS"], "lse": _all, "arrived": _all
-    },
+#: What a kernel reads of its own results.
+READ_BACK = {
+    "grow_kernel": ("scratch",), "candidates_kernel": ("parent", "depth"),
+    "cascade_attention_kernel": ("partial", "lse", "arrived"),
 }  # fmt: skip
 
 

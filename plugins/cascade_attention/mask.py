@@ -24,7 +24,7 @@ COUNTERS = 1024
 
 @dataclass(frozen=True)
 class AttnMask:
-    """The mask of one forward pass, shared by its layers one after the other: packed once, and only if a kernel runs."""
+    """The mask of one pass, shared by its layers, which run in order: packed once, and only if a kernel runs."""
 
     allowed: Tensor  # [B, T, T] bool, row t may attend to row u. Every row, padding too, must attend to itself
 

@@ -172,7 +172,7 @@ def steps(
         made, policy, calibration = runner(layers, drafter_layers, fp8=fp8, exact=exact), policy_of(name), None
         made.allocate(64, 16)
         if calibrated:
-            neutral = torch.ones(2, 2, BLOCK - 1, 2), torch.zeros(2, 2, BLOCK - 1, 2)
+            neutral = torch.ones(2, 3, BLOCK - 1, 2), torch.zeros(2, 3, BLOCK - 1, 2)
             calibration = Calibration(*neutral).to(made.device)
         batch, draft = batch_of(size, kinds), None
         if policy.first_pass is FirstPass.PROMPT_LOOKUP:

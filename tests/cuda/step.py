@@ -5,8 +5,10 @@ Run by test_step.py in a process of its own, because the device guard stays load
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,6 @@ from benchmarks.gpu.count import count
 from benchmarks.gpu.steps import Step
 from d2sd.plugins.batch_invariant.triton import launch as batch_invariant
 from d2sd.policies import NAMES, PolicyName
-from tests.conftest import Once
 from tests.cuda import guard
 from tests.cuda.budget import DRAFTER_LAYERS, LAUNCHES, LAYERS, MOST
 from tests.cuda.fake import GREEDY, HOT, NARROW, Watch, fake_gpu, runner, steps
@@ -28,8 +29,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(autouse=True)
-def guarded(once: Once) -> None:
-    guard.load(once("cuda-guard", guard.build))
+def guarded() -> None:
+    guard.load(Path(os.environ["D2SD_CUDA_GUARD"]))
 
 
 #: Every policy once, and sampled where two passes draft; the rest of the product is `full`.

@@ -195,11 +195,26 @@ def script() -> dict[str, Any]:
     return runpy.run_path(str(PAGE.with_suffix(".py")))
 
 
+def assert_on_the_page(made: dict[str, Any], *found: Step) -> None:
+    lines = PAGE.read_text("utf-8").splitlines()
+    for line in (line for step in found for line in (made["counts"](step), made["times"](step))):
+        assert f"| {' | '.join(line)} |" in lines, "run python -m docs.roofline"
+
+
 def test_the_page_has_this_step() -> None:
-    """One row of each table; `test_the_page_is_current` compares them all."""
+    """One row of each table."""
+    assert_on_the_page(script(), Step("d2sd"))
+
+
+@pytest.mark.slow
+def test_the_page_has_the_bounds_and_each_policy() -> None:
+    """A third of the rows of two batch sizes: every policy in both types, both draft vocabularies."""
+    found = [step for step in rows() if step.batch in (1, 8)][::3]
+    assert {(step.policy, step.kind) for step in found} >= {(n, k) for n in BATCHES for k in READS} - {("off", "fp8")}
+    assert {step.drafted is None for step in found} == {True, False}
     made = script()
-    for line in (made["counts"](Step("d2sd")), made["times"](Step("d2sd"))):
-        assert f"| {' | '.join(line)} |" in PAGE.read_text("utf-8").splitlines(), "run python -m docs.roofline"
+    assert_on_the_page(made, *found)
+    assert made["bounds"]() in PAGE.read_text("utf-8"), "run python -m docs.roofline"
 
 
 def test_the_page_has_every_row() -> None:
@@ -208,5 +223,6 @@ def test_the_page_has_every_row() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_page_is_current() -> None:
     assert script()["page"]() == PAGE.read_text("utf-8"), "run python -m docs.roofline"

@@ -58,17 +58,18 @@ def test_an_unknown_recipe_is_answered_with_the_names(
     assert ", ".join(shipped_names()) in str(raised.value)
 
 
-def test_the_data_wheel_of_the_shipped_drafters_is_the_recipes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m-flex"])
+def test_the_data_wheel_of_the_shipped_drafters_is_the_recipes(tmp_path: Path, name: str) -> None:
     """Made twice, it has the hash that the recipe names: whoever changes a drafter raises the version."""
     spec = importlib.util.spec_from_file_location("data_wheel", ROOT / "models" / "data_wheel.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    file = ROOT / "recipes" / "smollm2-135m.yaml"
+    file = ROOT / "recipes" / f"{name}.yaml"
     drafters = load_recipe(file).drafters
-    named = {source.pypi.sha256 for source in (drafters.first, drafters.second, drafters.calibration) if source and
-             source.pypi}  # fmt: skip
+    sources = drafters.first, drafters.second, drafters.flex, drafters.calibration
+    named = {source.pypi.sha256 for source in sources if source is not None and source.pypi is not None}
     for folder in ("once", "twice"):
         wheel = module.pack(file, tmp_path / folder)
         assert named == {hashlib.sha256(wheel.read_bytes()).hexdigest()}
@@ -83,6 +84,12 @@ def test_no_recipe_names_anything_outside_the_project() -> None:
         assert all(path in known or path == Path("training/prompts.jsonl") for path in paths), paths
     for name in shipped_names():
         loaded = load_recipe(ROOT / "recipes" / f"{name}.yaml")
-        for source in (loaded.target, loaded.drafters.first, loaded.drafters.second, loaded.drafters.calibration):
+        for source in (
+            loaded.target,
+            loaded.drafters.first,
+            loaded.drafters.second,
+            loaded.drafters.flex,
+            loaded.drafters.calibration,
+        ):
             if source is not None and source.path is not None:
                 assert Path(os.path.normpath(loaded.path(source.path))).is_relative_to(ROOT)

@@ -32,7 +32,7 @@ def run(names: list[str], *options: str, **environment: str) -> None:
 @pytest.mark.interpreter
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "names", [["attention"], ["pages", "models", "layers"], ["trees", "choices"], ["exact"]], ids=" ".join
+    "names", [["attention", "exact"], ["pages", "models", "layers", "trees", "choices"]], ids=" ".join
 )
 def test_kernels_under_the_interpreter(names: list[str]) -> None:
     run(names, "-m", "not slow", TRITON_INTERPRET="1")
@@ -41,10 +41,15 @@ def test_kernels_under_the_interpreter(names: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.interpreter
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "name",
-    ["attention", "trees", "choices", *(pytest.param(name, marks=pytest.mark.full) for name in ("steps", "exact"))],
-)
+def test_kernels_under_the_interpreter_in_more_cases() -> None:
+    run(["trees", "choices"], "-m", "slow and not full", TRITON_INTERPRET="1")
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.interpreter
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["attention", "trees", "choices", "steps", "exact"])
 def test_kernels_under_the_interpreter_in_every_case(name: str) -> None:
     run([name], "-m", "slow", TRITON_INTERPRET="1")
 

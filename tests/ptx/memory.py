@@ -1,8 +1,8 @@
 """Global memory: every tensor an allocation of its own, with gaps between them that no access may touch.
 
 Checked at every access: it is aligned, it stays within one allocation, and a tensor that a kernel only reads is not
-written. Blocks run in any order, and so do the warps of a block between two barriers (order.py). So no block may read or
-write what another block writes, unless the other announced it: by an atomic addition with release, behind a barrier
+written. Blocks run in any order, and so do the warps of a block between two barriers (order.py). So no block may read
+or write what another block writes, unless the other announced it: by an atomic addition with release, behind a barrier
 that follows the write, to a number to which this block then adds with acquire, before a barrier that precedes the read.
 
 Local memory is a thread's own: a stack, which the compiler uses for arrays.

@@ -265,9 +265,19 @@ def test_after_a_warm_up_nothing_is_captured(policy: PolicyName) -> None:
     assert len(graphs.graphs) == 2 * 3
 
 
+#: Of both numbers of pages, policies that take turns have each; a policy alone has one, and the other is `full`.
+TURNS = [*((name,) for name in NAMES), NAMES, ("chain", "hybrid"), ("off",) * 7 + ("d2sd",)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("turns", [*((name,) for name in NAMES), NAMES, ("chain", "hybrid"), ("off",) * 7 + ("d2sd",)])
-@pytest.mark.parametrize("pages", [None, 14])
+@pytest.mark.parametrize(
+    ("turns", "pages"),
+    [
+        pytest.param(turns, pages, marks=pytest.mark.full if len(turns) == 1 and (turn + place) % 2 else [])
+        for turn, pages in enumerate((None, 14))
+        for place, turns in enumerate(TURNS)
+    ],
+)
 def test_every_policy_on_poisoned_memory(turns: SequenceOf[PolicyName], pages: int | None) -> None:
     """With 14 pages for three requests, some are preempted."""
     requests = some(14, GREEDY, NARROW, HOT, GREEDY, length=26, seed=1)

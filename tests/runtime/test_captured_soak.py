@@ -19,7 +19,7 @@ def test_a_short_soak() -> None:
 
 @pytest.mark.slow
 def test_two_thousand_steps() -> None:
-    """10 CPU seconds; `python -m tests.runtime.soak 100000` runs more."""
+    """10 CPU seconds; `make soak-steps` runs more."""
     soak = Soak(1, rerun=True)
     check(soak, 2000)
     assert soak.seen["preemptions"] > 10

@@ -110,8 +110,10 @@ def test_logits_are_those_of_plain_decoding(policy: PolicyName, dtype: torch.dty
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("batch", [1, 8])
-def test_hundreds_of_answers(dtype: torch.dtype, batch: int) -> None:
-    """Forty by each of eight policies, at both batch sizes: 640 in each type."""
+@pytest.mark.parametrize(
+    ("batch", "seeds"), [(1, 1), *(pytest.param(batch, 4, marks=pytest.mark.full) for batch in (1, 8))]
+)
+def test_hundreds_of_answers(batch: int, seeds: int, dtype: torch.dtype) -> None:
+    """Ten by each policy, alone; or forty, at both batch sizes."""
     for policy in NAMES:
-        assert check(dtype, policy, batch, 5, None, seeds=4) > 600
+        assert check(dtype, policy, batch, 5, None, seeds=seeds) > 150 * seeds

@@ -122,9 +122,10 @@ def run(policy: PolicyName, way: str, *, every: bool = False, budget: int = 14) 
 @pytest.mark.parametrize(
     ("policy", "way"),
     [
-        pytest.param(policy, way, marks=[] if place % 3 == turn else pytest.mark.slow)
+        (policy, way)
         for place, policy in enumerate(NAMES)
         for turn, way in enumerate(("eight", "tight", "alone"))
+        if place % 3 == turn  # the test below has all, with more requests
     ],
 )
 def test_every_parameter_with_every_policy(policy: PolicyName, way: str) -> None:
@@ -143,8 +144,19 @@ def check(policy: PolicyName, way: str, stats: SequenceStats) -> None:
 def test_every_parameter_at_both_temperatures(policy: PolicyName) -> None:
     for way in WAYS:
         check(policy, way, run(policy, way, every=True))
-    for budget in (2, 3, 70):
-        run(policy, "eight", every=True, budget=budget)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "budget"),
+    [
+        pytest.param(policy, budget, marks=[] if place % 3 == turn else pytest.mark.full)
+        for place, policy in enumerate(NAMES)
+        for turn, budget in enumerate((2, 70, 3))
+    ],
+)
+def test_every_parameter_in_trees_of_any_size(policy: PolicyName, budget: int) -> None:
+    run(policy, "eight", every=True, budget=budget)
 
 
 # --- Log-probabilities --------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ head are rows of its tile (row t, head g at t·GROUP + g), so K and V are loaded
 Chunks of prompts (`starts`, mask.py) lie one behind the other, N rows in place of B, T, and have no mask words: a row
 sees those of its chunk up to itself. Tiles behind the last row of a short chunk do nothing.
 
-With several SPLITS `partial` receives results in fp32, each normalised by its own sum, and `lse` the base-2 logarithm of
-that sum, -inf for an empty split. Programs of one tile count themselves in `arrived`; the last weighs the others' parts
-and its own, always in the order of the splits, and sets the count back to 0. With `scale` the result is quantized. A row
-that may attend to nothing gives 0 here (the reference gives NaN).
+With several SPLITS `partial` receives results in q's type, each normalised by its own sum, and `lse` the logarithm of
+that sum, fp32 of base 2, -inf for an empty split. Programs of one tile count themselves in `arrived`; the last weighs
+and adds all parts, always in the order of the splits, and sets the count back to 0. With `scale` the result is
+quantized. A row that may attend to nothing gives 0 here (the reference gives NaN).
 
 Exponentials are of base 2, log2(e) folded into the scale of the scores. FP8 pages are converted to q's type before the
 products, as in `from_pages`, so a row's K/V are the same before and after its commit. WIDEN is for the interpreter,
@@ -67,29 +67,44 @@ def _widened(pages, scale, FP8: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _merged(own, split, partial, lse, line, lane, lines, real, in_tile, HEAD: tl.constexpr, SPLITS: tl.constexpr):
-    """The parts of a tile, `own` of this split and the others in memory, weighed by their sums and added."""
-    best = tl.full(line.shape, float("-inf"), tl.float32)
-    for part in tl.static_range(SPLITS):
-        best = tl.maximum(best, tl.load(lse + part * lines + line, mask=real, other=float("-inf")))
-    floor = tl.where(best == float("-inf"), 0.0, best)
-    total, sums = tl.zeros_like(floor), tl.zeros_like(own)
-    for part in tl.static_range(SPLITS):
-        at = part * lines + line
-        weights = tl.exp2(tl.load(lse + at, mask=real, other=float("-inf")) - floor)
-        others = tl.load(partial + at[:, None] * HEAD + lane[None, :], mask=in_tile & (split != part), other=0.0)
-        total += weights
-        sums += weights[:, None] * tl.where(split == part, own, others)
-    return sums / tl.where(total == 0.0, 1.0, total)[:, None]
-
-
-@triton.jit
 def store_result(out, at, result, mask, scale, TYPE: tl.constexpr):
     """Rounded to the type of queries, and then to FP8 if there is a scale."""
     result = result.to(TYPE)
     if scale is not None:
         result = _fp8(result, tl.load(scale))
     tl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _merge(
+    out, scale, partial, lse, tile, first, head, rows, lines, HKV: tl.constexpr, GROUP: tl.constexpr,
+    HEAD: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Weighs the parts of a tile, whose packed rows begin with `tile`, by their sums, adds and stores them.
+
+    `first` is the request's first row.
+    """
+    CHUNK: tl.constexpr = 32 if BLOCK_M > 32 else BLOCK_M  # more rows at a time would spill
+    lane = tl.arange(0, PADDED)
+    for start in tl.range(0, BLOCK_M, CHUNK, num_stages=1):
+        packed = tile + start + tl.arange(0, CHUNK)
+        row = packed // GROUP
+        real = row < rows
+        in_tile = real[:, None] & (lane < HEAD)[None, :]
+        line = (first + row) * (HKV * GROUP) + head * GROUP + packed % GROUP
+        best = tl.full([CHUNK], float("-inf"), tl.float32)
+        for part in tl.static_range(SPLITS):
+            best = tl.maximum(best, tl.load(lse + part * lines + line, mask=real, other=float("-inf")))
+        floor = tl.where(best == float("-inf"), 0.0, best)
+        total, sums = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK, PADDED], tl.float32)
+        for part in tl.static_range(SPLITS):
+            at = part * lines + line
+            weights = tl.exp2(tl.load(lse + at, mask=real, other=float("-inf")) - floor)
+            values = tl.load(partial + at[:, None] * HEAD + lane[None, :], mask=in_tile, other=0.0).to(tl.float32)
+            total += weights
+            sums += weights[:, None] * values
+        result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+        store_result(out, line[:, None] * HEAD + lane[None, :], result, in_tile, scale, TYPE)
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
@@ -169,20 +184,21 @@ def cascade_attention_kernel(
     # Store: an empty share would give 0 / 0, and NaN times the merge's weight of 0 is NaN.
     total = tl.where(total == 0.0, 1.0, total)
     result = sums / total[:, None]
-    to_out = line[:, None] * HEAD + lane[None, :]
     if SPLITS == 1:
-        store_result(out, to_out, result, in_tile, scale, TYPE)
+        store_result(out, line[:, None] * HEAD + lane[None, :], result, in_tile, scale, TYPE)
     else:
         requests = (tl.num_programs(1) // HKV).to(tl.int64)
         lines = (requests * rows if starts is None else tl.load(starts + requests)) * (HKV * GROUP)
         mine = split * lines + line
-        tl.store(partial + mine[:, None] * HEAD + lane[None, :], result, mask=in_tile)
+        tl.store(partial + mine[:, None] * HEAD + lane[None, :], result.to(TYPE), mask=in_tile)
         tl.store(lse + mine, best + tl.log2(total), mask=real)
         tl.debug_barrier()  # one thread announces the stores of all
         place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(arrived + place, 1, sem="acq_rel") == SPLITS - 1:
-            result = _merged(result, split, partial, lse, line, lane, lines, real, in_tile, HEAD, SPLITS)
-            store_result(out, to_out, result, in_tile, scale, TYPE)
+            _merge(
+                out, scale, partial, lse, tl.program_id(0) * BLOCK_M, first, head, rows, lines,
+                HKV, GROUP, HEAD, PADDED, SPLITS, BLOCK_M, TYPE,
+            )  # fmt: skip
             tl.store(arrived + place, 0)
 
 

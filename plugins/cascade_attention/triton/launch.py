@@ -83,7 +83,7 @@ def launch(
     grid = (math.ceil(rows * heads // kv_heads / tile.rows), len(page_table) * kv_heads, splits)
     partial, lse = None, None
     if splits > 1:
-        partial = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
+        partial = torch.empty((splits, *q.shape), dtype=q.dtype, device=q.device)
         lse = torch.empty((splits, *q.shape[:3]), dtype=torch.float32, device=q.device)
         arrived = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=q.device) if arrived is None else arrived
         assert len(arrived) >= grid[0] * grid[1]

@@ -26,9 +26,9 @@ from d2sd.errors import BuildError, BundleError
 from d2sd.modeling.rows import Rows
 from d2sd.recipe import Policy, load_recipe
 from d2sd.runtime.backends.exported import OnnxSession
-from d2sd.runtime.request import Request
 from tests.conftest import Once
 from tests.convert.helpers import add_flex, write_project
+from tests.runtime.helpers import some_requests
 from tests.tiny import pool_for, random_tokens, tiny_decoder
 
 onnx = pytest.importorskip("onnx", reason="the extra engines is not installed")
@@ -49,8 +49,11 @@ def bundle(once: Once) -> Bundle:
 
     def make(folder: Path) -> None:
         target = tiny_decoder("qwen3", layers=2, head_dim=16)
-        checks = {"count": 2, "tokens": 12}
-        recipe = write_project(folder / "project", target, engines={"compute": ["sm89"]}, checks=checks)
+        changes: dict[str, Any] = {
+            "engines": {"compute": ["sm89"]}, "checks": {"count": 2, "tokens": 12},
+            "limits": {"max_batch": 4, "max_context": 64, "page_size": 4, "prefill_chunk": 8},
+        }  # fmt: skip
+        recipe = write_project(folder / "project", target, **changes)
         add_flex(recipe, policy="auto")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(stages, "build_engines", no_engines)
@@ -70,13 +73,13 @@ def test_a_build_compares_graphs_with_models(bundle: Bundle) -> None:
         assert 0 < max(figures[model].values()) < 1e-5, "rounding, and no more"
 
 
-@pytest.mark.parametrize("policy", ["off", "chain", "hybrid", "flex"])
+@pytest.mark.parametrize("policy", ["off", "chain", "d2sd", "hybrid", "flex"])
 def test_graphs_write_what_pytorch_writes(bundle: Bundle, policy: Policy) -> None:
-    prompts = random_tokens(bundle.target, 3, 6, seed=5).tolist()
-    requests = [Request(tuple(prompt), 12) for prompt in prompts]
-    plain = make_engine(bundle, policy="off").generate(requests)
-    found = make_engine(bundle, policy=policy, backend="onnx").generate(requests)
+    """Ten requests, greedy and sampled: prompts of several chunks, answers of several pages."""
+    plain = make_engine(bundle, policy="off").generate(some_requests())
+    found = make_engine(bundle, policy=policy, backend="onnx").generate(some_requests())
     assert [s.answer for s in found] == [s.answer for s in plain]
+    assert policy == "off" or any(s.stats.tau > 1 for s in found), "random drafters hit now and then"
 
 
 @pytest.mark.parametrize("model", ["target", "drafter_second", "drafter_flex"])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.engines.profiles import Profile, make_profiles
+from d2sd.modeling.config import DecoderConfig, DrafterConfig, FlexConfig
 from d2sd.modeling.flex import FlexHead
 from d2sd.policies import PolicyName
 from d2sd.recipe import Builder, Recipe, Tree
@@ -41,18 +42,23 @@ def fits(shapes: Mapping[str, tuple[int, ...]], profile: Profile) -> bool:
     )
 
 
-class Watched:
-    """A session that finds each run's profile."""
+BUILDERS: tuple[Builder, ...] = "tensorrt-rtx", "tensorrt"
 
-    def __init__(self, session: Session, profiles: list[Profile]) -> None:
-        self._session, self._profiles = session, profiles
-        self.used: set[int] = set()
+
+class Watched:
+    """A session that finds each run's profile, of both builders."""
+
+    def __init__(self, session: Session, config: DecoderConfig | DrafterConfig | FlexConfig) -> None:
+        self._session = session
+        self._profiles = {builder: make_profiles(RECIPE, builder, config) for builder in BUILDERS}
+        self.used: dict[Builder, set[int]] = {builder: set() for builder in BUILDERS}
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
-        fitting = [place for place, profile in enumerate(self._profiles) if fits(shapes, profile)]
-        assert fitting, shapes
-        self.used.add(fitting[0])
+        for builder, profiles in self._profiles.items():
+            fitting = [place for place, profile in enumerate(profiles) if fits(shapes, profile)]
+            assert fitting, (builder, shapes)
+            self.used[builder].add(fitting[0])
         return self._session.run(inputs)
 
 
@@ -61,11 +67,11 @@ def policy_of(name: PolicyName) -> Policy:
     return make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=tree.row_budget)
 
 
-def watched_engine(pair: Exported, builder: Builder, policy: PolicyName) -> tuple[Engine, list[Watched]]:
+def watched_engine(pair: Exported, policy: PolicyName) -> tuple[Engine, list[Watched]]:
     """Both drafters run one graph: shapes do not depend on weights."""
     target, drafters = pair.target, [pair.drafter, deepcopy(pair.drafter)]
     watched = [
-        Watched(OnnxSession(pair.folder / f"{name}.onnx"), make_profiles(RECIPE, builder, model.config))
+        Watched(OnnxSession(pair.folder / f"{name}.onnx"), model.config)
         for name, model in (("target", target), ("drafter", drafters[0]), ("drafter", drafters[1]))
     ]
     runner = ModelRunner(
@@ -77,42 +83,39 @@ def watched_engine(pair: Exported, builder: Builder, policy: PolicyName) -> tupl
 
 @pytest.fixture(scope="module")
 def pair(export_once: ExportOnce) -> Exported:
-    return export_once("llama", torch.float32)
+    return export_once("qwen2", torch.float32)
 
 
 @pytest.mark.slow
 @pytest.mark.export
-@pytest.mark.parametrize("builder", ["tensorrt-rtx", "tensorrt"])
 @pytest.mark.parametrize("policy", ["off", "lookup", "chain", "samples", "reanchor", "d2sd", "ddtree", "hybrid"])
-def test_all_that_runs_fits(pair: Exported, builder: Builder, policy: PolicyName) -> None:
-    engine, watched = watched_engine(pair, builder, policy)
+def test_all_that_runs_fits(pair: Exported, policy: PolicyName) -> None:
+    engine, watched = watched_engine(pair, policy)
     prompts = [random_tokens(tiny_decoder(), 1, size, seed=size)[0].tolist() for size in (1, 36, 30)]
     for sequence in engine.generate([Request(tuple(prompt), 12) for prompt in prompts]):
         assert len(sequence.answer) == 12
-    assert watched[0].used == ({0, 1, 2, 3} if builder == "tensorrt" else {0, 1}), "batches of 1, 2, 3, and prefill"
+    assert watched[0].used == {"tensorrt-rtx": {0, 1}, "tensorrt": {0, 1, 2, 3}}, "batches of 1, 2, 3, and prefill"
 
 
 @pytest.mark.export
-@pytest.mark.parametrize("builder", ["tensorrt-rtx", "tensorrt"])
-def test_what_auto_measures_fits(pair: Exported, builder: Builder) -> None:
-    engine, watched = watched_engine(pair, builder, "hybrid")
+def test_what_auto_measures_fits(pair: Exported) -> None:
+    engine, watched = watched_engine(pair, "hybrid")
     engine.enable_auto(
         [policy_of(name) for name in ("off", "chain", "hybrid")], {"chain": ([9.0], [9.0]), "hybrid": ([9.0], [9.0])}
     )
-    assert all(session.used for session in watched)
+    assert all(used for session in watched for used in session.used.values())
 
 
-@pytest.mark.parametrize("builder", ["tensorrt-rtx", "tensorrt"])
-def test_mask_rows_fit(builder: Builder) -> None:
+def test_mask_rows_fit() -> None:
     """One block a request, in every batch bucket, over pages of the target's last layers."""
     target = tiny_decoder("qwen3", head_dim=16)
     head = tiny_flex(target, block_size=4)
-    watched = Watched(Eager(head), make_profiles(RECIPE, builder, head.config))
+    watched = Watched(Eager(head), head.config)
     runner = ModelRunner(target, flex=GraphFlex(head, watched))
     prompts = [random_tokens(target, 1, size, seed=size)[0].tolist() for size in (1, 36, 30)]
     for sequence in Engine(runner, policy_of("flex"), LIMITS).generate([Request(tuple(p), 12) for p in prompts]):
         assert len(sequence.answer) == 12
-    assert watched.used == ({0, 1, 2} if builder == "tensorrt" else {0})
+    assert watched.used == {"tensorrt-rtx": {0}, "tensorrt": {0, 1, 2}}
 
 
 class Eager:

@@ -57,10 +57,13 @@ CASES = [
 ]
 
 
+REST = [pytest.mark.slow, pytest.mark.full]
+
+
 @pytest.mark.parametrize(
     ("shape", "mask", "splits", "dtype"),
-    [  # every shape at every change, in one of the two
-        pytest.param(*case, dtype, id=f"{name}-{dtype}", marks=[] if (place + turn) % 2 == 0 else pytest.mark.slow)
+    [  # every shape in one of the two
+        pytest.param(*case, dtype, id=f"{name}-{dtype}", marks=REST if (place + turn) % 2 else [])
         for place, (*case, name) in enumerate(CASES)
         for turn, dtype in enumerate((torch.float32, torch.float16))
     ],

@@ -18,7 +18,6 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from d2sd.plugins.batch_invariant.triton import launch as invariant
 from d2sd.plugins.cascade_attention import ChunkMask, PagedContext
 from d2sd.plugins.cascade_attention.triton import launch as attention
-from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel
 from d2sd.plugins.choose.triton import launch as choices
 from d2sd.plugins.draft_tree.triton import launch as trees
 from d2sd.plugins.kv_pages.triton import launch as pages
@@ -60,20 +59,16 @@ class Bound:
     ("splits", "quantized", "chunks"), [(1, False, False), (4, False, False), (4, True, False), (1, False, True)]
 )
 def test_attention(splits: int, quantized: bool, chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = Bound(cascade_attention_kernel)
-    monkeypatch.setattr(attention, "cascade_attention_kernel", bound)
+    (kernel,) = bound(monkeypatch, attention, "cascade_attention_kernel")
     q, k = torch.zeros(1, 1, 32, 128, dtype=torch.bfloat16), torch.zeros(1, 1, 8, 128, dtype=torch.bfloat16)
     stored, one = torch.zeros(3, 16, 8, 128, dtype=torch.float8_e4m3fn), torch.ones(())
     table, length, mask = torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, dtype=torch.long), torch.ones(1, 1, 1)
     context, scale = PagedContext(stored, stored, table, length, one, one), one if quantized else None
-    asked, kinds = (
-        ChunkMask((1,), torch.arange(2)) if chunks else mask.int(),
-        {"quantized": quantized, "chunks": chunks},
-    )
+    asked = ChunkMask((1,), torch.arange(2)) if chunks else mask.int()
     attention.launch(q, k, k, context, asked, splits=splits, scale=scale)
+    kinds = {"quantized": quantized, "chunks": chunks}
     variant = SCRIPT["attention_variant"]("bf16", SCRIPT["FP8"], 128, rows=1, splits=splits, **kinds)
-    assert bound.types() == variant.types
-    assert bound.constants() == variant.constants
+    assert_compiled_ahead(kernel, variant)
 
 
 def test_write(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ SAMPLED = [SamplingParams(1.0, seed=2**64 - 7), SamplingParams(0.3, seed=3)]
 MIXED = [SamplingParams(0.7, seed=5), SamplingParams(seed=6)]
 TOP = [SamplingParams(1.3, seed=5, top_p=0.8, top_k=9), SamplingParams(0.6, seed=6, min_p=0.1, top_p=0.5)]
 NUCLEUS = SamplingParams(0.9, seed=8, top_p=0.95)
+KINDS = (GREEDY, SAMPLED, MIXED, TOP)
 CHOICES = (GREEDY, SAMPLED, MIXED, TOP, [TOP[0], GREEDY[0]], [NUCLEUS, TOP[1]])
 #: Nodes or slots, tokens: one block, several, a tail of one; one token alone.
 SIZES = ((3, 1), (2, 63), (3, 1000), (2, 4097))
@@ -148,11 +149,18 @@ def test_filters_keep_the_set_of_the_specification(vocab: int, params: SamplingP
     assert torch.equal(found, kept)
 
 
+def how_often(turn: int, size: int, width: int, kind: int) -> list[pytest.MarkDecorator]:
+    """A few at every change; in CI a third: all pairs of a size, a width and a kind of sampling."""
+    if turn in (19, 20, 36):
+        return []
+    return [pytest.mark.slow] if (size + kind) % 3 == width else [pytest.mark.slow, pytest.mark.full]
+
+
 @pytest.mark.parametrize(
     ("slots", "vocab", "width", "params"),
-    [  # a few at every change
-        pytest.param(*size, width, params, marks=[] if turn in (19, 20, 36) else pytest.mark.slow)
-        for turn, (size, width, params) in enumerate(product(SIZES, (1, 5, 16), (GREEDY, SAMPLED, MIXED, TOP)))
+    [
+        pytest.param(*SIZES[size], (1, 5, 16)[width], KINDS[kind], marks=how_often(turn, size, width, kind))
+        for turn, (size, width, kind) in enumerate(product(range(4), range(3), range(4)))
     ],
 )
 def test_candidates(
