@@ -5,7 +5,8 @@
     tensorrt/        the kernel as a TensorRT plugin
     onnx.py          the op as ONNX functions, for exported graphs
     context.py       the arguments: `PagedContext`
-    mask.py          the arguments: `AttnMask`, `ChunkMask`
+    mask.py          the arguments: `AttnMask`
+    chunks.py        the arguments: `ChunkMask`
 
 `cascade_attention` picks the implementation by the rules of `d2sd.plugins.dispatch`.
 """
@@ -15,8 +16,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from d2sd.plugins import dispatch
+from d2sd.plugins.cascade_attention.chunks import ChunkMask
 from d2sd.plugins.cascade_attention.context import PagedContext
-from d2sd.plugins.cascade_attention.mask import AttnMask, ChunkMask
+from d2sd.plugins.cascade_attention.mask import AttnMask
 from d2sd.plugins.cascade_attention.reference import cascade_attention_reference, chunks_reference
 from d2sd.plugins.fp8 import to_pages
 
@@ -60,4 +62,5 @@ def cascade_attention(
         return out if scale is None else to_pages(out, scale)
     from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
 
-    return cascade_attention_triton(q, k, v, context, mask, scale=scale)
+    asked = mask if isinstance(mask, ChunkMask) else mask.words
+    return cascade_attention_triton(q, k, v, context, asked, scale=scale, arrived=lambda: mask.arrived)

@@ -20,8 +20,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from d2sd.plugins.cascade_attention.chunks import ChunkMask
 from d2sd.plugins.cascade_attention.context import PagedContext
-from d2sd.plugins.cascade_attention.mask import ChunkMask
 from d2sd.plugins.fp8 import from_pages
 
 # Shape letters: B requests, T new rows, Hq/Hkv query and K/V heads, D head size, P pages in the pool,

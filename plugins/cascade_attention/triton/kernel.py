@@ -14,7 +14,7 @@ head are rows of its tile (row t, head g at t·GROUP + g), so K and V are loaded
     memory, all contiguous:   q, out [B, T, Hq, D]    k, v [B, T, Hkv, D]    pages [P, Z, Hkv, D]    page_table [B, M]
                               attn_mask [B, T, ⌈T/32⌉] int32 (mask.py)    partial [SPLITS, B, T, Hq, D], lse without D
 
-Chunks of prompts (`starts`, mask.py) lie one behind the other, N rows in place of B, T, and have no mask words: a row
+Chunks of prompts (`starts`, chunks.py) follow one another, N rows in place of B, T, and have no mask words: a row
 sees those of its chunk up to itself. Tiles behind the last row of a short chunk do nothing.
 
 With several SPLITS `partial` receives results in q's type, each normalised by its own sum, and `lse` the logarithm of

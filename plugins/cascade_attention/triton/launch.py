@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
+from d2sd.plugins.cascade_attention.chunks import ChunkMask
 from d2sd.plugins.cascade_attention.context import PagedContext
-from d2sd.plugins.cascade_attention.mask import AttnMask, ChunkMask
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, pack_mask_kernel
 from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, choose_splits, padded, select_tile
 
@@ -19,20 +20,19 @@ from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, choose_split
 
 
 def cascade_attention_triton(
-    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask: Tensor | AttnMask | ChunkMask, *,
-    scale: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask: Tensor | ChunkMask, *, scale: Tensor | None = None,
+    arrived: Callable[[], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """`cascade_attention` on CUDA; `mask` may be the words [B, T, ceil(T/32)] int32 of an `AttnMask`.
+    """`cascade_attention` on CUDA; a `mask` of words [B, T, ceil(T/32)] int32 is `AttnMask.words`.
 
-    Never synchronizes with the host, and chooses tiles and splits by shapes alone: a CUDA graph can capture it. The
-    layers of a pass share a mask's counters; a call with words makes its own.
+    Never synchronizes with the host, and chooses tiles and splits by shapes alone: a CUDA graph can capture it.
+    `arrived` gives the counters that the layers of a pass share (`AttnMask.arrived`); without, a call makes its own.
     """
     slots = context.page_table.shape[1] * context.k_pages.shape[1]
-    asked = mask.words if isinstance(mask, AttnMask) else mask
-    shape = len(context.page_table), _rows(q, asked), *q.shape[2:]
+    shape = len(context.page_table), _rows(q, mask), *q.shape[2:]
     splits = _splits(*shape, k.shape[2], q.element_size(), slots, q.device, fp8=context.fp8)
-    arrived = mask.arrived if not isinstance(mask, Tensor) and splits > 1 else None
-    return launch(q, k, v, context, asked, splits=splits, scale=scale, arrived=arrived)
+    counters = arrived() if arrived is not None and splits > 1 else None
+    return launch(q, k, v, context, mask, splits=splits, scale=scale, arrived=counters)
 
 
 def _rows(q: Tensor, mask: Tensor | ChunkMask) -> int:
