@@ -61,17 +61,19 @@ class Variant:
         return 89 if "/fp8" in self.name or f"*{FP8}" in self.types.values() else 80
 
 
-def attention_variant(kind: str, stored: str, size: int, rows: int, splits: int, *, quantized: bool = False) -> Variant:
-    """Queries of type `kind` over pages of type `stored`, T = rows; `quantized`: to an FP8 result."""
+def attention_variant(
+    kind: str, stored: str, size: int, rows: int, splits: int, *, quantized: bool = False, chunks: bool = False
+) -> Variant:
+    """Queries of type `kind` over pages of type `stored`, T = rows, or `chunks` of prompts; `quantized`: to FP8."""
     fp8 = stored == FP8
     blocks = select_tile(rows * GROUP, size, 4 if kind == "fp32" else 2, fp8=fp8)
     types = dict.fromkeys(("q", "k", "v"), f"*{kind}") | dict.fromkeys(("k_pages", "v_pages"), f"*{stored}")
-    types |= {"page_table": "*i64", "context_len": "*i64", "attn_mask": "*i32"}
+    types |= {"page_table": "*i64", "context_len": "*i64"} | ({"starts": "*i64"} if chunks else {"attn_mask": "*i32"})
     types |= dict.fromkeys(("k_scale", "v_scale"), "*fp32") if fp8 else {}
     types |= {"out": f"*{FP8}", "scale": "*fp32"} if quantized else {"out": f"*{kind}"}
     types |= {"partial": f"*{kind}", "lse": "*fp32", "arrived": "*i32"} if splits > 1 else {}
     types |= {"rows": "i32", "columns": "i32"}
-    more = f"{' split' if splits > 1 else ''}{' to fp8' if quantized else ''}"
+    more = f"{' split' if splits > 1 else ''}{' to fp8' if quantized else ''}{' chunks' if chunks else ''}"
     return Variant(
         f"attention {kind}{'/fp8' if fp8 else ''} D={size} tile={blocks.rows}{more}",
         cascade_attention_kernel, types,
@@ -277,6 +279,7 @@ def variants() -> Iterator[Variant]:
         for size in (64, 96, 128, 256):
             yield attention_variant(kind, stored, size, rows=64, splits=1)
             yield attention_variant(kind, stored, size, rows=1, splits=4)
+            yield attention_variant(kind, stored, size, rows=64, splits=1, chunks=True)
     for stored in ("bf16", FP8):  # of trees, small batches
         for quantized in (False, True):
             yield attention_variant("bf16", stored, 128, rows=64, splits=4, quantized=quantized)

@@ -14,7 +14,7 @@ from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import Layer, RMSNorm
 from d2sd.modeling.rope import Rotary
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.rows import Chunks, Rows
 
 # Shape letters: B requests, T rows, E hidden, V vocabulary, L layers, Hkv heads, D head size, n auxiliary layers.
 
@@ -51,8 +51,10 @@ class TargetModel(nn.Module):
         """`logits` in the type of the head, for kernels that convert them in registers."""
         return F.linear(hidden, self.head) if self.packed_head is None else self.packed_head(hidden)
 
-    def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
-        """tokens [B, T]; `aux_layer_ids` are layer ids whose outputs the drafters read (see
+    def forward(
+        self, tokens: Tensor, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
+    ) -> DecoderOutput:
+        """tokens [B, T], of chunks [1, N]; `aux_layer_ids` are layer ids whose outputs the drafters read (see
         `DrafterConfig.target_layer_ids`).
         """
         raise NotImplementedError
@@ -76,7 +78,9 @@ class Decoder(TargetModel):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(body.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
+    def forward(
+        self, tokens: Tensor, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
+    ) -> DecoderOutput:
         x = self.embed_tokens(tokens)
         if self.native is not None:
             out: tuple[Tensor, ...] = self.native(x, self.rotary, rows, pool, aux_layer_ids)

@@ -41,12 +41,12 @@ from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import MLP, Layer, RMSNorm
 from d2sd.modeling.rope import Rotary
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins import batch_invariant, dispatch
 from d2sd.plugins.layer_ops import Heads, add_rms_norm, qk_norm_rope, quantize, silu_mul
 
-# Shape letters: B requests, T rows, R = B·T, E hidden, I intermediate, L layers, Hq/Hkv query and K/V heads, D head
-# size, n auxiliary layers.
+# Shape letters: B requests, T rows, N rows of chunks, R = B·T or N, E hidden, I intermediate, L layers, Hq/Hkv query
+# and K/V heads, D head size, n auxiliary layers.
 
 Linear = nn.Linear | Fp8Linear
 
@@ -271,9 +271,9 @@ class FusedLayers(nn.Module):
         return k, v
 
     def forward(
-        self, x: Tensor, rotary: Rotary, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
+        self, x: Tensor, rotary: Rotary, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [B, T, E] -> the fields of `DecoderOutput`."""
+        """x [B, T, E], of chunks [1, N, E] -> the fields of `DecoderOutput`."""
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
             out = _Pass(self._config, x, aux_layer_ids)
             residual, branch = self._run(self._layers, out, x, rotary, rows, pool)
@@ -282,7 +282,7 @@ class FusedLayers(nn.Module):
             return hidden.view(x.shape), out.features, out.k, out.v
 
     def _run(
-        self, layers: Sequence[_Layer], out: _Pass, x: Tensor, rotary: Rotary, rows: Rows, pool: KVPool
+        self, layers: Sequence[_Layer], out: _Pass, x: Tensor, rotary: Rotary, rows: Rows | Chunks, pool: KVPool
     ) -> tuple[Tensor, Tensor | None]:
         """The first layers: x [B, T, E] -> the residual stream [R, E], and what is to be added to it."""
         body, eps, shape = self._config, self._config.rms_norm_eps, x.shape[:2]

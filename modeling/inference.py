@@ -9,9 +9,9 @@ from torch import Tensor
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import RMSNorm
 from d2sd.modeling.rope import Rotary
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.rows import Chunks, Rows
 
-# Shape letters: B requests, T rows, C context rows, E hidden, L layers, Hkv K/V heads, D head size.
+# Shape letters: B requests, T rows, N rows of chunks, C context rows, E hidden, L layers, Hkv K/V heads, D head size.
 
 
 class InferenceLayers(Protocol):
@@ -22,9 +22,9 @@ class InferenceLayers(Protocol):
         """Of FP8 pages, (k, v), [L] fp32 each; None where the pages are not FP8."""
 
     def __call__(
-        self, x: Tensor, rotary: Rotary, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
+        self, x: Tensor, rotary: Rotary, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [B, T, E] -> the fields of `DecoderOutput`."""
+        """x [B, T, E], of chunks [1, N, E] -> the fields of `DecoderOutput`."""
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
         """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D].

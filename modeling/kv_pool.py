@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.config import BodyConfig
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins import batch_invariant
-from d2sd.plugins.cascade_attention import AttnMask, PagedContext, cascade_attention
+from d2sd.plugins.cascade_attention import AttnMask, ChunkMask, PagedContext, cascade_attention
 from d2sd.plugins.kv_pages import write_pages
 from d2sd.plugins.layer_ops import quantize
 
@@ -65,19 +65,29 @@ class KVPool:
         """Commit rows k, v [L, B, T, Hkv, D]; the other arguments are those of `write_pages`."""
         write_pages(k, v, self.k, self.v, page_table, positions, keep, path, *(self.scales or ()))
 
-    def attend(self, rows: Rows, *, exact: bool = False) -> Attend:
+    def write_rows(self, k: Tensor, v: Tensor, pages: Tensor, positions: Tensor) -> None:
+        """Commit rows k, v [L, N, Hkv, D] of any requests at `positions [N]`, whose pages are `pages [N]`.
+
+        Rows of page 0 are not kept.
+        """
+        table, slots = pages[:, None], (positions % self.page_size)[:, None]
+        self.write(k[:, :, None], v[:, :, None], table, slots, table > 0)
+
+    def attend(self, rows: Rows | Chunks, *, exact: bool = False) -> Attend:
         """The attention of `rows` over this pool, layer by layer; `exact`: batch-invariant on CUDA."""
         if exact:
             return self._attend_exactly(rows)
-        attn_mask = AttnMask(rows.attn_mask)
+        mask = rows.attn_mask if isinstance(rows.attn_mask, ChunkMask) else AttnMask(rows.attn_mask)
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None) -> Tensor:
-            return cascade_attention(q, k, v, self.context(index, rows), attn_mask, scale=scale)
+            return cascade_attention(q, k, v, self.context(index, rows), mask, scale=scale)
 
         return attend
 
-    def _attend_exactly(self, rows: Rows) -> Attend:
-        order = None if rows.causal else batch_invariant.key_order(rows.attn_mask)
+    def _attend_exactly(self, rows: Rows | Chunks) -> Attend:
+        if isinstance(rows, Chunks):
+            return self._attend_alone(rows)
+        order = batch_invariant.key_order(rows.attn_mask)
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None) -> Tensor:
             out = batch_invariant.attention(q, k, v, self.context(index, rows), rows.attn_mask, order)
@@ -85,7 +95,27 @@ class KVPool:
 
         return attend
 
-    def context(self, index: int, rows: Rows) -> PagedContext:
+    def _attend_alone(self, chunks: Chunks) -> Attend:
+        """Exactly, one request after the other."""
+        table, context_len, mask = chunks.page_table, chunks.context_len, chunks.attn_mask
+        alone = [
+            (span, Rows.chain(length, table[b : b + 1], context_len[b : b + 1]))
+            for b, (span, length) in enumerate(zip(mask.spans(), mask.lengths, strict=True))
+        ]
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None) -> Tensor:
+            parts = [
+                batch_invariant.attention(
+                    q[:, span], k[:, span], v[:, span], self.context(index, rows), rows.attn_mask, None
+                )
+                for span, rows in alone
+            ]
+            out = torch.cat(parts, 1)
+            return out if scale is None else quantize(out, scale)
+
+        return attend
+
+    def context(self, index: int, rows: Rows | Chunks) -> PagedContext:
         """The committed context of `rows` in layer `index`."""
         scales = () if self.scales is None else (self.scales[0][index], self.scales[1][index])
         return PagedContext(self.k[index], self.v[index], rows.page_table, rows.context_len, *scales)

@@ -13,11 +13,12 @@ from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import Layer, RMSNorm
 from d2sd.modeling.rope import Rotary, rotate
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins.cpu import library
 from d2sd.plugins.cpu.library import PANEL, PackedLinear, address
 
-# Shape letters: B requests, T rows, E hidden, L layers, Hkv K/V heads, D head size, n auxiliary layers.
+# Shape letters: B requests, T rows, N rows of chunks, E hidden, L layers, Hkv K/V heads, D head size,
+# n auxiliary layers.
 
 
 def supported(body: BodyConfig, layers: Iterable[nn.Module], dtype: torch.dtype) -> bool:
@@ -104,9 +105,9 @@ class NativeLayers(nn.Module):
         return None
 
     def forward(
-        self, x: Tensor, rotary: Rotary, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
+        self, x: Tensor, rotary: Rotary, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [B, T, E] -> the fields of `DecoderOutput`."""
+        """x [B, T, E], of chunks [1, N, E] -> the fields of `DecoderOutput`."""
         x = x.to(torch.float32, copy=True).contiguous()
         return self._run(self._body, x, x.shape[1], rotary, rows, pool, aux_layer_ids)
 
@@ -128,16 +129,21 @@ class NativeLayers(nn.Module):
         return hidden, torch.cat([first_features, features[:, :count]], -1), k, v
 
     def _run(
-        self, layers: library.Body, x: Tensor, clean: int, rotary: Rotary, rows: Rows, pool: KVPool,
+        self, layers: library.Body, x: Tensor, clean: int, rotary: Rotary, rows: Rows | Chunks, pool: KVPool,
         aux_layer_ids: tuple[int, ...],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """x [B, T, E] fp32 becomes the output of the last of `layers`; rows after the first `clean` are mask rows."""
         body, dtype = self._config, self._dtype
         batch, count, hidden = x.shape
         assert pool.k.dtype == dtype
-        assert rows.attn_mask.shape == (batch, count, count)
+        assert rows.positions.shape == (batch, count)
         cos, sin = (part.contiguous() for part in rotary(rows.positions, torch.float32))
-        mask = rows.attn_mask if rows.attn_mask.stride(2) == 1 else rows.attn_mask.contiguous()
+        if isinstance(rows, Chunks):
+            starts, longest, mask = rows.attn_mask.starts, max(rows.attn_mask.lengths), None
+        else:
+            assert rows.attn_mask.shape == (batch, count, count)
+            starts, longest = torch.arange(0, (batch + 1) * count, count), count
+            mask = rows.attn_mask if rows.attn_mask.stride(2) == 1 else rows.attn_mask.contiguous()
         table, context = rows.page_table.long().contiguous(), rows.context_len.long().contiguous()
         assert int(context.max()) <= table.shape[1] * pool.page_size, "the context is longer than its pages"
         aux = torch.tensor(aux_layer_ids, dtype=torch.long)
@@ -145,8 +151,8 @@ class NativeLayers(nn.Module):
         features = torch.empty(batch, count, len(aux_layer_ids) * hidden, dtype=dtype)
         out = torch.empty(batch, count, hidden, dtype=dtype)
         arguments = library.Pass(
-            batch, count, clean, address(x), address(cos), address(sin),
-            mask.data_ptr(), mask.stride(0), mask.stride(1),
+            len(context), longest, address(starts), clean, address(x), address(cos), address(sin),
+            *((None, 0, 0) if mask is None else (mask.data_ptr(), mask.stride(0), mask.stride(1))),
             address(pool.k), address(pool.v), *pool.k.shape[1:3],
             address(table), table.shape[1], address(context), address(k), address(v),
             address(aux), len(aux_layer_ids), address(features), address(out),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-# Shape letters: B requests, T rows, M pages a request.
+from d2sd.plugins.cascade_attention import ChunkMask
+
+# Shape letters: B requests, T rows of each, N rows of all, M pages a request.
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +22,33 @@ class Rows:
     attn_mask: Tensor  # [B, T, T] bool, row t may attend to row u
     page_table: Tensor  # [B, M] int64
     context_len: Tensor  # [B] int64, committed tokens
-    causal: bool = field(default=False, kw_only=True)  # `attn_mask` is the causal one
 
     @staticmethod
     def chain(length: int, page_table: Tensor, context_len: Tensor) -> Rows:
-        """Consecutive rows after the context under a causal mask: a prefill chunk."""
+        """Consecutive rows after the context under a causal mask."""
         steps = torch.arange(length, device=context_len.device)
         attn_mask = (steps[:, None] >= steps).expand(len(context_len), length, length)
-        return Rows(context_len[:, None] + steps, attn_mask, page_table, context_len, causal=True)
+        return Rows(context_len[:, None] + steps, attn_mask, page_table, context_len)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The next rows of B prompts, one prompt behind the other: tensors of a pass over them are [1, N, ...]."""
+
+    attn_mask: ChunkMask
+    positions: Tensor  # [1, N] int64
+    pages: Tensor  # [N] int64, the page of each row's position
+    page_table: Tensor  # [B, M] int64
+    context_len: Tensor  # [B] int64, committed tokens
+
+    @staticmethod
+    def of(lengths: Sequence[int], page_table: Tensor, context_len: Tensor, page_size: int) -> Chunks:
+        """`lengths[b]` rows right after the context of request b. The page table covers their positions."""
+        assert min(lengths) > 0
+        device = context_len.device
+        starts = torch.tensor([0, *accumulate(lengths)], device=device)
+        rows = [(request, step) for request, length in enumerate(lengths) for step in range(length)]
+        request, step = torch.tensor(rows, device=device).unbind(1)
+        positions = context_len[request] + step
+        pages = page_table[request, positions // page_size]
+        return Chunks(ChunkMask(tuple(lengths), starts), positions[None], pages, page_table, context_len)

@@ -1,4 +1,4 @@
-"""Host state to device tensors: the inputs of a decode step and of a prefill, padded to their buckets."""
+"""Host state to device tensors: the inputs of a decode step, padded to its buckets, and of a prefill."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from d2sd.runtime.buckets import bucket, prefill_rows
+from d2sd.runtime.buckets import bucket
 from d2sd.runtime.grammar.step import StepGrammar
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.penalties import NO_TEXT, Text
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sequence import Sequence
 
-# Shape letters: B requests (a bucket), T rows of a prompt chunk, M pages a request.
+# Shape letters: B requests (in a step a bucket), N tokens of all prompt chunks, M pages a request.
 
 _GREEDY = SamplingParams()
 
@@ -85,23 +85,20 @@ class Batch:
 class PrefillInputs(NamedTuple):
     """The arguments of `ModelRunner.prefill`."""
 
-    tokens: Tensor  # [B, T] int64
-    length: Tensor  # [B] int64, tokens of each request's chunk; the rest of T is padding
+    tokens: Tensor  # [N] int64, chunk after chunk
+    lengths: list[int]  # B tokens of each chunk
     page_table: Tensor  # [B, M] int64
     context_len: Tensor  # [B] int64, tokens computed before this chunk
 
 
-def prefill_inputs(chunks: SequenceOf[tuple[Sequence, int]], max_rows: int, device: str) -> PrefillInputs:
-    """The next `count` prompt tokens of each (sequence, count), padded to a bucket of at most `max_rows` rows."""
-    size = bucket(len(chunks))
-    padding = [0] * (size - len(chunks))
-    rows = prefill_rows(max(count for _, count in chunks), max_rows)
-    tokens = [s.tokens[s.cached : s.cached + count] + [0] * (rows - count) for s, count in chunks]
+def prefill_inputs(chunks: SequenceOf[tuple[Sequence, int]], device: str) -> PrefillInputs:
+    """The next `count` prompt tokens of each (sequence, count), without padding: no graph is captured of a prefill."""
+    tokens = [token for s, count in chunks for token in s.tokens[s.cached : s.cached + count]]
     return PrefillInputs(
-        tokens=torch.tensor(tokens + [[0] * rows for _ in padding], device=device),
-        length=torch.tensor([count for _, count in chunks] + padding, device=device),
-        page_table=page_table([s for s, _ in chunks], size, exact=device == "cpu").to(device),
-        context_len=torch.tensor([s.cached for s, _ in chunks] + padding, device=device),
+        tokens=torch.tensor(tokens, device=device),
+        lengths=[count for _, count in chunks],
+        page_table=page_table([s for s, _ in chunks], len(chunks), exact=device == "cpu").to(device),
+        context_len=torch.tensor([s.cached for s, _ in chunks], device=device),
     )
 
 

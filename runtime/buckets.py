@@ -1,4 +1,4 @@
-"""Batch and length buckets: the few sizes that shapes are padded to. No torch: engine profiles use them too."""
+"""Buckets: the few sizes that shapes are padded to. No torch: engine profiles use them too."""
 
 from __future__ import annotations
 
@@ -16,8 +16,3 @@ def buckets(max_count: int) -> list[int]:
 def floor_bucket(count: int) -> int:
     """The largest power of two that is not above `count`."""
     return 1 << (count.bit_length() - 1)
-
-
-def prefill_rows(count: int, max_rows: int) -> int:
-    """Rows that a prompt chunk of `count` tokens is padded to: its bucket, at most `max_rows`."""
-    return min(bucket(count), max_rows)

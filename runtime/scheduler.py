@@ -7,12 +7,10 @@ lowest priority is preempted and continued later; what is still cached of it is 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from d2sd.errors import RequestError
-from d2sd.runtime.buckets import floor_bucket, prefill_rows
 from d2sd.runtime.pages import PageAllocator
 from d2sd.runtime.prefix_cache import Stored, extend_keys
 from d2sd.runtime.request import Limits, Request
@@ -27,23 +25,6 @@ class Schedule:
     prefill: list[tuple[Sequence, int]]  # (sequence, tokens of this chunk)
     decode: list[Sequence]
     discarded: list[int]  # pages whose K/V was given up since the last step
-
-
-def prefill_calls(
-    chunks: list[tuple[Sequence, int]], budget: int, max_requests: Callable[[int], int]
-) -> list[list[tuple[Sequence, int]]]:
-    """Group chunks of one length bucket into forward passes of at most `budget` rows, padding included.
-
-    `max_requests(rows)` is the most requests that the model runner accepts in one call of `rows` rows a request.
-    """
-    calls: list[list[tuple[Sequence, int]]] = []
-    by_rows: dict[int, list[tuple[Sequence, int]]] = {}
-    for sequence, count in chunks:
-        by_rows.setdefault(prefill_rows(count, budget), []).append((sequence, count))
-    for rows, group in by_rows.items():
-        size = floor_bucket(min(budget // rows, max_requests(rows)))
-        calls += [group[start : start + size] for start in range(0, len(group), size)]
-    return calls
 
 
 class Scheduler:

@@ -7,6 +7,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from statistics import fmean
 
+import torch
+
 from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch, prefill_inputs
@@ -18,7 +20,7 @@ from d2sd.runtime.memory import free_memory, plan_kv_memory
 from d2sd.runtime.policy_selector import Begun, PolicySelector
 from d2sd.runtime.request import Limits
 from d2sd.runtime.sampling.logprobs import prompt_logprobs
-from d2sd.runtime.scheduler import Scheduler, prefill_calls
+from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.carried import carried_draft
@@ -64,16 +66,18 @@ class StepParts:
         with self.clock.stage("prefill"):
             schedule = self.scheduler.schedule()
             self.runner.forget(schedule.discarded)
-            budget = self.limits.prefill_chunk
-            for chunks in prefill_calls(schedule.prefill, budget, self.runner.max_prefill_requests):
-                hidden = self.runner.prefill(*prefill_inputs(chunks, budget, self.runner.device))
-                for row, (sequence, count) in enumerate(chunks):
-                    if sequence.needs_prompt_rows:
-                        found = prompt_logprobs(sequence, hidden[row, :count], self.runner.target.logits)
-                        sequence.prompt_logprobs.extend(found)
-                    sequence.cached += count
-            self._prefilled |= bool(schedule.prefill)
+            if schedule.prefill:
+                self._prefill(schedule.prefill)
         return schedule.decode
+
+    def _prefill(self, chunks: SequenceOf[tuple[Sequence, int]]) -> None:
+        hidden = self.runner.prefill(*prefill_inputs(chunks, self.runner.device))
+        of_chunks = torch.split(hidden, [count for _, count in chunks])
+        for (sequence, count), rows in zip(chunks, of_chunks, strict=True):
+            if sequence.needs_prompt_rows:
+                sequence.prompt_logprobs.extend(prompt_logprobs(sequence, rows, self.runner.target.logits))
+            sequence.cached += count
+        self._prefilled = True
 
     def prepare(self, sequences: list[Sequence]) -> tuple[Batch, Draft | None]:
         """Select this step's policy, flush its drafters' pending context and pack the step's inputs on the host.

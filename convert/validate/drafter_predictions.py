@@ -89,9 +89,8 @@ def _prefilled_runner(bundle: Bundle, drafters: SequenceOf[Drafter], plain: Sequ
     chunk = bundle.recipe.limits.prefill_chunk
     for page, sequence in enumerate(plain, 1):
         for start in range(0, len(sequence.tokens), chunk):
-            tokens = torch.tensor([sequence.tokens[start : start + chunk]])
-            length, table = torch.tensor([tokens.shape[1]]), torch.tensor([[page]])
-            runner.prefill(tokens, length, table, torch.tensor([start]))
+            tokens = torch.tensor(sequence.tokens[start : start + chunk])
+            runner.prefill(tokens, [len(tokens)], torch.tensor([[page]]), torch.tensor([start]))
     runner.sync_drafters(range(len(drafters)))
     return runner
 

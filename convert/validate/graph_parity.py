@@ -22,9 +22,10 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
     all later values. ONNX Runtime does not support bf16 on a CPU: the result then says so.
     """
     from d2sd.convert.bundle.backends import FLEX
-    from d2sd.convert.validate.shadow import ShadowDecoder, ShadowDrafter, ShadowFlex, ShadowRunner
+    from d2sd.convert.validate.shadow import ShadowDecoder, ShadowDrafter, ShadowFlex
     from d2sd.policies import PolicyName
     from d2sd.runtime.backends.exported import OnnxSession
+    from d2sd.runtime.backends.model_runner import ModelRunner
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.request import Limits
     from d2sd.runtime.speculation.policy import make_policy
@@ -48,7 +49,7 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
         flex = models[FLEX] = ShadowFlex(bundle.flex, OnnxSession(folder / f"{FLEX}.onnx"), FLEX)
         policies = [*policies, "flex"] if drafters else ["flex"]
     tree = recipe.tree
-    runner = ShadowRunner(target, *drafters.values(), flex=flex, block_size=tree.block_size)
+    runner = ModelRunner(target, *drafters.values(), flex=flex, block_size=tree.block_size)
     equal = {}
     for name in policies:
         policy = make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=tree.row_budget)

@@ -12,9 +12,8 @@ from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.rows import Chunks, Rows
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, GraphFlex, Session
-from d2sd.runtime.backends.model_runner import ModelRunner
 
 
 @dataclass(slots=True)
@@ -52,31 +51,18 @@ class ShadowDecoder(GraphDecoder):
     def __init__(self, target: Decoder, aux_layer_ids: tuple[int, ...], session: Session) -> None:
         super().__init__(target, aux_layer_ids, session)
         self._plain, self.errors = target, ErrorStats("target")
-        self.length: Tensor | None = None  # [B] rows of text; None: all rows
 
-    def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
+    def forward(
+        self, tokens: Tensor, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
+    ) -> DecoderOutput:
         out = super().forward(tokens, rows, pool, aux_layer_ids)
         plain = self._plain(tokens, rows, pool, self._aux_layer_ids)
         real = _real(rows)
-        if self.length is not None:
-            real = real & (torch.arange(tokens.shape[1]) < self.length[:, None])
         self.errors.compare("hidden", out.hidden[real], plain.hidden[real])
         self.errors.compare("features", out.features[real], plain.features[real])
         self.errors.compare("k", out.k[:, real], plain.k[:, real])
         self.errors.compare("v", out.v[:, real], plain.v[:, real])
         return out
-
-
-class ShadowRunner(ModelRunner):
-    """Runner of a `ShadowDecoder`; it passes the number of text rows of a prefill chunk."""
-
-    target: ShadowDecoder
-
-    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> Tensor:
-        self.target.length = length
-        hidden = super().prefill(tokens, length, page_table, context_len)
-        self.target.length = None
-        return hidden
 
 
 class ShadowDrafter(GraphDrafter):
@@ -114,9 +100,11 @@ class ShadowFlex(GraphFlex):
         return hidden
 
 
-def _real(rows: Rows) -> Tensor:
-    """[B, T] bool: True for real requests.
+def _real(rows: Rows | Chunks) -> Tensor:
+    """[B, T] bool: True for real requests, as all chunks are.
 
     Padding requests use scratch page 0; their half-precision values diverge arbitrarily and are not compared.
     """
+    if isinstance(rows, Chunks):
+        return torch.ones_like(rows.positions, dtype=torch.bool)
     return (rows.page_table[:, :1] != 0).expand_as(rows.positions)

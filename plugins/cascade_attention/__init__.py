@@ -6,6 +6,7 @@
     onnx.py          the op as ONNX functions, for exported graphs
     context.py       the arguments: `PagedContext`
     mask.py          the arguments: `AttnMask`
+    chunks.py        the arguments: `ChunkMask`
 
 `cascade_attention` picks the implementation by the rules of `d2sd.plugins.dispatch`.
 """
@@ -15,18 +16,27 @@ from __future__ import annotations
 from torch import Tensor
 
 from d2sd.plugins import dispatch
+from d2sd.plugins.cascade_attention.chunks import ChunkMask
 from d2sd.plugins.cascade_attention.context import PagedContext
 from d2sd.plugins.cascade_attention.mask import AttnMask
-from d2sd.plugins.cascade_attention.reference import cascade_attention_reference
+from d2sd.plugins.cascade_attention.reference import cascade_attention_reference, chunks_reference
 from d2sd.plugins.fp8 import to_pages
 
-__all__ = ["AttnMask", "PagedContext", "cascade_attention"]
+__all__ = ["AttnMask", "ChunkMask", "PagedContext", "cascade_attention"]
 
 
 def cascade_attention(
-    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, attn_mask: Tensor | AttnMask, *, scale: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: PagedContext,
+    attn_mask: Tensor | AttnMask | ChunkMask,
+    *,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Attention of T new rows over their request's paged context and, through a mask, over each other.
+
+    Chunks of prompts (`ChunkMask`) have q, k and v [1, N, ...] over a context of B requests.
 
     Args:
         q: [B, T, Hq, D], rotated. Query head h reads K/V head h // (Hq / Hkv).
@@ -45,8 +55,12 @@ def cascade_attention(
     """
     mask = AttnMask(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
     if not dispatch.use_triton(context.k_pages):
-        out = cascade_attention_reference(q, k, v, context, mask.allowed)
+        if isinstance(mask, ChunkMask):
+            out = chunks_reference(q, k, v, context, mask)
+        else:
+            out = cascade_attention_reference(q, k, v, context, mask.allowed)
         return out if scale is None else to_pages(out, scale)
     from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
 
-    return cascade_attention_triton(q, k, v, context, mask.words, scale=scale, arrived=lambda: mask.arrived)
+    asked = mask if isinstance(mask, ChunkMask) else mask.words
+    return cascade_attention_triton(q, k, v, context, asked, scale=scale, arrived=lambda: mask.arrived)

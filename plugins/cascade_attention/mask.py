@@ -2,7 +2,7 @@
 
     attn_mask[b, t, u]  ->  bit u % 32 of word [b, t, u // 32]
 
-Bits past T are 0.
+Bits past T are 0. Chunks of prompts have no mask (chunks.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from d2sd.plugins.cascade_attention.chunks import counters
+
 #: Columns a word.
 WORD = 32
-#: Counters of a pass: more than a GPU has multiprocessors, which programs of a split context never exceed.
-COUNTERS = 1024
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class AttnMask:
 
     @cached_property
     def arrived(self) -> Tensor:
-        """[COUNTERS] int32, zeros: how many splits of a tile are done. One layer leaves them as the next needs them."""
-        return torch.zeros(COUNTERS, dtype=torch.int32, device=self.allowed.device)
+        """As `counters`."""
+        return counters(self.allowed.device)
 
 
 def pack_mask_bits(attn_mask: Tensor) -> Tensor:

@@ -15,9 +15,12 @@ This file is the specification and the CPU path: plain PyTorch, one softmax over
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from d2sd.plugins.cascade_attention.chunks import ChunkMask
 from d2sd.plugins.cascade_attention.context import PagedContext
 from d2sd.plugins.fp8 import from_pages
 
@@ -60,3 +63,14 @@ def cascade_attention_reference(q: Tensor, k: Tensor, v: Tensor, context: PagedC
     weights = scores.masked_fill_(hidden[:, None], float("-inf")).softmax(dim=-1)
     out: Tensor = (weights.view(kv_heads, batch, group * rows, -1) @ values).view(kv_heads, batch, group, rows, size)
     return out.permute(1, 3, 0, 2, 4).reshape(batch, rows, heads, size).to(q.dtype)
+
+
+def chunks_reference(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, chunks: ChunkMask) -> Tensor:
+    """`cascade_attention` of chunks [1, N, ...], one request after the other."""
+    out = torch.empty_like(q)
+    for request, span in enumerate(chunks.spans()):
+        one = slice(request, request + 1)
+        alone = replace(context, page_table=context.page_table[one], context_len=context.context_len[one])
+        causal = torch.ones(1, *2 * (span.stop - span.start,), dtype=torch.bool, device=q.device).tril()
+        out[:, span] = cascade_attention_reference(q[:, span], k[:, span], v[:, span], alone, causal)
+    return out

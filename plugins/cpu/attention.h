@@ -2,7 +2,8 @@
    see. Keys come in the order of their positions, and each sum is made in that order: a row's result is the same whether
    a key is in a page or among the new rows, whatever else is computed with it, however a prompt was cut.
 
-   The new rows a row sees are listed by ascending number. In a tree and in a chain that is by position. */
+   The new rows a row sees are listed by ascending number. In a tree and in a chain that is by position. In a prompt it
+   sees all up to itself. */
 #pragma once
 
 #include "vector.h"
@@ -16,7 +17,7 @@ struct keys {
     const char *rows;  /* of the request, [T, Hkv, D] */
     const int64_t *table;
     long page_size, context;
-    const int32_t *seen; /* numbers of new rows */
+    const int32_t *seen; /* numbers of new rows, or NULL: the first ones */
     long count;
     long heads, head; /* K/V heads, and the one to read */
     int type;
@@ -61,10 +62,11 @@ INLINE void weigh(
             const char *at_ = (keys)->pages + (page_ * stride_ + (keys)->head * (size)) * element_;                    \
             USE(at_, stride_, left_ < (keys)->page_size ? left_ : (keys)->page_size, done_);                           \
         }                                                                                                              \
-        for (long i_ = 0; i_ < (keys)->count; i_++) {                                                                  \
-            const char *at_ = (keys)->rows + ((keys)->seen[i_] * stride_ + (keys)->head * (size)) * element_;          \
-            USE(at_, stride_, 1, (keys)->context + i_);                                                                \
-        }                                                                                                              \
+        const char *rows_ = (keys)->rows + (keys)->head * (size) * element_;                                           \
+        if (!(keys)->seen) USE(rows_, stride_, (keys)->count, (keys)->context);                                        \
+        else                                                                                                           \
+            for (long i_ = 0; i_ < (keys)->count; i_++)                                                                \
+                USE(rows_ + (keys)->seen[i_] * stride_ * element_, stride_, 1, (keys)->context + i_);                  \
     } while (0)
 
 /* q, out: [heads, size] with heads <= HEADS. `room` floats of `scores` a head, at least the keys and LANES more. */

@@ -1,4 +1,5 @@
-/* The transformer layers of a target or drafter on a CPU: x [M, E] through all layers in one call.
+/* The transformer layers of a target or drafter on a CPU: x [M, E] through all layers in one call. The M rows of B
+   requests lie one behind the other: T each, or as many as a prompt has.
 
    Residual stream and sums are fp32. What a linear layer reads is fp32, or bf16 for BF16 weights; keys, values, features
    and the last hidden states have the weights' type. Structures mirror `d2sd.plugins.cpu.library`. */
@@ -25,22 +26,23 @@ struct body {
 };
 
 struct pass {
-    long batch, rows;      /* B, T */
+    long batch, rows;      /* B, T; of prompts the most that one has */
+    const int64_t *starts; /* [B + 1], first row of each request, and M */
     long clean;            /* rows of a request before its mask rows; T without `draft` */
-    float *x;              /* [B, T, E], overwritten */
-    const float *cos, *sin; /* [B, T, D] */
-    const uint8_t *mask;   /* [B, T, T] with these strides, the last one 1 */
+    float *x;              /* [M, E], overwritten */
+    const float *cos, *sin; /* [M, D] */
+    const uint8_t *mask;   /* [B, T, T] with these strides, the last one 1; NULL: a row sees those before it */
     long mask_batch, mask_row;
     const void *k_pages, *v_pages; /* [L, P, Z, Hkv, D] */
     long pages, page_size;
     const int64_t *table;  /* [B, M] */
     long table_width;
     const int64_t *context; /* [B] */
-    void *k, *v;           /* [L, B, T, Hkv, D], written */
+    void *k, *v;           /* [L, M, Hkv, D], written */
     const int64_t *aux;    /* ascending numbers of layers whose outputs are features */
     long aux_count;
-    void *features;        /* [B, T, n E], written */
-    void *hidden;          /* [B, T, E], normed, written */
+    void *features;        /* [M, n E], written */
+    void *hidden;          /* [M, E], normed, written */
 };
 
 struct run {
@@ -49,11 +51,13 @@ struct run {
     long width, stride;    /* of qkv and of inputs to linear layers, in elements */
     char *input;           /* [M, stride] of what the next linear layer reads */
     float *qkv;            /* [M, width] */
-    int32_t *seen, *count; /* [M, T] and [M]: the new rows that a row sees */
+    int32_t *request;      /* [M], of each row */
+    int32_t *seen, *count; /* [M, T] and [M]: the new rows that a row sees; NULL without a mask */
     float *scores;         /* a share of `room` * HEADS a thread */
     long room;
 };
 
+INLINE long all_rows(const struct pass *pass) { return pass->starts[pass->batch]; }
 INLINE long even(long n) { return n + (n & 1); }
 INLINE long whole_panels(long n) { return (n + PANEL - 1) / PANEL * PANEL; }
 
@@ -76,7 +80,7 @@ static void norm_rows(const struct run *run, const float *weight, const struct s
     const long size = run->body->hidden;
     float normed[size];
     long first, last;
-    divide(run->pass->batch * run->pass->rows, share, &first, &last);
+    divide(all_rows(run->pass), share, &first, &last);
     for (long row = first; row < last; row++) {
         rms_norm(run->pass->x + row * size, weight, (float)run->body->eps, normed, size);
         put_input(run, row, 0, normed, size);
@@ -131,10 +135,10 @@ static void each_attention_tile(
     for (long part = 0; part < parts; part++) {
         const struct linear *layer = part % 2 ? draft : own;
         const long first = part / 2 * pass->rows + (part % 2 ? pass->clean : 0);
-        const long all = pass->batch * pass->rows, masks = pass->rows - pass->clean;
+        const long masks = pass->rows - pass->clean;
         struct output output = {layer->bias, rows + first * stride, stride, stride, add};
         each_tile(layer, run->input + first * run->stride * input_size(layer->type), run->stride,
-                  draft ? (part % 2 ? masks : pass->clean) : all, 0, put_sums, &output, share);
+                  draft ? (part % 2 ? masks : pass->clean) : all_rows(pass), 0, put_sums, &output, share);
     }
 }
 
@@ -153,7 +157,7 @@ static void rotate(float *x, const float *cos, const float *sin, long size) {
 static void heads_of_rows(const struct run *run, long number, const struct share *share) {
     const struct body *body = run->body;
     const struct pass *pass = run->pass;
-    const long size = body->head_dim, kv = body->kv_heads * size, all = pass->batch * pass->rows;
+    const long size = body->head_dim, kv = body->kv_heads * size, all = all_rows(pass);
     const long keys = whole_panels(body->heads * size);
     long first, last;
     divide(all, share, &first, &last);
@@ -195,7 +199,7 @@ static __attribute__((noinline)) void attend_heads(
 static void attend_rows(const struct run *run, long number, const struct share *share) {
     const struct body *body = run->body;
     const struct pass *pass = run->pass;
-    const long size = body->head_dim, group = body->heads / body->kv_heads, all = pass->batch * pass->rows;
+    const long size = body->head_dim, group = body->heads / body->kv_heads, all = all_rows(pass);
     const long row_bytes = body->kv_heads * size * type_size(body->type);
     const long layer_bytes = pass->pages * pass->page_size * row_bytes;
     const long at_once = size <= 64 ? HEADS : size <= 128 ? 2 : 1;
@@ -203,18 +207,19 @@ static void attend_rows(const struct run *run, long number, const struct share *
     long first, last;
     divide(all * body->kv_heads, share, &first, &last);
     for (long item = first; item < last; item++) {
-        const long b = item / (body->kv_heads * pass->rows), h = item / pass->rows % body->kv_heads;
-        const long row = b * pass->rows + item % pass->rows;
+        const long b = run->request[item / body->kv_heads], start = pass->starts[b], rows = pass->starts[b + 1] - start;
+        const long h = (item - start * body->kv_heads) / rows, row = start + (item - start * body->kv_heads) % rows;
         struct keys k = {
             .pages = (const char *)pass->k_pages + number * layer_bytes,
-            .rows = (const char *)pass->k + (number * all + b * pass->rows) * row_bytes,
+            .rows = (const char *)pass->k + (number * all + start) * row_bytes,
             .table = pass->table + b * pass->table_width, .page_size = pass->page_size, .context = pass->context[b],
-            .seen = run->seen + row * pass->rows, .count = run->count[row],
+            .seen = run->seen ? run->seen + row * pass->rows : NULL,
+            .count = run->seen ? run->count[row] : row - start + 1,
             .heads = body->kv_heads, .head = h, .type = (int)body->type,
         };
         struct keys v = k;
         v.pages = (const char *)pass->v_pages + number * layer_bytes;
-        v.rows = (const char *)pass->v + (number * all + b * pass->rows) * row_bytes;
+        v.rows = (const char *)pass->v + (number * all + start) * row_bytes;
         for (long done = 0; done < group; done += at_once) {
             const long heads = group - done < at_once ? group - done : at_once, column = (h * group + done) * size;
             attend_heads((int)heads, (int)size, (int)body->type, run->qkv + row * run->width + column, &k, &v, scores,
@@ -227,7 +232,7 @@ static void attend_rows(const struct run *run, long number, const struct share *
 static void list_seen(const struct run *run, const struct share *share) {
     const struct pass *pass = run->pass;
     long first, last;
-    divide(pass->batch * pass->rows, share, &first, &last);
+    divide(all_rows(pass), share, &first, &last);
     for (long row = first; row < last; row++) {
         const uint8_t *mask = pass->mask + row / pass->rows * pass->mask_batch + row % pass->rows * pass->mask_row;
         int32_t *seen = run->seen + row * pass->rows, count = 0;
@@ -241,10 +246,10 @@ static void forward(void *arguments, const struct share *share) {
     const struct run *run = arguments;
     const struct body *body = run->body;
     const struct pass *pass = run->pass;
-    const long all = pass->batch * pass->rows, hidden = body->hidden;
+    const long all = all_rows(pass), hidden = body->hidden;
     long aux = 0, first, last;
     divide(all, share, &first, &last);
-    list_seen(run, share);
+    if (run->seen) list_seen(run, share);
     for (long number = 0; number < body->layers; number++) {
         const struct layer *layer = body->layer + number, *draft = body->draft ? body->draft + number : NULL;
         struct output down = {layer->down.bias, pass->x, hidden, hidden, 1};
@@ -298,21 +303,25 @@ static char *at_least(struct memory *memory, size_t bytes) {
 
 /* All layers, on up to `threads` threads. */
 void d2sd_layers(const struct body *body, const struct pass *pass, struct memory *memory, int threads) {
-    const long all = pass->batch * pass->rows, size = body->head_dim;
+    const long all = all_rows(pass), size = body->head_dim;
     long widest = body->hidden > body->intermediate ? body->hidden : body->intermediate;
     if (widest < body->heads * size) widest = body->heads * size;
     long longest = 0;
     for (long b = 0; b < pass->batch; b++) longest = pass->context[b] > longest ? pass->context[b] : longest;
     struct run run = {.body = body, .pass = pass, .stride = even(widest), .room = longest + pass->rows + LANES};
     run.width = body->layer[0].qkv.out;
-    const long inputs = 2 * all * run.stride * 4, qkv = all * run.width * 4, seen = all * pass->rows * 4;
+    const long inputs = 2 * all * run.stride * 4, qkv = all * run.width * 4;
+    const long seen = pass->mask ? all * (pass->rows + 1) * 4 : 0;
     char *at = at_least(memory, inputs + qkv + seen + all * 4 + threads * HEADS * run.room * 4);
     if (body->type == BF16) memset(at, 0, inputs); /* an odd last column is read as a pair */
     run.input = at;
     run.qkv = (float *)(at += inputs);
-    run.seen = (int32_t *)(at += qkv);
-    run.count = (int32_t *)(at += seen);
-    run.scores = (float *)(at + all * 4);
+    run.request = (int32_t *)(at += qkv);
+    run.count = pass->mask ? (int32_t *)(at + all * 4) : NULL;
+    run.seen = pass->mask ? run.count + all : NULL;
+    run.scores = (float *)(at + all * 4 + seen);
+    for (long b = 0; b < pass->batch; b++)
+        for (long row = pass->starts[b]; row < pass->starts[b + 1]; row++) run.request[row] = (int32_t)b;
     run_pass(forward, &run, threads);
 }
 

@@ -60,7 +60,8 @@ class Pass(Structure):
     """`struct pass`."""
 
     _fields_ = [
-        ("batch", c_long), ("rows", c_long), ("clean", c_long), ("x", c_void_p), ("cos", c_void_p), ("sin", c_void_p),
+        ("batch", c_long), ("rows", c_long), ("starts", c_void_p), ("clean", c_long),
+        ("x", c_void_p), ("cos", c_void_p), ("sin", c_void_p),
         ("mask", c_void_p), ("mask_batch", c_long), ("mask_row", c_long),
         ("k_pages", c_void_p), ("v_pages", c_void_p), ("pages", c_long), ("page_size", c_long),
         ("table", c_void_p), ("table_width", c_long), ("context", c_void_p), ("k", c_void_p), ("v", c_void_p),

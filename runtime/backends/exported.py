@@ -6,7 +6,8 @@ Embedding and head stay in PyTorch, because the models share them, and so does F
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,8 +21,9 @@ from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.drafter import DraftModel
 from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins.cascade_attention.mask import pack_mask_bits
+from d2sd.runtime.buckets import bucket, floor_bucket
 
 # Shape letters: B requests, T rows, C new context rows, E hidden, n auxiliary layers, L layers, Hkv heads, D head size.
 
@@ -94,18 +96,55 @@ class OnnxSession:
 class GraphDecoder(TargetModel):
     """A target: embedding and head of `tables`, and a graph between them that outputs features of `aux_layer_ids`."""
 
-    def __init__(self, tables: TargetModel, aux_layer_ids: tuple[int, ...], session: Session) -> None:
+    def __init__(
+        self, tables: TargetModel, aux_layer_ids: tuple[int, ...], session: Session,
+        max_requests: Callable[[int], int] = lambda rows: sys.maxsize,
+    ) -> None:  # fmt: skip
+        """`max_requests(rows)` is the most requests that the session accepts in one run of `rows` rows each."""
         super().__init__()
         self.config, self.packed_head = tables.config, tables.packed_head
         self.embed_tokens = tables.embed_tokens
         if not tables.config.tie_word_embeddings:
             self.lm_head = tables.lm_head
-        self._aux_layer_ids, self._session = aux_layer_ids, session
+        self._aux_layer_ids, self._session, self._max_requests = aux_layer_ids, session, max_requests
 
-    def forward(self, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
+    def forward(
+        self, tokens: Tensor, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
+    ) -> DecoderOutput:
         assert aux_layer_ids in ((), self._aux_layer_ids), "a graph's features are fixed"
+        return self._chunks(tokens, rows, pool) if isinstance(rows, Chunks) else self._run(tokens, rows, pool)
+
+    def _run(self, tokens: Tensor, rows: Rows, pool: KVPool) -> DecoderOutput:
         out = self._session.run(_embedded(self.embed_tokens(tokens)) | _of_pass(rows, pool))
         return DecoderOutput(out["hidden"], out["features"], out["k"], out["v"])
+
+    def _chunks(self, tokens: Tensor, chunks: Chunks, pool: KVPool) -> DecoderOutput:
+        """A graph has as many rows of every request: chunks of one length bucket share a run, padded to it."""
+        groups: dict[int, list[int]] = {}
+        lengths, spans = chunks.attn_mask.lengths, chunks.attn_mask.spans()
+        for request, length in enumerate(lengths):
+            groups.setdefault(bucket(length), []).append(request)
+        parts: dict[int, tuple[DecoderOutput, int]] = {}
+        for count, members in groups.items():
+            most = floor_bucket(self._max_requests(count))
+            for some in (members[first : first + most] for first in range(0, len(members), most)):
+                own = tokens.new_zeros(bucket(len(some)), count)
+                table = chunks.page_table.new_zeros(len(own), chunks.page_table.shape[1])
+                context = chunks.context_len.new_zeros(len(own))
+                table[: len(some)], context[: len(some)] = chunks.page_table[some], chunks.context_len[some]
+                for row, request in enumerate(some):
+                    own[row, : lengths[request]] = tokens[0, spans[request]]
+                out = self._run(own, Rows.chain(count, table, context), pool)
+                parts |= {request: (out, row) for row, request in enumerate(some)}
+        found = [(*parts[request], length) for request, length in enumerate(lengths)]
+        hidden, features = (
+            torch.cat([getattr(out, name)[row, :length] for out, row, length in found])[None]
+            for name in ("hidden", "features")
+        )
+        k, v = (
+            torch.cat([getattr(out, name)[:, row, :length] for out, row, length in found], 1)[:, None] for name in "kv"
+        )
+        return DecoderOutput(hidden, features, k, v)
 
 
 class GraphDrafter(DraftModel):

@@ -6,7 +6,6 @@ value back to the host, so a decode step from `draft_first` to `commit` can be c
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from d2sd.modeling.fp8 import kv_scales
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.packed import pack, reduced_head
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins import choose
 from d2sd.runtime.backends.graphs import Capture, CudaGraphs
 from d2sd.runtime.backends.pending_context import MAX_PENDING_ROWS, Committed, ContextRows, PendingContext
@@ -60,15 +59,12 @@ class ModelRunner:
         flex: FlexHead | None = None,
         block_size: int = 1,
         exact: bool = False,
-        max_prefill_requests: Callable[[int], int] = lambda rows: sys.maxsize,
     ) -> None:
         """`block_size` applies without drafters, to plain decoding and prompt lookup; drafters define their own.
 
         `flex` has joined the target. `exact`: the target's step is batch-invariant on CUDA (docs/accuracy.md); compiled
         CPU layers always are.
 
-        `max_prefill_requests(rows)` is the most requests that one prefill call of `rows` rows a request accepts;
-        engines have a limit.
         Models are packed (CPU, `d2sd.modeling.packed`) or fused (CUDA, `d2sd.modeling.fused`) in place: they can serve,
         but not be saved or trained.
         Raises CheckpointError if the drafters differ in their target layers or block size.
@@ -93,7 +89,6 @@ class ModelRunner:
         self.vocab_size = target.config.vocab_size
         source = first or flex
         self.block_size = source.config.block_size if source else block_size
-        self.max_prefill_requests = max_prefill_requests
         weight = target.embed_tokens.weight
         self.device, self._dtype = str(weight.device), weight.dtype
         self.static_shapes = weight.device.type != "cpu"  # as a CUDA graph needs; a CPU leaves rows out instead
@@ -149,18 +144,17 @@ class ModelRunner:
         ]
 
     @torch.inference_mode()
-    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> Tensor:
-        """Compute and commit chunks of several prompts: of tokens [B, T] the first `length [B]` are real.
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:
+        """Compute and commit chunks of B prompts in one pass: `tokens [N]` are theirs one behind the other.
 
-        Rows past `length` are not committed: their K/V goes to page 0, as do padding requests, of length 0. Returns the
-        target's hidden states [B, T, E], ready for the head.
+        `lengths` are their numbers of tokens, of requests with `page_table [B, M]` and `context_len [B]` tokens before
+        the chunk. Returns the target's hidden states [N, E], ready for the head.
         """
-        rows = Rows.chain(tokens.shape[1], page_table, context_len)
-        out: DecoderOutput = self.target(tokens, rows, self._target_pool, self._aux_layer_ids)
-        real = torch.arange(tokens.shape[1], device=tokens.device) < length[:, None]
-        self._target_pool.write(out.k, out.v, page_table, rows.positions, real)
-        self._queue_features(out.features, page_table, rows.positions, real)
-        return out.hidden
+        rows = Chunks.of(lengths, page_table, context_len, self._target_pool.page_size)
+        out: DecoderOutput = self.target(tokens[None], rows, self._target_pool, self._aux_layer_ids)
+        self._target_pool.write_rows(out.k[:, 0], out.v[:, 0], rows.pages, rows.positions[0])
+        self.queue(ContextRows(out.features[0], rows.positions[0], rows.pages), range(self.drafters))
+        return out.hidden[0]
 
     @torch.inference_mode()
     def draft_first(self, batch: Batch, width: int) -> Draft:

@@ -127,8 +127,7 @@ class PendingContext:
         for part, keys, values in zip(
             parts, torch.split(k[:, 0], sizes, 1), torch.split(v[:, 0], sizes, 1), strict=True
         ):
-            table, slots = part.pages[:, None], (part.positions % self._pool.page_size)[:, None]
-            self._pool.write(keys[:, :, None], values[:, :, None], table, slots, table > 0)
+            self._pool.write_rows(keys, values, part.pages, part.positions)
 
     def _compact(self) -> None:
         """Replace the queue by the rows that are to be computed. Reads which these are: not on CUDA."""

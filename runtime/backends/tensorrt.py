@@ -199,10 +199,8 @@ def engine_runner(
     if flex is not None:
         surface = flex_io_spec(flex[0].config.body, dtype)
         head = GraphFlex(flex[0], EngineSession(trt, flex[1], surface)).to(device)
-    runner = ModelRunner(
-        GraphDecoder(decoder, aux_layer_ids, session).to(device), *drafting, flex=head, block_size=block_size,
-        max_prefill_requests=partial(max_requests, engine.profiles),
-    )  # fmt: skip
+    graph = GraphDecoder(decoder, aux_layer_ids, session, partial(max_requests, engine.profiles))
+    runner = ModelRunner(graph.to(device), *drafting, flex=head, block_size=block_size)
     # A step runs one context with several shapes. What TensorRT prepares on the host when a shape changes is missing in
     # a graph, and whether a replay then reads the right shapes is not known.
     runner.capture = None

@@ -22,7 +22,7 @@ from d2sd.plugins.batch_invariant.triton import launch as batch_invariant
 from d2sd.policies import NAMES, PolicyName
 from tests.cuda import guard
 from tests.cuda.budget import DRAFTER_LAYERS, LAUNCHES, LAYERS, MOST
-from tests.cuda.fake import GREEDY, HOT, NARROW, Watch, fake_gpu, steps
+from tests.cuda.fake import GREEDY, HOT, NARROW, Watch, fake_gpu, runner, steps
 
 SAMPLED = GREEDY, HOT, NARROW
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -99,6 +99,24 @@ def test_steps_on_the_meta_device_have_these_launches(policy: PolicyName) -> Non
     fake = steps(policy, (GREEDY,), size=1, layers=LAYERS, drafter_layers=DRAFTER_LAYERS)
     fake.launches["inject"] = fake.launches.pop("sync", 0)
     assert Counter(launch.stage for launch in count(Step(policy))) == +fake.launches
+
+
+def test_prompts_of_any_number_are_one_pass() -> None:
+    """As many launches, one attention a layer among them; nothing is read back."""
+    found = []
+    with fake_gpu(watch := Watch()):
+        made = runner(2, 2, fp8=False)
+        made.allocate(64, 16)
+        for lengths in ([40], [40], [5, 70, 1]):
+            count = torch.zeros(len(lengths), dtype=torch.long, device="cuda")
+            table = torch.zeros(len(lengths), 8, dtype=torch.long, device="cuda")
+            tokens = torch.zeros(sum(lengths), dtype=torch.long, device="cuda")
+            watch.launches.clear()
+            with watch:
+                hidden = made.prefill(tokens, lengths, table, count)
+            assert hidden.shape[0] == sum(lengths)
+            found.append(watch.launches.total())
+    assert found[1] == found[2] > 2 * 8
 
 
 @pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.full)])

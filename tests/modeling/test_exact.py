@@ -16,7 +16,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import kv_scales, linear_names
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.packed import reduced_head
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins import batch_invariant, dispatch
 from tests.tiny import ancestor_mask, in_fp8, pool_for, random_tokens, random_tree, tiny_decoder
 
@@ -30,15 +30,15 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @torch.inference_mode()
 def logits(model: Decoder) -> torch.Tensor:
-    """Of a chunk, then of a tree behind it."""
+    """Of chunks, then of a tree behind each."""
     tokens, dtype = random_tokens(model, 2, 13), model.embed_tokens.weight.dtype
     pool, table = pool_for(model.config.body, 2, 13, dtype=dtype, fp8=kv_scales(model))
-    rows = Rows.chain(6, table, torch.zeros(2, dtype=torch.long))
-    out = model(tokens[:, :6], rows, pool)
-    pool.write(out.k, out.v, table, rows.positions, torch.ones(2, 6, dtype=torch.bool))
+    rows = Chunks.of([6, 6], table, torch.zeros(2, dtype=torch.long), pool.page_size)
+    out = model(tokens[:, :6].reshape(1, -1), rows, pool)
+    pool.write_rows(out.k[:, 0], out.v[:, 0], rows.pages, rows.positions[0])
     mask = ancestor_mask(random_tree(7)).expand(2, -1, -1)
     tree = Rows(6 + mask.sum(-1) - 1, mask, table, torch.full((2,), 6))
-    return model.logits(torch.cat([out.hidden, model(tokens[:, 6:], tree, pool).hidden], 1))
+    return model.logits(torch.cat([out.hidden.view(2, 6, -1), model(tokens[:, 6:], tree, pool).hidden], 1))
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -67,8 +67,8 @@ def test_every_product_and_attention_is_batch_invariant(fp8: bool, bias: bool, m
     monkeypatch.setattr(torch, "_scaled_mm", None)
     found = logits(exact)
     torch.testing.assert_close(found, expected, atol=5e-5, rtol=5e-5)
-    # two passes of three layers; the head's was bound when the model was fused
-    assert calls == {"linear": 2 * 3 * 4, "attention": 2 * 3, "key_order": 1}
+    # two passes of three layers, the first over two chunks; the head's was bound when the model was fused
+    assert calls == {"linear": 2 * 3 * 4, "attention": (2 + 1) * 3, "key_order": 1}
     assert exact.packed_head is not None
 
 

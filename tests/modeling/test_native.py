@@ -11,7 +11,7 @@ from d2sd.modeling.config import Family
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.packed import pack
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins.cpu import library
 from tests.tiny import random_tokens, tiny_decoder, tiny_drafter
 
@@ -69,18 +69,19 @@ def test_every_geometry_of_heads(heads: int, kv_heads: int, size: int) -> None:
 
 
 def compare(plain: Decoder) -> None:
-    """Trees behind contexts of different lengths."""
+    """Trees and chunks of prompts behind contexts of different lengths."""
     native, tokens = packed(plain), random_tokens(plain, 3, 33)
     pools = [filled(model, tokens) for model in (plain, native)]
     depth, mask = random_tree(3, 14)
     context = torch.tensor([33, 1, 17])
-    rows = random_tokens(plain, 3, 14)
-    outs = [
-        model(rows, Rows(context[:, None] + depth, mask, table, context), pool, AUX)
-        for model, (pool, table) in zip((plain, native), pools, strict=True)
-    ]
-    for name in ("hidden", "features", "k", "v"):
-        torch.testing.assert_close(getattr(outs[1], name), getattr(outs[0], name), atol=1e-4, rtol=1e-4)
+    rows, prompts = random_tokens(plain, 3, 14), random_tokens(plain, 1, 17)
+    trees, chunks = [], []
+    for model, (pool, table) in zip((plain, native), pools, strict=True):
+        trees.append(model(rows, Rows(context[:, None] + depth, mask, table, context), pool, AUX))
+        chunks.append(model(prompts, Chunks.of([5, 1, 11], table, context, pool.page_size), pool, AUX))
+    for expected, found in (trees, chunks):
+        for name in ("hidden", "features", "k", "v"):
+            torch.testing.assert_close(getattr(found, name), getattr(expected, name), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -97,7 +98,7 @@ def test_half_precision_is_near_the_same_weights_in_fp32(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [16, 64])
 def test_bits_of_a_row_are_its_own(dtype: torch.dtype, size: int) -> None:
-    """In a tree beside other requests, with any threads and pages: as one token after the other."""
+    """In a tree, in a prompt beside other requests, with any threads and pages: as one token after the other."""
     decoder = packed(tiny_decoder("qwen3", head_dim=size, heads=6).to(dtype))
     context, text, count = 21, random_tokens(decoder, 1, 60), 60
     pool, table = filled(decoder, text[:, :context])
@@ -114,6 +115,13 @@ def test_bits_of_a_row_are_its_own(dtype: torch.dtype, size: int) -> None:
     for place, node in enumerate(chain.tolist()):
         assert torch.equal(tree.hidden[0, node], alone[place][0]), place
         assert torch.equal(tree.k[:, 0, node], alone[place][1]), place
+    chunks = Chunks.of([4, 39, 9], table.expand(3, -1), torch.tensor([9, context, context]), pool.page_size)
+    prompts = torch.cat([tokens[:, :4], text[:, context:], text[:, context : context + 9]], 1)
+    prompt = decoder(prompts, chunks, pool, AUX)
+    for span in chunks.attn_mask.spans()[1:]:
+        for (hidden, keys), row in zip(alone, range(span.start, span.stop), strict=False):
+            assert torch.equal(prompt.hidden[0, row], hidden), row
+            assert torch.equal(prompt.k[:, 0, row], keys), row
 
 
 def one_by_one(decoder: Decoder, text: torch.Tensor, context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -13,7 +13,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import kv_scales, linear_names
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins import batch_invariant, dispatch, layer_ops
 from tests.tiny import ancestor_mask, in_fp8, pool_for, random_tokens, tiny_decoder
 
@@ -44,8 +44,14 @@ class Run:
 
     def chunk(self, size: int) -> None:
         """Prefill so many tokens in one pass."""
-        rows = Rows.chain(size, self.table, torch.full((len(self.tokens),), self.done))
-        self._commit(self.tokens[:, self.done : self.done + size], rows, list(range(size)))
+        tokens = self.tokens[:, self.done : self.done + size]
+        context = torch.full((len(tokens),), self.done)
+        rows = Chunks.of([size] * len(tokens), self.table, context, self.pool.page_size)
+        out = self.model(tokens.reshape(1, -1), rows, self.pool)
+        logits = self.model.logits(out.hidden).view(*tokens.shape, -1)
+        self.logits |= {self.done + place: row for place, row in enumerate(logits.unbind(1))}
+        self.pool.write_rows(out.k[:, 0], out.v[:, 0], rows.pages, rows.positions[0])
+        self.done += size
 
     def single(self) -> None:
         """A plain step: a tree of its root."""

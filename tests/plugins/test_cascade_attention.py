@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention import PagedContext, cascade_attention
+from d2sd.plugins.cascade_attention import ChunkMask, PagedContext, cascade_attention
 from tests.tiny import ancestor_mask, path_to, random_tree
 
 
@@ -42,10 +43,32 @@ class Call:
         pages = {name: getattr(self.context, name).to(dtype) for name in ("k_pages", "v_pages")}
         return replace(self, **floats).over(**pages)
 
+    def chunks(self, lengths: tuple[int, ...]) -> Chunks:
+        """The first rows of each request of a causal call, as chunks of prompts, and where they are in [B, T]."""
+        rows = torch.arange(self.q.shape[1]) < torch.tensor(lengths)[:, None]
+        starts = torch.tensor([0, *accumulate(lengths)])
+        q, k, v = (x[rows][None] for x in (self.q, self.k, self.v))
+        return Chunks(q, k, v, self.context, ChunkMask(lengths, starts), rows)
+
     def requests(self, order: list[int]) -> Call:
         """The same call with its requests reordered, over the same pool."""
         mine = {name: getattr(self, name)[order] for name in ("q", "k", "v", "attn_mask")}
         return replace(self, **mine).over(**{n: getattr(self.context, n)[order] for n in ("page_table", "context_len")})
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The op's arguments for chunks of prompts."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    context: PagedContext
+    mask: ChunkMask
+    rows: Tensor  # [B, T] bool
+
+    def run(self) -> Tensor:
+        return cascade_attention(self.q, self.k, self.v, self.context, self.mask)
 
 
 @dataclass(frozen=True)
@@ -167,6 +190,13 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_oracle(shape: Shape, mask: Mask) -> None:
     assert_matches_oracle(make(shape, mask))
+
+
+@pytest.mark.parametrize("lengths", [(5, 1, 3), (1, 1, 1), (2, 6, 4)])
+def test_chunks_of_prompts_equal_oracle(lengths: tuple[int, ...]) -> None:
+    call = make(Shape(contexts=(9, 0, 4), rows=6))
+    chunks = call.chunks(lengths)
+    torch.testing.assert_close(chunks.run()[0].double(), oracle(call)[chunks.rows], rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)  # the same examples in every run: CI must not flicker

@@ -14,7 +14,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins.cascade_attention import PagedContext
 from d2sd.plugins.cascade_attention.mask import WORD
 from d2sd.plugins.cascade_attention.onnx import VERSION
@@ -125,5 +125,5 @@ class _Pages(KVPool):
             [given[f"{kind}_pages_{layer}"] for layer in range(body.num_layers)] for kind in "kv"
         )
 
-    def context(self, index: int, rows: Rows) -> PagedContext:
+    def context(self, index: int, rows: Rows | Chunks) -> PagedContext:
         return PagedContext(self.layers_k[index], self.layers_v[index], rows.page_table, rows.context_len)

@@ -26,8 +26,8 @@ class NaNPages(CheatingRunner):
         for page in pages:
             poison(self, slice(page, page + 1))
 
-    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> Tensor:
-        hidden = super().prefill(tokens, length, page_table, context_len)
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:
+        hidden = super().prefill(tokens, lengths, page_table, context_len)
         poison(self, 0)
         return hidden
 

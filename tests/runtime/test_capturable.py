@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from d2sd.modeling.decoder import DecoderOutput
+from d2sd.modeling.rows import Chunks, Rows
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.decode import decode_step
 from d2sd.runtime.engine import Engine
@@ -156,37 +158,22 @@ def test_padding_of_a_batch_owns_nothing() -> None:
     assert int(batch.context_len[3]) == 0
 
 
-def prefills(monkeypatch: pytest.MonkeyPatch, chunk: int, prompts: list[int]) -> list[tuple[int, list[int]]]:
-    """Rows and lengths of every prefill call of an engine that is asked for prompts of these lengths."""
+def test_a_prefill_computes_its_prompts_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All chunks of a step in one pass, whose rows are their tokens, up to the budget."""
     runner = honest()
-    calls: list[tuple[int, list[int]]] = []
-    prefill = runner.prefill
+    passes: list[tuple[int, ...]] = []
+    forward = runner.target.forward
 
-    def noted(tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> Tensor:
-        assert len(tokens) == len(length) == len(page_table) == len(context_len)
-        assert (page_table[length == 0] == 0).all()
-        calls.append((tokens.shape[1], length.tolist()))
-        return prefill(tokens, length, page_table, context_len)
+    def noted(tokens: Tensor, rows: Rows | Chunks, *others: Any) -> DecoderOutput:
+        if isinstance(rows, Chunks):
+            assert tokens.shape == rows.positions.shape == (1, sum(rows.attn_mask.lengths))
+            passes.append(rows.attn_mask.lengths)
+        return forward(tokens, rows, *others)
 
-    monkeypatch.setattr(runner, "prefill", noted)
-    engine = make_engine(
-        runner, "off", prefill_chunk=chunk, prefix_cache=False
-    )  # the prompts are one another's prefixes
-    engine.generate(Request((1,) * n, 1) for n in prompts)
-    return calls
-
-
-def test_prompts_are_padded_to_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of every length up to 11, and longer prompts in several; no call exceeds the budget, padding included."""
-    calls = prefills(monkeypatch, 11, list(range(2, 31)))
-    assert {rows for rows, _ in calls} == {1, 2, 4, 8, 11}
-    assert {len(lengths) for _, lengths in calls} <= {1, 2, 4, 8}
-    assert all(rows * len(lengths) <= 11 for rows, lengths in calls)
-
-
-def test_prompts_of_like_length_go_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of four are of one bucket, 4; a fourth request of that call is padding."""
-    assert prefills(monkeypatch, 16, [4, 5, 4, 2]) == [(4, [3, 4, 3, 0]), (1, [1])]
+    monkeypatch.setattr(runner.target, "forward", noted)
+    engine = make_engine(runner, "off", max_batch=4, prefill_chunk=16, prefix_cache=False)
+    engine.generate(Request((1,) * n, 1) for n in (4, 5, 6, 12))
+    assert passes == [(3, 4, 5, 4), (7,)]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import get_args
@@ -307,8 +307,8 @@ class Poisoned(ModelRunner):
         super().allocate(pages, page_size)
         poison(self, slice(None))
 
-    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> Tensor:
-        hidden = super().prefill(tokens, length, page_table, context_len)
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:
+        hidden = super().prefill(tokens, lengths, page_table, context_len)
         poison(self, 0)
         return hidden
 

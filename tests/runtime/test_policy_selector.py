@@ -296,7 +296,7 @@ class Scripted:
     def allocate(self, pages: int, page_size: int) -> None:
         raise AssertionError("the engine has done it")
 
-    def prefill(self, tokens: Tensor, length: Tensor, page_table: Tensor, context_len: Tensor) -> Tensor:
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:
         raise AssertionError("there are no prompts")
 
     def draft_first(self, batch: Batch, width: int) -> Draft:

@@ -7,14 +7,12 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from d2sd.errors import RequestError
-from d2sd.runtime.buckets import bucket, floor_bucket, prefill_rows
 from d2sd.runtime.request import Limits, Request
-from d2sd.runtime.scheduler import Schedule, Scheduler, prefill_calls
+from d2sd.runtime.scheduler import Schedule, Scheduler
 from d2sd.runtime.sequence import Sequence
 from tests.runtime.helpers import STEADY
 
@@ -216,25 +214,6 @@ def test_newest_of_the_lowest_priority_makes_room_and_leads_its_class() -> None:
     assert ids(scheduler.waiting) == [0, 4]
     scheduler.add(sequence(5, prompt=14, new=1, priority=1))
     assert ids(scheduler.waiting) == [5, 0, 4]
-
-
-@STEADY
-@given(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 70), st.integers(1, 8))
-def test_prefill_calls_hold_every_chunk_within_the_budget(counts: list[int], budget: int, most: int) -> None:
-    """Each chunk once, only chunks of one bucket together, as many as the budget and the runner take."""
-    chunks = [(sequence(n), min(count, budget)) for n, count in enumerate(counts)]
-    calls = prefill_calls(chunks, budget, lambda rows: most)
-    assert sorted((s.id, n) for call in calls for s, n in call) == [(s.id, n) for s, n in chunks]
-    widths = []
-    for call in calls:
-        (rows,) = {prefill_rows(n, budget) for _, n in call}
-        size = bucket(len(call))
-        assert size <= most
-        assert size * rows <= budget
-        widths.append((rows, len(call)))
-    for rows in {rows for rows, _ in widths}:
-        *full, _ = [count for own, count in widths if own == rows]
-        assert all(count == floor_bucket(min(budget // rows, most)) for count in full)
 
 
 @pytest.mark.parametrize("seed", range(20))

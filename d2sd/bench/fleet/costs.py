@@ -2,7 +2,7 @@
 
 A step of the engine is the prefill of some prompt chunks and then one decode step, so its time is the sum. A decode
 step costs `empty + context · slope`, where `context` is the mean context of its requests. Prefill costs what its rows
-cost, padding included, and a little for every row and token of context that it attends to.
+cost, and a little for every row and token of context that it attends to.
 
 `measured` costs come from `d2sd.bench.fleet.profile`, on one machine, `arithmetic` ones from
 `d2sd.bench.fleet.roofline`.
@@ -45,7 +45,7 @@ class EngineCosts(_Part):
 
     served: dict[int, str]  # batch bucket -> name in `policies`
     policies: dict[str, PolicyCosts]
-    #: (rows of one prefill call, padding included; seconds), ascending.
+    #: (prompt tokens of one prefill, of all requests; seconds), ascending.
     prefill: Annotated[list[tuple[int, Seconds]], Field(min_length=1)]
     prefill_context: Seconds = 0.0  # for every row and token of context before it
 
@@ -98,7 +98,7 @@ class WorkerModel:
         return empty + slope * context / count
 
     def prefill_seconds(self, rows: int, context: int) -> float:
-        """Seconds of one prefill call of `rows` rows that attend to `context` tokens each."""
+        """Seconds of a prefill of `rows` prompt tokens that attend to `context` tokens each."""
         if rows not in self._calls:
             known, seconds = zip(*self._prefill, strict=True)
             if rows > known[-1]:  # in proportion to the largest call

@@ -1,4 +1,4 @@
-"""Measure the step costs of a bundle on this machine: what `auto` times, prefill calls, and accepted lengths."""
+"""Measure the step costs of a bundle on this machine: what `auto` times, prefill, and accepted lengths."""
 
 from __future__ import annotations
 
@@ -129,13 +129,13 @@ def _decode(engine: Engine, policy: TreePolicy) -> dict[int, tuple[float, float]
 
 
 def _prefill(engine: Engine, policy: TreePolicy, rows: int, context: int) -> float:
-    """Least seconds of a prefill call of one request, and of injecting its context into the policy's drafters."""
-    runner, zeros = engine.runner, torch.zeros(1, rows, dtype=torch.long)
+    """Least seconds of a prefill of one request, and of injecting its context into the policy's drafters."""
+    runner, zeros = engine.runner, torch.zeros(rows, dtype=torch.long)
     table = torch.zeros(1, engine.limits.pages_for(context + rows), dtype=torch.long)
     taken = []
     for _ in range(1 + _ROUNDS * _REPEATS):
         start = time.process_time()
-        runner.prefill(zeros, torch.tensor([rows]), table, torch.tensor([context]))
+        runner.prefill(zeros, [rows], table, torch.tensor([context]))
         runner.sync_drafters(policy.required_drafters)
         taken.append(time.process_time() - start)
     return min(taken[1:])

@@ -6,15 +6,13 @@ those of `d2sd.runtime.scheduler`. Only the forward passes are replaced, by thei
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Literal
 
 from d2sd.bench.fleet.costs import WorkerModel
-from d2sd.runtime.buckets import bucket, prefill_rows
 from d2sd.runtime.request import Limits, Request
-from d2sd.runtime.scheduler import Scheduler, prefill_calls
+from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import Sequence
 
 #: How a request ends. It fails if it was moved too often, or could not be moved because all workers were full.
@@ -97,18 +95,18 @@ class Worker:
         schedule = self.scheduler.schedule()
         while not schedule.prefill and not schedule.decode:  # it preempted the only request that runs
             schedule = self.scheduler.schedule()
-        budget, seconds = self.limits.prefill_chunk, 0.0
-        for chunks in prefill_calls(schedule.prefill, budget, lambda rows: sys.maxsize):
-            rows = bucket(len(chunks)) * prefill_rows(max(tokens for _, tokens in chunks), budget)
-            seconds += self.model.prefill_seconds(rows, sum(s.cached for s, _ in chunks) // len(chunks))
-            for sequence, tokens in chunks:
+        seconds, rows = 0.0, sum(tokens for _, tokens in schedule.prefill)
+        if rows:
+            context = sum(sequence.cached * tokens for sequence, tokens in schedule.prefill) // rows
+            seconds = self.model.prefill_seconds(rows, context)
+            for sequence, tokens in schedule.prefill:
                 sequence.cached += tokens
         self._decoding, totals = schedule.decode, self.totals
         if self._decoding:
             seconds += self.model.decode_seconds(len(self._decoding), sum(s.cached for s in self._decoding))
         totals.busy += seconds
         totals.request_steps += len(self._decoding)
-        totals.prefill_tokens += sum(tokens for _, tokens in schedule.prefill)
+        totals.prefill_tokens += rows
         totals.pages.append(self.scheduler.pages.used)
         self.stepping = True
         return seconds

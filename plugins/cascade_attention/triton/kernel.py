@@ -14,6 +14,9 @@ head are rows of its tile (row t, head g at t·GROUP + g), so K and V are loaded
     memory, all contiguous:   q, out [B, T, Hq, D]    k, v [B, T, Hkv, D]    pages [P, Z, Hkv, D]    page_table [B, M]
                               attn_mask [B, T, ⌈T/32⌉] int32 (mask.py)    partial [SPLITS, B, T, Hq, D], lse without D
 
+Chunks of prompts (`starts`, chunks.py) follow one another, N rows in place of B, T, and have no mask words: a row
+sees those of its chunk up to itself. Tiles behind the last row of a short chunk do nothing.
+
 With several SPLITS `partial` receives results in q's type, each normalised by its own sum, and `lse` the logarithm of
 that sum, fp32 of base 2, -inf for an empty split. Programs of one tile count themselves in `arrived`; the last weighs
 and adds all parts, always in the order of the splits, and sets the count back to 0. With `scale` the result is
@@ -74,18 +77,21 @@ def store_result(out, at, result, mask, scale, TYPE: tl.constexpr):
 
 @triton.jit
 def _merge(
-    out, scale, partial, lse, first, request, head, rows, lines, HKV: tl.constexpr, GROUP: tl.constexpr,
+    out, scale, partial, lse, tile, first, head, rows, lines, HKV: tl.constexpr, GROUP: tl.constexpr,
     HEAD: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Weighs the parts of a tile, whose packed rows begin with `first`, by their sums, adds and stores them."""
+    """Weighs the parts of a tile, whose packed rows begin with `tile`, by their sums, adds and stores them.
+
+    `first` is the request's first row.
+    """
     CHUNK: tl.constexpr = 32 if BLOCK_M > 32 else BLOCK_M  # more rows at a time would spill
     lane = tl.arange(0, PADDED)
     for start in tl.range(0, BLOCK_M, CHUNK, num_stages=1):
-        packed = first + start + tl.arange(0, CHUNK)
+        packed = tile + start + tl.arange(0, CHUNK)
         row = packed // GROUP
         real = row < rows
         in_tile = real[:, None] & (lane < HEAD)[None, :]
-        line = (request * rows + row) * (HKV * GROUP) + head * GROUP + packed % GROUP
+        line = (first + row) * (HKV * GROUP) + head * GROUP + packed % GROUP
         best = tl.full([CHUNK], float("-inf"), tl.float32)
         for part in tl.static_range(SPLITS):
             best = tl.maximum(best, tl.load(lse + part * lines + line, mask=real, other=float("-inf")))
@@ -103,20 +109,27 @@ def _merge(
 
 @triton.jit(do_not_specialize=["rows", "columns"])
 def cascade_attention_kernel(
-    q, k, v, k_pages, v_pages, page_table, context_len, attn_mask, k_scale, v_scale, out, scale, partial, lse, arrived,
-    rows, columns,
+    q, k, v, k_pages, v_pages, page_table, context_len, attn_mask, starts, k_scale, v_scale, out, scale, partial, lse,
+    arrived, rows, columns,
     SCALE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, B·Hkv, SPLITS): the tiles of one K/V head run side by side and share it in the L2 cache.
 
-    rows = T, columns = M, SCALE = D^-0.5 · log2(e), HEAD = D, PADDED ≥ D a power of two, PAGE = Z.
+    rows = T, of chunks at least the longest, columns = M, SCALE = D^-0.5 · log2(e), HEAD = D, PADDED ≥ D a power of
+    two, PAGE = Z.
     """
     TYPE: tl.constexpr = q.dtype.element_ty
     split = tl.program_id(2)
     request = (tl.program_id(1) // HKV).to(tl.int64)
     head = tl.program_id(1) % HKV
+
+    if starts is None:
+        first = request * rows
+    else:
+        first = tl.load(starts + request)
+        rows = (tl.load(starts + request + 1) - first).to(tl.int32)
 
     # Queries: the packed rows of this tile; those past T·GROUP are masked and not stored.
     packed = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -124,7 +137,7 @@ def cascade_attention_kernel(
     real = row < rows
     lane = tl.arange(0, PADDED)
     in_head = lane < HEAD
-    line = (request * rows + row) * (HKV * GROUP) + head * GROUP + packed % GROUP
+    line = (first + row) * (HKV * GROUP) + head * GROUP + packed % GROUP
     in_tile = real[:, None] & in_head[None, :]
     queries = tl.load(q + line[:, None] * HEAD + lane[None, :], mask=in_tile, other=0.0)
 
@@ -139,6 +152,10 @@ def cascade_attention_kernel(
     context = tl.load(context_len + request).to(tl.int32)
     share = tl.cdiv(tl.cdiv(context, BLOCK_N), SPLITS) * BLOCK_N
     end = tl.minimum((split + 1) * share, context)
+    seen_rows = rows
+    if starts is not None:  # up to the last row of the tile, if it has one
+        seen_rows = tl.where(tl.program_id(0) * BLOCK_M < rows * GROUP, tl.minimum(rows, tl.max(row, 0) + 1), 0)
+        end = tl.where(seen_rows > 0, end, 0)
     for start in tl.range(split * share, end, BLOCK_N, num_stages=STAGES):
         token = start + tl.arange(0, BLOCK_N)
         known = token < end
@@ -151,13 +168,17 @@ def cascade_attention_kernel(
 
     # New rows: in the last split only, at most one mask word a row at a time. One stage: they are few, and in L2.
     words = tl.cdiv(rows, 32)
-    for start in tl.range(0, tl.where(split == SPLITS - 1, rows, 0), BLOCK_T, num_stages=1):
-        bits = tl.load(attn_mask + (request * rows + row) * words + start // 32, mask=real, other=0)
+    for start in tl.range(0, tl.where(split == SPLITS - 1, seen_rows, 0), BLOCK_T, num_stages=1):
+        if starts is None:
+            bits = tl.load(attn_mask + (first + row) * words + start // 32, mask=real, other=0)
         column = start + tl.arange(0, BLOCK_T)
-        at = ((request * rows + column) * HKV + head)[:, None] * HEAD + lane[None, :]
+        at = ((first + column) * HKV + head)[:, None] * HEAD + lane[None, :]
         mask = (column < rows)[:, None] & in_head[None, :]
         keys, values = tl.load(k + at, mask=mask, other=0.0), tl.load(v + at, mask=mask, other=0.0)
-        seen = ((bits[:, None] >> (column % 32)[None, :]) & 1) != 0
+        if starts is None:
+            seen = ((bits[:, None] >> (column % 32)[None, :]) & 1) != 0
+        else:
+            seen = column[None, :] - row[:, None] <= 0  # compared, they spill where registers are short
         best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
 
     # Store: an empty share would give 0 / 0, and NaN times the merge's weight of 0 is NaN.
@@ -166,16 +187,16 @@ def cascade_attention_kernel(
     if SPLITS == 1:
         store_result(out, line[:, None] * HEAD + lane[None, :], result, in_tile, scale, TYPE)
     else:
-        lines = (tl.num_programs(1) // HKV).to(tl.int64) * rows * (HKV * GROUP)
+        requests = (tl.num_programs(1) // HKV).to(tl.int64)
+        lines = (requests * rows if starts is None else tl.load(starts + requests)) * (HKV * GROUP)
         mine = split * lines + line
         tl.store(partial + mine[:, None] * HEAD + lane[None, :], result.to(TYPE), mask=in_tile)
         tl.store(lse + mine, best + tl.log2(total), mask=real)
         tl.debug_barrier()  # one thread announces the stores of all
         place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(arrived + place, 1, sem="acq_rel") == SPLITS - 1:
-            first = tl.program_id(0) * BLOCK_M
             _merge(
-                out, scale, partial, lse, first, request, head, rows, lines,
+                out, scale, partial, lse, tl.program_id(0) * BLOCK_M, first, head, rows, lines,
                 HKV, GROUP, HEAD, PADDED, SPLITS, BLOCK_M, TYPE,
             )  # fmt: skip
             tl.store(arrived + place, 0)

@@ -11,6 +11,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
+from d2sd.plugins.cascade_attention.chunks import ChunkMask
 from d2sd.plugins.cascade_attention.context import PagedContext
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, pack_mask_kernel
 from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, choose_splits, padded, select_tile
@@ -19,18 +20,24 @@ from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, choose_split
 
 
 def cascade_attention_triton(
-    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask_words: Tensor, *, scale: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask: Tensor | ChunkMask, *, scale: Tensor | None = None,
     arrived: Callable[[], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """`cascade_attention` on CUDA; `mask_words` [B, T, ceil(T/32)] int32 is `AttnMask.words`.
+    """`cascade_attention` on CUDA; a `mask` of words [B, T, ceil(T/32)] int32 is `AttnMask.words`.
 
     Never synchronizes with the host, and chooses tiles and splits by shapes alone: a CUDA graph can capture it.
     `arrived` gives the counters that the layers of a pass share (`AttnMask.arrived`); without, a call makes its own.
     """
     slots = context.page_table.shape[1] * context.k_pages.shape[1]
-    splits = _splits(*q.shape, k.shape[2], q.element_size(), slots, q.device, fp8=context.fp8)
+    shape = len(context.page_table), _rows(q, mask), *q.shape[2:]
+    splits = _splits(*shape, k.shape[2], q.element_size(), slots, q.device, fp8=context.fp8)
     counters = arrived() if arrived is not None and splits > 1 else None
-    return launch(q, k, v, context, mask_words, splits=splits, scale=scale, arrived=counters)
+    return launch(q, k, v, context, mask, splits=splits, scale=scale, arrived=counters)
+
+
+def _rows(q: Tensor, mask: Tensor | ChunkMask) -> int:
+    """T; the bucket of the longest chunk."""
+    return triton.next_power_of_2(max(mask.lengths)) if isinstance(mask, ChunkMask) else q.shape[1]
 
 
 # What depends on shapes alone is computed for the first layer of a pass, and found again for the others.
@@ -57,32 +64,33 @@ def _plan(
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask_words: Tensor, *, splits: int,
+    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask: Tensor | ChunkMask, *, splits: int,
     scale: Tensor | None = None, arrived: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The kernel with the context cut into `splits` parts.
+    """The kernel with the context cut into `splits` parts; `mask` may be the words of an `AttnMask`.
 
     `arrived` [at least the programs of a split] int32 counts those that are done: zeros, and zeros again afterwards.
     """
-    batch, rows, heads, size = q.shape
-    kv_heads = k.shape[2]
+    heads, size = q.shape[2:]
+    rows, kv_heads = _rows(q, mask), k.shape[2]
+    words, starts = (None, mask.starts) if isinstance(mask, ChunkMask) else (mask.contiguous(), None)
     k_pages, v_pages, page_table = context.k_pages, context.v_pages, context.page_table
     assert k_pages.is_contiguous(), "`contiguous` would copy the whole pool"
     assert v_pages.is_contiguous()
     assert not q.requires_grad, "the kernel has no backward"
     tile, fixed = _plan(rows, heads, size, kv_heads, q.element_size(), k_pages.shape[1], splits, fp8=context.fp8)
     out = torch.empty(q.shape, dtype=q.dtype if scale is None else torch.float8_e4m3fn, device=q.device)
-    grid = (math.ceil(rows * heads // kv_heads / tile.rows), batch * kv_heads, splits)
+    grid = (math.ceil(rows * heads // kv_heads / tile.rows), len(page_table) * kv_heads, splits)
     partial, lse = None, None
     if splits > 1:
         partial = torch.empty((splits, *q.shape), dtype=q.dtype, device=q.device)
-        lse = torch.empty((splits, batch, rows, heads), dtype=torch.float32, device=q.device)
+        lse = torch.empty((splits, *q.shape[:3]), dtype=torch.float32, device=q.device)
         arrived = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=q.device) if arrived is None else arrived
         assert len(arrived) >= grid[0] * grid[1]
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         cascade_attention_kernel[grid](
             q.contiguous(), k.contiguous(), v.contiguous(), k_pages, v_pages,
-            page_table.contiguous(), context.context_len.contiguous(), mask_words.contiguous(),
+            page_table.contiguous(), context.context_len.contiguous(), words, starts,
             context.k_scale, context.v_scale, out, scale, partial, lse, arrived, rows, page_table.shape[1], **fixed,
             num_warps=tile.warps,
         )  # fmt: skip

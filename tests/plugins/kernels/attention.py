@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from d2sd.plugins.cascade_attention import PagedContext
-from tests.plugins.kernels.calls import assert_within_budget, fused, in_fp8, read_back
+from tests.plugins.kernels.calls import assert_within_budget, fused, fused_chunks, in_fp8, read_back
 from tests.plugins.test_cascade_attention import (
     Call,
     Mask,
@@ -49,7 +49,6 @@ CASES = [
         "GQA 8:1, a second mask word",
     ),
     (replace(SMALL, rows=64, group=1, kv_heads=1, contexts=(50, 7)), branches, 2, "two full mask words"),
-    (replace(SMALL, rows=160, kv_heads=1, contexts=(20,)), causal, 1, "a prompt's chunk of 160"),
     (replace(SMALL, rows=2, page_size=1, contexts=(3, 0), group=1), causal, 2, "pages of one token"),
     (replace(SMALL, rows=2, size=64, contexts=(33,)), causal, 2, "D = 64"),
     (replace(SMALL, rows=2, size=96, contexts=(33,)), causal, 2, "D = 96, padded to 128"),
@@ -71,6 +70,27 @@ REST = [pytest.mark.slow, pytest.mark.full]
 )
 def test_equals_loops_and_specification(shape: Shape, mask: Mask, splits: int, dtype: torch.dtype) -> None:
     assert_right(make(shape, mask).to(dtype), splits)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "contexts", "splits", "fp8"),
+    [
+        ((33, 1, 12), (37, 0, 16), 1, False),
+        ((3, 18), (70, 33), 2, True),
+        pytest.param((5, 160, 1), (0, 20, 3), 1, False, marks=pytest.mark.slow),
+    ],
+)
+def test_chunks_of_prompts(lengths: tuple[int, ...], contexts: tuple[int, ...], splits: int, fp8: bool) -> None:
+    """Short ones beside long ones: no row sees another request's, nor one behind it."""
+    call = make(replace(SMALL, rows=max(lengths), contexts=contexts, kv_heads=1)).to(torch.float16)
+    plain = call
+    if fp8:
+        call = in_fp8(call, torch.tensor(0.011), torch.tensor(0.007))
+        plain = read_back(call)
+    chunks = call.chunks(lengths)
+    found = fused_chunks(chunks, splits)
+    assert_within_budget(found[0], oracle(plain)[chunks.rows], plain)
+    assert_within_budget(found, plain.chunks(lengths).run(), plain)
 
 
 @pytest.mark.parametrize("size", [16, 128])

@@ -16,7 +16,7 @@ import triton  # type: ignore[import-untyped]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 
 from d2sd.plugins.batch_invariant.triton import launch as invariant
-from d2sd.plugins.cascade_attention import PagedContext
+from d2sd.plugins.cascade_attention import ChunkMask, PagedContext
 from d2sd.plugins.cascade_attention.triton import launch as attention
 from d2sd.plugins.choose.triton import launch as choices
 from d2sd.plugins.draft_tree.triton import launch as trees
@@ -55,15 +55,19 @@ class Bound:
         return {name: value for name, value in found.items() if value is not None}
 
 
-@pytest.mark.parametrize(("splits", "quantized"), [(1, False), (4, False), (4, True)])
-def test_attention(splits: int, quantized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("splits", "quantized", "chunks"), [(1, False, False), (4, False, False), (4, True, False), (1, False, True)]
+)
+def test_attention(splits: int, quantized: bool, chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     (kernel,) = bound(monkeypatch, attention, "cascade_attention_kernel")
     q, k = torch.zeros(1, 1, 32, 128, dtype=torch.bfloat16), torch.zeros(1, 1, 8, 128, dtype=torch.bfloat16)
     stored, one = torch.zeros(3, 16, 8, 128, dtype=torch.float8_e4m3fn), torch.ones(())
     table, length, mask = torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, dtype=torch.long), torch.ones(1, 1, 1)
     context, scale = PagedContext(stored, stored, table, length, one, one), one if quantized else None
-    attention.launch(q, k, k, context, mask.int(), splits=splits, scale=scale)
-    variant = SCRIPT["attention_variant"]("bf16", SCRIPT["FP8"], 128, rows=1, splits=splits, quantized=quantized)
+    asked = ChunkMask((1,), torch.arange(2)) if chunks else mask.int()
+    attention.launch(q, k, k, context, asked, splits=splits, scale=scale)
+    kinds = {"quantized": quantized, "chunks": chunks}
+    variant = SCRIPT["attention_variant"]("bf16", SCRIPT["FP8"], 128, rows=1, splits=splits, **kinds)
     assert_compiled_ahead(kernel, variant)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from d2sd.plugins.cascade_attention.mask import pack_mask_bits
 from d2sd.plugins.cascade_attention.triton.launch import launch
 from d2sd.plugins.fp8 import from_pages, to_pages
-from tests.plugins.test_cascade_attention import Call
+from tests.plugins.test_cascade_attention import Call, Chunks
 
 #: The interpreter cuts bf16 and FP8 off where a GPU rounds.
 INTERPRETED = triton.knobs.runtime.interpret
@@ -45,6 +45,12 @@ def fused(call: Call, splits: int, scale: Tensor | None = None) -> Tensor:
     q, k, v, context = there(call.q), there(call.k), there(call.v), there(call.context)
     words = there(pack_mask_bits(call.attn_mask))
     return launch(q, k, v, context, words, splits=splits, scale=there(scale)).cpu()
+
+
+def fused_chunks(chunks: Chunks, splits: int) -> Tensor:
+    """The kernel's result of chunks of prompts, on the CPU."""
+    q, k, v, context, mask = (there(getattr(chunks, name)) for name in ("q", "k", "v", "context", "mask"))
+    return launch(q, k, v, context, mask, splits=splits).cpu()
 
 
 def in_fp8(call: Call, k_scale: Tensor, v_scale: Tensor) -> Call:

@@ -32,14 +32,12 @@ TABLE = torch.tensor([[9, 2, 7, 4], [5, 1, 0, 0], [3, 8, 6, 0]])
 
 
 def prefilled(texts: list[list[int]], table: Tensor, *, paid: bool = True) -> tuple[ModelRunner, Batch]:
-    """Each text in one chunk, padded to 8 tokens; all slots hold NaN before, and page 0 afterwards too."""
+    """Each text in one chunk; all slots hold NaN before, and page 0 afterwards too."""
     runner = honest()
     runner.allocate(10, PAGE)
     poison(runner, slice(None))
     for row, text in enumerate(texts):
-        chunk = torch.zeros(1, 8, dtype=torch.long)
-        chunk[0, : len(text) - 1] = torch.tensor(text[:-1])
-        runner.prefill(chunk, torch.tensor([len(text) - 1]), table[row : row + 1], torch.tensor([0]))
+        runner.prefill(torch.tensor(text[:-1]), [len(text) - 1], table[row : row + 1], torch.tensor([0]))
     if paid:
         sync_drafters(runner)
     poison(runner, 0)
@@ -234,7 +232,7 @@ def test_drafters_pages_are_paid_before_they_draft(monkeypatch: pytest.MonkeyPat
     assert torch.equal(second.tokens, other_second.tokens)
     monkeypatch.setattr(module, "MAX_PENDING_ROWS", 64)
     for _ in range(9):  # 8 rows each
-        runner.prefill(torch.zeros(1, 8, dtype=torch.long), torch.tensor([8]), TABLE[2:], torch.tensor([0]))
+        runner.prefill(torch.zeros(8, dtype=torch.long), [8], TABLE[2:], torch.tensor([0]))
         runner.sync_drafters(())
     assert runner._pools[1].k[:, 3, 0].isfinite().all()
 
@@ -276,26 +274,26 @@ def test_chunked_prefill_commits_the_same(chunk: int) -> None:
     text = TEXTS[0]
     for start in range(0, len(text), chunk):
         piece = text[start : start + chunk]
-        tokens = torch.tensor([piece + [63] * (chunk - len(piece))])
-        runner.prefill(tokens, torch.tensor([len(piece)]), TABLE[:1], torch.tensor([start]))
+        runner.prefill(torch.tensor(piece), [len(piece)], TABLE[:1], torch.tensor([start]))
     check_pages(runner, TABLE[0], text)
 
 
 def test_prompts_in_one_call_are_committed_as_if_alone() -> None:
-    """Two calls: chunks and contexts of different lengths, and a padding request."""
+    """Two calls: chunks and contexts of different lengths."""
     runner = honest()
     runner.allocate(10, PAGE)
     poison(runner, slice(None))
-    table = torch.cat([TABLE, torch.zeros(1, 4, dtype=torch.long)])
     done = [0, 0, 0]
-    for lengths in ([5, 2, 1], [4, 0, 5]):
-        chunks = [text[at : at + n] for text, at, n in zip(TEXTS, done, lengths, strict=True)]
-        tokens = torch.tensor([chunk + [63] * (5 - len(chunk)) for chunk in chunks] + [[63] * 5])
-        runner.prefill(tokens, torch.tensor([*lengths, 0]), table, torch.tensor([*done, 0]))
-        poison(runner, 0)
-        done = [a + n for a, n in zip(done, lengths, strict=True)]
+    for lengths in ({0: 5, 1: 2, 2: 1}, {2: 5, 0: 4}):
+        tokens = [token for row, n in lengths.items() for token in TEXTS[row][done[row] : done[row] + n]]
+        rows = list(lengths)
+        context = torch.tensor([done[row] for row in rows])
+        hidden = runner.prefill(torch.tensor(tokens), list(lengths.values()), TABLE[rows], context)
+        assert hidden.shape == (len(tokens), runner.target.config.body.hidden_size)
+        for row, n in lengths.items():
+            done[row] += n
     sync_drafters(runner)
-    written = {(0, slot) for slot in range(PAGE)}
+    written = set[tuple[int, int]]()
     for row, text in enumerate(TEXTS):
         assert done[row] == len(text)
         check_pages(runner, TABLE[row], text)

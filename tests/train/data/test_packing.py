@@ -252,7 +252,7 @@ def test_training_forward_equals_the_serving_executor(which: int, anchor: int) -
     runner.allocate(pages=6, page_size=4)
     page_table, nothing = torch.tensor([[5, 2, 4, 1]]), torch.tensor([0])
     if anchor:
-        runner.prefill(text.tokens[None, :anchor], torch.tensor([anchor]), page_table, nothing)
+        runner.prefill(text.tokens[:anchor], [anchor], page_table, nothing)
     sampling = Sampling.of([SamplingParams()], TARGET.config.vocab_size, "cpu")
     batch = Batch(text.tokens[anchor : anchor + 1], page_table, torch.tensor([anchor]), torch.tensor([True]), sampling)
     branches = torch.where(torch.arange(BLOCK) < visible[:, None], packed.tokens[0], drafter.config.mask_token_id)

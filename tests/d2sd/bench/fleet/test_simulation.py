@@ -60,7 +60,7 @@ def test_mean_wait_is_that_of_deterministic_service() -> None:
 def test_a_full_batch_in_a_closed_loop_takes_the_sum_of_its_steps() -> None:
     load = Load(requests=24, prompt_tokens=17, output_tokens=10, concurrency=8)
     simulation, streams = run(load, Fleet(limits=replace(LIMITS, prefill_chunk=128), pages=100), step=0.5, prefill=0.01)
-    # Three rounds of eight: one prefill call of 8 · 16 rows, and ten steps, the first one right after the prefill
+    # Three rounds of eight: one prefill of 8 · 16 tokens, and ten steps, the first one right after the prefill
     assert simulation.now == pytest.approx(3 * (128 * 0.01 + 10 * 0.5))
     assert all(one.chunks[0][0] - one.arrival == pytest.approx(1.28 + 0.5) for one in streams)
 
@@ -155,7 +155,7 @@ def test_a_stream_goes_on_with_the_same_text_after_its_worker_was_killed() -> No
 def test_a_moved_stream_is_prefilled_with_its_answer_so_far() -> None:
     worker = Worker(model(step=0.5, prefill=0.01), LIMITS, 100, max_waiting=0)
     worker.submit(Stream(0, 0.0, (1,) * 30, 40, 0, [0] * 40, delivered=20))
-    assert worker.begin_step() == pytest.approx(0.64 + 0.5)  # 49 tokens in 64 rows; the last one is the anchor
+    assert worker.begin_step() == pytest.approx(0.49 + 0.5)  # 49 tokens; the last one is the anchor
     assert worker.totals.prefill_tokens == 49
     for _ in range(20):
         finished = worker.end_step(1.0)

@@ -1,0 +1,36 @@
+"""Chunks of prompts in place of a mask: a row sees those of its chunk up to itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+#: Counters of a pass: more than a GPU has multiprocessors, which programs of a split context never exceed.
+COUNTERS = 1024
+
+
+@dataclass(frozen=True)
+class ChunkMask:
+    """Chunks of B prompts, one behind the other: q, k and v are [1, N, ...], and each chunk is causal."""
+
+    lengths: tuple[int, ...]  # B, rows of each, at least 1
+    starts: Tensor  # [B + 1] int64, first row of each, and N
+
+    @cached_property
+    def arrived(self) -> Tensor:
+        """As `counters`."""
+        return counters(self.starts.device)
+
+    def spans(self) -> list[slice]:
+        """The rows of each chunk among the N."""
+        ends = accumulate(self.lengths)
+        return [slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
+
+
+def counters(device: torch.device) -> Tensor:
+    """[COUNTERS] int32, zeros: how many splits of a tile are done. One layer leaves them as the next needs them."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
