@@ -105,7 +105,7 @@ def test_every_kernel_is_executed() -> None:
     """Here, in test_parity.py, or in test_batch_invariant.py."""
     sources = (path.read_text() for path in (Path(__file__).parents[2] / "plugins").glob("*/triton/*.py"))
     kernels = {kernel for source in sources for kernel in re.findall(r"^def (\w+)_kernel\(", source, re.MULTILINE)}
-    elsewhere = {"cascade_attention", "merge", "write_pages", "linear", "attention", "key_order", "merge_splits"}
+    elsewhere = {"cascade_attention", "write_pages", "linear", "attention", "key_order", "merge_splits"}
     assert kernels == elsewhere | {
         kernel for names, *_ in SMALL.values() for kernel in names.split() if kernel != "noise"
     }
