@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
-from tests.plugins.kernels import calls, choices, layers, pages, trees
+from tests.plugins.kernels import attention, calls, choices, layers, pages, trees
 from tests.plugins.kernels.trees import specification, stable_topk
 from tests.plugins.test_layer_ops import HQ
 from tests.ptx.cases import CAPABILITIES
@@ -99,6 +99,15 @@ def test_a_small_case(name: str, small: Callable[[str], None]) -> None:
     if SMALL[name][1] in vars(layers).values():  # they round as separate operators do
         assert not any(FUSIBLE.fullmatch(opcode) for launch in launches for opcode in launch.counts)
     assert {launch.name for launch in launches} == {f"{kernel}_kernel" for kernel in SMALL[name][0].split()}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_attention_of_prompts(capability: int) -> None:
+    """Chunks one behind the other; test_parity.py has trees, test_mutants.py what the barriers are for."""
+    with executed_as_ptx(capability) as launches:
+        attention.test_chunks_of_prompts((3, 18), (70, 33), 2, False)
+    assert_of_tested_instructions(launches)
+    assert {launch.name for launch in launches} == {"cascade_attention_kernel"}
 
 
 def test_every_kernel_is_executed() -> None:
