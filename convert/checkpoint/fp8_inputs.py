@@ -9,16 +9,26 @@ it loads them, with the scale that ModelOpt would store, and their inputs by thi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from d2sd.errors import CheckpointError
-from d2sd.io import read_json, write_json
+from d2sd.io import write_json
+from d2sd.schema import read_model
 
 NAME = "d2sd_fp8.json"
-_SCHEMA = 1
-_KEYS = {"d2sd_fp8", "input_scales"}
+#: A positive number that fp32 holds with all its digits.
+Scale = Annotated[float, Field(ge=2.0**-126, lt=2.0**128)]
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    d2sd_fp8: Literal[1]
+    input_scales: dict[str, Scale]
 
 
 def read_fp8_inputs(directory: Path, layers: Collection[str]) -> dict[str, float]:
@@ -29,29 +39,19 @@ def read_fp8_inputs(directory: Path, layers: Collection[str]) -> dict[str, float
     path = directory / NAME
     if not path.exists():
         return {}
-    values = read_json(path, error=CheckpointError)
-    if not isinstance(values, dict) or values.keys() != _KEYS or values["d2sd_fp8"] != _SCHEMA:
+    version = ("d2sd_fp8", 1)
+    scales = read_model(_File, path, error=CheckpointError, what="file of FP8 scales", version=version).input_scales
+    if scales.keys() != set(layers):
         raise CheckpointError(
-            "The scales have another schema.", where=path, found=json.dumps(values)[:80],
-            expected=f"{sorted(_KEYS)}, the first {_SCHEMA}",
+            "The scales are not those of the layers in 16 bits.", where=f"{path}: input_scales",
+            found=sorted(scales.keys() ^ set(layers)),
         )  # fmt: skip
-    scales = values["input_scales"]
-    if not isinstance(scales, dict) or scales.keys() != set(layers):
-        odd = sorted(scales.keys() ^ set(layers)) if isinstance(scales, dict) else scales
-        raise CheckpointError(
-            "The scales are not those of the layers in 16 bits.", where=f"{path}: input_scales", found=odd
-        )
-    for name, scale in scales.items():
-        if not isinstance(scale, float) or scale <= 0:
-            raise CheckpointError(
-                "A scale is not a positive number.", where=f"{path}: input_scales.{name}", found=json.dumps(scale)
-            )
     return {name: scales[name] for name in layers}
 
 
 def write_fp8_inputs(directory: Path, scales: Mapping[str, float]) -> None:
     """Write the file; without scales, delete one that an earlier drafter left."""
     if scales:
-        write_json(directory / NAME, {"d2sd_fp8": _SCHEMA, "input_scales": dict(scales)})
+        write_json(directory / NAME, {"d2sd_fp8": 1, "input_scales": dict(scales)})
     else:
         (directory / NAME).unlink(missing_ok=True)

@@ -232,12 +232,14 @@ def test_a_drafter_whose_other_layers_d2sd_rounds(tmp_path: Path) -> None:
     ("key", "value", "named"),
     [
         ("d2sd_fp8", 2, "schema"),
-        ("more", 1, "schema"),
-        ("input_scales", [1.0], "layers in 16 bits"),
+        ("more", 1, "json: more"),
+        ("input_scales", [1.0], r"json: input_scales(.|\n)*dictionary"),
         ("input_scales.fc", ..., r"layers in 16 bits(.|\n)*fc"),
         ("input_scales.lm_head", 1.0, r"layers in 16 bits(.|\n)*lm_head"),
         ("input_scales.fc", 0.0, r"input_scales\.fc"),
         ("input_scales.fc", "1", r"input_scales\.fc"),
+        ("input_scales.fc", 1e-60, r"input_scales\.fc"),  # zero in fp32
+        ("input_scales.fc", 1e60, r"input_scales\.fc"),  # infinite in fp32
     ],
 )
 def test_scales_that_are_not_of_these_layers_are_named(tmp_path: Path, key: str, value: Any, named: str) -> None:
