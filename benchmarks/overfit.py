@@ -77,8 +77,10 @@ def overfit_pair(
     judge(evaluator.evaluate("d2sd", one, two), recipe.block_size)
 
 
-def overfit_flex(settings: FlexSettings, target: Decoder, evaluator: Evaluator, train: Train[FlexHead]) -> None:
-    head = flex_head(settings.head, target, settings.seed)
+def overfit_flex(
+    settings: FlexSettings, target: Decoder, data: TrainingData, evaluator: Evaluator, train: Train[FlexHead]
+) -> None:
+    head = flex_head(settings.head, target, data, settings.seed)
     head.join(target)
     train(head, settings, None, "flex")
     judge(evaluator.evaluate("flex", flex=flex_as_written(head, None, evaluator.dtype)), settings.head.block_size)
@@ -111,7 +113,7 @@ def main(recipe: Path, steps: int, out: Path) -> None:
         return drafter
 
     if loaded.flex is not None:
-        overfit_flex(loaded.flex, target, evaluator, train)
+        overfit_flex(loaded.flex, target, data, evaluator, train)
     elif loaded.first is None or loaded.second is None:
         raise D2SDError("needs a recipe that trains both drafters, or flex", where=recipe)
     else:

@@ -101,6 +101,8 @@ class FlexGeometry(Part):
     block_size: Annotated[int, Field(ge=2)]
     #: Hidden size of the network that corrects drafts by the anchor.
     calibration_size: Positive = 256
+    #: Slot 0 of a block starts as a projection of the anchor's embedding: better drafts, and no parallel mode.
+    anchored: bool = False
     #: Size of the draft vocabulary, the most frequent ids of the responses; by default the full vocabulary.
     draft_vocab_size: Annotated[int, Field(ge=2)] | None = None
 

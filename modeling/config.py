@@ -98,6 +98,7 @@ class FlexConfig:
     block_size: int
     num_target_layers: int
     calibration_size: int  # hidden size of the calibration network
+    anchored: bool = False  # slot 0 holds the anchor, as in `DrafterConfig`: sequential mode only
     draft_vocabulary: tuple[int, ...] | None = field(default=None, repr=False)  # as in `DrafterConfig`
 
     def __post_init__(self) -> None:
@@ -124,6 +125,7 @@ def described(config: DecoderConfig | DrafterConfig | FlexConfig) -> str:
     heads = f"{body.num_heads}/{body.num_kv_heads} heads of {body.head_dim}"
     shape = f"{body.num_layers} layers, hidden {body.hidden_size}, {heads}, vocabulary {config.vocab_size}"
     if isinstance(config, FlexConfig):
-        return f"{shape}, drafts in target layers {config.split_layer} to {config.num_target_layers - 1}"
+        where = f"drafts in target layers {config.split_layer} to {config.num_target_layers - 1}"
+        return f"{shape}, {where}{', anchored' if config.anchored else ''}"
     ids = getattr(config, "target_layer_ids", None)
     return shape if ids is None else f"{shape}, reads target layers {', '.join(map(str, ids))}"

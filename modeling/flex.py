@@ -9,10 +9,11 @@ A block of γ mask rows starts as one learned embedding at the split layer and a
 block], not causal inside the block. Its K/V are dropped after the pass, and the target's rows never see them: the
 target's outputs do not change by a bit. Mask rows do not know the anchor: a small network corrects their logits by it.
 
-Sequential mode (`draft`): one block of mask rows behind the committed context, in a pass of its own.
+Sequential mode (`draft`): one block of mask rows behind the committed context, in a pass of its own. An anchored head,
+which is not in the paper, starts slot 0 as a projection of the anchor's embedding: the anchor is known by then.
 Parallel mode (`verify_and_draft`): the target verifies a tree, and in the same pass a block of mask rows behind each
 node drafts for the case that the accepted path ends there. It sees what its node sees and the node itself, so the block
-that is used equals the one that sequential mode drafts in the next step.
+that is used equals the one that sequential mode drafts in the next step. Anchored heads have no such mode.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class FlexHead(nn.Module):
         ids = config.draft_vocabulary
         outputs = config.vocab_size if ids is None else len(ids)
         self.calibration = AnchorCalibration(body.hidden_size, config.calibration_size, outputs)
+        self.anchor_projection = nn.Linear(body.hidden_size, body.hidden_size, bias=False) if config.anchored else None
         self.rotary = Rotary(body.rope, body.head_dim)
         self.register_module("native", None)  # in place of `layers`, see d2sd.modeling.packed
         with torch.device("cpu"):  # the ids are known even under torch.device("meta")
@@ -95,22 +97,27 @@ class FlexHead(nn.Module):
             layer.shared = (source,)
         object.__setattr__(self, "norm", target.norm)  # not registered: it is the target's
 
-    def forward(self, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [B, T, E] of mask rows at `positions [B, T]`, normed: ready for the head."""
-        x = self.mask_embedding.expand(*positions.shape, -1)
+    def blocks(self, anchor: Tensor) -> Tensor:
+        """The input of the split layer: blocks [..., G, E] behind anchors whose embeddings are `anchor [..., E]`."""
+        x = self.mask_embedding.expand(*anchor.shape[:-1], self.config.block_size, -1)
+        if self.anchor_projection is None:
+            return x
+        return torch.cat([self.anchor_projection(anchor)[..., None, :], x[..., 1:, :]], -2)
+
+    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [B, T, E] of rows x [B, T, E] at `positions [B, T]`, normed: ready for the head."""
         cos_sin = self.rotary(positions, x.dtype)
         for index, layer in enumerate(self.layers):
             x, _, _ = layer(x, cos_sin, index, attend)
         out: Tensor = self.norm(x)
         return out
 
-    def draft(self, rows: Rows, pool: KVPool) -> Tensor:
+    def draft(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         """`forward` over the committed context in `pool`: the target's from the split layer, `KVPool.from_layer`."""
         if self.native is not None:
-            x = self.mask_embedding.expand(*rows.positions.shape, -1)
             out: tuple[Tensor, ...] = self.native(x, self.rotary, rows, pool)
             return out[0]
-        hidden: Tensor = self(rows.positions, pool.attend(rows))
+        hidden: Tensor = self(x, rows.positions, pool.attend(rows))
         return hidden
 
     def verify_and_draft(
@@ -118,8 +125,9 @@ class FlexHead(nn.Module):
     ) -> tuple[DecoderOutput, Tensor]:
         """The target's pass over tokens [B, N], and hidden states [B, N, G, E] of the mask rows behind each node.
 
-        `pool` has the target's pages.
+        `pool` has the target's pages. Not for anchored heads: mask rows behind a node do not know what follows it.
         """
+        assert not self.config.anchored
         count, size = tokens.shape[1], self.config.block_size
         behind = rows_behind(rows, size)
         layers = getattr(target, "native", None)
@@ -144,7 +152,8 @@ class FlexHead(nn.Module):
             k, v = (torch.cat([own[split + index], new], 1) for own, new in ((out.k, k), (out.v, v)))
             return attend_all(index, q, k, v)[:, count:]
 
-        hidden: Tensor = self(behind.positions[:, count:], attend)
+        positions = behind.positions[:, count:]
+        hidden: Tensor = self(self.mask_embedding.expand(*positions.shape, -1), positions, attend)
         return hidden
 
     @torch.no_grad()

@@ -111,6 +111,7 @@ def tiny_flex(
     layers: int = 1,
     block_size: int = 4,
     draft_vocabulary: tuple[int, ...] | None = None,
+    anchored: bool = False,
     seed: int = 4,
 ) -> FlexHead:
     """A random FlexDraft head in the last `layers`, joined to `target`."""
@@ -123,6 +124,7 @@ def tiny_flex(
             block_size=block_size,
             num_target_layers=config.body.num_layers,
             calibration_size=8,
+            anchored=anchored,
             draft_vocabulary=draft_vocabulary,
         )
     )

@@ -76,14 +76,16 @@ def flex_config(geometry: FlexGeometry, config: DecoderConfig) -> FlexConfig:
     return FlexConfig(
         family=config.family, body=replace(config.body, num_layers=geometry.layers), vocab_size=config.vocab_size,
         block_size=geometry.block_size, num_target_layers=config.body.num_layers,
-        calibration_size=geometry.calibration_size,
+        calibration_size=geometry.calibration_size, anchored=geometry.anchored,
     )  # fmt: skip
 
 
 @torch.no_grad()
-def flex_head(geometry: FlexGeometry, target: Decoder, seed: int) -> FlexHead:
+def flex_head(geometry: FlexGeometry, target: Decoder, data: TrainingData, seed: int) -> FlexHead:
     """The initial FlexDraft head in fp32 on the CPU, not joined: copies of the target's attention, a small random mask
-    embedding (as published), and a calibration that adds nothing. Raises D2SDError as `flex_config` does.
+    embedding (as published), and a calibration that adds nothing. An anchored head's projection is the linear map that
+    best gives the hidden states before the split from the embeddings of their tokens, over a part of `data`.
+    Raises D2SDError as `flex_config` does.
     """
     generator = torch.Generator().manual_seed(seed)
     head = FlexHead(flex_config(geometry, target.config))
@@ -95,7 +97,20 @@ def flex_head(geometry: FlexGeometry, target: Decoder, seed: int) -> FlexHead:
     for layer, source in zip(head.layers, list(target.layers)[head.config.split_layer :], strict=True):
         wanted = cast("Layer", source).self_attn.state_dict()
         cast("Layer", layer).self_attn.load_state_dict({name: tensor.float() for name, tensor in wanted.items()})
+    if head.anchor_projection is not None:
+        head.anchor_projection.weight.copy_(_projection(target, data))
     return head
+
+
+def _projection(target: Decoder, data: TrainingData) -> Tensor:
+    """[E, E]: least squares with a ridge, which decides where the sample has fewer tokens than dimensions."""
+    device = target.embed_tokens.weight.device
+    sample = [data[i] for i in range(min(_SAMPLE, len(data)))]
+    embedded = torch.cat([target.embed_tokens(one.tokens[1:].to(device)) for one in sample]).double()
+    features = torch.cat([one.features[1:] for one in sample]).to(device).double()
+    gram = embedded.T @ embedded
+    gram += 0.01 * gram.diagonal().mean() * torch.eye(len(gram), device=device)
+    return torch.linalg.solve(gram, embedded.T @ features).T
 
 
 @torch.no_grad()

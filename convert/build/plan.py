@@ -202,6 +202,11 @@ def _flex(recipe: Recipe, target: DecoderConfig | None) -> Part | None:
     config = read_flex_config(folder)
     if target is not None:
         check_flex(config, target, block_size=recipe.tree.block_size, where=folder)
+    if config.anchored and recipe.tree.policy == "flex_parallel":
+        raise RecipeError(
+            "An anchored FlexDraft head has no parallel mode.", where="recipe: tree.policy", found="flex_parallel",
+            expected="flex or flex_tree", fix="set one of these, or train the head with `anchored: false`",
+        )  # fmt: skip
     return _part(recipe, "drafter_flex", str(folder), config, check_flex_tensors(folder, config))
 
 

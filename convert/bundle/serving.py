@@ -54,7 +54,8 @@ def make_engine(
     name, rows = policy or recipe.tree.policy, row_budget or recipe.tree.row_budget
     file, count = bundle.calibration, sum(d is not None for d in (bundle.first, bundle.second))
     flex = bundle.flex is not None and forecasts_flex(count, file)
-    candidates = candidate_policies(recipe.tree, count, name, rows, flex=flex, parallel=backend == "torch")
+    parallel = backend == "torch" and can_run(bundle, "flex_parallel")
+    candidates = candidate_policies(recipe.tree, count, name, rows, flex=flex, parallel=parallel)
     drafters = [bundle.first, bundle.second][: max(len(candidate.required_drafters) for candidate in candidates)]
     if None in drafters:
         raise BundleError(
@@ -67,6 +68,10 @@ def make_engine(
             "The policy needs a FlexDraft head.", where=bundle.path, expected="drafters.flex in its recipe",
             fix="choose another with --policy",
         )  # fmt: skip
+    if name == "flex_parallel" and not can_run(bundle, name):
+        raise BundleError(
+            "An anchored FlexDraft head has no parallel mode.", where=bundle.path, fix="choose flex with --policy"
+        )
     if backend != "torch" and any(candidate.first_pass is FirstPass.CARRIED for candidate in candidates):
         raise BundleError(
             "Graphs and engines of a FlexDraft head have no parallel mode.", where=bundle.path,
@@ -95,7 +100,11 @@ def make_engine(
 
 
 def can_run(bundle: Bundle, name: Policy) -> bool:
-    """Whether the bundle has the drafters of policy `name`; `auto` needs one drafter, or FlexDraft."""
+    """Whether the bundle has the drafters of policy `name`; `auto` needs one drafter, or FlexDraft. An anchored head
+    has no parallel mode.
+    """
+    if name == "flex_parallel" and bundle.flex is not None and bundle.flex.config.anchored:
+        return False
     by_flex = name != "auto" and FACTS[name].first_pass in BY_FLEX
     if by_flex or (name == "auto" and bundle.flex is not None):
         return bundle.flex is not None

@@ -4,14 +4,16 @@
     flexdraft_config.target_layer_ids                 their ids, or the first of them alone: the split layer
     flexdraft_config.enable_anchor_bias_logits        true: there is no drafting without the calibration network
     flexdraft_config.anchor_bias_rank                 its hidden size
+    flexdraft_config.anchored                         whether slot 0 holds the anchor; not in the release
 
     mask_embedding [E] · anchor_bias_mlp.{0,2}.{weight,bias} · layers.{i}.self_attn.{q,k,v,o}_proj, {q,k}_norm
+    anchor_projection.weight [E, E], if anchored
 
 The names are those of the authors' release. Its config.json has the block under the key `dflash_config`, where its own
 loader does not find it: both keys are read, and refused if they differ. Its layers also hold MLPs and norms, which no
 pass uses (the target's are): they are left out. Written: every field, and only what is used.
 
-FP8 is described as in every checkpoint (`quantization.py`): of the projections, not of the calibration network or K/V.
+FP8 is described as in every checkpoint (`quantization.py`): of the attention's projections alone, not of K/V.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ KEY, RELEASED_KEY = "flexdraft_config", "dflash_config"
 _ARCHITECTURES = ("FlexDraftModel", "FlexDraftBiasModel")
 _TOP = READ | INERT | {"architectures", "block_size", "num_target_layers", KEY, RELEASED_KEY, QUANTIZATION}
 _TOP |= {"mlp_bias", "sliding_window", "use_sliding_window"}
-_INSIDE = {"target_layer_ids", "enable_anchor_bias_logits", "anchor_bias_rank", "block_size", "mask_token_id"}
+_INSIDE = {"target_layer_ids", "enable_anchor_bias_logits", "anchor_bias_rank", "anchored", "block_size"}
+_INSIDE |= {"mask_token_id"}
 _FROM_RELEASE = {
     f"anchor_bias_mlp.{index}.{part}": f"calibration.{layer}.{part}"
     for index, layer in ((0, "inner"), (2, "outer"))
@@ -81,20 +84,23 @@ def read_flex_config(directory: Path) -> FlexConfig:
     block = config.size("block_size")
     if block < 2 or part.get("block_size", int, block) != block:
         raise config.refuse("The block size is wrong.", "block_size", "2 or more, and the same wherever it stands")
-    _check_quantization(directory, config)
+    anchored = part.get("anchored", bool, False)
+    _check_quantization(directory, config, anchored=anchored)
     num_target_layers = config.layers("num_target_layers")
     _check_layers(part, target.body.num_layers, num_target_layers)
     return FlexConfig(
         family=target.family, body=target.body, vocab_size=target.vocab_size, block_size=block,
         num_target_layers=num_target_layers, calibration_size=part.size("anchor_bias_rank"),
+        anchored=anchored,
         draft_vocabulary=read_draft_vocabulary(directory, target.vocab_size, mask_token_id=-1),
     )  # fmt: skip
 
 
-def _check_quantization(directory: Path, config: HFConfig) -> None:
+def _check_quantization(directory: Path, config: HFConfig, *, anchored: bool) -> None:
     """Refuse FP8 where a head has none."""
     quantization = read_quantization(directory, config)
-    narrow = quantization.of(("anchor_bias_mlp.0", "anchor_bias_mlp.2")) if quantization else []
+    small = "anchor_bias_mlp.0", "anchor_bias_mlp.2", *(["anchor_projection"] if anchored else [])
+    narrow = quantization.of(small) if quantization else []
     if narrow or (quantization and quantization.kv):
         raise CheckpointError(
             "FP8 is not supported in these parts of a FlexDraft head.", where=f"{directory}: {FILE} or {QUANTIZATION}",
@@ -261,6 +267,7 @@ def _config_text(config: FlexConfig, dtype: torch.dtype, quantization: dict[str,
         "dtype": str(dtype).removeprefix("torch."),
         KEY: {
             "anchor_bias_rank": config.calibration_size,
+            "anchored": config.anchored,
             "enable_anchor_bias_logits": True,
             "target_layer_ids": list(range(config.split_layer, config.num_target_layers)),
         },

@@ -41,23 +41,18 @@ def make_profiles(
     batches = [(1, sizes[-1], sizes[-1])] if builder == "tensorrt-rtx" else [_just(b) for b in sizes]
     rows = max(tree.row_budget, tree.block_size)
     if isinstance(config, DecoderConfig):
-        decoding = [_embedded_rows(recipe, config.body, b, (1, rows, rows)) for b in batches]
+        decoding = [_rows(recipe, config.body, b, (1, rows, rows)) for b in batches]
         chunk = bucket(limits.prefill_chunk)
-        return [*decoding, _embedded_rows(recipe, config.body, _just(1), (1, chunk, chunk))]
+        return [*decoding, _rows(recipe, config.body, _just(1), (1, chunk, chunk))]
     if isinstance(config, FlexConfig):
         return [_rows(recipe, config.body, b, _just(config.block_size)) for b in batches]
     block, drafted = config.block_size, tree.branches * config.block_size
     width = len(config.target_layer_ids) * config.body.hidden_size
     drafting = [
-        _embedded_rows(recipe, config.body, b, (1, drafted, drafted)) | _features(b, (1, block, block), width)
-        for b in batches
+        _rows(recipe, config.body, b, (1, drafted, drafted)) | _features(b, (1, block, block), width) for b in batches
     ]
     injection = _features(_just(1), (1, MAX_INJECTED, MAX_INJECTED), width)
-    return [*drafting, _embedded_rows(recipe, config.body, _just(1), _just(1)) | injection]
-
-
-def _embedded_rows(recipe: Recipe, body: BodyConfig, b: _Size, t: _Size) -> Profile:
-    return {"embedded": _shapes([b, t, _just(body.hidden_size)])} | _rows(recipe, body, b, t)
+    return [*drafting, _rows(recipe, config.body, _just(1), _just(1)) | injection]
 
 
 def _rows(recipe: Recipe, body: BodyConfig, b: _Size, t: _Size) -> Profile:
@@ -69,7 +64,7 @@ def _rows(recipe: Recipe, body: BodyConfig, b: _Size, t: _Size) -> Profile:
     page = [p, _just(limits.page_size), _just(body.num_kv_heads), _just(body.head_dim)]
     w = (-(-t[0] // WORD), -(-t[1] // WORD), -(-t[2] // WORD))
     return {
-        "positions": _shapes([b, t]),
+        "embedded": _shapes([b, t, _just(body.hidden_size)]), "positions": _shapes([b, t]),
         "attn_mask": _shapes([b, t, w]), "page_table": _shapes([b, m]), "context_len": _shapes([b]),
         **{f"{kind}_pages_{layer}": _shapes(page) for kind in "kv" for layer in range(body.num_layers)},
     }  # fmt: skip

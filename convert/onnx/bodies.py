@@ -92,15 +92,14 @@ class FlexBody(nn.Module):
     def __init__(self, head: FlexHead) -> None:
         super().__init__()
         self.layers = nn.ModuleList(_FlexLayer(cast("Layer", layer)) for layer in head.layers)
-        self.mask_embedding, self.norm, self._rotary = head.mask_embedding, head.norm, head.rotary
+        self.norm, self._rotary = head.norm, head.rotary
 
     def forward(
-        self, positions: Tensor, attn_mask: Tensor, page_table: Tensor, context_len: Tensor,
+        self, embedded: Tensor, positions: Tensor, attn_mask: Tensor, page_table: Tensor, context_len: Tensor,
         k_pages: list[Tensor], v_pages: list[Tensor],
     ) -> Tensor:  # fmt: skip
-        """Mask rows at positions [B, T] -> hidden [B, T, E], normalized."""
-        x = self.mask_embedding.expand(*positions.shape, -1)
-        cos_sin = self._rotary(positions, x.dtype)
+        """embedded [B, T, E], of `FlexHead.blocks` -> hidden [B, T, E], normalized."""
+        x, cos_sin = embedded, self._rotary(positions, embedded.dtype)
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             pages = [k_pages[index], v_pages[index]]

@@ -83,9 +83,9 @@ def export_drafter(drafter: Drafter, page_size: int, file: Path) -> None:
 def export_flex(head: FlexHead, page_size: int, file: Path) -> None:
     """Write the graph of a FlexDraft head that has joined its target. Raises `BuildError` without the extra."""
     body, dtype = head.config.body, head.mask_embedding.dtype
-    (_, *rows), (_, *shapes) = _example_rows(body, dtype)
+    rows, shapes = _example_rows(body, dtype)
     pools, pool_shapes = _example_pools(body, page_size, dtype)
-    _export(FlexBody(head), [*rows, *pools], [*shapes, *pool_shapes], _names(_ROWS[1:], body), FLEX_OUTPUTS, file)
+    _export(FlexBody(head), [*rows, *pools], [*shapes, *pool_shapes], _names(_ROWS, body), FLEX_OUTPUTS, file)
 
 
 def _example_rows(body: BodyConfig, dtype: torch.dtype) -> tuple[list[Tensor], list[Any]]:

@@ -94,9 +94,9 @@ class ShadowFlex(GraphFlex):
         super().__init__(head, session)
         self._plain, self.errors = head, ErrorStats(name)
 
-    def draft(self, rows: Rows, pool: KVPool) -> Tensor:
-        hidden, real = super().draft(rows, pool), _real(rows)
-        self.errors.compare("hidden", hidden[real], self._plain.draft(rows, pool)[real])
+    def draft(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
+        hidden, real = super().draft(x, rows, pool), _real(rows)
+        self.errors.compare("hidden", hidden[real], self._plain.draft(x, rows, pool)[real])
         return hidden
 
 

@@ -43,14 +43,13 @@ class IOSpec:
 
 def target_io_spec(body: BodyConfig, dtype: torch.dtype) -> IOSpec:
     """Inputs and outputs of a target with weights and pages in `dtype`."""
-    return IOSpec({"embedded": dtype} | _of_rows(body, dtype), dict.fromkeys(("hidden", "features", "k", "v"), dtype))
+    return IOSpec(_of_rows(body, dtype), dict.fromkeys(("hidden", "features", "k", "v"), dtype))
 
 
 def drafter_io_spec(body: BodyConfig, dtype: torch.dtype) -> IOSpec:
     """Inputs and outputs of a drafter with weights and pages in `dtype`."""
     of_features = {"features": dtype, "feature_positions": torch.int32, "feature_len": torch.int32}
-    inputs = {"embedded": dtype} | _of_rows(body, dtype) | of_features
-    return IOSpec(inputs, dict.fromkeys(("hidden", "k", "v"), dtype))
+    return IOSpec(_of_rows(body, dtype) | of_features, dict.fromkeys(("hidden", "k", "v"), dtype))
 
 
 def flex_io_spec(body: BodyConfig, dtype: torch.dtype) -> IOSpec:
@@ -61,7 +60,7 @@ def flex_io_spec(body: BodyConfig, dtype: torch.dtype) -> IOSpec:
 def _of_rows(body: BodyConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
     integers = dict.fromkeys(("positions", "attn_mask", "page_table", "context_len"), torch.int32)
     pages = dict.fromkeys((f"{kind}_pages_{layer}" for kind in "kv" for layer in range(body.num_layers)), dtype)
-    return integers | pages
+    return {"embedded": dtype} | integers | pages
 
 
 class Session(Protocol):
@@ -115,7 +114,7 @@ class GraphDecoder(TargetModel):
         return self._chunks(tokens, rows, pool) if isinstance(rows, Chunks) else self._run(tokens, rows, pool)
 
     def _run(self, tokens: Tensor, rows: Rows, pool: KVPool) -> DecoderOutput:
-        out = self._session.run(_embedded(self.embed_tokens(tokens)) | _of_pass(rows, pool))
+        out = self._session.run(_of_pass(self.embed_tokens(tokens), rows, pool))
         return DecoderOutput(out["hidden"], out["features"], out["k"], out["v"])
 
     def _chunks(self, tokens: Tensor, chunks: Chunks, pool: KVPool) -> DecoderOutput:
@@ -176,7 +175,7 @@ class GraphDrafter(DraftModel):
         Of its features [B, C, n·E] at `positions` [B, C] the first `length` [B] of each request are real. The page
         table covers their positions, and a plugin writes their K/V there, as a commit would.
         """
-        inputs = _embedded(embedded) | _of_pass(rows, pool) | _features(features, positions, length)
+        inputs = _of_pass(embedded, rows, pool) | _features(features, positions, length)
         return self._session.run(inputs)["hidden"]
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,7 +199,7 @@ class GraphDrafter(DraftModel):
         rows = Rows.chain(1, _zeros(device, batch, 1), _zeros(device, batch))
         embedded = features.new_zeros(batch, 1, body.hidden_size)
         new = _features(features, positions, _zeros(device, batch))
-        out = self._session.run(_embedded(embedded) | _of_pass(rows, self._scratch_pool) | new)
+        out = self._session.run(_of_pass(embedded, rows, self._scratch_pool) | new)
         return out["k"], out["v"]
 
 
@@ -211,10 +210,11 @@ class GraphFlex(FlexHead):
         nn.Module.__init__(self)  # no layers
         self.config, self._session = head.config, session
         self.layers, self.calibration = nn.ModuleList(), head.calibration
+        self.mask_embedding, self.anchor_projection = head.mask_embedding, head.anchor_projection
         self.register_buffer("draft_ids", head.draft_ids, persistent=False)
 
-    def draft(self, rows: Rows, pool: KVPool) -> Tensor:
-        return self._session.run(_of_pass(rows, pool))["hidden"]
+    def draft(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
+        return self._session.run(_of_pass(x, rows, pool))["hidden"]
 
 
 def _zeros(device: torch.device, *shape: int) -> Tensor:
@@ -229,15 +229,12 @@ def _features(features: Tensor, positions: Tensor, length: Tensor) -> dict[str, 
     return {"features": features.contiguous(), "feature_positions": _int32(positions), "feature_len": _int32(length)}
 
 
-def _embedded(embedded: Tensor) -> dict[str, Tensor]:
-    return {"embedded": embedded.contiguous()}
-
-
-def _of_pass(rows: Rows, pool: KVPool) -> dict[str, Tensor]:
+def _of_pass(embedded: Tensor, rows: Rows, pool: KVPool) -> dict[str, Tensor]:
     pages = {
         f"{kind}_pages_{i}": layer for kind, pages in (("k", pool.k), ("v", pool.v)) for i, layer in enumerate(pages)
     }
     return {
+        "embedded": embedded.contiguous(),
         "positions": _int32(rows.positions),
         "attn_mask": pack_mask_bits(rows.attn_mask),
         "page_table": _int32(rows.page_table),

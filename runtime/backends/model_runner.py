@@ -179,8 +179,10 @@ class ModelRunner:
         positions = batch.context_len[:, None] + slots
         everywhere = torch.ones_like(slots, dtype=torch.bool).expand(len(positions), len(slots), len(slots))
         rows = Rows(positions, everywhere, batch.page_table, batch.context_len)
-        hidden = self.flex.draft(rows, self._target_pool.from_layer(self.flex.config.split_layer))
-        return self._flex_candidates(hidden, batch.anchor, batch.context_len, batch.sampling, width)
+        pool = self._target_pool.from_layer(self.flex.config.split_layer)
+        anchor = self.target.embed_tokens(batch.anchor)
+        hidden = self.flex.draft(self.flex.blocks(anchor), rows, pool)
+        return self._flex_candidates(hidden, anchor, batch.context_len, batch.sampling, width)
 
     @torch.inference_mode()
     def verify(self, batch: Batch, tree: Tree) -> Verified:
@@ -203,7 +205,7 @@ class ModelRunner:
         assert verified.behind is not None
         of_rows, last = torch.arange(len(batch.anchor), device=batch.anchor.device), accepted.count - 1
         hidden = verified.behind[of_rows, accepted.path[of_rows, last]]
-        anchor = accepted.tokens[of_rows, last]
+        anchor = self.target.embed_tokens(accepted.tokens[of_rows, last])
         return self._flex_candidates(hidden, anchor, batch.context_len + accepted.count, batch.sampling, width)
 
     @property
@@ -218,10 +220,10 @@ class ModelRunner:
     def _flex_candidates(
         self, hidden: Tensor, anchor: Tensor, context_len: Tensor, sampling: Sampling, width: int
     ) -> Draft:
-        """hidden [B, G, E] of a block of mask rows behind `context_len [B]` tokens, and their anchors [B]."""
+        """hidden [B, G, E] of a block of mask rows behind `context_len [B]` tokens; anchor [B, E], embedded."""
         assert self.flex is not None
         hidden = hidden[:, 1:].contiguous()
-        added = self.flex.calibrate(hidden, self.target.embed_tokens(anchor)[:, None])
+        added = self.flex.calibrate(hidden, anchor[:, None])
         logits = self._flex_head(hidden).float() + added
         draft = candidates(logits[:, None], context_len, sampling, min(width, self.flex_width), self.flex.draft_ids)
         return Draft(draft.tokens[:, 0], draft.logprob[:, 0])

@@ -89,11 +89,11 @@ def write_project(folder: Path, decoder: Decoder | None = None, **changes: Any) 
     return path
 
 
-def add_flex(recipe: Path, policy: str = "flex") -> Path:
+def add_flex(recipe: Path, policy: str = "flex", *, anchored: bool = False) -> Path:
     """Write a FlexDraft head next to a project's recipe and name it and `policy` there; return its folder."""
     values = yaml.safe_load(recipe.read_text())
     target = load_target(recipe.parent / "target", torch.float32)
-    head = tiny_flex(target, block_size=values["tree"]["block_size"])
+    head = tiny_flex(target, block_size=values["tree"]["block_size"], anchored=anchored)
     write_flex(recipe.parent / "flex", head.config, head.state_dict())
     values["drafters"]["flex"] = {"path": "flex"}
     values["tree"]["policy"] = policy

@@ -25,9 +25,14 @@ from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny
 GAMMA = 4
 
 
-def pair(layers: int = 2, family: str = "qwen3") -> tuple[Decoder, FlexHead]:
+def pair(layers: int = 2, family: str = "qwen3", *, anchored: bool = False) -> tuple[Decoder, FlexHead]:
     target = tiny_decoder(family, layers=4, hidden=16, heads=4, kv_heads=2, head_dim=16)  # type: ignore[arg-type]
-    return target, tiny_flex(target, layers=layers, block_size=GAMMA)
+    return target, tiny_flex(target, layers=layers, block_size=GAMMA, anchored=anchored)
+
+
+def drafted(target: Decoder, head: FlexHead, anchors: Tensor, rows: Rows, pool: KVPool) -> Tensor:
+    """Hidden states [B, G, E] of the blocks behind `anchors [B]`; `pool` has the target's pages."""
+    return head.draft(head.blocks(target.embed_tokens(anchors)), rows, pool.from_layer(head.config.split_layer))
 
 
 def reference(target: Decoder, head: FlexHead, tokens: list[int]) -> tuple[Vector, Vector]:
@@ -38,6 +43,8 @@ def reference(target: Decoder, head: FlexHead, tokens: list[int]) -> tuple[Vecto
     eps, theta, size = body.rms_norm_eps, body.rope.theta, body.head_dim
     known = target.full_pass(torch.tensor([context])) if context else None
     stream = [own["mask_embedding"]] * head.config.block_size
+    if "anchor_projection.weight" in own:
+        stream[0] = own["anchor_projection.weight"] @ weights["embed_tokens.weight"][tokens[-1]]
     for layer in range(split, body.num_layers):
         mine = {key.rsplit(".", 2)[-2]: own[key] for key in own if key.startswith(f"layers.{layer - split}.")}
         theirs = {key.split(".", 2)[2]: weights[key] for key in weights if key.startswith(f"layers.{layer}.")}
@@ -91,12 +98,15 @@ def prefilled(target: Decoder, tokens: Tensor, lengths: list[int]) -> tuple[KVPo
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("family", "layers"), [("qwen3", 2), ("qwen3", 3), ("llama", 1)])
+@pytest.mark.parametrize(
+    ("family", "layers", "anchored"),
+    [("qwen3", 2, False), ("qwen3", 3, True), ("llama", 1, False), ("llama", 2, True)],
+)
 def test_mask_rows_equal_the_reference(
-    family: str, layers: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, layers: int, anchored: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contexts of several pages, of part of a page, and none."""
-    target, head = pair(layers, family)
+    target, head = pair(layers, family, anchored=anchored)
     lengths = [9, 3, 0]
     tokens = random_tokens(target, 3, 10)
     wanted = [reference(target, head, tokens[row, : n + 1].tolist()) for row, n in enumerate(lengths)]
@@ -107,7 +117,7 @@ def test_mask_rows_equal_the_reference(
     pack(target)
     pack(head, target)
     assert (head.native is not None) == (compiled and library.available())
-    hidden = head.draft(rows, pool.from_layer(head.config.split_layer))
+    hidden = drafted(target, head, anchors[:, 0], rows, pool)
     logits = target.logits(hidden[:, 1:]) + head.calibrate(hidden[:, 1:], target.embed_tokens(anchors))
     for row, (states, expected) in enumerate(wanted):
         torch.testing.assert_close(hidden[row].double(), torch.from_numpy(states), rtol=0, atol=1e-4)
@@ -144,7 +154,7 @@ def test_a_block_behind_a_node_is_the_one_drafted_after_it(compiled: bool, monke
         pool.write(out.k[:, :, path], out.v[:, :, path], rows.page_table, at, torch.ones_like(at, dtype=torch.bool))
         context = rows.context_len + len(path)
         after = Rows(context[:, None] + torch.arange(GAMMA), rows.attn_mask, rows.page_table, context)
-        hidden = head.draft(after, pool.from_layer(head.config.split_layer))
+        hidden = drafted(target, head, nodes[:, 0], after, pool)  # which mask rows do not see
         torch.testing.assert_close(behind[:, node], hidden, **exact)
 
 
@@ -152,18 +162,18 @@ def test_the_target_is_the_same_to_the_bit() -> None:
     """Plain and compiled, with a head that has joined and drafted between the target's passes."""
 
     def run(*, with_head: bool) -> list[DecoderOutput]:
-        target, head = pair()
+        target, head = pair(anchored=True)
         tokens = random_tokens(target, 2, 12)
         pool, rows = prefilled(target, tokens, [8, 5])
         pack(target)
         if with_head:
             pack(head, target)
-            head.draft(rows, pool.from_layer(head.config.split_layer))
+            drafted(target, head, tokens[:, 8], rows, pool)
         found = []
         for _ in range(2):
             found.append(target(tokens[:, 8:], rows, pool, (1,)))
             if with_head:
-                head.draft(rows, pool.from_layer(head.config.split_layer))
+                drafted(target, head, tokens[:, 9], rows, pool)
         return found
 
     for alone, beside in zip(run(with_head=False), run(with_head=True), strict=True):
@@ -173,11 +183,11 @@ def test_the_target_is_the_same_to_the_bit() -> None:
 
 def test_the_rest_is_the_targets() -> None:
     """A head holds what it adds; norms and MLPs are the target's modules, in its copies as well."""
-    target, head = pair()
+    target, head = pair(anchored=True)
     added = [f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
     attention = {f"layers.{layer}.{name}.weight" for layer in range(2) for name in added}
     network = {f"calibration.{layer}.{name}" for layer in ("inner", "outer") for name in ("weight", "bias")}
-    assert head.state_dict().keys() == attention | network | {"mask_embedding"}
+    assert head.state_dict().keys() == attention | network | {"mask_embedding", "anchor_projection.weight"}
     twin, its_head = deepcopy((target, head))
     assert its_head.layers[0].mlp is twin.layers[2].mlp
     assert its_head.layers[0].mlp is not target.layers[2].mlp
@@ -199,7 +209,7 @@ def test_a_draft_vocabulary_is_a_part_of_the_whole() -> None:
 
 
 def test_gradients_reach_what_is_added_and_nothing_else() -> None:
-    target, head = pair()
+    target, head = pair(anchored=True)
     head.requires_grad_(True)
     positions = torch.arange(GAMMA)[None]
 
@@ -207,8 +217,9 @@ def test_gradients_reach_what_is_added_and_nothing_else() -> None:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
-    hidden = head(positions, attend)
-    logits = target.logits(hidden) + head.calibrate(hidden, target.embed_tokens.weight[7])
+    anchor = target.embed_tokens.weight[7]
+    hidden = head(head.blocks(anchor[None]), positions, attend)
+    logits = target.logits(hidden) + head.calibrate(hidden, anchor)
     logits[..., 3].sum().backward()  # type: ignore[no-untyped-call]
     assert all(p.grad is not None and p.grad.any() for p in head.parameters())
     assert all(p.grad is None for p in target.parameters())
@@ -229,7 +240,7 @@ def test_an_fp8_target_lends_its_layers_and_pages() -> None:
         context = torch.tensor([9, 9])
         everywhere = torch.ones(2, GAMMA, GAMMA, dtype=torch.bool)
         rows = Rows(context[:, None] + torch.arange(GAMMA), everywhere, table, context)
-        found.append(head.draft(rows, pool.from_layer(2)))
+        found.append(drafted(model, head, tokens[:, 9], rows, pool))
     plain, wide, paged = found
     torch.testing.assert_close(wide, paged, atol=1e-5, rtol=0)
     assert (plain - wide).abs().max() > 0.01

@@ -72,7 +72,7 @@ def drafts(target: Decoder, head: FlexHead) -> Tensor:
     feed(target, tokens, pool, table, torch.zeros(2, dtype=torch.long))
     context = torch.full((2,), 9)
     rows = Rows(context[:, None] + torch.arange(4), torch.ones(2, 4, 4, dtype=torch.bool), table, context)
-    return head.draft(rows, pool.from_layer(head.config.split_layer))
+    return head.draft(head.blocks(target.embed_tokens(tokens[:, 0])), rows, pool.from_layer(head.config.split_layer))
 
 
 def pair(target: Decoder) -> tuple[Decoder, Drafter]:
@@ -328,7 +328,7 @@ def test_a_pass_is_few_launches(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> N
         drafter.draft(target.embed_tokens(tokens), rows, pool)
     assert launches.total() == 3 * layer + 3, launches
     with counted(monkeypatch) as launches:
-        head.draft(rows, pool.from_layer(5))
+        head.draft(head.blocks(features[:, 0]), rows, pool.from_layer(5))
     assert launches.total() == 2 * layer + 2, "mask rows are one row, read by all"
     with counted(monkeypatch) as launches:
         drafter.context_keys_values(features, rows.positions)

@@ -84,14 +84,11 @@ def flex_engine(folder: Path, head: FlexHead) -> EngineFile:
     body, model = head.config.body, deepcopy(head)
 
     def run(given: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"hidden": model.draft(_rows(given), _Pages(given, body))}
+        return {"hidden": model.draft(given["embedded"], _rows(given), _Pages(given, body))}
 
-    surface, inputs = flex_io_spec(body, head.mask_embedding.dtype), _row_inputs(body)
-    del inputs["embedded"]
+    surface, outputs = flex_io_spec(body, head.mask_embedding.dtype), {"hidden": ("B", "T", body.hidden_size)}
     types, profiles = {**surface.inputs, **surface.outputs}, make_profiles(RECIPE, "tensorrt", head.config)
-    return _engine(
-        folder, "flex", _Graph(inputs, {"hidden": ("B", "T", body.hidden_size)}, types, profiles, run), "sm89"
-    )
+    return _engine(folder, "flex", _Graph(_row_inputs(body), outputs, types, profiles, run), "sm89")  # type: ignore[arg-type]
 
 
 def _engine(folder: Path, name: str, graph: _Graph, compute: str) -> EngineFile:

@@ -38,7 +38,7 @@ from tests.runtime.helpers import (
     run_staggered,
     some_requests,
 )
-from tests.tiny import greedy_text, tiny_decoder, tiny_drafter
+from tests.tiny import greedy_text, tiny_decoder, tiny_drafter, tiny_flex
 
 
 @dataclass(frozen=True)
@@ -341,6 +341,15 @@ def test_nobody_reads_what_padding_writes(policy: PolicyName) -> None:
     way = Way(max_batch=7, gap=1, prefill_chunk=5)  # batches of 3, 5, 6 and 7 are padded to 4 and 8
     target, first, second, flex = copies()
     way.run(way.engine(Poisoned(target, first, second, flex=flex), policy), some_requests())
+
+
+@pytest.mark.parametrize("policy", ["flex", "flex_tree"])
+def test_an_anchored_head_writes_the_same_text(policy: PolicyName) -> None:
+    target, _, _, plain = copies()
+    flex = tiny_flex(target, block_size=BLOCK, anchored=True)
+    flex.load_state_dict(plain.state_dict(), strict=False)
+    way = Way(gap=2, shuffled=True, pages=16)
+    way.run(way.engine(ModelRunner(target, flex=flex), policy), some_requests())
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,9 @@ def features(decoder: Decoder, known: list[Response]) -> TrainingData:
     return TrainingData(known, 1, rows.__getitem__)
 
 
-def fresh(decoder: Decoder) -> FlexHead:
-    head = flex_head(FlexGeometry(layers=LAYERS, block_size=BLOCK, calibration_size=16), decoder, seed=0)
+def fresh(decoder: Decoder, *, anchored: bool = False) -> FlexHead:
+    geometry = FlexGeometry(layers=LAYERS, block_size=BLOCK, calibration_size=16, anchored=anchored)
+    head = flex_head(geometry, decoder, features(decoder, answers(decoder)), seed=0)
     head.join(decoder)
     return head
 
@@ -66,10 +67,11 @@ def share_of_blocks(decoder: Decoder, head: FlexHead, known: list[Response]) -> 
     return (mean_tau(s.stats for s in done) - 1) / (BLOCK - 1)
 
 
-def test_training_computes_what_is_served() -> None:
+@pytest.mark.parametrize("anchored", [False, True])
+def test_training_computes_what_is_served(anchored: bool) -> None:
     """Mask rows over packed sequences equal those over the target's pages, block by block."""
     decoder = made()
-    head = tiny_flex(decoder, layers=LAYERS, block_size=BLOCK)
+    head = tiny_flex(decoder, layers=LAYERS, block_size=BLOCK, anchored=anchored)
     known = answers(decoder, 2)
     data = features(decoder, known)
     anchors = [torch.tensor([0, 4, 11]), torch.tensor([3, 8])]
@@ -84,7 +86,8 @@ def test_training_computes_what_is_served() -> None:
             everywhere = torch.ones(1, BLOCK, BLOCK, dtype=torch.bool)
             place = torch.tensor([anchor])
             rows = Rows(place[:, None] + torch.arange(BLOCK), everywhere, table, place)
-            served = head.draft(rows, KVPool.from_layer(pool, head.config.split_layer))
+            x = head.blocks(decoder.embed_tokens(text[:, anchor]))
+            served = head.draft(x, rows, KVPool.from_layer(pool, head.config.split_layer))
             torch.testing.assert_close(hidden[row, block], served[0], atol=1e-4, rtol=0)
             added = head.calibrate(served[0], decoder.embed_tokens(text[0, anchor]))
             torch.testing.assert_close(head.calibration.outer(inner[row, block]), added, atol=1e-4, rtol=0)
@@ -100,18 +103,34 @@ def test_the_first_head_is_the_targets_attention() -> None:
     assert not head.calibrate(torch.randn(3, 32), torch.randn(3, 32)).any()
     assert 0.01 < float(head.mask_embedding.detach().std()) < 0.03
     with pytest.raises(D2SDError, match="split off") as caught:
-        flex_head(FlexGeometry(layers=4, block_size=BLOCK), decoder, seed=0)
+        flex_head(FlexGeometry(layers=4, block_size=BLOCK), decoder, features(decoder, []), seed=0)
     assert (caught.value.where, caught.value.expected) == ("flex.head.layers", "at most 3")
 
 
-def test_answers_are_learnt_by_heart_and_the_target_stays(tmp_path: Path) -> None:
+def test_the_projection_starts_as_the_best_linear_map_to_the_split_layer() -> None:
+    """Gradients of its error over the sample vanish but for the ridge, which keeps it from growing."""
+    decoder = made()
+    head, data = fresh(decoder, anchored=True), features(decoder, answers(decoder))
+    assert head.anchor_projection is not None
+    sample = [data[i] for i in range(len(data))]
+    embedded = torch.cat([decoder.embed_tokens(one.tokens[1:]) for one in sample])
+    wanted = torch.cat([one.features[1:] for one in sample])
+    weight = head.anchor_projection.weight.detach()
+    ridge = 0.01 * embedded.square().sum(0).mean()
+    slope = (embedded @ weight.T - wanted).T @ embedded + ridge * weight
+    torch.testing.assert_close(slope, torch.zeros_like(slope), atol=1e-3 * float(ridge), rtol=0)
+    assert (embedded @ weight.T - wanted).square().mean() < 0.5 * wanted.square().mean()
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+def test_answers_are_learnt_by_heart_and_the_target_stays(anchored: bool, tmp_path: Path) -> None:
     """At least 0.9 of every block is accepted where it began with less than half."""
     decoder = made()
     known = answers(decoder)
     before = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
-    head = fresh(decoder)
+    head = fresh(decoder, anchored=anchored)
     assert share_of_blocks(decoder, head, known) < 0.5
-    wanted = settings(steps=60, learning_rate=1e-2, blocks=16, negatives=16, save_every=100)
+    wanted = settings(steps=80, learning_rate=1e-2, blocks=16, negatives=16, save_every=100)
     trainer = Trainer(decoder, head, features(decoder, known), wanted)
     trainer.run(tmp_path, lambda step, values: None)
     assert share_of_blocks(decoder, head, known) >= 0.9

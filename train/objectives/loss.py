@@ -108,9 +108,10 @@ def block_hidden(drafter: Drafter, embedding: Tensor, packed: Packed, visible: T
 def flex_hidden(head: FlexHead, embedding: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
     """[B, A, G, E] and [B, A, G, R]: hidden states of the mask rows, and their calibration before its last layer."""
     attend = attend_packed(head, packed.features, packed.positions)
-    hidden: Tensor = head(packed.positions.flatten(1), attend).view(*packed.tokens.shape, -1)
-    anchor = F.embedding(packed.tokens[:, :, :1], embedding).float()
-    return hidden, head.calibration_inner(hidden, anchor)
+    anchor = F.embedding(packed.tokens[:, :, 0], embedding).float()
+    x = head.blocks(anchor).flatten(1, 2)
+    hidden: Tensor = head(x, packed.positions.flatten(1), attend).view(*packed.tokens.shape, -1)
+    return hidden, head.calibration_inner(hidden, anchor[:, :, None])
 
 
 @torch.no_grad()

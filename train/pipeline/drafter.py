@@ -73,7 +73,7 @@ class Training:
 
     def flex(self, settings: FlexSettings) -> FlexHead:
         """Train a FlexDraft head, initialised from the target's last layers; evaluated with the policy `flex`."""
-        head = flex_head(settings.head, self.target, settings.seed).to(self.dist.device)
+        head = flex_head(settings.head, self.target, self.data, settings.seed).to(self.dist.device)
         head.join(self.target)
 
         def evaluate() -> list[Evaluation]:

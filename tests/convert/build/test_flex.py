@@ -98,6 +98,26 @@ def test_who_cannot_run_it(tmp_path: Path, recipe: Path) -> None:
         load_recipe(plain, ["tree.policy=flex"])
 
 
+def test_an_anchored_head_drafts_in_sequential_mode_alone(tmp_path: Path) -> None:
+    """The text of plain decoding; parallel mode is refused by the build, and where it is served, and no candidate."""
+    path = write_project(tmp_path / "project", drafters={})
+    add_flex(path, anchored=True)
+    bundle = made(path, validate=True)
+    assert bundle.flex is not None
+    assert bundle.flex.config.anchored
+    greedy: Any = bundle.manifest.checks["greedy"]
+    assert greedy["flex"]["equal_to_plain_decoding"] == greedy["flex"]["prompts"]
+    assert "flex_parallel" not in greedy
+    with pytest.raises(BundleError, match="anchored FlexDraft head has no parallel mode"):
+        make_engine(bundle, policy="flex_parallel")
+    with pytest.raises(RecipeError, match="anchored FlexDraft head has no parallel mode"):
+        make_plan(load_recipe(path, ["tree.policy=flex_parallel"]))
+    off, *others = (
+        [s.answer for s in make_engine(bundle, policy=name).generate(REQUESTS)] for name in ("off", "flex", "flex_tree")
+    )
+    assert others == [off, off]
+
+
 UNFIT: dict[str, tuple[str, Any, str]] = {
     "another target": ("hidden_size", 16, "another target"),
     "split out of range": ("num_hidden_layers", 3, "split layer"),

@@ -59,7 +59,7 @@ def released(folder: Path) -> Path:
 @pytest.mark.parametrize("rope", [RopeConfig(1e4), LLAMA3], ids=lambda r: r.kind)
 def test_round_trip(tmp_path: Path, family: Family, rope: RopeConfig) -> None:
     target = tiny_decoder(family, layers=4, rope=rope, attention_bias=family == "llama")
-    head = tiny_flex(target, layers=3, draft_vocabulary=(0, 4, 9))
+    head = tiny_flex(target, layers=3, draft_vocabulary=(0, 4, 9), anchored=family == "llama")
     write_flex(tmp_path / "a", head.config, head.state_dict())
     again = load_flex(tmp_path / "a", torch.float32)
     assert again.config == head.config
@@ -72,7 +72,7 @@ def test_round_trip(tmp_path: Path, family: Family, rope: RopeConfig) -> None:
 def test_every_field_is_written(folder: Path) -> None:
     values = json.loads((folder / "config.json").read_text())
     assert values["flexdraft_config"] == {
-        "anchor_bias_rank": 8, "enable_anchor_bias_logits": True, "target_layer_ids": [2, 3],
+        "anchor_bias_rank": 8, "anchored": False, "enable_anchor_bias_logits": True, "target_layer_ids": [2, 3],
     }  # fmt: skip
     assert {key: values[key] for key in ("num_hidden_layers", "num_target_layers", "block_size", "rope_theta")} == {
         "num_hidden_layers": 2, "num_target_layers": 4, "block_size": 4, "rope_theta": 10000.0,
@@ -109,6 +109,7 @@ WRONG: dict[str, tuple[str, Any, str, str]] = {
         "enable_anchor_bias_logits",
     ),
     "no rank": ("flexdraft_config.anchor_bias_rank", ..., "missing", "anchor_bias_rank"),
+    "anchored is no boolean": ("flexdraft_config.anchored", "yes", "wrong type", "anchored"),
     "every layer": ("num_hidden_layers", 4, "split layer is out of range", "num_hidden_layers"),
     "more layers": ("num_hidden_layers", 9, "split layer is out of range", "num_hidden_layers"),
     "other layers": ("flexdraft_config.target_layer_ids", [1, 2], "not the target's last", "target_layer_ids"),
@@ -177,8 +178,8 @@ def test_tensors_that_are_wrong(folder: Path) -> None:
 
 
 def test_fp8_is_of_the_projections(tmp_path: Path) -> None:
-    """The same bytes after a round trip; the calibration network and K/V cannot be FP8."""
-    head = tiny_flex(TARGET, layers=2)
+    """The same bytes after a round trip; the calibration network, the anchor's projection and K/V cannot be FP8."""
+    head = tiny_flex(TARGET, layers=2, anchored=True)
     narrow = in_fp8(head, flex_linears(head))
     described = Quantization(FLEX_UNQUANTIZED, kv=False, producer=("modelopt", "1"))
     write_flex(tmp_path / "a", head.config, narrow.state_dict(), described)
@@ -187,12 +188,27 @@ def test_fp8_is_of_the_projections(tmp_path: Path) -> None:
     assert tree_bytes(tmp_path / "a") == tree_bytes(tmp_path / "b")
     config, separate = tmp_path / "a" / "config.json", tmp_path / "a" / "hf_quant_config.json"
     separate.unlink()
-    for key, value, found in (("kv_cache_scheme", FLOAT8, "K/V"), ("ignore", [], r"anchor_bias_mlp\.0")):
+    for key, value, found in (
+        ("kv_cache_scheme", FLOAT8, "K/V"),
+        ("ignore", [], r"anchor_bias_mlp\.0, anchor_bias_mlp\.2, anchor_projection"),
+    ):
         before = config.read_text()
         edit_json(config, f"quantization_config.{key}", value)
         with pytest.raises(CheckpointError, match=f"found: {found}"):
             read_flex_config(tmp_path / "a")
         config.write_text(before)
+
+
+def test_an_anchored_head_has_its_projection(folder: Path) -> None:
+    """And no other head has one."""
+    edit_json(folder / "config.json", "flexdraft_config.anchored", True)
+    with pytest.raises(CheckpointError, match=r"anchor_projection\.weight"):
+        load_flex(folder, torch.float32)
+    edit_tensors(folder / "model.safetensors", **{"anchor_projection.weight": torch.ones(32, 32)})
+    assert load_flex(folder, torch.float32).config.anchored
+    edit_json(folder / "config.json", "flexdraft_config.anchored", False)
+    with pytest.raises(CheckpointError, match=r"anchor_projection\.weight"):
+        load_flex(folder, torch.float32)
 
 
 def test_it_is_no_dflash_drafter(folder: Path) -> None:

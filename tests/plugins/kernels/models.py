@@ -63,14 +63,15 @@ def test_a_model_over_kernels_is_the_model(fp8_pages: bool, fused: bool, monkeyp
 @torch.inference_mode()
 def test_mask_rows_over_kernels_are_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_decoder("qwen3", layers=2, head_dim=16)
-    head, context = tiny_flex(target), torch.tensor([9, 5])
+    head, context = tiny_flex(target, anchored=True), torch.tensor([9, 5])
     pool, table = pool_for(target.config.body, 2, 9)
     feed(target, random_tokens(target, 2, 9), pool, table, torch.tensor([0, 0]))
     everywhere = torch.ones(2, 4, 4, dtype=torch.bool)
     rows, pool = Rows(context[:, None] + torch.arange(4), everywhere, table, context), pool.from_layer(1)
-    expected = head.draft(rows, pool)
+    x = head.blocks(target.embed_tokens(torch.tensor([3, 7])))
+    expected = head.draft(x, rows, pool)
     on_kernels(monkeypatch, fused=True)
     fuse(target)
     fuse(head, target)
     assert head.native is not None
-    torch.testing.assert_close(head.draft(rows, pool), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(head.draft(x, rows, pool), expected, rtol=1e-4, atol=1e-5)
