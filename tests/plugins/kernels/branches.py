@@ -195,7 +195,8 @@ def test_blocks(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def rejections(vocab: int) -> Iterator[tuple[list[int], list[int]]]:
     """Ascending ids, and tokens: the first and the last, one behind them, one between, none."""
     ids = [3 * i + 5 for i in range(vocab)]
-    yield ids, [ids[0], ids[-1], ids[-1] + 3, ids[vocab // 2] + 1, -1, ids[vocab // 3]]
+    first_of_a_step = vocab // 3 // 16 * 16
+    yield ids, [ids[0], ids[-1], ids[-1] + 3, ids[vocab // 2] + 1, -1, ids[first_of_a_step]]
     yield [], [0, vocab - 1, vocab // 2, -1, -1, vocab // 3]
 
 
