@@ -28,8 +28,16 @@ from d2sd.plugins.choose.triton.filters import threshold_kernel
 from d2sd.plugins.choose.triton.tokens import combine_kernel, scores_kernel
 from d2sd.plugins.draft_tree.triton import launch as trees
 from d2sd.plugins.draft_tree.triton.accept import accept_kernel
+from d2sd.plugins.draft_tree.triton.branches import (
+    blocks_kernel,
+    boundaries_kernel,
+    branches_kernel,
+    mask_rejected_kernel,
+)
 from d2sd.plugins.draft_tree.triton.growth import grow_kernel
 from d2sd.plugins.draft_tree.triton.nodes import candidates_kernel, chain_kernel
+from d2sd.plugins.handover.triton import launch as handover
+from d2sd.plugins.handover.triton.kernel import begin_kernel, end_kernel
 from d2sd.plugins.kv_pages.triton import launch as pages
 from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
 from d2sd.plugins.layer_ops.triton import kernel as layer_kernels
@@ -133,6 +141,60 @@ def tree_variants() -> Iterator[Variant]:
         yield Variant(
             f"accept {nodes}", accept_kernel, types | {"valid": "*u1"}, trees.accept_constants(nodes, 16),
             trees.accept_warps(nodes),
+        )  # fmt: skip
+
+
+def branch_variants() -> Iterator[Variant]:
+    """Of a block of 16: drafts of a few branches, and of the most; 32k tokens are drafted."""
+    numbers = dict.fromkeys(("top1", "kept", "prefix_len", "second_top1", "rejected", "anchor"), "*i64")
+    kinds = numbers | dict.fromkeys(("confidence", "second_confidence"), "*fp32")
+
+    def types(*names: str) -> dict[str, str]:
+        return {name: kinds.get(name, "i32") for name in names}
+
+    for count in (4, 15):
+        yield Variant(
+            f"boundaries {count}", boundaries_kernel,
+            types("top1", "confidence", "prefix_len", "rejected", "top1_stride", "confidence_stride"),
+            trees.boundaries_constants(15, count), 1,
+        )  # fmt: skip
+        given = types("anchor", "kept", "prefix_len") | {"blocks": "*i64"}
+        yield Variant(
+            f"blocks {count}", blocks_kernel, given | types("kept_stride", "branch_stride", "mask_token"),
+            trees.blocks_constants(15, count), 1,
+        )  # fmt: skip
+        given = types("anchor", "top1", "confidence", "kept", "prefix_len", "second_top1", "second_confidence")
+        strides = types("top1_stride", "confidence_stride", "kept_stride", "branch_stride")
+        yield Variant(
+            f"branches {count} to 64", branches_kernel, given | COLUMNS | strides,
+            trees.branches_constants(15, count) | trees.tree_constants(64), trees.candidates_warps(1 + count, 16, 64),
+        )  # fmt: skip
+    for ids in (True, False):
+        given = types("rejected", "prefix_len") | ({"ids": "*i64"} if ids else {}) | {"logits": "*bf16", "vocab": "i32"}
+        yield Variant(
+            f"rejected tokens{' of ids' if ids else ''}", mask_rejected_kernel, given,
+            trees.mask_rejected_constants(15, 32768), 1,
+        )  # fmt: skip
+
+
+def handover_variants() -> Iterator[Variant]:
+    """Of a request, and of a large batch."""
+    rows = dict.fromkeys(("anchor", "context_len"), "*i64") | {"active": "*u1"}
+    new = {"new_anchor": "*i64", "new_context_len": "*i64", "new_active": "*u1"}
+    for size in (1, 32):
+        given = rows | {"late": "*u1", "source": "*i64", "state": "*i64"} | new
+        yield Variant(
+            f"handover to {size}",
+            begin_kernel,
+            given | {"size": "i32", "rows": "i32"},
+            handover.begin_constants(size),
+            1,
+        )
+        given = {"context_len": "*i64", "active": "*u1"}
+        given |= dict.fromkeys(("tokens", "count", "limit", "stop", "state"), "*i64")
+        yield Variant(
+            f"handover of {size}", end_kernel, given | dict.fromkeys(("count_stride", "size", "rows"), "i32"),
+            handover.end_constants(size, 16, 8), handover.END_WARPS,
         )  # fmt: skip
 
 
@@ -291,6 +353,8 @@ def variants() -> Iterator[Variant]:
     yield write_variant("bf16", "bf16", path=True)
     yield write_variant("bf16", FP8, path=True)
     yield from tree_variants()
+    yield from branch_variants()
+    yield from handover_variants()
     for vocab in (151_936, 32_000):
         yield from choice_variants(vocab)
     yield from layer_variants()

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from d2sd.plugins import handover as kernels
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import StepResult
 from d2sd.runtime.sequence import Sequence
@@ -70,6 +71,12 @@ class Handover:
     @torch.inference_mode()
     def begin(self, batch: Batch, link: Link) -> Batch:
         """The batch with anchors and context lengths of its late rows."""
+        if kernels.use_kernels(batch.anchor):
+            from d2sd.plugins.handover.triton.launch import begin_triton
+
+            rows = batch.anchor, batch.context_len, batch.active
+            anchor, context_len, active = begin_triton(*rows, link.late, link.source, self._state)
+            return replace(batch, anchor=anchor, context_len=context_len, active=active)
         given = torch.stack([batch.anchor, batch.context_len, batch.active])
         anchor, context_len, active = torch.where(link.late, self._state[:, link.source], given)
         return replace(batch, anchor=anchor, context_len=context_len, active=active.bool())
@@ -78,6 +85,11 @@ class Handover:
     def end(self, batch: Batch, link: Link, result: StepResult) -> None:
         """Keep the state of the rows of this step."""
         count, tokens = result.accepted.count, result.accepted.tokens
+        if kernels.use_kernels(tokens):
+            from d2sd.plugins.handover.triton.launch import end_triton
+
+            end_triton(batch.context_len, batch.active, tokens, count, link.limit, link.stop, self._state)
+            return
         anchor, context_len, active = self._state[:, : len(count)]
         torch.gather(
             result.packed[:, 1:], 1, count[:, None], out=anchor[:, None]

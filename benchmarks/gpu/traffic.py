@@ -185,8 +185,10 @@ WRITTEN = {
     "cascade_attention_kernel": ("out", "partial", "lse", "arrived"), "write_pages_kernel": ("k_pages", "v_pages"),
     "segments_kernel": ("maxima", "partial"), "pool_kernel": ("tokens", "logprob"), "threshold_kernel": ("threshold",),
     "scores_kernel": ("partial",), "combine_kernel": ("chosen",), "accept_kernel": ("path", "accepted", "packed"),
+    "boundaries_kernel": ("prefix_len", "rejected"), "blocks_kernel": ("blocks",), "mask_rejected_kernel": ("logits",),
+    "begin_kernel": ("new_anchor", "new_context_len", "new_active"), "end_kernel": ("state",),
     **dict.fromkeys(
-        ("chain_kernel", "candidates_kernel", "grow_kernel"),
+        ("chain_kernel", "candidates_kernel", "branches_kernel", "grow_kernel"),
         ("tokens", "parent", "depth", "branch_id", "valid", "score", "attn_mask", "num_merged", "scratch"),
     ),
 }  # fmt: skip
@@ -207,6 +209,7 @@ def kernel_bytes(name: str, values: dict[str, Any], context: int) -> tuple[Bytes
 #: What a kernel reads of its own results.
 READ_BACK = {
     "grow_kernel": ("scratch",), "candidates_kernel": ("parent", "depth"),
+    "branches_kernel": ("parent", "depth"),
     "cascade_attention_kernel": ("partial", "lse", "arrived"),
 }  # fmt: skip
 
@@ -240,9 +243,17 @@ def _pool(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
     }, 0  # fmt: skip
 
 
+def _rejected(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
+    """Two looks at the ids, and one number, for every branch."""
+    branches, logits, ids = values["rejected"].numel(), values["logits"], values["ids"]
+    looked = 0 if ids is None else min(branches * (values["STEP"] + values["STEPS"]) * ids.element_size(), whole(ids))
+    return {"ids": looked, "logits": branches * logits.element_size()}, 0
+
+
 #: Kernel -> bytes of the arguments of which it touches a part, and operations of its products.
 PARTS: dict[str, Callable[[dict[str, Any], int], tuple[dict[str, int], int]]] = {
-    "cascade_attention_kernel": _attention, "write_pages_kernel": _write, "pool_kernel": _pool
+    "cascade_attention_kernel": _attention, "write_pages_kernel": _write, "pool_kernel": _pool,
+    "mask_rejected_kernel": _rejected,
 }  # fmt: skip
 
 

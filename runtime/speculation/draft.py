@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from d2sd.plugins import choose
+from d2sd.plugins import choose, draft_tree
 from d2sd.runtime.sampling.filters import apply_filters
 from d2sd.runtime.sampling.philox import gumbel_at
 from d2sd.runtime.sampling.sample import Sampling
@@ -59,6 +59,10 @@ class Branches:
 
     def blocks(self, anchor: Tensor, mask_token_id: int) -> Tensor:
         """The drafter's input [B, K, γ]: anchor, kept tokens, masks."""
+        if draft_tree.use_kernels(anchor):
+            from d2sd.plugins.draft_tree.triton.launch import blocks_triton
+
+            return blocks_triton(anchor, self.tokens, self.prefix_len, mask_token_id)
         slots = torch.arange(self.tokens.shape[-1], device=anchor.device)
         kept = torch.where(slots < self.prefix_len[..., None], self.tokens, mask_token_id)
         return torch.cat([anchor[:, None, None].expand(-1, kept.shape[1], 1), kept], dim=-1)
@@ -68,6 +72,11 @@ class Branches:
 
         A rejected token outside the draft vocabulary needs no mask.
         """
+        if draft_tree.use_kernels(logits) and logits.is_contiguous():
+            from d2sd.plugins.draft_tree.triton.launch import mask_rejected_triton
+
+            mask_rejected_triton(logits, self.rejected, self.prefix_len, ids)
+            return logits
         rejected = self.rejected if ids is None else index_in_vocab(ids, self.rejected)
         b = torch.arange(len(logits), device=logits.device)[:, None]
         k = torch.arange(logits.shape[1], device=logits.device)

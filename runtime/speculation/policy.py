@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from d2sd.errors import RecipeError
+from d2sd.plugins import draft_tree
 from d2sd.policies import FACTS, MAX_NODES, DrafterRole, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sampling.philox import gumbel_at
@@ -131,15 +132,7 @@ class _Branched(Policy):
         assert first is not None
         assert branches is not None
         assert second is not None
-        slots = torch.arange(first.top1.shape[1], device=batch.anchor.device)
-        length = branches.prefix_len[..., None]
-        drafted = first.confidence[:, None]
-        # The second pass's probabilities are conditional on rejection of the first draft at the boundary.
-        rejected = torch.where(slots == length, log_rejected(drafted), 0.0)
-        redrafted = torch.where(slots < length, drafted, second.confidence + rejected)
-        tokens = torch.cat([first.top1[:, None], branches.splice(second)], dim=1)
-        logprob = torch.cat([drafted, redrafted], dim=1)
-        return tree.from_candidates(*_with_anchor(batch.anchor, tokens, logprob), self.num_nodes)
+        return merged_branches(batch.anchor, first, branches, second, self.num_nodes)
 
 
 class Reanchor(_Branched):
@@ -189,6 +182,26 @@ class FlexParallel(_Chained):
     name = "flex_parallel"
     topk = WIDTH  # a grammar may lead the draft in the next step
     uses_probabilities = False
+
+
+def merged_branches(anchor: Tensor, first: Draft, branches: Branches, second: Draft, budget: int) -> Tree:
+    """anchor [B], first [B, S, M], branches that keep a prefix [B, K, S] each, second [B, K, S, M] -> at most `budget`
+    nodes: of the first draft's likeliest tokens, then of each branch.
+    """
+    if draft_tree.use_kernels(anchor):
+        from d2sd.plugins.draft_tree.triton.launch import branches_triton
+
+        drafts = (first.top1, first.confidence), branches.tokens, branches.prefix_len, (second.top1, second.confidence)
+        return Tree(*branches_triton(anchor, *drafts, budget))
+    slots = torch.arange(first.top1.shape[1], device=anchor.device)
+    length = branches.prefix_len[..., None]
+    drafted = first.confidence[:, None]
+    # The second pass's probabilities are conditional on rejection of the first draft at the boundary.
+    rejected = torch.where(slots == length, log_rejected(drafted), 0.0)
+    redrafted = torch.where(slots < length, drafted, second.confidence + rejected)
+    tokens = torch.cat([first.top1[:, None], branches.splice(second)], dim=1)
+    logprob = torch.cat([drafted, redrafted], dim=1)
+    return tree.from_candidates(*_with_anchor(anchor, tokens, logprob), budget)
 
 
 def _with_anchor(anchor: Tensor, tokens: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:

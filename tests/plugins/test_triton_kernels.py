@@ -32,7 +32,9 @@ def run(names: list[str], *options: str, **environment: str) -> None:
 @pytest.mark.interpreter
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "names", [["attention", "exact"], ["pages", "models", "layers", "trees", "choices"]], ids=" ".join
+    "names",
+    [["attention", "exact"], ["pages", "models", "layers", "trees", "branches", "handover", "choices"]],
+    ids=" ".join,
 )
 def test_kernels_under_the_interpreter(names: list[str]) -> None:
     run(names, "-m", "not slow", TRITON_INTERPRET="1")
@@ -42,7 +44,7 @@ def test_kernels_under_the_interpreter(names: list[str]) -> None:
 @pytest.mark.interpreter
 @pytest.mark.timeout(300)
 def test_kernels_under_the_interpreter_in_more_cases() -> None:
-    run(["trees", "choices"], "-m", "slow and not full", TRITON_INTERPRET="1")
+    run(["trees", "branches", "handover", "choices"], "-m", "slow and not full", TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow
@@ -61,4 +63,4 @@ def test_launchers_bind_what_is_compiled_ahead_of_time() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_kernels_on_a_gpu() -> None:
-    run(["attention", "pages", "layers", "trees", "choices"], TRITON_INTERPRET="0")
+    run(["attention", "pages", "layers", "trees", "branches", "handover", "choices"], TRITON_INTERPRET="0")

@@ -1,5 +1,5 @@
 """The checks of tests/plugins/kernels/, which run in Triton's interpreter and on a GPU, over executed PTX: kernels of
-layers, of trees, from logits to tokens, of page writes and of mask packing.
+layers, of trees and branches, of the handover, from logits to tokens, of page writes and of mask packing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
-from tests.plugins.kernels import attention, calls, choices, layers, pages, trees
+from tests.plugins.kernels import attention, branches, calls, choices, handover, layers, pages, trees
 from tests.plugins.kernels.trees import specification, stable_topk
 from tests.plugins.test_layer_ops import HQ
 from tests.ptx.cases import CAPABILITIES
@@ -56,7 +56,9 @@ def checks_of(module: ModuleType) -> type:
     return type(module.__name__, (), {**tests, "pytestmark": marks})
 
 
-TestLayers, TestTrees, TestChoices, TestPages = map(checks_of, (layers, trees, choices, pages))
+TestLayers, TestTrees, TestBranches, TestChoices, TestPages, TestHandover = map(
+    checks_of, (layers, trees, branches, choices, pages, handover)
+)
 
 #: What `make test` runs: one case of each kernel. Their names, the check, its arguments. Loops take several turns, or
 #: the barrier at their end orders nothing.
@@ -71,6 +73,11 @@ SMALL: dict[str, tuple[Any, ...]] = {
     "merge": ("candidates", trees.test_candidates, 5, 6, 13, 2),
     "growth": ("grow", trees.test_growth, 2, 2, 2, 5, True),
     "acceptance": ("accept", trees.test_acceptance, 5, 6, 13),
+    "boundaries": ("boundaries", branches.test_boundaries, 4, 2),
+    "blocks": ("blocks", branches.test_blocks, 5),
+    "rejected": ("mask_rejected", branches.test_rejected_tokens, 63, torch.bfloat16),
+    "branches": ("branches", branches.test_branches, 5, 3, 13, 2),
+    "handover": ("begin end", handover.test_handover, 5, 3, 4),
     "noise": ("noise", choices.test_noise_keeps_its_digits_at_both_ends),
     "choice": ("threshold scores combine", choices.test_choice, 3, 63, choices.TOP),
     "drafts": ("segments pool", choices.test_candidates, 2, 63, 5, choices.GREEDY),
@@ -134,7 +141,7 @@ def without(ptx: str, left_out: int) -> Edit:
 
 
 #: Whose threads share nothing, or are one warp.
-WITHOUT_BARRIERS = {"heads", "tables", "quantized", "mask", "acceptance", "noise"}
+WITHOUT_BARRIERS = {"heads", "tables", "quantized", "mask", "acceptance", "boundaries", "blocks", "rejected", "noise"}
 
 
 @pytest.mark.parametrize(

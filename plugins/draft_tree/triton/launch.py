@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from d2sd.plugins.draft_tree.triton.accept import accept_kernel
+from d2sd.plugins.draft_tree.triton.branches import (
+    blocks_kernel,
+    boundaries_kernel,
+    branches_kernel,
+    mask_rejected_kernel,
+)
 from d2sd.plugins.draft_tree.triton.growth import grow_kernel
 from d2sd.plugins.draft_tree.triton.nodes import candidates_kernel, chain_kernel
 
@@ -94,6 +101,91 @@ def candidates_triton(candidate: Tensor, score: Tensor, budget: int) -> Columns:
             num_warps=candidates_warps(count, size, budget),
         )  # fmt: skip
     return out
+
+
+def branches_constants(slots: int, count: int) -> dict[str, int]:
+    return {"S": slots, **candidates_constants(1 + count, 1 + slots)}
+
+
+def branches_triton(
+    anchor: Tensor,
+    first: tuple[Tensor, Tensor],
+    kept: Tensor,
+    prefix_len: Tensor,
+    second: tuple[Tensor, Tensor],
+    budget: int,
+) -> Columns:
+    """`policy.merged_branches`: anchor [B]; likeliest tokens int64 and log-probabilities fp32 of the first draft [B, S]
+    and the second [B, K, S]; kept tokens [B, K, S] int64, which may be broadcast, and prefix lengths [B, K] int64.
+    """
+    batch, count, slots = kept.shape
+    out = Columns.empty(batch, budget, anchor.device)
+    top1, confidence = (_rows_of_slots(x) for x in first)
+    kept = _rows_of_slots(kept)
+    with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
+        branches_kernel[(batch,)](
+            anchor, top1, confidence, kept, prefix_len.contiguous(), *(x.contiguous() for x in second),
+            *out.outputs(), top1.stride(0), confidence.stride(0), kept.stride(0), kept.stride(1),
+            **branches_constants(slots, count), **tree_constants(budget),
+            num_warps=candidates_warps(1 + count, 1 + slots, budget),
+        )  # fmt: skip
+    return out
+
+
+def _rows_of_slots(x: Tensor) -> Tensor:
+    """With the slots, its last axis, side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def boundaries_constants(slots: int, count: int) -> dict[str, int]:
+    return {"S": slots, "SP": power(slots + 1), "K": count, "KP": power(count)}
+
+
+def boundaries_triton(top1: Tensor, confidence: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`boundaries.chain_branches`: prefix lengths and rejected tokens [B, K] int64, K = `count`, of the likeliest
+    tokens int64 and their log-probabilities fp32, [B, S].
+    """
+    batch, slots = top1.shape
+    top1, confidence = _rows_of_slots(top1), _rows_of_slots(confidence)
+    prefix_len, rejected = torch.empty(2, batch, count, dtype=torch.long, device=top1.device).unbind(0)
+    with torch.cuda.device_of(top1):  # type: ignore[no-untyped-call]
+        boundaries_kernel[(batch,)](
+            top1, confidence, prefix_len, rejected, top1.stride(0), confidence.stride(0),
+            **boundaries_constants(slots, count), num_warps=1,
+        )  # fmt: skip
+    return prefix_len, rejected
+
+
+def blocks_triton(anchor: Tensor, kept: Tensor, prefix_len: Tensor, mask_token: int) -> Tensor:
+    """`Branches.blocks` [B, K, 1 + S] int64: anchor [B], kept tokens [B, K, S], prefix lengths [B, K], all int64."""
+    batch, count, slots = kept.shape
+    kept = _rows_of_slots(kept)
+    blocks = torch.empty(batch, count, 1 + slots, dtype=torch.long, device=anchor.device)
+    with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
+        blocks_kernel[batch, count](
+            anchor, kept, prefix_len.contiguous(), blocks, kept.stride(0), kept.stride(1), mask_token,
+            **blocks_constants(slots, count), num_warps=1,
+        )  # fmt: skip
+    return blocks
+
+
+def blocks_constants(slots: int, count: int) -> dict[str, int]:
+    return {"S": slots, "GP": power(slots + 1), "K": count}
+
+
+def mask_rejected_triton(logits: Tensor, rejected: Tensor, prefix_len: Tensor, ids: Tensor | None) -> None:
+    """`Branches.mask_rejected` of contiguous logits [B, K, S, V], in place; `ids` [V] int64 or None."""
+    batch, count, slots, vocab = logits.shape
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+        mask_rejected_kernel[(batch * count,)](
+            rejected.contiguous(), prefix_len.contiguous(), ids, logits, vocab,
+            **mask_rejected_constants(slots, vocab), num_warps=1,
+        )  # fmt: skip
+
+
+def mask_rejected_constants(slots: int, vocab: int) -> dict[str, int]:
+    step = power(math.isqrt(vocab - 1) + 1)
+    return {"S": slots, "STEP": step, "STEPS": power(-(-vocab // step))}
 
 
 def growth_constants(nodes: int, width: int, branches: int) -> dict[str, int]:

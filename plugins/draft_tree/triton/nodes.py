@@ -56,6 +56,53 @@ def chain_kernel(
 
 
 @triton.jit
+def store_candidates(
+    token, path_score, owner, tokens, parent, depth, branch_id, valid, score, attn_mask, num_merged,
+    C: tl.constexpr, G: tl.constexpr, CP: tl.constexpr, GP: tl.constexpr,
+    N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The tree of one request's candidates. token, path_score, owner: [CP, GP]; `owner` is the first candidate with the
+    same tokens so far.
+    """
+    request = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, CP)[:, None]
+    g = tl.arange(0, GP)[None, :]
+    own = (owner == c) & (c < C) & (g < G)
+    in_row = tl.cumsum(own.to(tl.int32), axis=1)
+    of_row = tl.sum(own.to(tl.int32), axis=1)
+    index = (tl.cumsum(of_row, axis=0) - of_row)[:, None] + in_row - 1
+    total = tl.sum(of_row, axis=0)
+    node = tl.gather(index, owner, 0)
+    above = tl.gather(node, tl.maximum(g - 1, 0) + tl.zeros([CP, GP], dtype=tl.int32), 1)
+    above = tl.where(g == 0, 0, above)
+
+    kept = own & (index < N)
+    at = request * N + index
+    tl.store(tokens + at, token, mask=kept)
+    tl.store(parent + at, above, mask=kept)
+    tl.store(depth + at, g + c * 0, mask=kept)
+    tl.store(branch_id + at, c + g * 0, mask=kept)
+    tl.store(score + at, path_score, mask=kept)
+
+    n = tl.arange(0, NP)
+    real = n < total
+    padding = (n < N) & (n >= total)
+    at = request * N + n
+    tl.store(tokens + at, n * 0, mask=padding)
+    tl.store(parent + at, n * 0, mask=padding)
+    tl.store(depth + at, n * 0, mask=padding)
+    tl.store(branch_id + at, n * 0, mask=padding)
+    tl.store(score + at, tl.full([NP], float("-inf"), tl.float32), mask=padding)
+    tl.store(valid + at, real, mask=n < N)
+    tl.store(num_merged + request, C * G - total)
+
+    tl.debug_barrier()  # what other threads have stored
+    up = tl.load(parent + at, mask=n < N, other=0).to(tl.int32)
+    levels = tl.load(depth + at, mask=n < N, other=0).to(tl.int32)
+    store_mask(attn_mask + request * N * N, up, levels, real & (n < N), N, NP, TILE)
+
+
+@triton.jit
 def candidates_kernel(
     candidate, path_score, tokens, parent, depth, branch_id, valid, score, attn_mask, num_merged,
     C: tl.constexpr, G: tl.constexpr, CP: tl.constexpr, GP: tl.constexpr,
@@ -76,36 +123,8 @@ def candidates_kernel(
         other = tl.load(candidate + request * C * G + e * G + g, mask=g < G, other=-1)
         same = tl.cumsum((token != other).to(tl.int32), axis=1) == 0
         owner = tl.where(same & (c < C), e, owner)
-    own = (owner == c) & inside
-    in_row = tl.cumsum(own.to(tl.int32), axis=1)
-    of_row = tl.sum(own.to(tl.int32), axis=1)
-    index = (tl.cumsum(of_row, axis=0) - of_row)[:, None] + in_row - 1
-    total = tl.sum(of_row, axis=0)
-    node = tl.gather(index, owner, 0)
-    above = tl.gather(node, tl.maximum(g - 1, 0) + tl.zeros([CP, GP], dtype=tl.int32), 1)
-    above = tl.where(g == 0, 0, above)
-
-    kept = own & (index < N)
-    at = request * N + index
-    tl.store(tokens + at, token, mask=kept)
-    tl.store(parent + at, above, mask=kept)
-    tl.store(depth + at, g + c * 0, mask=kept)
-    tl.store(branch_id + at, c + g * 0, mask=kept)
-    tl.store(score + at, tl.load(path_score + source, mask=kept, other=0.0), mask=kept)
-
-    n = tl.arange(0, NP)
-    real = n < total
-    padding = (n < N) & (n >= total)
-    at = request * N + n
-    tl.store(tokens + at, n * 0, mask=padding)
-    tl.store(parent + at, n * 0, mask=padding)
-    tl.store(depth + at, n * 0, mask=padding)
-    tl.store(branch_id + at, n * 0, mask=padding)
-    tl.store(score + at, tl.full([NP], float("-inf"), tl.float32), mask=padding)
-    tl.store(valid + at, real, mask=n < N)
-    tl.store(num_merged + request, C * G - total)
-
-    tl.debug_barrier()  # what other threads have stored
-    up = tl.load(parent + at, mask=n < N, other=0).to(tl.int32)
-    levels = tl.load(depth + at, mask=n < N, other=0).to(tl.int32)
-    store_mask(attn_mask + request * N * N, up, levels, real & (n < N), N, NP, TILE)
+    own_score = tl.load(path_score + source, mask=inside, other=0.0)
+    store_candidates(
+        token, own_score, owner, tokens, parent, depth, branch_id, valid, score, attn_mask, num_merged,
+        C, G, CP, GP, N, NP, TILE,
+    )  # fmt: skip

@@ -20,6 +20,7 @@ from d2sd.plugins.cascade_attention import ChunkMask, PagedContext
 from d2sd.plugins.cascade_attention.triton import launch as attention
 from d2sd.plugins.choose.triton import launch as choices
 from d2sd.plugins.draft_tree.triton import launch as trees
+from d2sd.plugins.handover.triton import launch as handover
 from d2sd.plugins.kv_pages.triton import launch as pages
 from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
 from d2sd.plugins.layer_ops import Heads
@@ -118,6 +119,35 @@ def test_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     node = torch.zeros(2, 64, dtype=torch.long)
     trees.accept_triton(node, node, node > 0, node, node, 16)
     assert_compiled_ahead(accept, made["accept 64"])
+
+
+def test_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("boundaries_kernel", "blocks_kernel", "branches_kernel", "mask_rejected_kernel")
+    boundaries, blocks, branches, rejected = bound(monkeypatch, trees, *names)
+    made = {variant.name: variant for variant in SCRIPT["branch_variants"]()}
+    tokens, number = torch.zeros(2, 4, 15, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long)
+    first, anchor = (tokens[:, 0].clone(), tokens[:, 0].float()), number[:, 0].clone()
+    trees.boundaries_triton(*first, 4)
+    assert_compiled_ahead(boundaries, made["boundaries 4"])
+    trees.blocks_triton(anchor, tokens, number, 99)
+    assert_compiled_ahead(blocks, made["blocks 4"])
+    trees.branches_triton(anchor, first, tokens, number, (tokens, tokens.float()), 64)
+    assert_compiled_ahead(branches, made["branches 4 to 64"])
+    logits = torch.zeros(2, 4, 15, 32768, dtype=torch.bfloat16)
+    for ids, name in ((torch.arange(32768), "rejected tokens of ids"), (None, "rejected tokens")):
+        trees.mask_rejected_triton(logits, number, number, ids)
+        assert_compiled_ahead(rejected, made[name])
+
+
+def test_handover(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, end = bound(monkeypatch, handover, "begin_kernel", "end_kernel")
+    made = {variant.name: variant for variant in SCRIPT["handover_variants"]()}
+    number, tokens = torch.zeros(32, dtype=torch.long), torch.zeros(32, 16, dtype=torch.long)
+    state = torch.zeros(3, 33, dtype=torch.long)
+    handover.begin_triton(number, number, number > 0, number > 0, number, state)
+    assert_compiled_ahead(begin, made["handover to 32"])
+    handover.end_triton(number, number > 0, tokens, tokens[:, 0], number, tokens[:, :8], state)
+    assert_compiled_ahead(end, made["handover of 32"])
 
 
 @pytest.mark.parametrize("sampled", [False, True])

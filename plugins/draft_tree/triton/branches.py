@@ -1,0 +1,160 @@
+"""Branches of a first draft: where they restart, what the second pass is given, and the tree of both drafts.
+
+The specifications: `boundaries.chain_branches`, `Branches.blocks` and `mask_rejected` of `draft`, and
+`policy.merged_branches`, all of `d2sd.runtime.speculation`. Sums of log-probabilities are fp64, as PyTorch's on a CPU.
+Shape letters as there: B requests, K branches, S slots after the anchor; capitals with P are powers of two.
+"""
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from d2sd.plugins.draft_tree.triton.nodes import store_candidates
+from d2sd.plugins.order import ABSENT, largest, pack_entry, place_of
+
+
+@triton.jit
+def _precise_exp(x):
+    return libdevice.exp(x)
+
+
+@triton.jit
+def _precise_expm1(x):
+    return libdevice.expm1(x)
+
+
+@triton.jit
+def _precise_log(x):
+    return tl.log(x)
+
+
+@triton.jit
+def _rounded_exp(x):
+    return tl.exp(x.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def _rounded_expm1(x):
+    """Kahan's: the rounding of e^x and that of its logarithm cancel. Below -1/2 nothing does."""
+    x = x.to(tl.float64)
+    power = tl.exp(x)
+    near = (power - 1.0) * x / tl.log(tl.where(power == 1.0, 2.0, tl.maximum(power, 0.5)))
+    return tl.where(x < -0.5, power - 1.0, tl.where(power == 1.0, x, near)).to(tl.float32)
+
+
+@triton.jit
+def _rounded_log(x):
+    return tl.log(x.to(tl.float64)).to(tl.float32)
+
+
+#: Those of CUDA's and PyTorch's fp32. The interpreter has neither; its own are rounded once.
+exp = _rounded_exp if triton.knobs.runtime.interpret else _precise_exp
+expm1 = _rounded_expm1 if triton.knobs.runtime.interpret else _precise_expm1
+log = _rounded_log if triton.knobs.runtime.interpret else _precise_log
+
+
+@triton.jit
+def boundaries_kernel(
+    top1, confidence, prefix_len, rejected, top1_stride, confidence_stride,
+    S: tl.constexpr, SP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Grid (B). top1, confidence: [B, S]; prefix_len, rejected: [B, K]. SP > S: there is a boundary behind the last."""
+    request = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, SP)
+    before = (i > 0) & (i <= S)
+    passed = tl.load(confidence + request * confidence_stride + i - 1, mask=before, other=0.0)
+    reached = exp(tl.cumsum(passed.to(tl.float64), axis=0).to(tl.float32))
+    here = tl.load(confidence + request * confidence_stride + i, mask=i < S, other=0.0).to(tl.float32)
+    score = reached * tl.where(i < S, -expm1(here), 1.0)
+    best = largest(tl.where(i <= S, pack_entry(score, i), ABSENT), KP)
+    length = place_of(best)
+    k = tl.arange(0, KP)
+    inside = k < K
+    token = tl.load(top1 + request * top1_stride + length, mask=inside & (length < S), other=-1)
+    tl.store(prefix_len + request * K + k, length, mask=inside)
+    tl.store(rejected + request * K + k, token, mask=inside)
+
+
+@triton.jit
+def blocks_kernel(
+    anchor, kept, prefix_len, blocks, kept_stride, branch_stride, mask_token,
+    S: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Grid (B, K). kept: tokens [B, K, S]; blocks: [B, K, 1 + S]."""
+    request, k = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    g = tl.arange(0, GP)
+    length = tl.load(prefix_len + request * K + k)
+    token = tl.load(
+        kept + request * kept_stride + k * branch_stride + g - 1, mask=(g > 0) & (g <= length), other=mask_token
+    )
+    token = tl.where(g == 0, tl.load(anchor + request), token)
+    tl.store(blocks + (request * K + k) * (1 + S) + g, token, mask=g <= S)
+
+
+@triton.jit
+def mask_rejected_kernel(
+    rejected, prefix_len, ids, logits, vocab,
+    S: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (B·K). logits [B·K, S, V]; ids [V], ascending, or None. STEP · STEPS ≥ V: a token's index is found in two
+    looks, at every STEP-th id and at those from the last that is not larger.
+    """
+    branch = tl.program_id(0).to(tl.int64)
+    token = tl.load(rejected + branch)
+    index = token
+    if ids is not None:
+        n = tl.arange(0, STEPS) * STEP
+        of_step = tl.load(ids + n, mask=n < vocab, other=0)
+        passed = tl.sum(((n < vocab) & (of_step <= token)).to(tl.int32), axis=0)
+        at = tl.maximum(passed - 1, 0) * STEP + tl.arange(0, STEP)
+        found = (at < vocab) & (tl.load(ids + at, mask=at < vocab, other=-1) == token)
+        index = tl.max(tl.where(found, at, -1), axis=0).to(tl.int64)
+    slot = tl.minimum(tl.load(prefix_len + branch), S - 1)
+    tl.store(logits + (branch * S + slot) * vocab + index, float("-inf"), mask=(token >= 0) & (index >= 0))
+
+
+@triton.jit
+def branches_kernel(
+    anchor, top1, confidence, kept, prefix_len, second_top1, second_confidence, tokens, parent, depth, branch_id, valid,
+    score, attn_mask, num_merged, top1_stride, confidence_stride, kept_stride, branch_stride,
+    S: tl.constexpr, C: tl.constexpr, G: tl.constexpr, CP: tl.constexpr, GP: tl.constexpr,
+    N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid (B). top1, confidence: [B, S]; kept: [B, K, S]; second_top1, second_confidence: [B, K, S]; C = 1 + K."""
+    request = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, CP)[:, None]
+    g = tl.arange(0, GP)[None, :]
+    slot = g - 1
+    first_token = tl.load(top1 + request * top1_stride + slot, mask=(g > 0) & (g < G), other=0)
+    first_token = tl.where(g == 0, tl.load(anchor + request), first_token)
+    branch = request * (C - 1) + c - 1
+    is_branch = (c > 0) & (c < C)
+    length = tl.load(prefix_len + branch, mask=is_branch, other=S)
+    inside = is_branch & (g > 0) & (g < G)
+    is_kept = slot < length
+    token = tl.load(kept + request * kept_stride + (c - 1) * branch_stride + slot, mask=inside & is_kept, other=0)
+    token = tl.where(is_kept, token, tl.load(second_top1 + branch * S + slot, mask=inside & (slot >= length), other=0))
+    token = tl.where((c == 0) | (g == 0), first_token, token)
+
+    # What the second pass gives is conditional on the rejection of the first draft at the boundary.
+    drafted = tl.load(confidence + request * confidence_stride + slot, mask=(g > 0) & (g < G), other=0.0)
+    rejected = log(-expm1(tl.minimum(drafted, -1e-7)))
+    again = tl.load(second_confidence + branch * S + slot, mask=inside & (slot >= length), other=0.0)
+    again += tl.where(slot == length, rejected, 0.0)
+    logprob = tl.where(g == 0, 0.0, tl.where(is_kept, drafted, again))
+    path_score = tl.cumsum(logprob.to(tl.float64), axis=1).to(tl.float32)
+
+    # The first candidate with the same tokens so far owns the node.
+    owner = c + tl.zeros([CP, GP], dtype=tl.int32)
+    for back in range(C):
+        e = C - 1 - back
+        other = tl.sum(tl.where(c == e, token, 0), axis=0)[None, :]
+        same = tl.cumsum((token != other).to(tl.int32), axis=1) == 0
+        owner = tl.where(same & (c < C), e, owner)
+    store_candidates(
+        token, path_score, owner, tokens, parent, depth, branch_id, valid, score, attn_mask, num_merged,
+        C, G, CP, GP, N, NP, TILE,
+    )  # fmt: skip

@@ -1,0 +1,55 @@
+"""The state of a step's rows, read before it and written after it. The specification: `d2sd.runtime.handover`.
+
+state: int64 [3, R]: anchor, context length, and whether the row is active; a step has B ≤ R rows. One program takes all
+rows: a step's first kernel may read what its last one wrote in another row.
+"""
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def begin_kernel(
+    anchor, context_len, active, late, source, state, new_anchor, new_context_len, new_active, size, rows,
+    BP: tl.constexpr,
+):  # fmt: skip
+    """Grid (1). anchor, context_len, active, late, source and what is new of them: [B]; size: R; rows: B."""
+    row = tl.arange(0, BP)
+    inside = row < rows
+    is_late = tl.load(late + row, mask=inside, other=0) != 0
+    own = inside & (is_late == 0)
+    at = state + tl.load(source + row, mask=inside & is_late, other=0)
+    token = tl.where(is_late, tl.load(at, mask=is_late, other=0), tl.load(anchor + row, mask=own, other=0))
+    length = tl.where(is_late, tl.load(at + size, mask=is_late, other=0), tl.load(context_len + row, mask=own, other=0))
+    runs = tl.load(at + 2 * size, mask=is_late, other=0) != 0
+    runs = tl.where(is_late, runs, tl.load(active + row, mask=own, other=0) != 0)
+    tl.store(new_anchor + row, token, mask=inside)
+    tl.store(new_context_len + row, length, mask=inside)
+    tl.store(new_active + row, runs, mask=inside)
+
+
+@triton.jit
+def end_kernel(
+    context_len, active, tokens, count, limit, stop, state, count_stride, size, rows,
+    BP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, STOPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (1). context_len, active, limit: [B]; tokens: [B, G], of which `count` are new; stop: [B, STOPS]."""
+    row = tl.arange(0, BP)
+    inside = row < rows
+    g = tl.arange(0, GP)[None, :]
+    new = tl.load(count + row * count_stride, mask=inside, other=1)
+    length = tl.load(context_len + row, mask=inside, other=0) + new
+    is_new = inside[:, None] & (g < G) & (g < new[:, None])
+    token = tl.load(tokens + row[:, None] * G + g, mask=is_new, other=-1)
+    last = tl.sum(tl.where(g == new[:, None] - 1, token, 0), axis=1)
+    ends = length >= tl.load(limit + row, mask=inside, other=0)
+    for place in tl.static_range(STOPS):
+        word = tl.load(stop + row * STOPS + place, mask=inside, other=-1)
+        ends = ends | (tl.max((is_new & (token == word[:, None])).to(tl.int32), axis=1) > 0)
+    runs = (tl.load(active + row, mask=inside, other=0) != 0) & (ends == 0)
+    tl.store(state + row, last, mask=inside)
+    tl.store(state + size + row, length, mask=inside)
+    tl.store(state + 2 * size + row, runs.to(tl.int64), mask=inside)

@@ -1,0 +1,55 @@
+"""Launches the kernels of the handover. Nothing here waits for the device: a CUDA graph can capture it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from d2sd.plugins.handover.triton.kernel import begin_kernel, end_kernel
+
+#: 32 requests of 16 tokens are 4 numbers a thread.
+END_WARPS = 4
+
+# Shape letters: B requests, R rows of the state, G block size γ, S stop tokens.
+
+
+def begin_triton(
+    anchor: Tensor, context_len: Tensor, active: Tensor, late: Tensor, source: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`Handover.begin`: anchors and context lengths [B] int64 and which rows are active [B] bool, of the batch's own,
+    `late` [B] bool, `source` [B] int64 and the state [3, R] int64.
+    """
+    (rows,) = anchor.shape
+    new_anchor, new_context_len = torch.empty(2, rows, dtype=torch.long, device=anchor.device).unbind(0)
+    new_active = torch.empty(rows, dtype=torch.bool, device=anchor.device)
+    given = (x.contiguous() for x in (anchor, context_len, active, late, source))
+    with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+        begin_kernel[(1,)](
+            *given, state, new_anchor, new_context_len, new_active, state.shape[1], rows, **begin_constants(rows),
+            num_warps=1,
+        )  # fmt: skip
+    return new_anchor, new_context_len, new_active
+
+
+def begin_constants(rows: int) -> dict[str, int]:
+    return {"BP": 1 << (rows - 1).bit_length()}
+
+
+def end_triton(
+    context_len: Tensor, active: Tensor, tokens: Tensor, count: Tensor, limit: Tensor, stop: Tensor, state: Tensor
+) -> None:
+    """`Handover.end`: writes the state [3, R] int64 of the step's B rows. context_len, count and limit [B] int64,
+    active [B] bool, tokens [B, G] int64, stop [B, S] int64.
+    """
+    rows, size = tokens.shape
+    fixed = end_constants(rows, size, stop.shape[1])
+    given = context_len.contiguous(), active.contiguous(), tokens.contiguous(), count
+    with torch.cuda.device_of(tokens):  # type: ignore[no-untyped-call]
+        end_kernel[(1,)](
+            *given, limit.contiguous(), stop.contiguous(), state, count.stride(0), state.shape[1], rows, **fixed,
+            num_warps=END_WARPS,
+        )  # fmt: skip
+
+
+def end_constants(rows: int, size: int, stops: int) -> dict[str, int]:
+    return begin_constants(rows) | {"G": size, "GP": 1 << (size - 1).bit_length(), "STOPS": stops}

@@ -1,0 +1,75 @@
+"""The kernels of the handover against `d2sd.runtime.handover`, and against loops over rows: equal to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from d2sd.plugins import handover as kernels
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.handover import STOP_TOKENS, Handover, Link
+from d2sd.runtime.speculation.accept import Accepted
+from tests.plugins.kernels import calls
+from tests.plugins.kernels.calls import there
+
+#: Rows of the state, of the step, block size: fewer than it has, one, and all; no power of two.
+SIZES = ((5, 3, 4), (1, 1, 1), pytest.param(40, 33, 16, marks=pytest.mark.slow), (7, 7, 5))
+
+
+def drawn(rows: int, size: int, block: int, seed: int) -> tuple[Tensor, Batch, Link, Any]:
+    """A state, a batch, what links them, and a step's result over few tokens."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def upto(most: int, *shape: int) -> Tensor:
+        return torch.randint(0, most, shape, generator=draw)
+
+    state = upto(50, 3, rows)
+    state[2] = upto(2, rows)
+    batch = Batch.dummy(size, 1, 0, 9, "cpu")
+    batch = replace(batch, anchor=upto(2**40, size), context_len=upto(2**33, size), active=upto(3, size) > 0)
+    stop = upto(12, size, STOP_TOKENS)
+    stop = torch.where(upto(4, size, STOP_TOKENS) > 0, -1, stop)
+    limit = batch.context_len + upto(2 * block, size)
+    link = Link(upto(2, size) > 0, upto(rows, size), limit, stop)
+    count, tokens = 1 + upto(block, size), upto(12, size, block)
+    path = torch.zeros_like(tokens)
+    accepted = Accepted(path, torch.stack([count, count], 1)[:, 0], tokens, count)  # counts lie among other numbers
+    return state, batch, link, SimpleNamespace(accepted=accepted, packed=accepted.packed())
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, fused: bool, state: Tensor, batch: Batch, link: Link, result: Any
+) -> tuple[list[list[int]], list[list[int]]]:
+    """What the step is given, and the state after it."""
+    monkeypatch.setattr(kernels, "use_kernels", lambda _: fused)
+    where = there if fused else lambda given: given
+    handover = Handover(state.shape[1], result.accepted.tokens.shape[1], calls.DEVICE if fused else "cpu")
+    handover._state.copy_(state)
+    made = SimpleNamespace(accepted=where(result.accepted), packed=where(result.packed))
+    given = handover.begin(batch.to(calls.DEVICE if fused else "cpu"), where(link))
+    handover.end(given, where(link), made)  # type: ignore[arg-type]
+    assert [x.dtype for x in (given.anchor, given.context_len, given.active)] == [torch.long, torch.long, torch.bool]
+    return [x.tolist() for x in (given.anchor, given.context_len, given.active)], handover._state.tolist()
+
+
+@pytest.mark.parametrize(("rows", "size", "block"), SIZES)
+def test_handover(rows: int, size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(6):
+        state, batch, link, result = drawn(rows, size, block, seed)
+        expected = run(monkeypatch, False, state, batch, link, result)
+        assert run(monkeypatch, True, state, batch, link, result) == expected
+        columns = zip(*((x.tolist()) for x in (batch.anchor, batch.context_len, batch.active)), strict=True)
+        given, after = [], [*zip(*state.tolist(), strict=True)]
+        for row, own in enumerate(columns):
+            source = int(link.source[row])
+            given.append(after[source] if link.late[row] else own)
+        for row, (_, length, active) in enumerate(given):
+            new = result.accepted.tokens[row, : result.accepted.count[row]].tolist()
+            stopped = any(token in link.stop[row].tolist() for token in new) or length + len(new) >= link.limit[row]
+            after[row] = new[-1], length + len(new), int(active and not stopped)
+        assert expected == ([list(x) for x in zip(*given, strict=True)], [list(x) for x in zip(*after, strict=True)])
