@@ -110,7 +110,8 @@ def _projection(target: Decoder, data: TrainingData) -> Tensor:
     features = torch.cat([one.features[1:] for one in sample]).to(device).double()
     gram = embedded.T @ embedded
     gram += 0.01 * gram.diagonal().mean() * torch.eye(len(gram), device=device)
-    return torch.linalg.solve(gram, embedded.T @ features).T
+    weight: Tensor = torch.linalg.solve(gram, embedded.T @ features).T
+    return weight
 
 
 @torch.no_grad()
