@@ -142,6 +142,7 @@ def without(ptx: str, left_out: int) -> Edit:
 
 #: Whose threads share nothing, or are one warp.
 WITHOUT_BARRIERS = {"heads", "tables", "quantized", "mask", "acceptance", "boundaries", "blocks", "rejected", "noise"}
+WITHOUT_BARRIERS |= {"handover"}
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.plugins import draft_tree
 from d2sd.runtime.speculation.boundaries import chain_branches
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import merged_branches
-from d2sd.runtime.speculation.tree import Tree
 from tests.plugins.kernels.calls import INTERPRETED
 from tests.plugins.kernels.trees import assert_equal, both, specification, stable_topk
 
@@ -220,14 +218,3 @@ def test_rejected_tokens(vocab: int, dtype: torch.dtype, monkeypatch: pytest.Mon
         one, found = both(monkeypatch, masked, branches, logits, known)
         assert torch.equal(one, found.cpu())
         assert found.tolist() == expected
-
-
-def test_without_kernels_nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`both` compares two things."""
-    monkeypatch.setattr("d2sd.plugins.draft_tree.triton.launch.branches_kernel", None)
-    drafts = drafted(torch.Generator().manual_seed(1), 2, 1, 3)
-    monkeypatch.setattr(draft_tree, "use_kernels", lambda *_: False)
-    assert isinstance(merged_branches(torch.arange(5), *drafts, 4), Tree)
-    monkeypatch.setattr(draft_tree, "use_kernels", lambda *_: True)
-    with pytest.raises(TypeError):
-        merged_branches(torch.arange(5), *drafts, 4)

@@ -12,8 +12,11 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import Fp8Cache, kv_scales
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.rows import Rows
-from d2sd.plugins import dispatch, layer_ops
+from d2sd.plugins import dispatch, draft_tree, layer_ops
+from d2sd.runtime.speculation.policy import merged_branches
+from d2sd.runtime.speculation.tree import Tree
 from tests.plugins.kernels import calls
+from tests.plugins.kernels.branches import drafted
 from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_flex
 
 
@@ -75,3 +78,14 @@ def test_mask_rows_over_kernels_are_the_heads(monkeypatch: pytest.MonkeyPatch) -
     fuse(head, target)
     assert head.native is not None
     torch.testing.assert_close(head.draft(x, rows, pool), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_without_kernels_none_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons of kernels with what runs without them compare two things."""
+    monkeypatch.setattr("d2sd.plugins.draft_tree.triton.launch.branches_kernel", None)
+    drafts = drafted(torch.Generator().manual_seed(1), 2, 1, 3)
+    monkeypatch.setattr(draft_tree, "use_kernels", lambda *_: False)
+    assert isinstance(merged_branches(torch.arange(5), *drafts, 4), Tree)
+    monkeypatch.setattr(draft_tree, "use_kernels", lambda *_: True)
+    with pytest.raises(TypeError):
+        merged_branches(torch.arange(5), *drafts, 4)
