@@ -29,7 +29,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from d2sd.errors import D2SDError
 from d2sd.modeling.config import BodyConfig
@@ -37,18 +36,18 @@ from d2sd.modeling.decoder import Decoder, TargetModel
 from d2sd.modeling.drafter import Drafter, DraftModel
 from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
+from d2sd.modeling.fused_context import ContextProduct
 from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import MLP, Layer, RMSNorm
+from d2sd.modeling.product import Linear, Product
 from d2sd.modeling.rope import Rotary
 from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins import batch_invariant, dispatch
-from d2sd.plugins.layer_ops import Heads, add_rms_norm, qk_norm_rope, quantize, silu_mul
+from d2sd.plugins.layer_ops import Heads, add_rms_norm, qk_norm_rope, silu_mul
 
 # Shape letters: B requests, T rows, N rows of chunks, R = B·T or N, E hidden, I intermediate, L layers, Hq/Hkv query
 # and K/V heads, D head size, n auxiliary layers.
-
-Linear = nn.Linear | Fp8Linear
 
 
 def fuse(model: TargetModel | DraftModel | FlexHead, target: TargetModel | None = None, *, exact: bool = False) -> None:
@@ -95,75 +94,6 @@ def _unlike(model: Decoder | Drafter | FlexHead) -> str | None:
             if not kinds <= {nn.Linear, Fp8Linear} or len(kinds) > 1:
                 return f"layers of {', '.join(sorted(kind.__name__ for kind in kinds))} side by side"
     return None
-
-
-class Product(nn.Module):
-    """Linear layers of one input as one product; holds no parameters, so it cannot be trained or saved.
-
-    The op that reads a product of several FP8 layers adds `bias`. If their weights have different scales, the product
-    is the bare sums in fp32, and that op applies `scales` too.
-    """
-
-    def __init__(self, parts: Sequence[Linear], dtype: torch.dtype, *, exact: bool = False) -> None:
-        super().__init__()
-        self._dtype, self._exact = dtype, exact
-        self.weight = _joined([part.weight.detach() for part in parts])
-        biases = [part.bias.detach() for part in parts if part.bias is not None]
-        self.bias = self._added = torch.cat(biases) if biases else None
-        self.input_scale: Tensor | None = None  # of what the op before quantizes
-        self.weight_scales: Tensor | None = None  # [parts] fp32, and their products with `input_scale`, if they differ
-        self.scales: Tensor | None = None
-        if isinstance(parts[0], Fp8Linear):
-            quantized = cast("Sequence[Fp8Linear]", parts)
-            self.input_scale = torch.stack([part.input_scale for part in quantized]).max()
-            self._weight_scale = quantized[0].weight_scale
-            self._one = torch.ones_like(self._weight_scale)
-            self.weight_scales = torch.stack([part.weight_scale for part in quantized])
-            if len(parts) > 1:
-                self._added = None
-            if not _equal(self.weight_scales):
-                self.scales = self.input_scale * self.weight_scales
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] in the model's type, or in FP8 by `input_scale` -> [..., out]."""
-        if self.input_scale is None:
-            product = batch_invariant.linear if self._exact else F.linear
-            return product(x, self.weight, self.bias)
-        rows = x.flatten(0, -2)
-        if rows.dtype != torch.float8_e4m3fn:
-            rows = quantize(rows.contiguous(), self.input_scale)
-        if self._exact:
-            if self.scales is not None:
-                return batch_invariant.linear(rows, self.weight, dtype=torch.float32)
-            scales = self.input_scale, self._weight_scale
-            made = batch_invariant.linear(rows, self.weight, self._added, scales=scales, dtype=self._dtype)
-            return made.view(*x.shape[:-1], -1)
-        if self.scales is not None:
-            return _sums(rows, self.weight, self._one)
-        out: Tensor = torch._scaled_mm(
-            rows, self.weight.t(), scale_a=self.input_scale, scale_b=self._weight_scale, out_dtype=self._dtype
-        )
-        out = out.view(*x.shape[:-1], -1)
-        return out if self._added is None else out + self._added
-
-
-def _equal(scales: Tensor) -> bool:
-    """Whether all numbers are the same; read once, when a model is loaded."""
-    return bool((scales == scales[0]).all())
-
-
-def _joined(weights: Sequence[Tensor]) -> Tensor:
-    """[out, in] each, one below the other."""
-    if len(weights) == 1:
-        return weights[0]
-    stored = [weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight for weight in weights]
-    return torch.cat(stored).view(weights[0].dtype)  # PyTorch does not join FP8 tensors on every device
-
-
-def _sums(x: Tensor, weight: Tensor, one: Tensor, out: Tensor | None = None) -> Tensor:
-    """FP8 x [R, in] and weight [out, in] -> x Wᵀ [R, out] in fp32, unscaled. `one` is 1."""
-    found: Tensor = torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, out=out)
-    return found
 
 
 class _Layer:
@@ -253,7 +183,9 @@ class FusedLayers(nn.Module):
         shared = [None] * len(layers) if target is None else target._layers[-len(layers) :]
         for layer, of_target in zip(cast("Sequence[Layer]", layers), shared, strict=True):
             self._layers.append(_Layer(layer, body, self._dtype, of_target, exact=exact))
-        self._context = _Context(self._layers, body, self._dtype) if context else None
+        self._context: ContextProduct | None = None
+        if context:
+            self._context = ContextProduct([(layer.qkv, layer.heads) for layer in self._layers], body)
 
     @property
     def nbytes(self) -> int:
@@ -347,46 +279,3 @@ class FusedLayers(nn.Module):
             k, v = self._context(context, cos, sin)
             shape = len(k), *projected.shape[:2], *k.shape[2:]
             return k.view(shape), v.view(shape)
-
-
-class _Context:
-    """The product that makes keys and values of a context, over the same weights as the layers' qkv products."""
-
-    def __init__(self, layers: Sequence[_Layer], body: BodyConfig, dtype: torch.dtype) -> None:
-        products, heads = [layer.qkv for layer in layers], [layer.heads for layer in layers]
-        stacked = _joined([product.weight for product in products]).view(len(layers), -1, body.hidden_size)
-        for product, weight in zip(products, stacked, strict=True):
-            product.weight = weight
-        queries = heads[0].parts[0]
-        self._weight = stacked[:, queries:]  # [L, 2·Hkv·D, E]
-        self.input_scale: Tensor | None = None
-        scales = None
-        if products[0].input_scale is not None:
-            of_layers = torch.stack([cast("Tensor", product.input_scale) for product in products])
-            self.input_scale = of_layers.max()
-            self._one = torch.ones_like(self.input_scale)
-            scales = self.input_scale * torch.stack([cast("Tensor", product.weight_scales) for product in products])
-        bias = None
-        if products[0].bias is not None:
-            bias = torch.stack([cast("Tensor", product.bias)[queries:] for product in products])
-        k_norm = [one.k_norm for one in heads if one.k_norm is not None]
-        first = heads[0]
-        self._heads = Heads(
-            0, body.num_kv_heads, body.head_dim, body.rms_norm_eps, k_norm=torch.cat(k_norm) if k_norm else None,
-            bias=bias, scales=scales,
-            k_scale=None if first.k_scale is None else torch.cat([cast("Tensor", one.k_scale) for one in heads]),
-            v_scale=None if first.v_scale is None else torch.cat([cast("Tensor", one.v_scale) for one in heads]),
-        )  # fmt: skip
-
-    def __call__(self, context: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """context [R, E] -> k, v [L, R, Hkv, D]."""
-        layers, rows, heads = len(self._weight), len(context), self._heads
-        if self.input_scale is None:
-            product = torch.bmm(context.expand(layers, -1, -1), self._weight.transpose(1, 2))
-        else:
-            product = torch.empty(layers, rows, self._weight.shape[1], device=context.device)
-            for weight, out in zip(self._weight, product, strict=True):
-                _sums(context, weight, self._one, out)
-        k, v = torch.empty(2, layers, rows, heads.kv, heads.size, dtype=cos.dtype, device=context.device).unbind()
-        qk_norm_rope(product, cos, sin, heads, k, v)
-        return k, v

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from benchmarks.gpu.traffic import launches
-from d2sd.modeling import fused
+from d2sd.modeling import product
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, Role, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
@@ -100,7 +100,7 @@ def fake_gpu(watch: Watch, capability: tuple[int, int] = (9, 0)) -> Iterator[Fak
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=False) as mode:
         patch.setattr(model_runner, "CudaGraphs", lambda device: None)  # steps run one by one
         patch.setattr(dispatch, "use_triton", lambda pages: True)
-        patch.setattr(fused, "_equal", lambda scales: True)
+        patch.setattr(product, "_equal", lambda scales: True)
         patch.setattr(JITFunction, "run", launched)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
         patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))

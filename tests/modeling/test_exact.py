@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from d2sd.errors import D2SDError
-from d2sd.modeling import fused
+from d2sd.modeling import product
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import kv_scales, linear_names
 from d2sd.modeling.fused import fuse
@@ -62,8 +62,8 @@ def test_every_product_and_attention_is_batch_invariant(fp8: bool, bias: bool, m
 
     for name in ("linear", "attention", "key_order"):
         counted(name)
-    monkeypatch.setattr(fused, "F", None)  # no other product
-    monkeypatch.setattr(fused, "_sums", None)
+    monkeypatch.setattr(product, "F", None)  # no other product
+    monkeypatch.setattr(product, "sums", None)
     monkeypatch.setattr(torch, "_scaled_mm", None)
     found = logits(exact)
     torch.testing.assert_close(found, expected, atol=5e-5, rtol=5e-5)
