@@ -43,6 +43,9 @@ def test_bounds_are_bounds() -> None:
     for fault in ({"shared": most + 1}, {"spilled": 20}, {"scratch": 8}, {"parameters": 8}):
         assert len(broken(replace(good, **fault), 90)) == 1
     assert broken(replace(good, shared=most + 32), 100) == []
+    few = replace(good, registers=script["CHOSEN"], spilled=script["MOST_SPILLED"])
+    assert broken(few, 90) == []
+    assert broken(replace(few, spilled=few.spilled + 4), 90)
 
 
 def test_the_table_of_block_sizes_is_covered() -> None:

@@ -68,6 +68,11 @@ def tree_warps(nodes: int) -> int:
     return 4 if nodes <= 128 else 8
 
 
+def growth_warps(nodes: int, branches: int) -> int:
+    """The largest trees spill on sm_100 with eight warps if they have no branches, everywhere with 16 if they do."""
+    return 16 if nodes > 512 and not branches else tree_warps(nodes)
+
+
 def chain_triton(candidate: Tensor, score: Tensor) -> Columns:
     """`tree.from_chain`: candidate [B, N] int64, score [B, N] fp32."""
     batch, nodes = candidate.shape
@@ -221,7 +226,7 @@ def growth_triton(
     with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
         grow_kernel[(batch,)](
             anchor, tokens, logprob, *more, *out.outputs(), scratch, tokens.stride(0), logprob.stride(0), slots,
-            **growth_constants(rows, width, count), **tree_constants(rows), num_warps=tree_warps(rows),
+            **growth_constants(rows, width, count), **tree_constants(rows), num_warps=growth_warps(rows, count),
         )  # fmt: skip
     return out
 
