@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.config import DrafterConfig
-from d2sd.modeling.inference import InferenceLayers
+from d2sd.modeling.inference import ContextLayers, InferenceLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import Attend, Layer, RMSNorm
 from d2sd.modeling.rope import Rotary
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.rows import CommittedRows, Rows
 
 # Shape letters: B requests, T rows (first draft γ, second draft K·γ), C new context tokens, E hidden, n auxiliary
 # layers, Vd draft vocabulary.
@@ -41,6 +41,12 @@ class DraftModel(nn.Module):
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """features [B, C, n·E] of committed tokens at `positions [B, C]` -> k, v [L, B, C, Hkv, D] for the pages."""
         raise NotImplementedError
+
+    def inject_and_draft(self, context: CommittedRows, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
+        """Write the K/V of `context` to its pages, then `draft`; together, where the layers can."""
+        k, v = self.context_keys_values(context.features, context.positions)
+        pool.write(k, v, context.page_table, context.positions, context.keep)
+        return self.draft(embedded, rows, pool)
 
 
 class Drafter(DraftModel):
@@ -87,3 +93,9 @@ class Drafter(DraftModel):
             return out[0]
         hidden: Tensor = self(embedded, rows.positions, pool.attend(rows))
         return hidden
+
+    def inject_and_draft(self, context: CommittedRows, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
+        if not isinstance(self.native, ContextLayers):
+            return super().inject_and_draft(context, embedded, rows, pool)
+        projected = self.fc(context.features.flatten(0, 1))
+        return self.native.with_context(context, projected, self.hidden_norm, embedded, self.rotary, rows, pool)

@@ -42,7 +42,7 @@ from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import MLP, Layer, RMSNorm
 from d2sd.modeling.product import Linear, Product
 from d2sd.modeling.rope import Rotary
-from d2sd.modeling.rows import Chunks, Rows
+from d2sd.modeling.rows import Chunks, CommittedRows, Rows
 from d2sd.plugins import batch_invariant, dispatch
 from d2sd.plugins.layer_ops import Heads, add_rms_norm, qk_norm_rope, silu_mul
 
@@ -134,6 +134,8 @@ class _Layer:
 class _Pass:
     """What a pass over x [B, T, E] leaves, besides hidden states."""
 
+    normed: Tensor | None = None  # where the inputs of qkv products are to be; None: anywhere
+
     def __init__(self, body: BodyConfig, x: Tensor, aux_layer_ids: tuple[int, ...]) -> None:
         shape, width = x.shape[:2], body.hidden_size
         self.k, self.v = x.new_empty(2, body.num_layers, *shape, body.num_kv_heads, body.head_dim).unbind()
@@ -142,10 +144,52 @@ class _Pass:
         lines = self.features.flatten(0, 1)
         self.columns = {layer: lines[:, i * width : (i + 1) * width] for i, layer in enumerate(aux_layer_ids)}
 
+    def positions(self, rows: Rows | Chunks) -> Tensor:
+        """Of all rows of a qkv product."""
+        return rows.positions
+
+    def heads(
+        self, index: int, layer: _Layer, normed: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, T, Hq, D], keys and values [B, T, Hkv, D] of the layer's rows."""
+        k, v = self.k[index], self.v[index]
+        q = qk_norm_rope(layer.qkv(normed)[None], cos, sin, layer.heads, k.flatten(0, 1)[None], v.flatten(0, 1)[None])
+        return q.view(*k.shape[:2], *q.shape[1:]), k, v
+
     def keep(self, layer: int, stream: Tensor) -> None:
         """Copy the output of `layer` from the first rows of `stream`, if it is a feature."""
         if layer in self.columns:
             self.columns[layer].copy_(stream[: len(self.columns[layer])])
+
+
+class _PassWithContext(_Pass):
+    """A pass whose qkv products begin with rows of context; their K/V is in the pages before the layer attends."""
+
+    def __init__(self, body: BodyConfig, x: Tensor, context: CommittedRows, pool: KVPool, scale: Tensor | None) -> None:
+        self._committed, self._pool, self._shape = context, pool, x.shape[:2]
+        self._count = context.keep.numel()
+        rows = self._count + self._shape.numel()
+        self._joint = x.new_empty(
+            rows, body.hidden_size, dtype=None if scale is None else torch.float8_e4m3fn
+        )  # inputs of the products
+        self.context, self.normed = self._joint[: self._count], self._joint[self._count :]
+        self.k, self.v = x.new_empty(2, 1, rows, body.num_kv_heads, body.head_dim).unbind()  # of one layer at a time
+        self.columns = {}
+
+    def positions(self, rows: Rows | Chunks) -> Tensor:
+        return torch.cat([self._committed.positions.flatten(), rows.positions.flatten()])
+
+    def heads(
+        self, index: int, layer: _Layer, normed: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        count, context = self._count, self._committed
+        q = qk_norm_rope(layer.qkv(self._joint)[None], cos, sin, layer.heads, self.k, self.v)
+        shape = 1, *context.keep.shape, *self.k.shape[2:]
+        k, v = (made[:, :count].view(shape) for made in (self.k, self.v))
+        pool = self._pool.from_layer(index, index + 1)
+        pool.write(k, v, context.page_table, context.positions, context.keep)
+        own_q, own_k, own_v = (made[count:].view(*self._shape, *made.shape[1:]) for made in (q, self.k[0], self.v[0]))
+        return own_q, own_k, own_v
 
 
 def _mlp(mlp: MLP, dtype: torch.dtype, *, exact: bool) -> tuple[Product, Product]:
@@ -153,6 +197,17 @@ def _mlp(mlp: MLP, dtype: torch.dtype, *, exact: bool) -> tuple[Product, Product
     for part, weight in zip((mlp.gate_proj, mlp.up_proj), gate_up.weight.chunk(2), strict=True):
         part.weight.data = weight  # a view, for mask rows of a FlexDraft head that cannot be fused
     return gate_up, Product([mlp.down_proj], dtype, exact=exact)
+
+
+def _share_input_scale(layers: nn.ModuleList) -> None:
+    """One scale, the largest, for the inputs of the FP8 qkv products of all layers: a context is quantized once."""
+    attentions = [layer.self_attn for layer in cast("Sequence[Layer]", layers)]
+    parts: list[nn.Module] = [part for one in attentions for part in (one.q_proj, one.k_proj, one.v_proj)]
+    quantized = [part for part in parts if isinstance(part, Fp8Linear)]
+    if quantized:
+        largest = torch.stack([part.input_scale for part in quantized]).max()
+        for part in quantized:
+            part.input_scale = largest
 
 
 def _weight(norm: nn.Module) -> Tensor | None:
@@ -177,6 +232,8 @@ class FusedLayers(nn.Module):
         those of its last layers.
         """
         super().__init__()
+        if context:
+            _share_input_scale(layers)
         self._config, self._exact = body, exact
         self._dtype, self._norm = norm.weight.dtype, norm.weight.detach()
         self._layers: list[_Layer] = []
@@ -217,18 +274,17 @@ class FusedLayers(nn.Module):
         self, layers: Sequence[_Layer], out: _Pass, x: Tensor, rotary: Rotary, rows: Rows | Chunks, pool: KVPool
     ) -> tuple[Tensor, Tensor | None]:
         """The first layers: x [B, T, E] -> the residual stream [R, E], and what is to be added to it."""
-        body, eps, shape = self._config, self._config.rms_norm_eps, x.shape[:2]
-        attend, k, v = pool.attend(rows, exact=self._exact), out.k, out.v
-        cos, sin = rotary.tables(rows.positions, x.dtype)
+        body, eps = self._config, self._config.rms_norm_eps
+        attend = pool.attend(rows, exact=self._exact)
+        cos, sin = rotary.tables(out.positions(rows), x.dtype)
         x = x.reshape(-1, body.hidden_size)
         buffer, branch = torch.empty_like(x), None
         for index, layer in enumerate(layers):
             total = out.columns.get(index - 1, buffer)
-            normed = add_rms_norm(x, branch, layer.input_norm, eps, total=total, scale=layer.qkv.input_scale)
+            scale = layer.qkv.input_scale
+            normed = add_rms_norm(x, branch, layer.input_norm, eps, total=total, scale=scale, out=out.normed)
             x = x if branch is None else total
-            keys, values = k[index : index + 1], v[index : index + 1]
-            q = qk_norm_rope(layer.qkv(normed)[None], cos, sin, layer.heads, keys.flatten(1, 2), values.flatten(1, 2))
-            heads = attend(index, q.view(*shape, -1, body.head_dim), k[index], v[index], layer.o.input_scale)
+            heads = attend(index, *out.heads(index, layer, normed, cos, sin), layer.o.input_scale)
             branch = layer.o(heads.reshape(len(x), -1))
             x, branch = buffer, layer.mlp(x, branch, eps, buffer)
         return x, branch
@@ -268,6 +324,20 @@ class FusedLayers(nn.Module):
             out.keep(len(self._layers) - 1, stream)
             both = [part.view(batch, -1, width) for part in torch.split(hidden, blocks)]
             return torch.cat(both, 1), out.features, out.k, out.v
+
+    def with_context(
+        self, context: CommittedRows, projected: Tensor, norm: RMSNorm, x: Tensor, rotary: Rotary, rows: Rows,
+        pool: KVPool,
+    ) -> Tensor:  # fmt: skip
+        """As `ContextLayers.with_context`."""
+        assert self._context is not None
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+            scale = self._context.input_scale
+            out = _PassWithContext(self._config, x, context, pool, scale)
+            add_rms_norm(projected, None, norm.weight, norm.eps, scale=scale, out=out.context)
+            residual, branch = self._run(self._layers, out, x, rotary, rows, pool)
+            hidden = add_rms_norm(residual, branch, self._norm, self._config.rms_norm_eps)
+            return hidden.view(x.shape)
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
         """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D]."""

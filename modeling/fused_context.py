@@ -28,8 +28,7 @@ class ContextProduct:
         self.input_scale: Tensor | None = None
         scales = None
         if products[0].input_scale is not None:
-            of_layers = torch.stack([cast("Tensor", product.input_scale) for product in products])
-            self.input_scale = of_layers.max()
+            self.input_scale = products[0].input_scale  # the same in all layers
             self._one = torch.ones_like(self.input_scale)
             scales = self.input_scale * torch.stack([cast("Tensor", product.weight_scales) for product in products])
         bias = None

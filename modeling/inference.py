@@ -9,7 +9,7 @@ from torch import Tensor
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import RMSNorm
 from d2sd.modeling.rope import Rotary
-from d2sd.modeling.rows import Chunks, Rows
+from d2sd.modeling.rows import Chunks, CommittedRows, Rows
 
 # Shape letters: B requests, T rows, N rows of chunks, C context rows, E hidden, L layers, Hkv K/V heads, D head size.
 
@@ -46,4 +46,19 @@ class JointLayers(InferenceLayers, Protocol):
         x [B, T, E] are the target's own rows, at `rows`; mask [E] is the input of every mask row. `behind` has the
         positions of both kinds, [B, T + masks]. The fields of `DecoderOutput`: hidden states of both kinds, the rest of
         the target's own rows.
+        """
+
+
+@runtime_checkable
+class ContextLayers(InferenceLayers, Protocol):
+    """A drafter's layers whose products take rows of context together with those of a draft."""
+
+    def with_context(
+        self, context: CommittedRows, projected: Tensor, norm: RMSNorm, x: Tensor, rotary: Rotary, rows: Rows,
+        pool: KVPool,
+    ) -> Tensor:  # fmt: skip
+        """Write the keys and values of `context` to its pages, and draft over them; each weight is read once.
+
+        projected [B·T, E] are its features behind `fc`, before `norm`; x [A, U, E] at `rows`, of any requests -> hidden
+        states [A, U, E].
         """

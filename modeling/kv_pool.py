@@ -52,11 +52,11 @@ class KVPool:
         """A pool for a model of this geometry."""
         return KVPool(body.num_layers, pages, page_size, body.num_kv_heads, body.head_dim, dtype, device, fp8)
 
-    def from_layer(self, first: int) -> KVPool:
-        """The same memory without the layers before `first`."""
-        pool = copy.copy(self)
-        pool.k, pool.v = self.k[first:], self.v[first:]
-        pool.scales = None if self.scales is None else (self.scales[0][first:], self.scales[1][first:])
+    def from_layer(self, first: int, stop: int | None = None) -> KVPool:
+        """The same memory without the layers before `first`, and those from `stop` on."""
+        pool, kept = copy.copy(self), slice(first, stop)
+        pool.k, pool.v = self.k[kept], self.v[kept]
+        pool.scales = None if self.scales is None else (self.scales[0][kept], self.scales[1][kept])
         return pool
 
     def write(

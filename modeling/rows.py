@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from d2sd.plugins.cascade_attention import ChunkMask
 
-# Shape letters: B requests, T rows of each, N rows of all, M pages a request.
+# Shape letters: B requests, T rows of each, N rows of all, M pages a request, E hidden, n auxiliary layers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +54,33 @@ class Chunks:
         positions = context_len[request] + step
         pages = page_table[request, positions // page_size]
         return Chunks(ChunkMask(tuple(lengths), starts), positions[None], pages, page_table, context_len)
+
+
+class ContextRows(NamedTuple):
+    """Committed rows of any requests, as the drafters take them."""
+
+    features: Tensor  # [N, n·E]
+    positions: Tensor  # [N]
+    pages: Tensor  # [N], 0 for rows that are not kept
+
+
+@dataclass(frozen=True)
+class CommittedRows:
+    """Rows that a step commits, where `keep`; the pages of all drafters have one size."""
+
+    features: Tensor  # [B, T, n·E]
+    page_table: Tensor  # [B, M]
+    positions: Tensor  # [B, T]
+    keep: Tensor  # [B, T]
+    page_size: int
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.features, self.page_table, self.positions, self.keep]
+
+    @cached_property
+    def rows(self) -> ContextRows:
+        last = self.page_table.shape[1] - 1  # rows not kept may be past it
+        places = (self.positions // self.page_size).clamp(max=last)
+        pages = torch.where(self.keep, self.page_table.gather(1, places), 0)
+        return ContextRows(self.features.flatten(0, 1), self.positions.flatten(), pages.flatten())

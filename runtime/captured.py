@@ -2,12 +2,12 @@
 
     host tensors of a batch -> one pinned buffer -> one copy -> static inputs -> graph -> one tensor that the host reads
 
-A graph holds a whole step, from the first draft to the K/V of the committed tokens in the target's pages and in those
-of the drafters that its policy runs. The state of requests whose tokens the host has not read comes from the step
-before it (`handover.py`), so the engine launches it while that one runs. There is one for each (policy, batch bucket,
-kind of sampling), captured by `warm_up` or at its first use; the page table always has the width of the longest
-context, because attention reads `context_len` tokens of it. A drafter that the policy does not run stays behind: what
-it must catch up with is copied out of the graph's memory into its queue.
+A graph holds a whole step, from the first draft to the K/V of the committed tokens in the target's pages. Their K/V in
+the drafters' pages is made by the next step's drafts (`static_context.py`). The state of requests whose tokens the host
+has not read comes from the step before it (`handover.py`), so the engine launches it while that one runs. There is one
+for each (policy, batch bucket, kind of sampling), captured by `warm_up` or at its first use; the page table always has
+the width of the longest context, because attention reads `context_len` tokens of it. A drafter that the policy does not
+run stays behind: what it must catch up with is copied into its queue.
 
 Batches whose shapes vary take the other path on CUDA too: those with a grammar, log-probabilities, biases or penalties
 (`Batch.has_static_shapes`).
@@ -25,7 +25,6 @@ from d2sd.errors import D2SDError
 from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
-from d2sd.runtime.backends.pending_context import ContextRows
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.buckets import bucket
 from d2sd.runtime.decode import Committed, StepResult, Timer, decode_step
@@ -37,6 +36,7 @@ from d2sd.runtime.speculation.carried import carried_draft
 from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
+from d2sd.runtime.static_context import StaticContext
 from d2sd.runtime.static_inputs import StaticInputs
 
 #: The kinds of sampling that have graphs of their own; see `StaticInputs.batch`.
@@ -51,7 +51,9 @@ class DecodeSteps:
         self._pages = bucket(limits.pages_for(limits.max_context + runner.block_size))
         self._inputs: dict[tuple[int, int], StaticInputs] = {}  # by batch bucket, and candidates of a host's draft
         self._graphs: dict[tuple[object, ...], _Graph] = {}
-        self._handover = Handover(bucket(limits.max_batch), runner.block_size, runner.device)
+        self._most = bucket(limits.max_batch)
+        self._handover = Handover(self._most, runner.block_size, runner.device)
+        self._context: StaticContext | None = None  # what the step before committed, from the first capture on
         self.refused = False  # a capture failed: nothing is captured any more
 
     def run(
@@ -67,15 +69,20 @@ class DecodeSteps:
         host_draft = host_draft or self._no_draft(policy, len(batch.anchor))
         graph = self._graph(policy, batch, host_draft)
         if graph is None:
+            self._runner.settle()
+            self._runner.sync_drafters(policy.required_drafters)
             device = self._runner.device
             draft = host_draft and Draft(host_draft.tokens.to(device), host_draft.logprob.to(device))
             return decode_step(self._runner, policy, batch.to(device), self._calibration, draft, timer)
         with timer("decode"):
-            graph.inputs.load(batch, Link.pack([], len(batch.anchor)) if link is None else link, host_draft)
+            size = len(batch.anchor)
+            graph.inputs.load(batch, Link.pack([], size) if link is None else link, host_draft)
+            if self._context is not None and not self._runner.take_left(policy.required_drafters, size):
+                self._runner.sync_drafters(policy.required_drafters)
+                self._context.clear()
             graph.replay()
-            waiting = set(range(self._runner.drafters)).difference(policy.required_drafters)
-            if waiting and graph.context is not None:
-                self._runner.queue(graph.context.clone(), waiting)
+            if self._context is not None:
+                self._runner.leave(self._context.part(size, graph.result.accepted.path.shape[1]))
         return graph.result
 
     def fetch(self, result: StepResult) -> Callable[[], list[Committed]]:
@@ -136,30 +143,44 @@ class DecodeSteps:
 
     def _captured(self, policy: Policy, inputs: StaticInputs, sampling: Sampling) -> _Graph:
         assert self._runner.capture is not None
-        given, handover = inputs.batch(sampling), self._handover
+        given = inputs.batch(sampling)
+        self._context = self._context or self._runner.static_context(self._most, self._pages)
+        kept = nullcontext() if self._context is None else self._context.kept()
 
-        def run() -> tuple[StepResult, ContextRows | None]:
-            batch = handover.begin(given, inputs.link)
-            result = decode_step(self._runner, policy, batch, self._calibration, inputs.draft)
-            handover.end(batch, inputs.link, result)
-            context = self._runner.take_committed()
-            if context is not None:
-                self._runner.inject(context, policy.required_drafters)
-            return result, context
+        def run() -> StepResult:
+            state = self._handover, self._context
+            return captured_step(self._runner, policy, given, inputs.link, *state, self._calibration, inputs.draft)
 
         inputs.clear()  # what runs before the capture then writes to the scratch page alone
-        with self._runner.queues_kept(), handover.kept():
-            (result, context), replay = self._runner.capture(run)
-        return _Graph(inputs, result, context, replay)
+        with self._runner.queues_kept(), self._handover.kept(), kept:
+            result, replay = self._runner.capture(run)
+        return _Graph(inputs, result, replay)
+
+
+def captured_step(
+    runner: ModelRunner, policy: Policy, batch: Batch, link: Link, handover: Handover, context: StaticContext | None,
+    calibration: Calibration | None = None, draft: Draft | None = None, timer: Timer = nullcontext,
+) -> StepResult:  # fmt: skip
+    """What a graph holds: `decode_step`, what it takes from the step before it, and what it leaves to the next."""
+    with timer("handover"):
+        batch = handover.begin(batch, link)
+    if context is not None:
+        runner.join(context.rows(len(batch.anchor)), policy.required_drafters)
+    result = decode_step(runner, policy, batch, calibration, draft, timer)
+    with timer("handover"):
+        handover.end(batch, link, result)
+        committed = runner.take_committed()
+        if context is not None and committed is not None:
+            context.store(committed)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured step; `result` and `context` are in the graph's memory."""
+    """A captured step; `result` is in the graph's memory."""
 
     inputs: StaticInputs
     result: StepResult
-    context: ContextRows | None  # what the step committed, for drafters that it did not run
     replay: Callable[[], None]
 
 

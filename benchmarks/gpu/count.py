@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.gpu.steps import CONTEXT, VOCABULARY, Step, host_draft, made, requests
 from benchmarks.gpu.traffic import ACTIVATIONS, KV, Launch, Meter, without_gpu
-from d2sd.runtime.decode import decode_step
+from d2sd.runtime.captured import captured_step
 from d2sd.runtime.handover import Handover, Link
 from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.static_inputs import _tensors
@@ -16,7 +16,7 @@ from d2sd.runtime.static_inputs import _tensors
 
 @torch.inference_mode()
 def count(one: Step) -> list[Launch]:
-    """From the first draft to the context of the drafters that run (stage "inject"), as `DecodeSteps` captures it."""
+    """All that `DecodeSteps` captures."""
     meter = Meter(CONTEXT, (VOCABULARY, *([one.drafted] if one.drafted else [])))
     with without_gpu(meter):
         runner, policy = made(one, "meta"), one.make_policy()
@@ -28,14 +28,9 @@ def count(one: Step) -> list[Launch]:
         link = Link(*(getattr(packed, field.name).to("meta") for field in fields(Link)))
         tables = runner._slots, runner._same_block, runner._masks
         meter.known(ACTIVATIONS, *_tensors(batch, link, draft), handover._state, handover._steps, *tables)
+        context = runner.static_context(*batch.page_table.shape)
+        if context is not None:
+            meter.known(ACTIVATIONS, *context.tensors)
         with meter:
-            with meter.stage("handover"):
-                batch = handover.begin(batch, link)
-            result = decode_step(runner, policy, batch, host_draft=draft, timer=meter.stage)
-            with meter.stage("handover"):
-                handover.end(batch, link, result)
-            with meter.stage("inject"):
-                context = runner.take_committed()
-                if context is not None:
-                    runner.inject(context, policy.required_drafters)
+            captured_step(runner, policy, batch, link, handover, context, draft=draft, timer=meter.stage)
     return meter.launches

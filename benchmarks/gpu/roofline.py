@@ -1,8 +1,7 @@
 """The least that a decode step reads and computes, and the seconds of its launches on a GPU: arithmetic over `count`.
 
 A pass (a stage of `decode_step`) must read its weights and the K/V of the context once, and compute its products; it
-takes the longer of the two at the peaks of the data sheet. Context is injected by weights that the drafts read too, so
-only what they do not read counts there. Activations, logits and writes cost nothing in that floor.
+takes the longer of the two at the peaks of the data sheet. Activations, logits and writes cost nothing in that floor.
 """
 
 from __future__ import annotations
@@ -47,10 +46,8 @@ def passes(launches: Iterable[Launch]) -> dict[str, Pass]:
             one.fp8_flops += launch.flops
         else:
             one.half_flops += launch.flops
-    drafted = {storage for stage, weights in read.items() if stage != "inject" for storage in weights}
     for stage, weights in read.items():
-        new = {key: count for key, count in weights.items() if stage != "inject" or key not in drafted}
-        found[stage].weights = sum(new.values())
+        found[stage].weights = sum(weights.values())
     return {stage: one for stage, one in found.items() if one.weights or one.half_flops or one.fp8_flops}
 
 

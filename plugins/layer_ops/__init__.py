@@ -43,7 +43,7 @@ def _on_kernels(x: Tensor) -> bool:
 
 def add_rms_norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, *, total: Tensor | None = None,
-    scale: Tensor | None = None,
+    scale: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """RMSNorm of x + branch, rows [R, E]; x may be strided by row.
 
@@ -52,9 +52,10 @@ def add_rms_norm(
         weight: [E].
         total: [R, E], strided by row; receives the sum, may be x. None: the sum is not stored.
         scale: 0-dim fp32; with it the result is quantized, fp8(norm / scale).
+        out: [R, E], contiguous, of the result's type; receives the result. None: a new tensor.
     """
-    out: Tensor = _implementation(x).add_rms_norm(x, branch, weight, eps, total=total, scale=scale)
-    return out
+    made: Tensor = _implementation(x).add_rms_norm(x, branch, weight, eps, total=total, scale=scale, out=out)
+    return made
 
 
 def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor, v: Tensor) -> Tensor:

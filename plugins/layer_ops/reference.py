@@ -17,7 +17,7 @@ from d2sd.plugins.layer_ops.heads import Heads
 
 def add_rms_norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, *, total: Tensor | None = None,
-    scale: Tensor | None = None,
+    scale: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`d2sd.plugins.layer_ops.add_rms_norm`."""
     if branch is not None:
@@ -25,7 +25,8 @@ def add_rms_norm(
         if total is not None:
             total.copy_(x)
     normed = weight * _normed(x, eps)
-    return normed if scale is None else quantize(normed, scale)
+    made = normed if scale is None else quantize(normed, scale)
+    return made if out is None else out.copy_(made)
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:

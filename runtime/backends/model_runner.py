@@ -21,15 +21,16 @@ from d2sd.modeling.fp8 import kv_scales
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.packed import pack, reduced_head
-from d2sd.modeling.rows import Chunks, Rows
+from d2sd.modeling.rows import Chunks, CommittedRows, ContextRows, Rows
 from d2sd.plugins import choose
 from d2sd.runtime.backends.graphs import Capture, CudaGraphs
-from d2sd.runtime.backends.pending_context import MAX_PENDING_ROWS, Committed, ContextRows, PendingContext
+from d2sd.runtime.backends.pending_context import MAX_PENDING_ROWS, PendingContext
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.draft import WIDTH, Branches, Draft, candidates
 from d2sd.runtime.speculation.tree import Tree
+from d2sd.runtime.static_context import StaticContext
 
 # Shape letters: B requests, M pages a request (both buckets), G block size γ, S = γ - 1
 # slots, K branches, N nodes, E hidden, V tokens, Vd of them in a draft vocabulary.
@@ -126,6 +127,7 @@ class ModelRunner:
                 fix="set limits.kv_memory, such as 0.8, or lower limits.max_batch or limits.max_context",
             ) from None  # fmt: skip
         self._pending = [PendingContext(*pair) for pair in zip(self._drafters, self._pools, strict=True)]
+        self._joined: dict[int, CommittedRows] = {}  # by drafter, what its next pass injects
 
     @property
     def pool_pages(self) -> int:
@@ -142,6 +144,14 @@ class ModelRunner:
             KVPool.for_body(model.config.body, pages, page_size, self._dtype, device, kv_scales(model))
             for model in models
         ]
+
+    def static_context(self, requests: int, pages: int) -> StaticContext | None:
+        """Memory for what a captured step commits for the drafters, if there are any; `pages` a request."""
+        if not self._drafters:
+            return None
+        width = len(self._aux_layer_ids) * self.target.config.body.hidden_size
+        page_size = self._target_pool.page_size
+        return StaticContext(requests, pages, self.block_size, width, page_size, self._dtype, self.device)
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:
@@ -242,7 +252,7 @@ class ModelRunner:
 
     def _queue_features(self, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
         """Queue the features of committed rows; their K/V is computed before the drafters run next."""
-        committed = Committed(features, page_table, positions, keep, self._target_pool.page_size)
+        committed = CommittedRows(features, page_table, positions, keep, self._target_pool.page_size)
         for pending in self._pending:
             pending.push(committed)
 
@@ -258,7 +268,7 @@ class ModelRunner:
                 pending.flush()
 
     @torch.inference_mode()
-    def take_committed(self) -> ContextRows | None:
+    def take_committed(self) -> CommittedRows | None:
         """The context that the last `commit` queued, out of the queues again; None without drafters."""
         taken = [pending.pop() for pending in self._pending]
         return taken[0] if taken else None
@@ -267,15 +277,38 @@ class ModelRunner:
     def queues_kept(self) -> Iterator[None]:
         """What is queued inside is taken out of the queues again, wherever it fails."""
         with ExitStack() as stack:
+            stack.callback(self._joined.clear)
             for pending in self._pending:
                 stack.enter_context(pending.kept())
             yield
 
+    def join(self, context: CommittedRows, drafters: Collection[int]) -> None:
+        """The next pass of each of these drafters also injects `context`."""
+        self._joined = dict.fromkeys(drafters, context)
+
+    def leave(self, context: CommittedRows) -> None:
+        """`PendingContext.leave`, of all drafters."""
+        for pending in self._pending:
+            pending.leave(context)
+
     @torch.inference_mode()
-    def inject(self, context: ContextRows, drafters: Collection[int]) -> None:
-        """Compute the K/V of `context` for these drafters and write it to their pages, now."""
-        for which in drafters:
-            self._pending[which].inject([context])
+    def settle(self) -> None:
+        """`PendingContext.settle`, of all drafters: what runs next is no captured step."""
+        for pending in self._pending:
+            pending.settle()
+
+    @torch.inference_mode()
+    def take_left(self, drafters: Collection[int], requests: int) -> bool:
+        """Whether a captured step of these drafters, over a batch of `requests`, takes what the one before it left.
+
+        What it does not take is queued, for all drafters or for those that it does not run.
+        """
+        taken = all(self._pending[which].has_left(requests) for which in drafters)
+        for which, pending in enumerate(self._pending):
+            if taken and which in drafters:
+                pending.take()
+            pending.settle()
+        return taken
 
     @torch.inference_mode()
     def queue(self, context: ContextRows, drafters: Collection[int]) -> None:
@@ -310,14 +343,18 @@ class ModelRunner:
         """blocks [B, K, G], masked from each other -> logits [B, K, G-1, V or Vd] of slots 1 .. γ-1, in
         fp32, or in the head's own type where kernels read them.
         """
-        assert not self._pending[which].rows, "call sync_drafters first"
+        assert not self._pending[which].behind, "call sync_drafters first"
         drafter, pool = self._drafters[which], self._pools[which]
         _, count, size = blocks.shape
         slots, same_block = self._rows_of_blocks(count)
         attn_mask = same_block.expand(len(blocks), -1, -1)
         positions = batch.context_len[:, None] + slots
         rows = Rows(positions, attn_mask, batch.page_table, batch.context_len)
-        hidden = drafter.draft(self.target.embed_tokens(blocks.flatten(1)), rows, pool)
+        embedded, context = self.target.embed_tokens(blocks.flatten(1)), self._joined.pop(which, None)
+        if context is None:
+            hidden = drafter.draft(embedded, rows, pool)
+        else:
+            hidden = drafter.inject_and_draft(context, embedded, rows, pool)
         # contiguous: on a view PyTorch multiplies batch by batch, 60 times slower in bf16 on a CPU
         logits = self._heads[which](hidden.view(len(blocks), count, size, -1)[:, :, 1:].contiguous())
         return logits if choose.use_kernels(logits) else logits.float()

@@ -11,51 +11,19 @@ owner wins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from d2sd.modeling.drafter import DraftModel
 from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.rows import CommittedRows, ContextRows
 
 # Shape letters: B requests, T rows, M pages a request, E hidden, n auxiliary layers, R rows of all requests.
 
 #: Queued rows, padding included, at which the queue is flushed: a row holds n·E numbers, 12 kB for SmolLM2.
 MAX_PENDING_ROWS = 4096
-
-
-class ContextRows(NamedTuple):
-    """Committed rows of a batch, as the drafters take them."""
-
-    features: Tensor  # [R, n·E]
-    positions: Tensor  # [R]
-    pages: Tensor  # [R], 0 for rows that are not kept
-
-    def clone(self) -> ContextRows:
-        return ContextRows(*(tensor.clone() for tensor in self))
-
-
-@dataclass(frozen=True)
-class Committed:
-    """Rows of `positions` where `keep`, for the queues of all drafters, whose pages have one size."""
-
-    features: Tensor  # [B, T, n·E]
-    page_table: Tensor  # [B, M]
-    positions: Tensor  # [B, T]
-    keep: Tensor  # [B, T]
-    page_size: int
-
-    @cached_property
-    def rows(self) -> ContextRows:
-        last = self.page_table.shape[1] - 1  # rows not kept may be past it
-        places = (self.positions // self.page_size).clamp(max=last)
-        pages = torch.where(self.keep, self.page_table.gather(1, places), 0)
-        return ContextRows(self.features.flatten(0, 1), self.positions.flatten(), pages.flatten())
 
 
 class PendingContext:
@@ -64,40 +32,71 @@ class PendingContext:
     def __init__(self, drafter: DraftModel, pool: KVPool) -> None:
         self._drafter, self._pool = drafter, pool
         self._on_cpu = pool.k.device.type == "cpu"
-        self._queue: list[tuple[int, Committed | ContextRows]] = []  # with the number of the push
+        self._queue: list[tuple[int, CommittedRows | ContextRows]] = []  # with the number of the push
         self._pushes = 0
         self._dropped: dict[int, int] = {}  # page -> pushes before it was dropped, for pages dropped since `_compact`
+        self._left: CommittedRows | None = None  # of a captured step, newer than the queue
         self.rows = 0  # upper bound: padding and rows of dropped pages are counted until `_compact`
 
-    def push(self, entry: Committed | ContextRows) -> None:
+    def push(self, entry: CommittedRows | ContextRows) -> None:
         """Queue rows.
 
         The tensors are kept, not copied: those of a captured step, which overwrites them when it runs again, must be
         taken back (`pop`).
         """
+        self.settle()
         self._queue.append((self._pushes, entry))
         self._pushes += 1
-        self.rows += (entry.keep if isinstance(entry, Committed) else entry.pages).numel()
+        self.rows += (entry.keep if isinstance(entry, CommittedRows) else entry.pages).numel()
 
-    def pop(self) -> ContextRows:
-        """Take back what was queued last."""
+    def pop(self) -> CommittedRows:
+        """Take back what was queued last, by a commit."""
         _, entry = self._queue.pop()
-        rows = _rows_of(entry)
-        self.rows -= len(rows.pages)
-        return rows
+        assert isinstance(entry, CommittedRows)
+        self.rows -= entry.keep.numel()
+        return entry
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """What is queued inside is taken out of the queue again."""
         length, rows = len(self._queue), self.rows
+        left, self._left = self._left, None
         try:
             yield
         finally:
             del self._queue[length:]
-            self.rows = rows
+            self.rows, self._left = rows, left
 
-    def drop(self, pages: Iterable[int]) -> None:
+    def leave(self, rows: CommittedRows) -> None:
+        """Note rows in memory that the next captured step overwrites, newer than all that is queued. They are copied
+        into the queue before anything newer, unless that step takes them (`take`).
+        """
+        self._left = rows
+
+    @property
+    def behind(self) -> bool:
+        """Whether rows wait, queued or left."""
+        return self.rows > 0 or self._left is not None
+
+    def has_left(self, requests: int) -> bool:
+        """Whether the rows left are those of so many requests."""
+        return self._left is not None and len(self._left.keep) == requests
+
+    def take(self) -> None:
+        """Forget the rows left: a captured step computes them."""
+        self._left = None
+
+    def settle(self) -> None:
+        """Copy the rows left, if there are any, into the queue."""
+        left, self._left = self._left, None
+        if left is not None:
+            features, page_table, positions, keep = (tensor.clone() for tensor in left.tensors)
+            self.push(CommittedRows(features, page_table, positions, keep, left.page_size))
+
+    def drop(self, pages: Sequence[int]) -> None:
         """Drop the rows that are queued for these pages; rows pushed later are kept."""
+        if pages and self._on_cpu:
+            self.settle()
         if self._on_cpu and self._queue:
             self._dropped.update(dict.fromkeys(pages, self._pushes))
 
@@ -144,5 +143,5 @@ class PendingContext:
         self._dropped = {}
 
 
-def _rows_of(entry: Committed | ContextRows) -> ContextRows:
-    return entry.rows if isinstance(entry, Committed) else entry
+def _rows_of(entry: CommittedRows | ContextRows) -> ContextRows:
+    return entry.rows if isinstance(entry, CommittedRows) else entry

@@ -35,7 +35,7 @@ from d2sd.policies import FirstPass, PolicyName
 from d2sd.runtime.backends import model_runner
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.decode import decode_step
+from d2sd.runtime.captured import captured_step
 from d2sd.runtime.handover import Handover, Link
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
@@ -109,8 +109,9 @@ def fake_gpu(watch: Watch, capability: tuple[int, int] = (9, 0)) -> Iterator[Fak
 
 
 def runner(
-    layers: int, drafter_layers: int, *, fp8: bool, exact: bool = False, dtype: torch.dtype = torch.bfloat16
-) -> ModelRunner:
+    layers: int, drafter_layers: int, *, fp8: bool, exact: bool = False, drafters: bool = True, flex: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> ModelRunner:  # fmt: skip
     """Narrow models of this depth: launches do not depend on widths. `fp8`: all linear layers but the head."""
     body = BodyConfig(
         hidden_size=64, intermediate_size=128, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=64,
@@ -144,7 +145,7 @@ def runner(
     finally:
         torch.set_default_dtype(torch.float32)
     head.join(target)
-    return ModelRunner(*models, flex=head, exact=exact)
+    return ModelRunner(*(models if drafters else (target,)), flex=head if flex else None, exact=exact)
 
 
 def batch_of(size: int, kinds: tuple[SamplingParams, ...]) -> Batch:
@@ -164,12 +165,14 @@ def steps(
 ) -> Watch:  # fmt: skip
     """The second of two decode steps: the first one moves tables of positions to the device, once.
 
-    Its copies are those inside `decode_step`; its launches those of `sync_drafters`, too, under "sync", and those that
-    take the state of the step before and leave it to the next, under "handover".
+    As a graph holds them: with what takes the state of the step before and leaves it to the next, under "handover".
     """
     watch = Watch()
     with fake_gpu(watch):
-        made, policy, calibration = runner(layers, drafter_layers, fp8=fp8, exact=exact), policy_of(name), None
+        policy, calibration = policy_of(name), None
+        flex = policy.first_pass in (FirstPass.FLEX, FirstPass.CARRIED)
+        drafters = bool(policy.required_drafters)
+        made = runner(layers, drafter_layers, fp8=fp8, exact=exact, drafters=drafters, flex=flex)
         made.allocate(64, 16)
         if calibrated:
             neutral = torch.ones(2, 3, BLOCK - 1, 2), torch.zeros(2, 3, BLOCK - 1, 2)
@@ -182,15 +185,10 @@ def steps(
         draft = draft and Draft(draft.tokens.to("cuda"), draft.logprob.to("cuda"))
         handover, packed = Handover(size, BLOCK, made.device), Link.pack([], size)
         link = Link(*(getattr(packed, field.name).to("cuda") for field in fields(Link)))
+        context = made.static_context(*batch.page_table.shape)
         for _ in range(2):
             with watch:
                 watch.launches.clear()
-                with watch.stage("sync"):
-                    made.sync_drafters(policy.required_drafters)
                 watch.copies.clear()
-                with watch.stage("handover"):
-                    late = handover.begin(batch, link)
-                result = decode_step(made, policy, late, calibration, draft, watch.stage)
-                with watch.stage("handover"):
-                    handover.end(late, link, result)
+                captured_step(made, policy, batch, link, handover, context, calibration, draft, watch.stage)
     return watch

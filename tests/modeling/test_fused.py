@@ -26,7 +26,7 @@ from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import Fp8Linear, kv_scales, linear_names
 from d2sd.modeling.fused import FusedLayers, fuse
 from d2sd.modeling.product import Product
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.rows import CommittedRows, Rows
 from d2sd.plugins import dispatch, layer_ops
 from tests.tiny import Model, feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_drafter, tiny_flex
 
@@ -335,3 +335,81 @@ def test_a_pass_is_few_launches(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> N
         drafter.context_keys_values(features, rows.positions)
     # fc, its norm, tables, product, heads; in FP8 a product for each of three layers, and fc's input
     assert launches.total() == (8 if fp8 else 5), launches
+
+
+# -- context and draft together ----------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def injected(target: Decoder, drafter: Drafter, *, together: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Drafts of two requests, hidden states [2, 5, E], and the pool's pages, over context that is injected first.
+
+    The context is of three requests in another order, some of whose rows are not kept.
+    """
+    tokens, draw = random_tokens(target, 3, 14), torch.Generator().manual_seed(5)
+    weight = target.embed_tokens.weight
+    pool, table = pool_for(target.config.body, 3, 14, dtype=weight.dtype, fp8=kv_scales(target))
+    drafts, _ = pool_for(drafter.config.body, 3, 14, dtype=weight.dtype, fp8=kv_scales(drafter))
+    features = target(tokens[:, :9], Rows.chain(9, table, torch.zeros(3, dtype=torch.long)), pool, AUX).features
+    places = torch.arange(9).expand(3, 9)
+    k, v = drafter.context_keys_values(features[:, :5], places[:, :5])
+    drafts.write(k, v, table, places[:, :5], torch.ones(3, 5, dtype=torch.bool))
+    keep = torch.tensor([[True, False, False, False], [True] * 4, [True, True, True, False]])
+    order = [2, 0, 1]
+    noise = torch.randn(3, 4, features.shape[2], generator=draw).to(weight.dtype)
+    new = torch.where(keep[..., None], features[order, 5:], noise)  # rows that are not kept may hold anything
+    committed = CommittedRows(new, table[order], places[:, 5:], keep, page_size=drafts.page_size)
+    rows = Rows.chain(5, table[[2, 1]], torch.tensor([6, 8]))
+    embedded = target.embed_tokens(tokens[[2, 1], 9:])
+    if together:
+        hidden = drafter.inject_and_draft(committed, embedded, rows, drafts)
+    else:
+        k, v = drafter.context_keys_values(new, places[:, 5:])
+        drafts.write(k, v, table[order], places[:, 5:], keep)
+        hidden = drafter.draft(embedded, rows, drafts)
+    return hidden, drafts.k, drafts.v
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "bias"), [("llama", True), ("qwen3", False)])
+def test_context_is_injected_by_the_draft(family: Family, bias: bool, dtype: torch.dtype, fuses: bool) -> None:
+    target, drafter = (model.to(dtype) for model in pair(tiny_decoder(family, attention_bias=bias)))
+    expected = injected(target, drafter, together=False)  # type: ignore[arg-type]
+    found = injected(target, fused(drafter) if fuses else drafter, together=True)  # type: ignore[arg-type]
+    within = 1e-5 if dtype == torch.float32 else 0  # a product of another shape may sum in another order
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=within, rtol=within, equal_nan=True)  # pages are poisoned
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("cache", [False, True], ids=["16 bits", "FP8 pages"])
+def test_fp8_context_is_injected_by_the_draft(cache: bool) -> None:
+    """Layers of different input scales: one for all, the largest."""
+    target, drafter = pair(tiny_decoder("llama"))
+    drafter = in_fp8(drafter, linear_names(drafter), cache=cache)
+    for index, layer in enumerate(drafter.layers):
+        for name in ("q_proj", "k_proj", "v_proj"):
+            linear = layer.get_submodule(f"self_attn.{name}")
+            assert isinstance(linear, Fp8Linear)
+            linear.input_scale = torch.tensor(0.01 * (1 + index))
+    expected = injected(target, fused(drafter), together=False)
+    found = injected(target, fused(drafter), together=True)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), atol=2e-5, rtol=2e-5, equal_nan=True)
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_a_drafters_layers_share_the_largest_input_scale() -> None:
+    """So that their context is quantized once for all."""
+    drafter = in_fp8(pair(tiny_decoder())[1], linear_names(pair(tiny_decoder())[1]))
+    for index, layer in enumerate(drafter.layers):
+        linear = layer.get_submodule("self_attn.v_proj")
+        assert isinstance(linear, Fp8Linear)
+        linear.input_scale = torch.tensor(0.5 * (1 + index))
+    native = fused(drafter).native
+    assert isinstance(native, FusedLayers)
+    assert {float(layer.qkv.input_scale) for layer in native._layers} == {1.5}  # type: ignore[arg-type]
+    assert native._context is not None
+    assert float(native._context.input_scale) == 1.5  # type: ignore[arg-type]

@@ -168,6 +168,7 @@ def committed(pool: KVPool, table: Tensor, length: int) -> tuple[Tensor, Tensor]
 
 def sync_drafters(runner: ModelRunner) -> None:
     """Bring all drafters' pages up to date, which otherwise waits until they draft."""
+    runner.settle()
     runner.sync_drafters(range(len(runner._pools)))
 
 

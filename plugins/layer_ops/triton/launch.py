@@ -40,14 +40,18 @@ _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32:
 
 def add_rms_norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, *, total: Tensor | None = None,
-    scale: Tensor | None = None,
+    scale: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`d2sd.plugins.layer_ops.add_rms_norm` on CUDA."""
     rows, width = x.shape
     assert x.stride(1) == 1
     assert branch is None or branch.is_contiguous()
     assert total is None or total.stride(1) == 1
-    out = torch.empty(rows, width, dtype=x.dtype if scale is None else torch.float8_e4m3fn, device=x.device)
+    dtype = x.dtype if scale is None else torch.float8_e4m3fn
+    if out is None:
+        out = torch.empty(rows, width, dtype=dtype, device=x.device)
+    assert out.is_contiguous()
+    assert (out.shape, out.dtype) == (x.shape, dtype)
     strides = x.stride(0), 0 if total is None else total.stride(0)
     add_rms_norm_kernel[rows,](
         x, branch, weight, total, out, scale, **norm_constants(width, eps, *strides), num_warps=norm_warps(width),
