@@ -41,7 +41,7 @@ def select_tile(packed_rows: int, size: int, itemsize: int, *, fp8: bool) -> Til
     |----------------|----------|---------|-----|-------|--------|-----------------------------------------------------|
     | 16-bit, ≤ 64   | 16 to 64 | 64      | 32  | 4     | 2      | K + V are 16 KB a stage; fewer rescalings           |
     | 16-bit, 128    | 16 to 64 | 32      | 32  | 4     | 2      | K + V are 16 KB a stage, 64 queries 16 KB: 48 KB    |
-    | with FP8 pages | 16 to 64 | 32      | 32  | 4, 8  | 1      | two stages take 56 KB; 64 rows of chunks spill at 4 |
+    | with FP8 pages | 16 to 64 | 32      | 32  | 4     | 1      | two stages spill on sm_89, sm_120 and take 56 KB    |
     | 16-bit, 256    | 16, 32   | 32      | 32  | 4     | 1      | 64 rows take 64 KB on sm_90                         |
     | with FP8 pages | 16, 32   | 16      | 32  | 4     | 1      | 32 columns take 64 KB                               |
     | fp32, ≤ 64     | 16       | 32      | 16  | 4     | 1      | no tensor cores under IEEE rounding: for proofs     |
@@ -58,7 +58,7 @@ def select_tile(packed_rows: int, size: int, itemsize: int, *, fp8: bool) -> Til
     if wide == 256:
         return TileConfig(rows, columns=16 if fp8 else 32, new=32, warps=4, stages=1)
     if wide == 128:
-        return TileConfig(rows, columns=32, new=32, warps=8 if fp8 and rows == 64 else 4, stages=1 if fp8 else 2)
+        return TileConfig(rows, columns=32, new=32, warps=4, stages=1 if fp8 else 2)
     return TileConfig(rows, columns=64, new=32, warps=4, stages=2)
 
 
