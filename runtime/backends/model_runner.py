@@ -284,7 +284,7 @@ class ModelRunner:
 
     def join(self, context: CommittedRows, drafters: Collection[int]) -> None:
         """The next pass of each of these drafters also injects `context`."""
-        self._joined = dict.fromkeys(drafters, context)
+        self._joined.update(dict.fromkeys(drafters, context))
 
     def leave(self, context: CommittedRows) -> None:
         """`PendingContext.leave`, of all drafters."""

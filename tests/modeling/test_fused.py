@@ -375,9 +375,10 @@ def injected(target: Decoder, drafter: Drafter, *, together: bool) -> tuple[Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("family", "bias"), [("llama", True), ("qwen3", False)])
 def test_context_is_injected_by_the_draft(family: Family, bias: bool, dtype: torch.dtype, fuses: bool) -> None:
-    target, drafter = (model.to(dtype) for model in pair(tiny_decoder(family, attention_bias=bias)))
-    expected = injected(target, drafter, together=False)  # type: ignore[arg-type]
-    found = injected(target, fused(drafter) if fuses else drafter, together=True)  # type: ignore[arg-type]
+    target, drafter = pair(tiny_decoder(family, attention_bias=bias))
+    target.to(dtype), drafter.to(dtype)
+    expected = injected(target, drafter, together=False)
+    found = injected(target, fused(drafter) if fuses else drafter, together=True)
     within = 1e-5 if dtype == torch.float32 else 0  # a product of another shape may sum in another order
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=within, rtol=within, equal_nan=True)  # pages are poisoned

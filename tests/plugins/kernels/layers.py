@@ -89,6 +89,11 @@ def test_norm(width: int, dtype: torch.dtype) -> None:
     assert_same(found, expected)
     assert_same(totals[0], totals[1].cpu())
     assert_same(launch.add_rms_norm(x, None, weight, EPS), reference.add_rms_norm(x, None, weight, EPS).cpu())
+    rows = there(torch.zeros(ROWS + 3, width, dtype=dtype))
+    assert launch.add_rms_norm(x, branch, weight, EPS, out=rows[2:-1]).data_ptr() == rows[2:].data_ptr()
+    assert_same(rows[2:-1], expected)
+    assert not rows[:2].any()
+    assert not rows[-1].any()
     if dtype == torch.float32:
         looped = [looped_norm(line, weight.tolist()) for line in (x.double() + branch.double()).tolist()]
         torch.testing.assert_close(found.cpu(), torch.tensor(looped), rtol=3e-6, atol=3e-6)
