@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from benchmarks.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
@@ -21,7 +22,7 @@ from d2sd.plugins.batch_invariant.triton.key_order import key_order_kernel
 from d2sd.plugins.batch_invariant.triton.linear import linear_kernel
 from d2sd.plugins.cascade_attention.triton import launch as attention
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, pack_mask_kernel
-from d2sd.plugins.cascade_attention.triton.tiles import select_tile
+from d2sd.plugins.cascade_attention.triton.tiles import chunk_warps, select_tile
 from d2sd.plugins.choose.triton import launch as choices
 from d2sd.plugins.choose.triton.drafts import pool_kernel, segments_kernel
 from d2sd.plugins.choose.triton.filters import threshold_kernel
@@ -61,7 +62,7 @@ class Variant:
     kernel: Any
     types: dict[str, str]
     constants: dict[str, Any]
-    warps: int
+    warps: int | Callable[[int], int]  # or by capability
 
     @property
     def least_capability(self) -> int:
@@ -84,7 +85,8 @@ def attention_variant(
     return Variant(
         f"attention {kind}{'/fp8' if fp8 else ''} D={size} tile={blocks.rows}{more}",
         cascade_attention_kernel, types,
-        attention.constants(blocks, size, KV_HEADS, GROUP, PAGE, splits, fp8=fp8), blocks.warps,
+        attention.constants(blocks, size, KV_HEADS, GROUP, PAGE, splits, fp8=fp8),
+        partial(chunk_warps, blocks, size, fp8=fp8) if chunks else blocks.warps,
     )  # fmt: skip
 
 
@@ -387,7 +389,8 @@ def main(arguments: list[str] | None = None) -> int:
             if chosen.only not in variant.name or capability < variant.least_capability:
                 continue
             start = time.perf_counter()
-            done = compile_kernel(variant.kernel, variant.types, variant.constants, capability, variant.warps)
+            warps = variant.warps if isinstance(variant.warps, int) else variant.warps(capability)
+            done = compile_kernel(variant.kernel, variant.types, variant.constants, capability, warps)
             faults = broken(done, capability)
             took = time.perf_counter() - start
             numbers = f"{done.shared:>7} {done.registers:>9} {done.spilled:>7} {took:>7.1f}"

@@ -5,7 +5,7 @@ real runtime: tau of `chain` for the first drafter, of `d2sd` for the second aft
 for a head must exceed 0.9 of the block. Needs no earlier training, and resumes.
 
     python benchmarks/overfit.py recipes/train/smollm2-135m.yaml --out build/overfit
-    python benchmarks/overfit.py recipes/train/smollm2-135m-flex.yaml --out build/overfit-flex
+    python benchmarks/overfit.py recipes/train/smollm2-135m-flex.yaml --steps 600 --out build/overfit-flex
 """
 
 from __future__ import annotations

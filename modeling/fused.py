@@ -11,9 +11,10 @@
     silu_mul                                         quantizes
     down             product, added by the next norm
 
-Nine kernels a layer. The drafters' context K/V of all layers are one product and one `qk_norm_rope`; in
-FP8 a product a layer, because no FP8 product is batched. FlexDraft's layers have a qkv and an o product of their own;
-all else is the target's fused layers'.
+Nine kernels a layer. Rows of context that a drafter injects as it drafts are in the qkv products of the draft; a tenth
+kernel writes their K/V to the pages before the layer attends. Without a draft, K/V of all layers are one product and
+one `qk_norm_rope`; in FP8 a product a layer, because no FP8 product is batched. FlexDraft's layers have a qkv and an o
+product of their own; all else is the target's fused layers'.
 
 Values are `layers.py`'s: ops round where it rounds. In FP8 an input that several products share is quantized once, with
 the largest of their scales. E4M3 is a floating-point type, so that costs no precision but next to zero. The weights of

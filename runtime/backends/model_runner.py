@@ -293,7 +293,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def settle(self) -> None:
-        """`PendingContext.settle`, of all drafters: what runs next is no captured step."""
+        """`PendingContext.settle`, of all drafters: before a step that runs without a graph."""
         for pending in self._pending:
             pending.settle()
 

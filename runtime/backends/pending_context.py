@@ -4,6 +4,9 @@ Target features of committed tokens are queued and projected to K/V in one batch
 One GEMM then covers many steps. Rows of a page are written before the drafter reads the page, whichever request reads
 it: a page that the prefix cache hands on may still have rows in the queue.
 
+What a captured step commits stays in the step's own memory at first (`leave`): the next captured step injects it in the
+passes that draft (`take`), or it is copied into the queue (`settle`).
+
 On a CPU, padding and rows of pages that were given up (`drop`) are not computed. On CUDA that would need a device sync:
 padding goes to the scratch page 0, and rows of dropped pages are written in the order of the queue, so a page's last
 owner wins.

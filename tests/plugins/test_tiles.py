@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from d2sd.plugins.cascade_attention.triton.tiles import LEAST_SHARE, MOST_SPLITS, choose_splits, padded, select_tile
+from d2sd.plugins.cascade_attention.triton.tiles import (
+    LEAST_SHARE,
+    MOST_SPLITS,
+    choose_splits,
+    chunk_warps,
+    padded,
+    select_tile,
+)
 
 POWERS = [2**n for n in range(10)]
 
@@ -19,6 +26,20 @@ def test_blocks_fit_the_kernel(size: int, itemsize: int, packed_rows: int, fp8: 
     assert min(blocks.rows, blocks.columns, blocks.new, padded(size)) >= 16, "a product's least size"
     assert 32 % blocks.new == 0, "a tile of new rows reads one mask word"
     assert size <= padded(size) < 2 * size
+
+
+def test_chunks_over_fp8_pages_take_eight_warps_where_four_spill() -> None:
+    def warps(size: int, capability: int, rows: int = 64, *, fp8: bool = True) -> int:
+        return chunk_warps(select_tile(rows, size, 2, fp8=fp8), size, capability, fp8=fp8)
+
+    assert [warps(128, capability) for capability in (80, 89, 90, 100, 120)] == [8, 8, 4, 4, 8]
+    assert [warps(64, 89), warps(96, 89), warps(256, 89), warps(128, 89, 16), warps(128, 89, fp8=False)] == [
+        4,
+        8,
+        4,
+        4,
+        4,
+    ]
 
 
 def test_few_rows_take_a_small_tile() -> None:

@@ -117,6 +117,17 @@ def test_attention_of_prompts(capability: int) -> None:
     assert {launch.name for launch in launches} == {"cascade_attention_kernel"}
 
 
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize(("capability", "threads"), [(89, 256), (90, 128), (120, 256)])
+def test_prompts_over_fp8_pages(capability: int, threads: int) -> None:
+    """64 rows, with as many warps as keep their registers."""
+    with executed_as_ptx(capability) as launches:
+        attention.check_chunks((20, 3), (40, 33), 1, fp8=True, size=128)
+    assert_of_tested_instructions(launches)
+    assert f".reqntid {threads}" in launches[-1].ptx
+
+
 def test_every_kernel_is_executed() -> None:
     """Here, in test_parity.py, or in test_batch_invariant.py."""
     sources = (path.read_text() for path in (Path(__file__).parents[2] / "plugins").glob("*/triton/*.py"))

@@ -14,7 +14,7 @@ from torch import Tensor
 from d2sd.plugins.cascade_attention.chunks import ChunkMask
 from d2sd.plugins.cascade_attention.context import PagedContext
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, pack_mask_kernel
-from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, choose_splits, padded, select_tile
+from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, choose_splits, chunk_warps, padded, select_tile
 
 # Shape letters as in reference.py.
 
@@ -87,12 +87,16 @@ def launch(
         lse = torch.empty((splits, *q.shape[:3]), dtype=torch.float32, device=q.device)
         arrived = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=q.device) if arrived is None else arrived
         assert len(arrived) >= grid[0] * grid[1]
+    warps = tile.warps
+    if starts is not None and not triton.knobs.runtime.interpret:
+        arch = triton.runtime.driver.active.get_current_target().arch
+        warps = chunk_warps(tile, size, arch, fp8=context.fp8)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         cascade_attention_kernel[grid](
             q.contiguous(), k.contiguous(), v.contiguous(), k_pages, v_pages,
             page_table.contiguous(), context.context_len.contiguous(), words, starts,
             context.k_scale, context.v_scale, out, scale, partial, lse, arrived, rows, page_table.shape[1], **fixed,
-            num_warps=tile.warps,
+            num_warps=warps,
         )  # fmt: skip
     return out
 

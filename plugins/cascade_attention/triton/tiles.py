@@ -48,7 +48,8 @@ def select_tile(packed_rows: int, size: int, itemsize: int, *, fp8: bool) -> Til
     | fp32, more     | 16       | 16      | 16  | 4     | 1      | 32 columns spill at 128                             |
 
     Rows: the least of 16, 32, 64 that holds all, so that K and V are read once; more than 64 share them through L2.
-    64 rows are one warpgroup's tile on Hopper's and Blackwell's tensor cores. Shared memory stays within 48 KB.
+    64 rows are one warpgroup's tile on Hopper's and Blackwell's tensor cores. Shared memory stays within 48 KB. Chunks
+    of prompts may take more warps, `chunk_warps`.
     """
     wide = padded(size)
     if itemsize == 4:
@@ -60,6 +61,15 @@ def select_tile(packed_rows: int, size: int, itemsize: int, *, fp8: bool) -> Til
     if wide == 128:
         return TileConfig(rows, columns=32, new=32, warps=4, stages=1 if fp8 else 2)
     return TileConfig(rows, columns=64, new=32, warps=4, stages=2)
+
+
+def chunk_warps(tile: TileConfig, size: int, capability: int, *, fp8: bool) -> int:
+    """Warps of `tile` for chunks of prompts on sm_`capability`.
+
+    Over FP8 pages 64 rows need eight where products are `mma.sync`: with four they run out of registers. `wgmma` takes
+    four.
+    """
+    return 8 if fp8 and padded(size) == 128 and tile.rows == 64 and capability // 10 in (8, 12) else tile.warps
 
 
 def choose_splits(programs: int, context_slots: int, processors: int) -> int:

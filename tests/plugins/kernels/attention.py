@@ -82,8 +82,14 @@ def test_equals_loops_and_specification(shape: Shape, mask: Mask, splits: int, d
 )
 def test_chunks_of_prompts(lengths: tuple[int, ...], contexts: tuple[int, ...], splits: int, fp8: bool) -> None:
     """Short ones beside long ones: no row sees another request's, nor one behind it."""
-    call = make(replace(SMALL, rows=max(lengths), contexts=contexts, kv_heads=1)).to(torch.float16)
-    plain = call
+    check_chunks(lengths, contexts, splits, fp8=fp8)
+
+
+def check_chunks(
+    lengths: tuple[int, ...], contexts: tuple[int, ...], splits: int, *, fp8: bool, size: int = SMALL.size
+) -> None:
+    shape = replace(SMALL, rows=max(lengths), contexts=contexts, kv_heads=1, size=size)
+    plain = call = make(shape).to(torch.float16)
     if fp8:
         call = in_fp8(call, torch.tensor(0.011), torch.tensor(0.007))
         plain = read_back(call)
