@@ -87,10 +87,7 @@ def launch(
         lse = torch.empty((splits, *q.shape[:3]), dtype=torch.float32, device=q.device)
         arrived = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=q.device) if arrived is None else arrived
         assert len(arrived) >= grid[0] * grid[1]
-    warps = tile.warps
-    if starts is not None and not triton.knobs.runtime.interpret:
-        arch = triton.runtime.driver.active.get_current_target().arch
-        warps = chunk_warps(tile, size, arch, fp8=context.fp8)
+    warps = tile.warps if starts is None else chunk_warps(tile, size, _capability(), fp8=context.fp8)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         cascade_attention_kernel[grid](
             q.contiguous(), k.contiguous(), v.contiguous(), k_pages, v_pages,
@@ -99,6 +96,15 @@ def launch(
             num_warps=warps,
         )  # fmt: skip
     return out
+
+
+def _capability() -> int:
+    """Of the GPU that Triton compiles for, such as 90; 0 where there is none, as in the interpreter."""
+    try:
+        found: int = triton.runtime.driver.active.get_current_target().arch
+    except RuntimeError:
+        return 0
+    return found
 
 
 def pack_mask_triton(attn_mask: Tensor) -> Tensor:
