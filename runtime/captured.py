@@ -69,8 +69,9 @@ class DecodeSteps:
         host_draft = host_draft or self._no_draft(policy, len(batch.anchor))
         graph = self._graph(policy, batch, host_draft)
         if graph is None:
-            self._runner.settle()
-            self._runner.sync_drafters(policy.required_drafters)
+            if self._context is not None:
+                self._runner.settle()
+                self._runner.sync_drafters(policy.required_drafters)
             device = self._runner.device
             draft = host_draft and Draft(host_draft.tokens.to(device), host_draft.logprob.to(device))
             return decode_step(self._runner, policy, batch.to(device), self._calibration, draft, timer)

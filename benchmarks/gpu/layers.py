@@ -28,7 +28,7 @@ from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.fp8 import kv_scales, linear_names, make_fp8, round_to_fp8
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.rows import CommittedRows, Rows
 from d2sd.plugins.layer_ops import Heads, reference
 from d2sd.plugins.layer_ops.triton import launch
 from d2sd.runtime.backends import model_runner
@@ -172,26 +172,31 @@ def check_model(
 
 @torch.inference_mode()
 def _outputs(target: Decoder, drafter: Drafter, tokens: Tensor) -> dict[str, Tensor]:
-    """A chunk of 37 tokens, committed, then 13 rows, then the drafter over the chunk's context."""
+    """A chunk of 37 tokens, committed, then 13 rows, then the drafter over the chunk's context, injected before the
+    draft and in it.
+    """
     batch, device, ids = len(tokens), str(tokens.device), drafter.config.target_layer_ids
     dtype, columns = target.embed_tokens.weight.dtype, -(-tokens.shape[1] // PAGE_SIZE)
     pools = [
         KVPool.for_body(m.config.body, 1 + batch * columns, PAGE_SIZE, dtype, device, kv_scales(m))
-        for m in (target, drafter)
+        for m in (target, drafter, drafter)
     ]
     table = 1 + torch.arange(batch * columns, device=device).view(batch, columns)
     chunk, length = tokens[:, :37], torch.zeros(batch, dtype=torch.long, device=device)
-    rows, every = Rows.chain(37, table, length), torch.ones(batch, 37, dtype=torch.bool, device=device)
-    first = target(chunk, rows, pools[0], ids)
-    pools[0].write(first.k, first.v, table, rows.positions, every)
-    context = drafter.context_keys_values(first.features, rows.positions)
-    pools[1].write(*context, table, rows.positions, every)
+    chain, every = Rows.chain(37, table, length), torch.ones(batch, 37, dtype=torch.bool, device=device)
+    first = target(chunk, chain, pools[0], ids)
+    pools[0].write(first.k, first.v, table, chain.positions, every)
+    context = drafter.context_keys_values(first.features, chain.positions)
+    pools[1].write(*context, table, chain.positions, every)
     rows = Rows.chain(13, table, length + 37)
     out = target(tokens[:, 37:], rows, pools[0], ids)
-    drafted = drafter.draft(target.embed_tokens(tokens[:, 37:]), rows, pools[1])
+    embedded = target.embed_tokens(tokens[:, 37:])
+    drafted = drafter.draft(embedded, rows, pools[1])
+    committed = CommittedRows(first.features, table, chain.positions, every, PAGE_SIZE)
+    injected = drafter.inject_and_draft(committed, embedded, rows, pools[2])
     return {
         "hidden": out.hidden, "features": out.features, "k": out.k, "v": out.v, "draft": drafted,
-        "context k": context[0], "context v": context[1],
+        "context k": context[0], "context v": context[1], "draft with context": injected,
     }  # fmt: skip
 
 

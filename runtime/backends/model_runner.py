@@ -96,6 +96,7 @@ class ModelRunner:
         #: Captures decode steps; None: their operators are launched one by one.
         self.capture: Capture | None = CudaGraphs(self.device) if weight.device.type == "cuda" else None
         self._drafters = [d for d in (first, second) if d is not None]
+        self._joined: dict[int, CommittedRows] = {}  # by drafter, what its next pass injects
         if weight.device.type == "cpu":
             pack(target)
         else:
@@ -127,7 +128,6 @@ class ModelRunner:
                 fix="set limits.kv_memory, such as 0.8, or lower limits.max_batch or limits.max_context",
             ) from None  # fmt: skip
         self._pending = [PendingContext(*pair) for pair in zip(self._drafters, self._pools, strict=True)]
-        self._joined: dict[int, CommittedRows] = {}  # by drafter, what its next pass injects
 
     @property
     def pool_pages(self) -> int:
