@@ -196,12 +196,12 @@ def test_a_draft_does_not_run_before_what_was_left() -> None:
 
 
 def test_a_step_without_a_graph_finds_what_was_left() -> None:
-    """A request with a penalty joins one whose steps are captured."""
+    """A request with a penalty joins one whose steps are captured. Nothing is prefilled: its prompt is its anchor."""
     engine, runner = engine_of("chain", max_batch=2)
     sequence = engine.submit(request(30, 1))
     for _ in range(4):
         engine.step()
-    loud = engine.submit(Request((1, 2), 4, SamplingParams(repetition_penalty=1.5)))
+    loud = engine.submit(Request((1,), 4, SamplingParams(repetition_penalty=1.5)))
     while loud.finish is None:
         engine.step()
     check_pages(runner, torch.tensor(sequence.pages), sequence.tokens[: sequence.cached])
