@@ -164,5 +164,5 @@ def _packed(batch: Batch, logits: Tensor, accepted: Accepted, following: Draft |
     if batch.sampling.logprobs is None:
         return packed
     rows = torch.arange(len(packed), device=packed.device)[:, None]
-    found = pack_logprobs(logits[rows, accepted.path].float(), accepted.tokens, batch.sampling.logprobs)
+    found = pack_logprobs(logits[rows, accepted.path].float(), accepted.tokens.clamp(min=0), batch.sampling.logprobs)
     return torch.cat([packed, found.flatten(1)], dim=1)

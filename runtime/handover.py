@@ -3,9 +3,9 @@
     state of the step before -> anchors, context lengths, which rows are active -> decode_step -> state
 
 A row of a step is *late* if its request had a row in the step before and the host does not have its tokens yet. The
-device then decides for itself whether the answer has ended: by its length, or by one of the first `STOP_TOKENS` stop
-tokens. A row that has ended is padding. Stop strings and further stop tokens are found by the host; either way the host
-drops what a step computed for a request that has ended.
+device then decides for itself whether the answer has ended: by its length, by one of the smallest `STOP_TOKENS` - 1
+stop tokens, or because the logits were not finite. A row that has ended is padding. Stop strings and further stop
+tokens are found by the host; either way the host drops what a step computed for a request that has ended.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 from d2sd.plugins import handover as kernels
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import StepResult
-from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.sequence import NOT_FINITE, Sequence
 
 # Shape letters: B requests (a bucket), G block size γ.
 
-#: Stop tokens of a request that the device checks.
+#: Stop tokens of a request that the device checks, with `NOT_FINITE` always among them.
 STOP_TOKENS = 8
 
 
@@ -37,7 +37,7 @@ class Link:
     late: Tensor  # [B] bool
     source: Tensor  # [B] int64, the row in the step before, of late rows
     limit: Tensor  # [B] int64, the context length at which the answer has all its tokens
-    stop: Tensor  # [B, STOP_TOKENS] int64, -1 past the last
+    stop: Tensor  # [B, STOP_TOKENS] int64, `NOT_FINITE` past the last
 
     @staticmethod
     def pack(sequences: SequenceOf[Sequence], size: int, before: SequenceOf[Sequence] = ()) -> Link:
@@ -49,13 +49,13 @@ class Link:
         padding = [-1] * (size - len(sequences))
         requests = [sequence.request for sequence in sequences]
         limit = [len(request.prompt) + request.max_new_tokens - 1 for request in requests]
-        stop = [sorted(request.stop_tokens)[:STOP_TOKENS] for request in requests] + [[]] * len(padding)
+        stop = [sequence.stop_tokens[: STOP_TOKENS - 1] for sequence in sequences] + [[]] * len(padding)
         found = torch.tensor(source + padding)
         return Link(
             late=found >= 0,
             source=found.clamp(min=0),
             limit=torch.tensor(limit + [sys.maxsize] * len(padding)),
-            stop=torch.tensor([[*tokens, *[-1] * (STOP_TOKENS - len(tokens))] for tokens in stop]),
+            stop=torch.tensor([[*tokens, *[NOT_FINITE] * (STOP_TOKENS - len(tokens))] for tokens in stop]),
         )
 
 
@@ -91,9 +91,8 @@ class Handover:
             end_triton(batch.context_len, batch.active, tokens, count, link.limit, link.stop, self._state)
             return
         anchor, context_len, active = self._state[:, : len(count)]
-        torch.gather(
-            result.packed[:, 1:], 1, count[:, None], out=anchor[:, None]
-        )  # tokens begin at 2: the last of them
+        last = torch.gather(result.packed[:, 1:], 1, count[:, None])[:, 0]  # tokens begin at 2
+        torch.clamp(last, min=0, out=anchor)  # below 0: `link.stop` ends the row
         torch.add(batch.context_len, count, out=context_len)
         new = self._steps[: tokens.shape[1]] < count[:, None]
         stopped = ((tokens[..., None] == link.stop[:, None]).any(-1) & new).any(-1)

@@ -12,6 +12,11 @@ from d2sd.runtime.request import Request
 from d2sd.runtime.stats import SequenceStats
 from d2sd.runtime.text import TextStream
 
+#: In place of a token: the target's logits have no largest finite number (one is NaN or +inf, or all are -inf).
+NOT_FINITE = -1
+#: In place of a token: the request's parameters and grammar leave no token with a finite score.
+NONE_LEFT = -2
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -60,6 +65,7 @@ class Sequence:
     finish: FinishReason | None = None  # set by append, cancel and fail
     error: D2SDError | None = None  # set by append and fail
     matcher: Matcher | None = field(init=False)  # advanced by append
+    stop_tokens: list[int] = field(init=False, repr=False)  # the request's, sorted
     stats: SequenceStats = field(default_factory=SequenceStats)
     carried: tuple[int, SequenceOf[int]] | None = field(default=None, repr=False)  # see `next_draft`; set by carry
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer, if asked; grows in append
@@ -67,6 +73,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.matcher = self.request.grammar.matcher() if self.request.grammar is not None else None
+        self.stop_tokens = sorted(self.request.stop_tokens)
 
     @property
     def anchor(self) -> int:
@@ -107,6 +114,22 @@ class Sequence:
         """Whether the answer ends at a token; at an end token of a grammar always, because nothing may follow."""
         return token in self.request.stop_tokens or (self.matcher is not None and token in self.matcher.end_tokens)
 
+    def _problem(self, token: int) -> GenerationError | None:
+        """Advance the grammar by a token; why the answer cannot go on with it, or None if it can."""
+        if token == NOT_FINITE:
+            return GenerationError(
+                "The target's logits are not finite numbers.", where="logits", found="NaN or infinity",
+                fix="check the target's weights, and whether they overflow at this precision",
+            )  # fmt: skip
+        where, problem = "bad_words, logit_bias, min_tokens", ""
+        if self.matcher is not None:
+            where = "structured_outputs"
+            problem = self.matcher.error if token == NONE_LEFT else advance(self.matcher, token)
+        if token == NONE_LEFT:
+            both = "both the grammar and the request's other" if self.matcher is not None else "the request's"
+            problem = problem or f"no token passes {both} parameters"
+        return GenerationError("The answer cannot go on.", where=where, found=problem) if problem else None
+
     def fail(self, error: Exception) -> Output:
         """End the answer with an error."""
         self.finish, self.error = "error", GenerationError.of(error)
@@ -121,11 +144,9 @@ class Sequence:
         self.cached += len(tokens)
         taken, text = [], ""
         for token in tokens:
-            if self.matcher is not None and (problem := advance(self.matcher, token)):
-                self.finish, self.error = (
-                    "error",
-                    GenerationError("The answer cannot go on.", where="structured_outputs", found=problem),
-                )
+            self.error = self._problem(token)
+            if self.error is not None:
+                self.finish = "error"
                 break
             taken.append(token)
             self.tokens.append(token)

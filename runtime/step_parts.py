@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
@@ -138,7 +138,8 @@ class StepParts:
             self.trace = None
             sequences, policy, result = launched.sequences, launched.policy, launched.result
             if self.record_trace:
-                tensors = result.first, result.branches, result.tree, result.accepted
+                accepted = replace(result.accepted, tokens=result.accepted.tokens.clamp(min=0))
+                tensors = result.first, result.branches, result.tree, accepted
                 self.trace = StepTrace(tuple(sequences), policy, *tensors)
             rows = launched.read()
             live = [(s, row) for s, row in zip(sequences, rows, strict=False) if s.finish is None]

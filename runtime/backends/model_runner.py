@@ -215,7 +215,7 @@ class ModelRunner:
         assert verified.behind is not None
         of_rows, last = torch.arange(len(batch.anchor), device=batch.anchor.device), accepted.count - 1
         hidden = verified.behind[of_rows, accepted.path[of_rows, last]]
-        anchor = self.target.embed_tokens(accepted.tokens[of_rows, last])
+        anchor = self.target.embed_tokens(accepted.tokens[of_rows, last].clamp(min=0))  # below 0: the request ends
         return self._flex_candidates(hidden, anchor, batch.context_len + accepted.count, batch.sampling, width)
 
     @property

@@ -34,11 +34,14 @@ def apply_filters(scaled_logits: Tensor, sampling: Sampling) -> Tensor:
     best = scaled_logits.amax(-1, keepdim=True)
     kept = torch.ones_like(key, dtype=torch.bool)
     if sampling.any_min_p:
-        kept = scaled_logits >= best + sampling.min_p.log().view(shape)
+        min_p = sampling.min_p.view(shape)
+        # where it is off, -inf itself: added to a best logit that has overflowed, log(0) would be NaN
+        kept = scaled_logits >= (best + min_p.log()).where(min_p > 0, float("-inf"))
     if sampling.any_top_k:
         kept = kept & (key >= _threshold(key, kept.long(), sampling.top_k.view(shape)))
     if sampling.any_top_p:
-        mass = (((scaled_logits - best).exp() * _UNIT).long() + 1).where(kept, 0)
+        below = torch.where(scaled_logits == best, 0.0, scaled_logits - best)  # inf - inf would be NaN
+        mass = ((below.exp() * _UNIT).long() + 1).where(kept, 0)
         total, top_p = mass.sum(-1, keepdim=True), sampling.top_p.view(shape)
         limit = (total * top_p.double()).ceil().long().clamp(min=1).where(top_p < 1, total + 1)
         kept = kept & (key >= _threshold(key, mass, limit))

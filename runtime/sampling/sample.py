@@ -19,6 +19,7 @@ from d2sd.runtime.sampling.bias import TokenBias
 from d2sd.runtime.sampling.filters import apply_filters
 from d2sd.runtime.sampling.penalties import NO_TEXT, Penalties, Text
 from d2sd.runtime.sampling.philox import gumbel
+from d2sd.runtime.sequence import NOT_FINITE
 
 T = TypeVar("T", "Sampling", TokenBias, Penalties)
 
@@ -137,6 +138,15 @@ class Sampling:
         if not self.any_sampled:
             return None
         return gumbel(self.seed, context_len[:, None] + 1 + torch.arange(depths, device=self.seed.device), vocab_size)
+
+
+def best_token(scores: Tensor) -> Tensor:
+    """scores [..., V] -> [...]: the first of the best tokens; `NOT_FINITE` where its score is NaN or infinite.
+
+    NaN counts as the largest, so one anywhere in a row is noticed.
+    """
+    best, token = scores.max(-1)
+    return token.where(best.isfinite(), NOT_FINITE)
 
 
 def _mapped(state: T, function: Callable[[Tensor], Tensor]) -> T:

@@ -6,6 +6,9 @@ so the accepted nodes form one path from the root; the token chosen at its end i
 Without sampling parameters the choice is an argmax, made at all nodes at once. Otherwise it is made along the accepted
 path alone, level by level: at most γ rows of noise and filters a request instead of one for each node, and penalties
 see the tokens that were chosen before, as in plain decoding.
+
+A node whose row has no token to choose ends the path with `NOT_FINITE` or `NONE_LEFT`, which no child has: the host
+reads it with the step's tokens and ends that request alone.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from torch import Tensor
 
 from d2sd.plugins import choose, draft_tree
 from d2sd.plugins.cpu import trees as cpu
-from d2sd.runtime.sampling.sample import Sampling, token_scores
+from d2sd.runtime.sampling.sample import Sampling, best_token, token_scores
+from d2sd.runtime.sequence import NONE_LEFT, NOT_FINITE
 from d2sd.runtime.speculation.tree import Tree
 
 # Shape letters: B requests, N nodes, G block size γ: no path is longer; V vocabulary.
@@ -29,7 +33,8 @@ class Accepted:
 
     path: Tensor  # [B, G] int64, node indices from the root; 0 past its end
     count: Tensor  # [B] int64, its length 1 .. γ: rows to commit, and new tokens (the bonus included)
-    tokens: Tensor  # [B, G] int64, the target's choice at each node of the path: `count` new tokens, the rest unused
+    tokens: Tensor  # [B, G] int64, the target's choice at each node of the path: `count` new tokens, the rest unused;
+    # below 0 where there is none to choose, on a path only at its end
     accepted_branch: Tensor  # [B] int64, `Tree.branch_id` of the path's last node
 
     def matches(self, row: int, drafted: list[int]) -> int:
@@ -94,7 +99,7 @@ def sample_target(
         chosen = choose_triton(logits, context_len, tree.depth, sampling if sampling.any_sampled else None)
         return accept(tree, chosen, longest)
     if sampling.is_argmax and mask is None:
-        return accept(tree, cpu.argmax(logits) if cpu.supported(logits) else logits.argmax(-1), longest)
+        return accept(tree, _argmax(logits), longest)
     batch, nodes, vocab_size = logits.shape
     noise = sampling.noise(context_len, longest, vocab_size) if static_shapes else None
     row, numbers = torch.arange(batch, device=logits.device), torch.arange(nodes, device=logits.device)
@@ -114,7 +119,7 @@ def sample_target(
         found = is_child[row] & (tree.parent[row] == node[:, None]) & (tree.tokens[row] == chosen[:, None])
         on_path = on_path & found.any(-1)
         node = found.int().argmax(-1)
-        sampling = sampling.after(chosen)
+        sampling = sampling.after(chosen.clamp(min=0))
         if not static_shapes:
             (alive,) = on_path.nonzero(as_tuple=True)
             if not len(alive):
@@ -126,14 +131,21 @@ def sample_target(
 def _choose(
     logits: Tensor, position: Tensor, sampling: Sampling, noise: Tensor | None, allowed: Tensor | None
 ) -> Tensor:
-    """The tokens [R] at `position` [R]: logits [R, V], noise [R, 1, V] or None, allowed [R, V] or None."""
-    scores = token_scores(logits, position, sampling, None if noise is None else noise[:, 0], allowed)
-    chosen = scores.argmax(-1)
-    if allowed is None:
-        return chosen
-    # no token left: one outside the grammar, at which the host ends the request
-    dead = scores.gather(1, chosen[:, None])[:, 0] == float("-inf")
-    return torch.where(dead, allowed.int().argmin(-1), chosen)
+    """The tokens [R] at `position` [R]: logits [R, V], noise [R, 1, V] or None, allowed [R, V] or None.
+
+    `NOT_FINITE` where the target's own logits are at fault, else `NONE_LEFT` where no token has a finite score.
+    """
+    chosen = best_token(token_scores(logits, position, sampling, None if noise is None else noise[:, 0], allowed))
+    at_fault = ~logits.amax(-1).isfinite()  # NaN anywhere is the largest, so masks do not hide it
+    return torch.where(at_fault, NOT_FINITE, chosen.where(chosen >= 0, NONE_LEFT))
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """`best_token`, by the compiled library where it takes the call."""
+    if not cpu.supported(logits):
+        return best_token(logits)
+    chosen = cpu.argmax(logits)
+    return chosen.where(logits.gather(-1, chosen[..., None])[..., 0].isfinite(), NOT_FINITE)
 
 
 def unpack_bits(words: Tensor, size: int) -> Tensor:

@@ -21,7 +21,7 @@ from d2sd.runtime.decode import StepResult
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.handover import STOP_TOKENS, Handover, Link
 from d2sd.runtime.request import Request, SamplingParams
-from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.sequence import NOT_FINITE, Sequence
 from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.speculation.tree import Tree
@@ -187,7 +187,7 @@ def test_the_device_ends_answers_like_the_host() -> None:
     for _ in range(300):
         sequences = dice.sample(before, dice.randrange(len(before) + 1))
         while len(sequences) < 3:
-            stop = frozenset(dice.sample(range(9), dice.choice((0, 2, STOP_TOKENS))))
+            stop = frozenset(dice.sample(range(9), dice.choice((0, 2, STOP_TOKENS - 1))))
             sequences.append(Sequence(0, Request((1,) * dice.randrange(1, 5), 12, stop_tokens=stop), [7]))
         lengths = torch.tensor([len(s.request.prompt) - 1 for s in sequences] + [0])
         dummy, active = Batch.dummy(rows, 1, 0, 64, "cpu"), torch.tensor([True] * 3 + [False])
@@ -202,6 +202,9 @@ def test_the_device_ends_answers_like_the_host() -> None:
         assert not own.active[3]
         count = torch.tensor([dice.randrange(1, block + 1) for _ in range(rows)])
         tokens = torch.tensor([[dice.randrange(40) for _ in range(block)] for _ in range(rows)])
+        broken = dice.randrange(3 * rows)  # its logits are not finite: nothing follows, and the anchor stays a token
+        if broken < rows:
+            tokens[broken, count[broken] - 1] = NOT_FINITE
         accepted = Accepted(torch.zeros_like(tokens), count, tokens, torch.zeros_like(count))
         result = StepResult(None, None, None, cast(Tree, None), accepted, None, accepted.packed())
         handover.end(own, link, result)
@@ -210,7 +213,8 @@ def test_the_device_ends_answers_like_the_host() -> None:
             taken = tokens[row, : count[row]].tolist()
             length = int(own.context_len[row]) + len(taken)
             ended = bool(one.request.stop_tokens & set(taken)) or length - len(one.request.prompt) + 1 >= 12
-            state[id(one)] = taken[-1], length, bool(own.active[row]) and not ended
+            ended |= taken[-1] == NOT_FINITE
+            state[id(one)] = max(taken[-1], 0), length, bool(own.active[row]) and not ended
         before = sequences
     assert min(seen.values()) > 50
 

@@ -40,7 +40,8 @@ def kept_of_pool(
     best = tl.max(scaled, axis=0)
     kept = inside
     if MIN_P:
-        kept = kept & (scaled >= best + tl.log(tl.load(min_p + request)))
+        share = tl.load(min_p + request)
+        kept = kept & (scaled >= tl.where(share > 0, best + tl.log(share), float("-inf")))
     if TOP_K:
         above = tl.sum((larger & kept[None, :]).to(tl.int64), axis=1)
         kept = kept & (above < tl.load(top_k + request))
@@ -53,8 +54,8 @@ def kept_of_pool(
 
 @triton.jit
 def mass_of(scaled, best):
-    """Of the likeliest token 2^40 + 1."""
-    return (exp(scaled - best) * 1099511627776.0).to(tl.int64) + 1
+    """Of the likeliest token 2^40 + 1, where it is infinite too."""
+    return (exp(tl.where(scaled == best, 0.0, scaled - best)) * 1099511627776.0).to(tl.int64) + 1
 
 
 @triton.jit
@@ -107,7 +108,9 @@ def threshold_kernel(
         high = ascending_of(best).to(tl.int64)
         low = tl.full([], -(1 << 31), tl.int64)
         if MIN_P:
-            low = tl.maximum(low, ascending_of(best + tl.log(tl.load(min_p + request))).to(tl.int64))
+            share = tl.load(min_p + request)
+            least = ascending_of(best + tl.log(share)).to(tl.int64)
+            low = tl.where(share > 0, tl.maximum(low, least), low)
         if TOP_K:
             most = tl.load(top_k + request)
             if most < vocab:

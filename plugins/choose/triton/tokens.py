@@ -4,7 +4,8 @@
     scores_kernel     logits in their own type, scaled, plus noise: the best token of each block
     combine_kernel    the best of the blocks
 
-Of equal scores the smaller token is chosen; NaN is the largest of all.
+Of equal scores the smaller token is chosen; NaN is the largest of all. A best score that is NaN or infinite stands for
+no token: `d2sd.runtime.sequence.NOT_FINITE`.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
@@ -14,7 +15,9 @@ import triton
 import triton.language as tl
 
 from d2sd.plugins.choose.triton.noise import gumbel_of_run
-from d2sd.plugins.order import ABSENT, ascending_of, pack_entry, place_of
+from d2sd.plugins.order import ABSENT, ascending_of, pack_entry, place_of, score_of
+
+_NOT_FINITE = tl.constexpr(-1)
 
 
 @triton.jit
@@ -45,8 +48,9 @@ def scores_kernel(
 
 @triton.jit
 def combine_kernel(partial, chosen, BLOCKS: tl.constexpr, BLOCKSP: tl.constexpr):
-    """Grid (R). chosen [R] int64."""
+    """Grid (R). chosen [R] int64, -1 where the best score is not a finite number."""
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKSP)
     best = tl.max(tl.load(partial + row * BLOCKS + b, mask=b < BLOCKS, other=ABSENT), axis=0)
-    tl.store(chosen + row, place_of(best).to(tl.int64))
+    finite = tl.abs(score_of(best)) < float("inf")  # false of NaN
+    tl.store(chosen + row, tl.where(finite, place_of(best), _NOT_FINITE).to(tl.int64))

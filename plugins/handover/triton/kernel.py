@@ -50,6 +50,6 @@ def end_kernel(
         word = tl.load(stop + row * STOPS + place, mask=inside, other=-1)
         ends = ends | (tl.max((is_new & (token == word[:, None])).to(tl.int32), axis=1) > 0)
     runs = (tl.load(active + row, mask=inside, other=0) != 0) & (ends == 0)
-    tl.store(state + row, last, mask=inside)
+    tl.store(state + row, tl.maximum(last, 0), mask=inside)  # below 0: one of `stop`, so the row has ended
     tl.store(state + size + row, length, mask=inside)
     tl.store(state + 2 * size + row, runs.to(tl.int64), mask=inside)

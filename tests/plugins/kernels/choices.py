@@ -19,7 +19,7 @@ from d2sd.plugins.choose.triton.noise import philox_words
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.filters import _ascending, apply_filters
 from d2sd.runtime.sampling.philox import _gumbel, philox
-from d2sd.runtime.sampling.sample import Sampling, token_scores
+from d2sd.runtime.sampling.sample import Sampling, best_token, token_scores
 from d2sd.runtime.speculation.draft import candidates
 from tests.plugins.kernels.calls import there
 from tests.plugins.kernels.trees import specification, stable_topk
@@ -105,11 +105,12 @@ def test_choice(nodes: int, vocab: int, params: list[SamplingParams]) -> None:
     context, sampling = torch.tensor([5, 1000]), sampling_of(params, vocab)
     if vocab > 1:
         logits[1, 1] = float("-inf")
-        if not sampling.any_filter:  # of NaN they keep anything
-            logits[1, 0, vocab // 2] = float("nan")
+        logits[1, 0, vocab // 2] = float("nan")
+    if vocab > 1000:
+        logits[0, 1, vocab // 3] = float("inf")
     noise = sampling.noise(context, nodes, vocab)
     expected = [
-        token_scores(logits[:, n].float(), context, sampling, None if noise is None else noise[:, n]).argmax(-1)
+        best_token(token_scores(logits[:, n].float(), context, sampling, None if noise is None else noise[:, n]))
         for n in range(nodes)
     ]
     used = there(sampling) if sampling.any_sampled else None
@@ -181,13 +182,30 @@ def test_candidates(
     torch.testing.assert_close(scores, logprob, rtol=1e-6, atol=1e-6 if params is GREEDY else 4e-6)
 
 
-def test_an_overflow_is_no_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("params", [GREEDY, [SAMPLED[0], TOP[1]]], ids=("greedy", "one filtered"))
+def test_an_overflow_is_no_proposal(params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch) -> None:
     logits = logits_of(3, 2, 1, 3, 200, dtype=torch.float32)
     logits[0, 0, 0, 7], logits[0, 0, 1, 8], logits[1, 0, 2] = float("nan"), float("inf"), float("-inf")
-    sampling = sampling_of(GREEDY, 200)
+    sampling = sampling_of(params, 200)
     monkeypatch.setattr(choose, "use_kernels", lambda _: False)
     expected = candidates(logits, torch.tensor([1, 2]), sampling, 4)
     monkeypatch.setattr(choose, "use_kernels", lambda _: True)
     found = candidates(there(logits), there(torch.tensor([1, 2])), there(sampling), 4)
     assert torch.equal(found.tokens.cpu(), expected.tokens)
     torch.testing.assert_close(found.logprob.cpu(), expected.logprob, rtol=1e-6, atol=1e-6)
+
+
+def test_filters_that_are_off_keep_everything_beside_one_that_is_on() -> None:
+    """Also where the best logit has overflowed, to which the logarithm of 0 cannot be added."""
+    logits = logits_of(5, 2, 300).float()
+    logits[:, 7] = float("inf")
+    sampling = sampling_of([SamplingParams(1.0, seed=4), SamplingParams(1.0, top_p=0.5, top_k=4, min_p=0.5)], 300)
+    used, threshold = there(sampling), there(torch.empty(2, dtype=torch.int32))
+    threshold_kernel[(2,)](
+        there(logits), used.temperature, used.min_p, used.top_k, used.top_p, threshold, 300,
+        ROWS=1, BLOCK=1024, MIN_P=True, TOP_K=True, TOP_P=True,
+    )  # fmt: skip
+    kept = _ascending(logits) >= threshold.cpu()[:, None]
+    assert kept[0].all()
+    assert kept[1].nonzero().flatten().tolist() == [7]
+    assert torch.equal(kept & (logits > float("-inf")), apply_filters(logits, sampling) > float("-inf"))

@@ -13,6 +13,7 @@ from torch import Tensor
 from d2sd.plugins import handover as kernels
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.handover import STOP_TOKENS, Handover, Link
+from d2sd.runtime.sequence import NOT_FINITE
 from d2sd.runtime.speculation.accept import Accepted
 from tests.plugins.kernels import calls
 from tests.plugins.kernels.calls import there
@@ -36,7 +37,8 @@ def drawn(rows: int, size: int, block: int, seed: int) -> tuple[Tensor, Batch, L
     stop = torch.where(upto(4, size, STOP_TOKENS) > 0, -1, stop)
     limit = batch.context_len + upto(2 * block, size)
     link = Link(upto(2, size) > 0, upto(rows, size), limit, stop)
-    count, tokens = 1 + upto(block, size), upto(12, size, block)
+    count, tokens = 1 + upto(block, size), upto(13, size, block) - 1  # -1: no token, at which a row ends
+    stop[:, -1] = NOT_FINITE
     path = torch.zeros_like(tokens)
     accepted = Accepted(path, torch.stack([count, count], 1)[:, 0], tokens, count)  # counts lie among other numbers
     return state, batch, link, SimpleNamespace(accepted=accepted, packed=accepted.packed())
@@ -71,5 +73,5 @@ def test_handover(rows: int, size: int, block: int, monkeypatch: pytest.MonkeyPa
         for row, (_, length, active) in enumerate(given):
             new = result.accepted.tokens[row, : result.accepted.count[row]].tolist()
             stopped = any(token in link.stop[row].tolist() for token in new) or length + len(new) >= link.limit[row]
-            after[row] = new[-1], length + len(new), int(active and not stopped)
+            after[row] = max(new[-1], 0), length + len(new), int(active and not stopped)
         assert expected == ([list(x) for x in zip(*given, strict=True)], [list(x) for x in zip(*after, strict=True)])

@@ -103,3 +103,19 @@ def check_filters(case: int) -> None:
         min_p=0.3 * min_p if case % 4 != 1 else 0.0,
     )
     assert torch.equal(apply_filters(logits, Sampling.of([params] * 2, 50, "cpu")), wanted)
+
+
+broken = st.one_of(numbers, st.sampled_from([math.inf, 3e38, -3e38]))
+
+
+@STEADY
+@given(st.lists(filters, min_size=2, max_size=4), st.data())
+def test_no_row_touches_another(params: list[SamplingParams], data: st.DataObject) -> None:
+    """Filters that a row does not use keep all of it, overflowed logits too. (A row with NaN has no token to keep.)"""
+    width = data.draw(st.integers(1, 8))
+    row = st.lists(broken, min_size=width, max_size=width)
+    logits = torch.tensor(data.draw(st.lists(row, min_size=len(params), max_size=len(params))))
+    together = apply_filters(logits, Sampling.of(params, width, "cpu"))
+    for b, one in enumerate(params):
+        alone = apply_filters(logits[b : b + 1], Sampling.of([one], width, "cpu"))[0]
+        torch.testing.assert_close(together[b], alone, rtol=0, atol=0, equal_nan=True)
