@@ -1,4 +1,7 @@
-"""Incremental detokenization; text that may be the start of a stop string is held back until it is decided."""
+"""Incremental detokenization; text that may be the start of a stop string is held back until it is decided.
+
+A token's work depends on its own text, not on the length of the stop strings or of the answer.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,11 @@ Decode = Callable[[list[int]], str]
 
 #: Decoded by a byte-level tokenizer for bytes that do not form a character yet.
 _UNFINISHED = "\ufffd"
+#: Tokens decoded together at most, but for the next: bytes that never form a character, and tokens without text, would
+#: be decoded again with every token that follows.
+_WINDOW = 32
+#: Tokens of a character at most: each has a byte of it.
+_CHARACTER = 4
 
 
 class TextStream:
@@ -15,9 +23,9 @@ class TextStream:
 
     def __init__(self, decode: Decode, stop: tuple[str, ...] = (), *, stop_visible: bool = False) -> None:
         """`stop_visible` leaves the stop string that ended the answer in the text."""
-        self._decode, self._stop, self._stop_visible = decode, stop, stop_visible
-        self._ids: list[int] = []
-        self._start, self._read = 0, 0  # window of ids decoded together: a token's text can depend on the one before it
+        self._decode, self._stop, self._stop_visible = decode, [_StopString(string) for string in stop], stop_visible
+        self._ids: list[int] = []  # decoded together: a token's text can depend on the one before it
+        self._read = 0  # leading ones whose text has been released or held back
         self._held = ""  # decoded, but possibly the start of a stop string
         self.stopped = False
 
@@ -27,33 +35,86 @@ class TextStream:
         Without `may_stop` no stop string is looked for in the text so far.
         """
         self._ids.append(token)
-        before = self._decode(self._ids[self._start : self._read])
-        now = self._decode(self._ids[self._start :])
+        before, now = self._decode(self._ids[: self._read]), self._decode(self._ids)
+        read = len(self._ids)
         if now.endswith(_UNFINISHED) or len(now) <= len(before):
-            return ""
-        self._start, self._read = self._read, len(self._ids)
+            if len(self._ids) < _WINDOW:
+                return ""
+            read = self._decided(now)
+            now = self._decode(self._ids[:read])
+            self._ids, self._read = self._ids[max(read - _CHARACTER, 0) :], min(read, _CHARACTER)
+        else:
+            self._ids, self._read = self._ids[self._read :], read - self._read
         return self._release(now[len(before) :], may_stop)
 
     def flush(self) -> str:
         """The text still held back, at the end of the answer; "" if a stop string ended it."""
         if self.stopped:
             return ""
-        rest = self._decode(self._ids[self._start :])[len(self._decode(self._ids[self._start : self._read])) :]
+        rest = self._decode(self._ids)[len(self._decode(self._ids[: self._read])) :]
         text = self._release(rest)
         held, self._held = self._held, ""
         return text + held
+
+    def _decided(self, now: str) -> int:
+        """Leading tokens of a full window whose text no later token can change, so that no character is cut in two."""
+        ids = self._ids
+        last = len(ids) - _CHARACTER
+        for cut in range(last, last - _CHARACTER, -1):
+            text, start = self._decode(ids[:cut]), cut - _CHARACTER
+            if now.startswith(text) and now.endswith(self._decode(ids[start:])[len(self._decode(ids[start:cut])) :]):
+                return cut
+        return last
 
     def _release(self, new: str, may_stop: bool = True) -> str:
         text = self._held + new
         if not may_stop:
             self._held = ""
+            for string in self._stop:
+                string.matched = 0
             return text
-        found = [(at, at + len(s)) for s in self._stop if (at := text.find(s)) >= 0]
+        ends = [(string, string.end_in(new)) for string in self._stop]
+        found = [(len(self._held) + end - len(string.text), len(string.text)) for string, end in ends if end]
         if found:
             self.stopped, self._held = True, ""
-            start, end = min(found)
-            return text[: end if self._stop_visible else start]
+            start, length = min(found)
+            return text[: start + length if self._stop_visible else start]
         # Hold back the longest suffix that is a prefix of a stop string.
-        hold = max((n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        hold = max((string.matched for string in self._stop), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]
+
+
+class _StopString:
+    """Searches a text that comes in parts for one string, each character once (Knuth, Morris and Pratt)."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0  # length of its longest prefix that the text so far ends with
+        self._borders = [0]  # of its prefixes of length 1, 2, ...: the longest shorter prefix that each ends with
+
+    def end_in(self, part: str) -> int:
+        """The index in the next part of the text behind the first occurrence; 0 if none ends there."""
+        matched, index = self.matched, 0
+        while index < len(part):
+            if not matched:
+                index = part.find(self.text[0], index)
+                if index < 0:
+                    break
+            while matched and part[index] != self.text[matched]:
+                matched = self._borders[matched - 1]
+            matched += part[index] == self.text[matched]
+            index += 1
+            if matched == len(self.text):
+                return index
+            if matched > len(self._borders):
+                self._borders.append(self._border(matched))
+        self.matched = matched
+        return 0
+
+    def _border(self, length: int) -> int:
+        """The longest shorter prefix that the prefix of this length ends with; those of shorter ones are known."""
+        last, border = self.text[length - 1], self._borders[-1]
+        while border and self.text[border] != last:
+            border = self._borders[border - 1]
+        return border + (self.text[border] == last)

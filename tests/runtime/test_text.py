@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d2sd.runtime.text import TextStream
+from d2sd.runtime.text import TextStream, _StopString
 from tests.runtime.helpers import STEADY
 
 
@@ -183,3 +184,93 @@ def test_text_that_may_not_stop_is_not_searched() -> None:
 @pytest.mark.parametrize("stop", [(), ("never",)])
 def test_flush_of_nothing(stop: tuple[str, ...]) -> None:
     assert TextStream(vocabulary(), stop).flush() == ""
+
+
+class Slices:
+    """The stop strings of a text that comes in parts, by searching and slicing all of it each time."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._stop, self._held, self.stopped = stop, "", False
+
+    def release(self, new: str, may_stop: bool) -> str:
+        text, self._held = self._held + new, ""
+        if not may_stop:
+            return text
+        found = [(at, at + len(s)) for s in self._stop if (at := text.find(s)) >= 0]
+        if found:
+            self.stopped = True
+            return text[: min(found)[0]]
+        hold = max((n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+
+periodic = st.one_of(
+    st.text("ab", min_size=1, max_size=7),
+    st.builds(lambda part, times, end: part * times + end, st.text("ab", min_size=1, max_size=3), st.integers(1, 5),
+              st.text("abc", max_size=2)),
+)  # fmt: skip
+
+
+@settings(STEADY, max_examples=400)
+@given(st.lists(periodic, max_size=4), st.lists(st.tuples(st.text("abc", max_size=9), st.integers(0, 9)), max_size=30))
+def test_every_part_is_what_a_search_of_all_text_gives(stop: list[str], parts: list[tuple[str, int]]) -> None:
+    """Repeating strings over two letters, whose beginnings lie inside each other; some parts may not stop."""
+    stream = TextStream(lambda ids: "".join(parts[i][0] for i in ids), tuple(stop))
+    slices = Slices(tuple(stop))
+    for token, (text, dice) in enumerate(parts):
+        may_stop = dice > 0
+        expected = slices.release(text, may_stop) if text else ""
+        assert (stream.feed(token, may_stop=may_stop), stream.stopped) == (expected, slices.stopped)
+        if stream.stopped:
+            return
+
+
+class Counted(str):
+    """A text that counts the characters that are looked at one by one."""
+
+    looks = 0
+
+    def __getitem__(self, key: Any) -> str:
+        Counted.looks += 1 if isinstance(key, int) else len(range(*key.indices(len(self))))
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("end", ["b", "c"])
+def test_a_long_stop_string_costs_as_much_as_a_short_one(end: str) -> None:
+    """Each token looks at a few characters of it, though the text nearly is it, again and again."""
+    looks = []
+    for length in (40, 4000):
+        stream = TextStream(lambda ids: ("aaaa", "aab")[ids[-1]] if ids else "", ())
+        stream._stop = [_StopString(Counted("a" * length + end))]
+        Counted.looks = 0
+        for token in range(2000):
+            stream._release("aaaa" if token % 50 else "aabaa")
+        looks.append(Counted.looks)
+    assert max(looks) < 8 * 4 * 2000
+
+
+@pytest.mark.parametrize("token", [b"\xff", b""])
+def test_tokens_that_form_no_text_are_not_decoded_for_ever(token: bytes) -> None:
+    decode, longest = vocabulary(b"a", token), 0
+
+    def counted(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return decode(ids)
+
+    stream = TextStream(counted)
+    text = "".join(stream.feed(number) for number in [0] + [1] * 500 + [0]) + stream.flush()
+    assert text == decode([0] + [1] * 500 + [0])
+    assert longest < 50
+
+
+@STEADY
+@given(
+    st.lists(st.sampled_from([b"\xff", "é".encode(), "€".encode(), "🙂".encode(), b"\xe2", b""]), max_size=60),
+    st.integers(0, 40),
+)
+def test_no_character_is_cut_where_the_window_is(characters: list[bytes], filler: int) -> None:
+    """Bytes one by one, behind as many that form no character as fill a window up to anywhere in them."""
+    data = b"\xff" * filler + b"".join(characters)
+    assert "".join(run([data[i : i + 1] for i in range(len(data))])[0]) == data.decode("utf-8", errors="replace")
