@@ -1,28 +1,19 @@
 """Encodes messages with the target's chat template.
 
-The template is untrusted Jinja from a checkpoint: transformers compiles it in a sandbox, and this module bounds its
-rendering time and the length of its output.
+The template is untrusted Jinja from a checkpoint: `template_process.py` renders it within bounds of time and memory.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from time import thread_time
-from types import FrameType, NoneType
+from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
+from d2sd.convert.bundle.template_process import PROCESS, TemplateError, TooLong
 from d2sd.errors import RequestError
 
 #: `[{"role": "user", "content": "..."}, ...]`
 Messages = Sequence[Mapping[str, Any]]
-#: Maximum CPU seconds of one rendering; templates of real models need milliseconds.
-_SECONDS = 2.0
-#: Maximum length of a rendered conversation, in characters; a context of a million tokens is shorter.
-_MAX_LENGTH = 16 << 20
-#: File name that Jinja gives a template compiled from a string.
-_TEMPLATE = "<template>"
 
 
 def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
@@ -45,27 +36,49 @@ def encode_chat(
     the template in errors. `tools` are the functions that the answer may call, in OpenAI's format. Raises
     `RequestError` for malformed messages and for a template that fails.
     """
-    _check_messages(messages)
-    try:
-        with _deadline(_SECONDS):
-            text = tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False,
-                tools=None if not tools else [dict(tool) for tool in tools], **template,
-            )  # fmt: skip
-    except (Exception, _TooSlow) as error:  # a template can raise anything, such as a RecursionError
-        found = f"more than {_SECONDS:g} s" if isinstance(error, _TooSlow) else f"{type(error).__name__}: {error}"
-        raise RequestError(
-            "The chat template cannot be rendered.", where=where, found=found[:300],
-            fix="correct the messages or the template, or pass the prompt without it (--raw)",
-        ) from None  # fmt: skip
-    if len(text) > _MAX_LENGTH:
-        raise RequestError(
-            "The chat template renders too much text.", where=where, found=f"{len(text):,} characters",
-            expected=f"at most {_MAX_LENGTH:,}",
-        )  # fmt: skip
-    _check_text(text, where)
+    text = render_chat(tokenizer, messages, template, where, tools)
     ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids  # the template writes them
     return ids
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Messages,
+    template: Mapping[str, Any],
+    where: str,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    generation_prompt: bool = True,
+) -> str:
+    """The text of a conversation, equal to that of the tokenizer's own `apply_chat_template`; see `encode_chat`.
+
+    With `generation_prompt` it ends with the start of the assistant's answer.
+    """
+    _check_messages(messages)
+    values = {
+        "messages": [dict(message) for message in messages], "tools": [dict(tool) for tool in tools] if tools else None,
+        "documents": None, "add_generation_prompt": generation_prompt, **_special_tokens(tokenizer), **template,
+    }  # fmt: skip
+    try:
+        text = PROCESS.render(tokenizer.get_chat_template(tools=tools or None), values)
+    except TooLong as error:
+        raise RequestError(
+            "The chat template renders too much text.", where=where, found=f"{error} characters",
+            expected=f"at most {PROCESS.limits.length:,}",
+        ) from None  # fmt: skip
+    except (TemplateError, ValueError, OSError) as error:  # ValueError: several templates, and none is the default
+        raise RequestError(
+            "The chat template cannot be rendered.", where=where, found=str(error)[:300],
+            fix="correct the messages or the template, or pass the prompt without it (--raw)",
+        ) from None  # fmt: skip
+    _check_text(text, where)
+    return text
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, Any]:
+    """Special tokens by name, which templates write: text, or lists of text."""
+    found = tokenizer.special_tokens_map.items()
+    return {name: [*map(str, value)] if isinstance(value, list) else str(value) for name, value in found}
 
 
 def _check_messages(messages: Messages) -> None:
@@ -91,30 +104,3 @@ def _check_text(text: str, where: str) -> None:
             "The prompt is not Unicode text.", where=where, found=f"a lone surrogate at character {error.start}",
             fix="pass UTF-8",
         ) from None  # fmt: skip
-
-
-class _TooSlow(BaseException):
-    """A BaseException, so that no `except Exception` inside the rendering swallows it."""
-
-
-@contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """Raise `_TooSlow` in a template that runs for longer than `seconds` of this thread's CPU time.
-
-    A trace function checks the clock on every line of the compiled template; unlike a signal, it works in any thread.
-    """
-    end = thread_time() + seconds
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename != _TEMPLATE:
-            return None
-        if thread_time() > end:
-            raise _TooSlow
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 
 from d2sd.convert.bundle import chat
 from d2sd.convert.bundle.chat import encode_chat, encode_prompt
+from d2sd.convert.bundle.template_process import TemplateLimits, TemplateProcess
 from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.errors import RequestError
 from tests.convert.helpers import write_target_dir
@@ -65,36 +63,39 @@ def test_a_template_that_fails_is_named(folder: Path, template: str, named: str)
     assert named.lower() in str(caught.value).lower()
 
 
-NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = 1 %}{% endfor %}{% endfor %}"
 
 
-@pytest.mark.parametrize("body", ["a", "{% set x = 1 %}"], ids=["with output", "without output"])
-def test_nested_loops_end_at_the_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-    monkeypatch.setattr(chat, "_SECONDS", 0.2)
-    known, tracing = tokenizer(folder, NESTED.replace("BODY", body)), sys.gettrace()
-    caught: list[Exception] = []
-
-    def render() -> None:
-        try:
-            encode_chat(known, [{"role": "user", "content": "w1"}], {}, "here")
-        except RequestError as error:
-            caught.append(error)
-
-    start = time.thread_time()
-    render()
-    assert time.thread_time() - start < 5
-    thread = Thread(target=render)  # a server renders in one
-    thread.start()
-    thread.join()
-    assert [f"more than {chat._SECONDS:g} s" in str(error) for error in caught] == [True, True]
-    assert sys.gettrace() is tracing
+def test_a_template_that_takes_too_long_is_named_and_the_next_is_rendered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited = TemplateProcess(TemplateLimits(seconds=0.1))
+    monkeypatch.setattr(chat, "PROCESS", limited)
+    with pytest.raises(RequestError, match="cannot be rendered") as caught:
+        encode_chat(tokenizer(folder, NESTED), [{"role": "user", "content": "w1"}], {}, "bundle/target: chat_template")
+    assert (caught.value.found, caught.value.where) == ("more than 0.1 s", "bundle/target: chat_template")
+    assert encode_chat(tokenizer(folder, TEMPLATE), [{"role": "user", "content": "w11"}], {}, "here") == [1, 11, 2]
+    limited.close()
 
 
 def test_output_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "_MAX_LENGTH", 1000)
+    limited = TemplateProcess(TemplateLimits(length=1000))
+    monkeypatch.setattr(chat, "PROCESS", limited)
     known = tokenizer(folder, "{% for i in range(999) %}w1 {% endfor %}")
-    with pytest.raises(RequestError, match=r"renders too much text(.|\n)*2,997 characters"):
+    with pytest.raises(RequestError, match=r"renders too much text(.|\n)*1,002 characters(.|\n)*at most 1,000"):
         encode_chat(known, [{"role": "user", "content": "w1"}], {}, "here")
+    limited.close()
+
+
+def test_a_tokenizer_with_several_templates_takes_the_one_for_tools(folder: Path) -> None:
+    known = tokenizer(folder, TEMPLATE)
+    known.chat_template = {"default": "w1 {{ eos_token }}", "tool_use": "w2 {{ tools[0].name }}"}
+    turns, tools = [{"role": "user", "content": "w1"}], [{"name": "w5"}]
+    assert encode_chat(known, turns, {}, "here") == known("w1 " + known.eos_token).input_ids
+    assert encode_chat(known, turns, {}, "here", tools) == [2, 5]
+    known.chat_template = {"other": "w1"}
+    with pytest.raises(RequestError, match="multiple chat templates"):
+        encode_chat(known, turns, {}, "here")
 
 
 @pytest.mark.parametrize(
