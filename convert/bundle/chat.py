@@ -56,21 +56,29 @@ def render_chat(
     """
     _check_messages(messages)
     values = {
-        "messages": [dict(message) for message in messages], "tools": [dict(tool) for tool in tools] if tools else None,
-        "documents": None, "add_generation_prompt": generation_prompt, **_special_tokens(tokenizer), **template,
-    }  # fmt: skip
+        "messages": [dict(message) for message in messages],
+        "tools": [dict(tool) for tool in tools] if tools else None,
+        "documents": None,
+        "add_generation_prompt": generation_prompt,
+        **_special_tokens(tokenizer),
+        **template,
+    }
     try:
         text = PROCESS.render(tokenizer.get_chat_template(tools=tools or None), values)
     except TooLong as error:
         raise RequestError(
-            "The chat template renders too much text.", where=where, found=f"{error} characters",
+            "The chat template renders too much text.",
+            where=where,
+            found=f"{error} characters",
             expected=f"at most {PROCESS.limits.length:,}",
-        ) from None  # fmt: skip
+        ) from None
     except (TemplateError, ValueError, OSError) as error:  # ValueError: several templates, and none is the default
         raise RequestError(
-            "The chat template cannot be rendered.", where=where, found=str(error)[:300],
+            "The chat template cannot be rendered.",
+            where=where,
+            found=str(error)[:300],
             fix="correct the messages or the template, or pass the prompt without it (--raw)",
-        ) from None  # fmt: skip
+        ) from None
     _check_text(text, where)
     return text
 

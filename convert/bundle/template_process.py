@@ -106,9 +106,13 @@ class TemplateProcess:
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(_PROGRAM)], stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL,
-                    env=kept, start_new_session=True,  # out of reach of the terminal's signals
-                )  # fmt: skip
+                    [sys.executable, "-I", "-S", str(_PROGRAM)],
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=subprocess.DEVNULL,
+                    env=kept,
+                    start_new_session=True,  # out of reach of the terminal's signals
+                )
         except BaseException:
             ours.close()
             raise

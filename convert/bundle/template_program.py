@@ -75,12 +75,14 @@ def _compiled(source: str) -> Template:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None,
-               sort_keys: Any = False) -> str:  # fmt: skip
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    # templates pass them by position too, in transformers' order
+    def tojson(
+        x: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, sort_keys: Any = 0
+    ) -> str:
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    def strftime_now(format: str) -> str:  # noqa: A002, the name that templates may pass
-        return datetime.now().strftime(format)  # noqa: DTZ005, local time as in transformers
+    def strftime_now(format: str) -> str:
+        return datetime.now().strftime(format)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]

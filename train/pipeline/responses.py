@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from pydantic import BaseModel, Field, JsonValue, NonNegativeInt, RootModel
 
+from d2sd.convert.bundle.chat import render_chat
 from d2sd.convert.bundle.load import Bundle
 from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.errors import D2SDError
@@ -193,7 +194,8 @@ class ResponseGenerator:
             raise D2SDError("self-written turns need a chat template; the target has none", where="data.self_written")
         turns = [{"role": "user", "content": _SPLIT}]
         template = self.bundle.recipe.target.template
-        before = tokenizer.apply_chat_template(turns, tokenize=False, **template).split(_SPLIT)[0]
+        text = render_chat(tokenizer, turns, template, f"{self.bundle.path}: chat_template", generation_prompt=False)
+        before = text.split(_SPLIT)[0]
         ids = tokenizer(before + job.text, add_special_tokens=False).input_ids
         sampling = SamplingParams(wanted.temperature, seed=zlib.crc32(job.id.encode()))
         stops = frozenset(self.bundle.stop_token_ids)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from d2sd.convert.bundle.chat import render_chat
 from d2sd.errors import RequestError
 from d2sd.progress import Progress, silent
 from d2sd.runtime.request import Request, SamplingParams
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 _WARM_UP = 8
 #: Generation arguments of lm-eval's tasks that are sampling parameters of the same name and meaning.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
+#: Marks where a message that is continued ends; transformers' own, so that templates see the same text.
+_END = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 @dataclass(slots=True)
@@ -67,12 +70,20 @@ class Scorer:
         return ids
 
     def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
-        """A conversation in the target's chat template."""
-        text: str = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt, **self._template,
-        )  # fmt: skip
-        return text
+        """A conversation in the target's chat template; without a generation prompt its last message is continued."""
+        if not add_generation_prompt:
+            *before, last = messages
+            messages = [*before, {**last, "content": last["content"] + _END}]
+        text = render_chat(
+            self.tokenizer, messages, self._template, "chat_template", generation_prompt=add_generation_prompt
+        )
+        if add_generation_prompt:
+            return text
+        open_part, end, _ = text.rpartition(_END.strip())
+        if not end:
+            raise RequestError("The chat template leaves out the last message.", where="chat_template")
+        # a template that trims messages would also have trimmed the one that is continued
+        return open_part if text.startswith(_END, len(open_part)) else open_part.rstrip()
 
     def generate(self, prompts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """Answer each (prompt, generation arguments of lm-eval); the text ends before a string of `until`.

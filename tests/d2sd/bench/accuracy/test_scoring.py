@@ -87,3 +87,21 @@ def test_sampling_arguments_count_only_where_the_task_samples(bundle: Bundle) ->
     assert greedy_text == one.generate([(PROMPTS[0], {})]) != sampled
     with pytest.raises(RequestError, match="num_beams"):
         one.generate([(PROMPTS[0], {"num_beams": 4})])
+
+
+@pytest.mark.parametrize("template", ["{{ m.content }}", "{{ m.content|trim }}!"], ids=["as written", "trimmed"])
+@pytest.mark.parametrize("last", ["w1  ", "w1"])
+def test_chats_are_rendered_as_by_transformers(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, template: str, last: str
+) -> None:
+    whole = "{% for m in messages %}[" + template + "]{% endfor %}{{ 'go' if add_generation_prompt }}"
+    monkeypatch.setattr(bundle.tokenizer, "chat_template", whole)
+    turns, one = [{"role": "user", "content": " w2 "}, {"role": "assistant", "content": last}], scorer(bundle)
+    for opened in (True, False):
+        wanted = bundle.tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=opened, continue_final_message=not opened
+        )
+        assert one.render(turns, opened) == wanted
+    monkeypatch.setattr(bundle.tokenizer, "chat_template", "{{ messages[0].content }}")
+    with pytest.raises(RequestError, match="leaves out the last message"):
+        one.render(turns, False)
