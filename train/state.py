@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 from pydantic import BaseModel, JsonValue, NonNegativeInt
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from d2sd.errors import D2SDError
+from d2sd.convert.checkpoint.weights import open_tensors
+from d2sd.errors import CheckpointError, D2SDError
 from d2sd.io import atomic_write
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.flex import FlexHead
@@ -48,19 +48,15 @@ def load_state(folder: Path, drafter: Drafter | FlexHead, optimizer: Optimizer, 
     if not path.is_file():
         return 0
     try:
-        with safe_open(path, "pt") as handle:
+        with open_tensors(path) as handle:
             saved = _Saved.model_validate_json(handle.metadata()[_KEY])
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118, not a mapping
         step, found = saved.step, saved.identity
-        tensors = load_file(path)
-    except (
-        SafetensorError,
-        KeyError,
-        TypeError,
-        ValueError,
-    ) as error:  # the last three: of another program
+    except (CheckpointError, KeyError, TypeError) as error:  # the last two: of another program
         raise D2SDError(
-            "the training checkpoint is damaged", where=path, found=error, fix="delete it to begin again"
-        ) from None
+            "the training checkpoint cannot be read", where=path, found=getattr(error, "found", None) or error,
+            fix="correct that, or delete the file to begin again",
+        ) from None  # fmt: skip
     for what, mine in identity.items():
         now, then = json.loads(json.dumps(mine)), found.get(what, {})
         if changed := [key for key in then | now if then.get(key) != now.get(key)]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from d2sd.errors import CheckpointError
-from d2sd.io import read_json
+from d2sd.io import open_regular, read_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INDEX = "model.safetensors.index.json"
@@ -89,26 +89,44 @@ def _read_sharded(directory: Path, index: Path) -> dict[str, TensorInfo]:
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
-    with open_tensors(file) as handle:
+    with open_tensors(file, "np") as handle:  # for "pt", torch reserves memory for the whole file
         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118, not a mapping
         return {name: TensorInfo(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
 
 @contextmanager
-def open_tensors(file: Path) -> Iterator[Any]:
+def open_tensors(file: Path, framework: Literal["pt", "np"] = "pt") -> Iterator[Any]:
     """Open a safetensors file: a handle of `safe_open`, which reads the header and maps the data.
 
-    Raises `CheckpointError` where the file, or what is read inside the block, is missing, damaged or truncated.
+    Raises `CheckpointError` where the file, or what is read inside the block, is missing, unreadable, damaged or
+    truncated.
     """
-    if not file.is_file():
-        raise CheckpointError("A weight file is missing.", where=file)
     try:
-        with safe_open(file, framework="pt") as handle:
+        with _mapped(file, framework) as handle:
             yield handle
     except (SafetensorError, ValueError, OverflowError) as error:
         if _is_pickle(file):
             raise CheckpointError("Pickle files are never opened: they can run code.", where=file) from None
         raise CheckpointError("The safetensors file is damaged or truncated.", where=file, found=error) from None
+
+
+def _mapped(file: Path, framework: Literal["pt", "np"]) -> Any:
+    """Open a file by `safe_open`, whose own errors have no number, and call a file without permission missing."""
+    try:
+        open_regular(file).close()
+    except FileNotFoundError:
+        raise CheckpointError("A weight file is missing.", where=file) from None
+    except OSError as error:
+        raise CheckpointError("A weight file cannot be read.", where=file, found=error.strerror) from None
+    try:
+        return safe_open(file, framework=framework)
+    except (OSError, RuntimeError) as error:  # of the mapping; torch raises RuntimeError
+        raise CheckpointError(
+            "A weight file cannot be mapped into memory.",
+            where=file,
+            found=error,
+            fix="split it into shards of a few gigabytes, or use a machine with more memory",
+        ) from None
 
 
 def _is_pickle(file: Path) -> bool:

@@ -194,11 +194,11 @@ def test_another_first_drafter_is_named(done: Path) -> None:
 def test_a_damaged_state_is_named(done: Path, left: int, tmp_path: Path) -> None:
     (tmp_path / "state.safetensors").write_bytes((done / "state.safetensors").read_bytes()[:left])
     error = refused(fresh("second"), tmp_path)
-    assert error.what == "the training checkpoint is damaged"
+    assert error.what == "the training checkpoint cannot be read"
     assert "delete" in str(error.fix)
 
 
 def test_another_files_tensors_are_named(tmp_path: Path) -> None:
     """A safetensors file of that name that no training wrote."""
     save_file({"x": torch.zeros(1)}, tmp_path / "state.safetensors")
-    assert refused(fresh(), tmp_path).what == "the training checkpoint is damaged"
+    assert refused(fresh(), tmp_path).what == "the training checkpoint cannot be read"

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from d2sd.convert.build import build
 from d2sd.convert.build.plan import make_plan
 from d2sd.convert.checkpoint.offline import load_tokenizer
-from d2sd.convert.checkpoint.weights import INDEX, read_headers, write_tensors
+from d2sd.convert.checkpoint.weights import INDEX, open_tensors, read_headers, write_tensors
 from d2sd.errors import CheckpointError
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import edit_json, write_project
@@ -175,3 +175,61 @@ def test_a_token_id_out_of_range_is_named(project: Path) -> None:
     path.write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=r"token id is out of range(.|\n)*tokenizer.json(.|\n)*2147483648"):
         load_tokenizer(project / "target")
+
+
+def _denied(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Make opening files of this name fail; the tests may run as root, for whom modes deny nothing."""
+    original = os.open
+
+    def opened(path: Any, flags: int, *mode: int, **options: Any) -> int:
+        if Path(path).name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return original(path, flags, *mode, **options)
+
+    monkeypatch.setattr(os, "open", opened)
+
+
+@pytest.mark.parametrize("folder", ["target", "first"])
+def test_weights_without_permission_are_not_called_missing(
+    project: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    _denied(monkeypatch, "model.safetensors")
+    with pytest.raises(CheckpointError, match="A weight file cannot be read") as caught:
+        read_headers(project / folder)
+    assert (caught.value.found, caught.value.where) == ("Permission denied", project / folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "proc", "folder"])
+def test_weights_that_cannot_be_mapped_are_named(project: Path, kind: str) -> None:
+    index, shard = project / "target" / INDEX, project / "target" / "a.safetensors"
+    (project / "target" / "model.safetensors").unlink()
+    index.write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+    if kind == "pipe":
+        os.mkfifo(shard)
+    elif kind == "folder":
+        shard.mkdir()
+    else:
+        shard.symlink_to("/dev/zero" if kind == "device" else "/proc/self/status")
+    with pytest.raises(CheckpointError, match=r"A weight file cannot be (read|mapped)") as caught:
+        read_headers(project / "target")
+    assert caught.value.where == shard
+
+
+def test_headers_of_a_file_larger_than_memory_are_read(tmp_path: Path) -> None:
+    """A plan maps nothing: the kernel reserves no memory for pages that could be written."""
+    size = 141 * 10**9
+    text = json.dumps({"w": {"dtype": "BF16", "shape": [size // 2], "data_offsets": [0, size]}}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        stream.truncate(8 + len(text) + size)  # sparse: a few kilobytes on the disk
+    assert read_headers(tmp_path)["w"].shape == (size // 2,)
+
+
+def test_weights_that_memory_does_not_hold_are_named(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise RuntimeError("unable to mmap 141000000091 bytes: Cannot allocate memory (12)")
+
+    monkeypatch.setattr("d2sd.convert.checkpoint.weights.safe_open", refuse)
+    file = project / "target" / "model.safetensors"
+    with pytest.raises(CheckpointError, match=r"mapped(.|\n)*Cannot allocate(.|\n)*shards"), open_tensors(file):
+        pass
