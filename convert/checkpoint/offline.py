@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import ModuleType
@@ -27,14 +28,30 @@ def offline_transformers() -> ModuleType:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Read the tokenizer of a checkpoint folder. Raises `CheckpointError`."""
+    """Read the tokenizer of a checkpoint folder, and try it. Raises `CheckpointError`."""
     _check_ids(directory / "tokenizer.json")
     try:
-        return offline_transformers().AutoTokenizer.from_pretrained(
+        tokenizer = offline_transformers().AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
+        _try(tokenizer)
+        return tokenizer
     except Exception as error:  # transformers and tokenizers raise errors of any type
         raise CheckpointError("The tokenizer cannot be read.", where=directory, found=error) from None
+
+
+def _try(tokenizer: Any) -> None:
+    """Use everything that d2sd asks of a tokenizer: settings of a wrong type are read without complaint.
+
+    Raises errors of any type.
+    """
+    for special in (True, False):
+        tokenizer.decode(tokenizer("a", add_special_tokens=special).input_ids)
+    templates = tokenizer.chat_template or ""
+    for template in templates.values() if isinstance(templates, dict) else [templates]:
+        if not isinstance(template, str):
+            raise TypeError(f"chat_template is of type {type(template).__name__}, not text")
+    json.dumps(tokenizer.special_tokens_map, default=str)
 
 
 def _check_ids(file: Path) -> None:

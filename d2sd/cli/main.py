@@ -8,7 +8,7 @@ from importlib import import_module
 
 import click
 
-from d2sd.cli.report import ReportingGroup, report
+from d2sd.cli.report import ReportingGroup, noting_interrupts, report
 
 #: Function of a command, and module unless `MODULES` has it, have its name; texts are the first sentences of its help.
 COMMANDS = {
@@ -65,10 +65,11 @@ def main() -> None:
 
 def build_main() -> None:
     """Run `d2sd build` under its own name, which has its own --version."""
-    try:
-        command = copy.copy(import_module("d2sd.cli.build").build)
-    except KeyboardInterrupt as error:
-        sys.exit(report(error))
+    with noting_interrupts() as interrupted:
+        try:
+            command = copy.copy(import_module("d2sd.cli.build").build)
+        except (Exception, KeyboardInterrupt) as error:
+            sys.exit(report(KeyboardInterrupt() if interrupted() else error))
     command.params = list(command.params)
     click.version_option(package_name="d2sd")(command)
     command.main(prog_name="d2sd-build")

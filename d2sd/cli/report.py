@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import click
@@ -15,6 +20,12 @@ from d2sd.io import printable
 
 #: Exit codes: the user's input or machine, a bug in d2sd (EX_SOFTWARE), Ctrl-C.
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 70, 130
+#: How to end an error of the system, by its number.
+_FIXES = {
+    errno.ENOSPC: "free some space, and run again",
+    errno.EDQUOT: "free some space within your quota, and run again",
+    errno.EFBIG: "raise the limit of file sizes, `ulimit -f`",
+}
 
 
 class Reporting(click.Command):
@@ -41,16 +52,41 @@ class Reporting(click.Command):
                 stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode, a path that is not text
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode, **extra)
-        try:
-            code = super().main(args, prog_name, complete_var, False, **extra) or 0
-            sys.stdout.flush()
-        except (Exception, KeyboardInterrupt) as error:
-            code = report(error)
+        with noting_interrupts() as interrupted:
+            try:
+                code = super().main(args, prog_name, complete_var, False, **extra) or 0
+                sys.stdout.flush()
+            except (Exception, KeyboardInterrupt) as error:
+                code = report(KeyboardInterrupt() if interrupted() else error)
         sys.exit(code)
 
 
 class ReportingGroup(Reporting, click.Group):
     """The same for a group."""
+
+
+@contextmanager
+def noting_interrupts() -> Iterator[Callable[[], bool]]:
+    """Yield whether Ctrl-C was pressed inside the block, where it raises KeyboardInterrupt as always.
+
+    Libraries turn that into errors of their own, or swallow it and fail later, as an import does that finds half of
+    itself imported.
+    """
+    came = list[int]()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        signal.default_int_handler(number, frame)
+
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background job ignores it
+    usual = usual and threading.current_thread() is threading.main_thread()
+    if usual:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(came)
+    finally:
+        if usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def report(error: BaseException) -> int:
@@ -66,9 +102,11 @@ def report(error: BaseException) -> int:
     if isinstance(error, D2SDError):
         click.echo(f"error: {printable(error)}", err=True)
         return USER_ERROR
-    if isinstance(error, OSError) and error.errno is not None:  # permissions, a full disk
+    if isinstance(error, OSError):  # permissions, a full disk; those of libraries in Rust have no number
         place = f"\n  where: {error.filename}" if error.filename is not None else ""
-        click.echo(f"error: {printable(f'{error.strerror or error}{place}')}", err=True)
+        fix = f"\n  fix: {_FIXES[error.errno]}" if error.errno in _FIXES else ""
+        what = error.strerror or str(error)[:500] or type(error).__name__
+        click.echo(f"error: {printable(f'{what}{place}{fix}')}", err=True)
         _drop_output()
         return USER_ERROR
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's

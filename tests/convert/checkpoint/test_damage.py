@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from d2sd.convert.build import build
 from d2sd.convert.build.plan import make_plan
+from d2sd.convert.bundle.chat import encode_chat
 from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.convert.checkpoint.weights import INDEX, open_tensors, read_headers, write_tensors
 from d2sd.errors import CheckpointError
@@ -175,6 +176,32 @@ def test_a_token_id_out_of_range_is_named(project: Path) -> None:
     path.write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=r"token id is out of range(.|\n)*tokenizer.json(.|\n)*2147483648"):
         load_tokenizer(project / "target")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_max_length", "x"),
+        ("model_max_length", []),
+        ("model_max_length", None),
+        ("chat_template", 3),
+        ("chat_template", [{"name": "default", "template": 3}]),
+        ("chat_template", True),
+        ("eos_token", {"content": 3}),
+        ("model_input_names", 3),
+        ("model_input_names", ["x"]),
+    ],
+    ids=str,
+)
+def test_a_tokenizer_either_works_or_is_refused_when_it_is_read(project: Path, key: str, value: object) -> None:
+    edit_json(project / "target" / "tokenizer_config.json", key, value)
+    try:
+        tokenizer = load_tokenizer(project / "target")
+    except CheckpointError:
+        return
+    assert tokenizer("w1 w2").input_ids == [1, 2]
+    if tokenizer.chat_template:
+        assert encode_chat(tokenizer, [{"role": "user", "content": "w1"}], {}, "here")
 
 
 def _denied(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,14 @@ def failing(error: BaseException) -> Result:
     ("error", "code", "text"),
     [
         (D2SDError("What.", where="a\x1b[31mb", found="x"), 2, "error: What.\n  where: a\ufffd[31mb\n  found: x\n"),
-        (OSError(errno.ENOSPC, "No space left on device"), 2, "error: No space left on device\n"),
+        (
+            OSError(errno.ENOSPC, "No space", "a"),
+            2,
+            "error: No space\n  where: a\n  fix: free some space, and run again\n",
+        ),
+        (OSError(errno.EFBIG, "Too large"), 2, "error: Too large\n  fix: raise the limit of file sizes, `ulimit -f`\n"),
+        (OSError("no number (os error 19)"), 2, "error: no number (os error 19)\n"),
+        (OSError(), 2, "error: OSError\n"),
         (OSError(errno.EACCES, "No", "a\x07"), 2, "error: No\n  where: a\ufffd\n"),
         (KeyboardInterrupt(), 130, "\ninterrupted\n"),
         (MemoryError("16 GB"), 2, "error: Out of memory.\n  found: 16 GB\n  fix: lower limits.max_batch\n"),
@@ -60,7 +68,7 @@ def test_an_error_is_a_message_and_an_exit_code(error: BaseException, code: int,
     assert (result.exit_code, result.stderr) == (code, text)
 
 
-@pytest.mark.parametrize("error", [KeyError("a"), RuntimeError("x" * 10_000), EOFError(), OSError("no number")])
+@pytest.mark.parametrize("error", [KeyError("a"), RuntimeError("x" * 10_000), EOFError()])
 def test_a_bug_is_called_a_bug_and_shows_its_traceback_on_request(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -84,11 +92,29 @@ def test_an_interrupt_while_a_command_is_imported_ends_with_130(monkeypatch: pyt
     assert (result.exit_code, result.stderr) == (130, "\ninterrupted\n")
 
 
+@pytest.mark.parametrize(
+    "error", [ImportError("circular import"), D2SDError("The tokenizer cannot be read."), KeyboardInterrupt()], ids=repr
+)
+def test_an_interrupt_that_a_library_turned_into_an_error_ends_with_130(error: BaseException) -> None:
+    @click.command(cls=Reporting)
+    def command() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise error from None
+
+    result = CliRunner().invoke(command, [])
+    assert (result.exit_code, result.stderr.strip()) == (130, "interrupted")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert failing(ImportError("circular import")).exit_code == 70  # nothing is remembered
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["build", "--help"]], ids=" ".join)
 def test_a_full_stdout_is_a_message(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([*PROGRAM, *arguments], check=False, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
+    told = "error: No space left on device\n  fix: free some space, and run again\n"
+    assert (done.returncode, done.stderr) == (2, told)
 
 
 def test_a_terminal_without_unicode_gets_escapes(tmp_path: Path) -> None:
