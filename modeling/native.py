@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from threading import Lock
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ class NativeLayers(nn.Module):
         self._layers: ctypes.Array[library.Layer] = (library.Layer * len(layers))(*map(self._packed, layers, mlps))
         self._norm = self._wide(norm.weight)
         self._body = self._range(0, len(layers))
-        self._memory = library.Memory()
+        self._memory, self._lock = library.Memory(), Lock()  # one pass at a time works in the memory
         self._context = _context(layers, body.rms_norm_eps) if context else None
 
     def __del__(self) -> None:
@@ -158,7 +159,8 @@ class NativeLayers(nn.Module):
             address(aux), len(aux_layer_ids), address(features), address(out),
         )  # fmt: skip
         functions, threads = library.functions(), torch.get_num_threads()
-        functions.d2sd_layers(ctypes.byref(layers), ctypes.byref(arguments), ctypes.byref(self._memory), threads)
+        with self._lock:
+            functions.d2sd_layers(ctypes.byref(layers), ctypes.byref(arguments), ctypes.byref(self._memory), threads)
         return out, features, k, v
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:

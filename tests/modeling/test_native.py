@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from d2sd.modeling.config import Family
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.native import NativeLayers
 from d2sd.modeling.packed import pack
 from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins.cpu import library
@@ -166,3 +169,26 @@ def test_a_packed_drafter_drafts_the_same() -> None:
         found.append((k, v, drafter.draft(embedded, Rows(length[:, None] + places[:, :4], mask, table, length), pool)))
     for ours, theirs in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_passes_of_one_model_in_several_threads_do_not_meet(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share memory that grows: a pass must neither write into another's nor free it."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    native = packed(tiny_decoder("qwen3", hidden=256, heads=4, kv_heads=2, head_dim=64))
+    tokens = random_tokens(native, 1, 8)
+    pool, table = filled(native, tokens)
+    context = torch.tensor([8])
+    rows = [random_tokens(native, 1, count) for count in (40, 3, 56, 17, 24, 9, 48, 31)]
+
+    def run(new: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = native(new, Rows.chain(new.shape[1], table, context), pool, AUX).hidden
+        return hidden
+
+    expected = [run(new) for new in rows]
+    for _ in range(5):
+        assert isinstance(native.native, NativeLayers)
+        library.functions().d2sd_free(ctypes.byref(native.native._memory))  # so that it has to grow again
+        with ThreadPoolExecutor(4) as pool_of_threads:
+            found = list(pool_of_threads.map(run, rows * 4))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected * 4, strict=True))
