@@ -15,27 +15,54 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from d2sd.serve.llm import LLM, Completion
+    from d2sd.errors import BundleError, CheckpointError, D2SDError, GenerationError, RequestError
+    from d2sd.serve.async_llm import AsyncLLM
+    from d2sd.serve.completion import Completion, Logprob
+    from d2sd.serve.errors import DeadlineExceeded, EngineFailed
+    from d2sd.serve.llm import LLM
     from d2sd.serve.params import SamplingParams
+    from d2sd.serve.prompts import TextPrompt, TokensPrompt
     from d2sd.serve.structured import StructuredOutputsParams
 
     __version__: str
 
-__all__ = ["LLM", "Completion", "SamplingParams", "StructuredOutputsParams", "__version__"]
-
+#: The public names, by their modules.
 _MODULES = {
-    "LLM": "d2sd.serve.llm",
-    "Completion": "d2sd.serve.llm",
-    "SamplingParams": "d2sd.serve.params",
-    "StructuredOutputsParams": "d2sd.serve.structured",
+    "d2sd.errors": ("D2SDError", "BundleError", "CheckpointError", "GenerationError", "RequestError"),
+    "d2sd.serve.async_llm": ("AsyncLLM",),
+    "d2sd.serve.completion": ("Completion", "Logprob"),
+    "d2sd.serve.errors": ("DeadlineExceeded", "EngineFailed"),
+    "d2sd.serve.llm": ("LLM",),
+    "d2sd.serve.params": ("SamplingParams",),
+    "d2sd.serve.prompts": ("TextPrompt", "TokensPrompt"),
+    "d2sd.serve.structured": ("StructuredOutputsParams",),
 }
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BundleError",
+    "CheckpointError",
+    "Completion",
+    "D2SDError",
+    "DeadlineExceeded",
+    "EngineFailed",
+    "GenerationError",
+    "Logprob",
+    "RequestError",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return version("d2sd")
-    if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
+from threading import RLock, Thread, current_thread
 from typing import TYPE_CHECKING, Literal
 
 from d2sd.errors import D2SDError, GenerationError, RequestError
@@ -47,7 +47,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine, *, max_waiting: int = 256) -> None:
         self.engine, self.max_waiting = engine, max_waiting
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
-        self._lock = Lock()  # guards the next two
+        self._lock = RLock()  # guards the next two; a finalizer may call `halt` in a thread that has it
         self._live: set[Stream] = set()  # accepted and not ended
         self._refusal: D2SDError | None = EngineFailed("The engine has not been started.", fix="await start()")
         self._running: dict[Running, Stream] = {}  # of the engine's thread alone
@@ -131,14 +131,22 @@ class AsyncEngine:
 
     async def start(self) -> None:
         """Warm the engine up and start the thread. It can be started again after `stop`, not after a failure."""
-        if self._failure is not None or (self._thread is not None and self._thread.is_alive()):
-            raise EngineFailed("The engine cannot be started.", found=self._failure or "it is running")
+        self._check_startable()
         selector, sizes = self.engine.selector, buckets(self.engine.limits.max_batch)
         served = selector.times.seconds if selector else [(self.engine.policy, size) for size in sizes]
         await asyncio.to_thread(self.engine.steps.warm_up, served)
+        self.launch()
+
+    def launch(self) -> None:
+        """Start the thread without a warm-up: on a GPU, steps are captured when they first run."""
+        self._check_startable()
         self._refusal = None
         self._thread = Thread(target=self._run, name="d2sd-engine", daemon=True)
         self._thread.start()
+
+    def _check_startable(self) -> None:
+        if self._failure is not None or (self._thread is not None and self._thread.is_alive()):
+            raise EngineFailed("The engine cannot be started.", found=self._failure or "it is running")
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests, wait up to `timeout` seconds for those accepted, then end the rest with ShuttingDown."""
@@ -153,10 +161,15 @@ class AsyncEngine:
 
     async def stop(self) -> None:
         """End all requests with ShuttingDown and the thread with them; returns when it has ended."""
+        await asyncio.to_thread(self.halt)
+
+    def halt(self) -> None:
+        """Do as `stop`, without an event loop. In the engine's thread itself, return at once."""
         self._refuse(ShuttingDown("The server is shutting down.", fix="try again later"))
         if self._thread is not None:
             self._inbox.put(("stop", None))
-            await asyncio.to_thread(self._thread.join)
+            if self._thread is not current_thread():
+                self._thread.join()
 
     def _refuse(self, reason: D2SDError) -> None:
         """Refuse new requests with this error; a failure of the engine remains the reason."""
@@ -192,6 +205,7 @@ class AsyncEngine:
                 self._take(stream)
             elif kind == "cancel" and stream is not None:
                 self._end(stream)
+                Stream.wake([stream])
             else:
                 self._end_all(ShuttingDown("The server is shutting down.", fix="try again later"))
                 if kind == "stop":

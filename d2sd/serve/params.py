@@ -5,11 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from d2sd.errors import RequestError
 from d2sd.runtime.request import SamplingParams as TokenSampling
 from d2sd.serve.structured import StructuredOutputsParams
+from d2sd.serve.typed import typed
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
@@ -48,8 +50,8 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens.
         structured_outputs: the form of the completion: JSON, a regular expression, a choice or a grammar.
 
-    Penalties, logit_bias, bad_words and min_tokens apply to greedy decoding too. Raises `RequestError` naming the field
-    that is out of range.
+    Penalties, logit_bias, bad_words and min_tokens apply to greedy decoding too. Numbers may be numpy's. Raises
+    `RequestError` naming the field that is out of range or of another type.
     """
 
     temperature: float = 0.0
@@ -74,6 +76,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
+        for name, kind in _kinds().items():
+            object.__setattr__(self, name, typed(getattr(self, name), kind, name))
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "bad_words", tuple(self.bad_words))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -101,6 +105,12 @@ class SamplingParams:
         """The seed of each of the `n` completions; a random start in place of None."""
         first = secrets.randbelow(_DRAWN_SEEDS) if self.seed is None else self.seed
         return [(first + index) % SEEDS for index in range(self.n)]
+
+
+@cache
+def _kinds() -> dict[str, Any]:
+    """The annotated type of each field."""
+    return get_type_hints(SamplingParams)
 
 
 def with_params(bundle: Bundle, request: Request, params: SamplingParams) -> list[Request]:

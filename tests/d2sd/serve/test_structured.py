@@ -104,12 +104,12 @@ def test_a_bad_grammar_is_refused_and_leaves_nothing_queued(llm: LLM, kind: Any)
     with pytest.raises(RequestError) as caught:
         llm.generate(["x", "y"], [SamplingParams(max_tokens=2), params])
     assert caught.value.where == f"structured_outputs.{kind}"
-    _, engine = llm._open()
+    _, engine = llm._session.open()
     assert not engine.busy
 
 
 def test_one_grammar_for_a_form(llm: LLM) -> None:
-    bundle, _ = llm._open()
+    bundle, _ = llm._session.open()
     compiler = GrammarCompiler(bundle)
     form = StructuredOutputsParams(json=SCHEMA)
     assert compiler.compile(form) is compiler.compile(StructuredOutputsParams(json=json.dumps(SCHEMA)))

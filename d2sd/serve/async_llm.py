@@ -1,0 +1,120 @@
+"""`AsyncLLM`: the Python API for programs with an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from typing_extensions import Self
+
+from d2sd.errors import RequestError
+from d2sd.serve.prompts import conversation_inputs, input_of, prompt_inputs
+from d2sd.serve.session import Options, Session
+
+if TYPE_CHECKING:
+    from d2sd.convert.bundle.backends import BackendName
+    from d2sd.recipe import Policy
+    from d2sd.runtime.request import Request
+    from d2sd.runtime.stats import SequenceStats
+    from d2sd.serve.completion import Completion
+    from d2sd.serve.params import SamplingParams
+    from d2sd.serve.prompts import Input, Message, Prompt, Sampling, Tools
+
+
+class AsyncLLM:
+    """A bundle, loaded, with an engine that serves it: `LLM` with coroutines for methods.
+
+    All calls at one time share the batch. A call whose task is cancelled leaves it before the next step. One that takes
+    more than `deadline` seconds raises `DeadlineExceeded`. Methods may be called from several event loops.
+
+    Arguments are those of `LLM`. Loading takes seconds and blocks: in a running event loop, make the object by
+    `await asyncio.to_thread(AsyncLLM, model)`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str = "cpu",
+        policy: Policy | None = None,
+        backend: BackendName = "torch",
+        max_batch: int | None = None,
+        verify: bool = True,
+    ) -> None:
+        self._session = Session(Options(model, device, policy, backend, max_batch, verify))
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Sampling = None,
+        *,
+        deadline: float | None = None,
+    ) -> list[Completion]:
+        """Continue each prompt, as `LLM.generate` does."""
+        return await self._run(prompt_inputs(prompts), sampling_params, deadline)
+
+    async def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Sampling = None,
+        tools: Tools = None,
+        *,
+        deadline: float | None = None,
+    ) -> list[Completion]:
+        """Answer a conversation, or each of a list of conversations, as `LLM.chat` does."""
+        return await self._run(conversation_inputs(messages), sampling_params, deadline, tools)
+
+    async def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        deadline: float | None = None,
+    ) -> AsyncGenerator[str, None]:
+        """Yield the completion of a prompt, or the answer to a conversation, in pieces as it is generated.
+
+        `aclose()` of the generator cancels the request.
+        """
+        request = await asyncio.to_thread(stream_request, self._session, prompt, sampling_params)
+        async with aclosing(self._session.pieces(request, deadline)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    @property
+    def stats(self) -> SequenceStats:
+        """Counts over all requests that have left the engine: accepted lengths, tau, policies, preemptions."""
+        return self._session.stats
+
+    async def close(self) -> None:
+        """End all requests, and free the models and the K/V pools; `stats` stay readable."""
+        await asyncio.to_thread(self._session.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"AsyncLLM({self._session})"
+
+    async def _run(
+        self, inputs: list[Input], sampling: Sampling, deadline: float | None, tools: Tools = None
+    ) -> list[Completion]:
+        groups = await asyncio.to_thread(self._session.requests, inputs, sampling, tools)
+        finished = await self._session.run(groups, deadline)
+        return await asyncio.to_thread(self._session.completions, finished)
+
+
+def stream_request(session: Session, prompt: Prompt | Sequence[Message], sampling: SamplingParams | None) -> Request:
+    """The request of a stream. Raises `RequestError`."""
+    if (count := getattr(sampling, "n", 1)) != 1:
+        raise RequestError("A stream has one completion.", where="n", found=count, expected=1)
+    ((request,),) = session.requests([input_of(prompt)], sampling)
+    return request

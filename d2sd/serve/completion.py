@@ -1,0 +1,69 @@
+"""Completions as the Python API returns them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from d2sd.runtime.sequence import FinishReason, TokenLogprobs
+    from d2sd.runtime.sequence import Sequence as Finished
+    from d2sd.runtime.stats import SequenceStats
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token at one position, in the target's distribution before any sampling parameter."""
+
+    logprob: float
+    rank: int  # 1 for the likeliest token
+    decoded_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The answer to one prompt; with n > 1 the first of them, and `outputs` has all."""
+
+    prompt_token_ids: list[int]
+    text: str  # without special tokens and, by default, without the stop string
+    token_ids: list[int]  # generated tokens; the stop token is the last one where it ended the completion
+    finish_reason: FinishReason  # "stop" or "length"
+    stats: SequenceStats  # accepted lengths, tau and policies of this request
+    seed: int = 0  # the same text again with this seed and n = 1
+    index: int = 0  # among the n completions of the prompt
+    logprobs: list[dict[int, Logprob]] | None = None  # of each token: its own and the likeliest tokens', by token id
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the same for the prompt; None for its first token
+    others: tuple[Completion, ...] = ()  # the further n - 1 completions, at index 0
+
+    @property
+    def outputs(self) -> list[Completion]:
+        """All n completions of the prompt, this one first."""
+        return [self, *self.others]
+
+
+def make_completion(answers: Sequence[tuple[Finished, str]], tokenizer: Any) -> Completion:
+    """Join the n finished requests of a prompt, each with its text."""
+    first, *others = (_one(sequence, index, text, tokenizer) for index, (sequence, text) in enumerate(answers))
+    return replace(first, others=tuple(others))
+
+
+def _one(sequence: Finished, index: int, text: str, tokenizer: Any) -> Completion:
+    assert sequence.finish is not None
+    request = sequence.request
+    logprobs = prompt_logprobs = None
+    if request.sampling.logprobs is not None:
+        logprobs = [_by_token(entry, tokenizer) for entry in sequence.logprobs]
+    if request.sampling.prompt_logprobs is not None:
+        prompt_logprobs = [None, *(_by_token(entry, tokenizer) for entry in sequence.prompt_logprobs)]
+    return Completion(
+        list(request.prompt), text, sequence.answer, sequence.finish, sequence.stats, request.sampling.seed, index,
+        logprobs, prompt_logprobs,
+    )  # fmt: skip
+
+
+def _by_token(entry: TokenLogprobs, tokenizer: Any) -> dict[int, Logprob]:
+    """The chosen token first, then the likeliest ones."""
+    ranked = [(entry.token, entry.logprob, entry.rank)]
+    ranked += [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1) if token != entry.token]
+    return {token: Logprob(logprob, rank, tokenizer.decode([token])) for token, logprob, rank in ranked}

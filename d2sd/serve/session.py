@@ -1,0 +1,187 @@
+"""What `LLM` and `AsyncLLM` are faces of: a bundle, opened, whose engine runs in a thread and serves many callers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Annotated, get_type_hints
+from weakref import finalize
+
+from pydantic import Field
+
+from d2sd.convert.bundle.backends import BackendName, check_device
+from d2sd.convert.bundle.load import load_bundle
+from d2sd.convert.bundle.serving import make_engine
+from d2sd.errors import D2SDError, RequestError
+from d2sd.progress import bar
+from d2sd.recipe import Policy
+from d2sd.runtime.stats import SequenceStats
+from d2sd.serve.async_engine import AsyncEngine
+from d2sd.serve.completion import Completion, make_completion
+from d2sd.serve.errors import EngineFailed, ShuttingDown
+from d2sd.serve.prompts import Input, Sampling, Tools, each_params, make_requests
+from d2sd.serve.structured import GrammarCompiler
+from d2sd.serve.typed import typed
+
+if TYPE_CHECKING:
+    from d2sd.convert.bundle.load import Bundle
+    from d2sd.runtime.engine import Engine
+    from d2sd.runtime.request import Request
+    from d2sd.runtime.sequence import Sequence as Finished
+    from d2sd.serve.stream import Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The arguments of `LLM` and `AsyncLLM`, which document them. Raises `D2SDError` naming a wrong one."""
+
+    model: str | Path
+    device: str
+    policy: Policy | None
+    backend: BackendName
+    max_batch: Annotated[int, Field(ge=1, lt=2**31)] | None
+    verify: bool
+
+    def __post_init__(self) -> None:
+        kinds = get_type_hints(Options, include_extras=True)
+        for one in fields(self):
+            object.__setattr__(self, one.name, typed(getattr(self, one.name), kinds[one.name], one.name, D2SDError))
+
+
+class Session:
+    """A loaded bundle with an engine, for any number of threads and event loops at once.
+
+    The engine's thread starts with the first request: it alone steps the engine, so requests of all callers share the
+    batch, and what interrupts a caller, such as Ctrl-C, never interrupts a step.
+    """
+
+    def __init__(self, options: Options) -> None:
+        check_device(options.device)
+        bundle = load_bundle(Path(options.model), verify=options.verify, progress=bar)
+        self._name = f"{str(options.model)!r}, policy={options.policy or bundle.recipe.tree.policy!r}"
+        self._name += f", device={options.device!r}, backend={options.backend!r}"
+        engine = make_engine(
+            bundle, policy=options.policy, device=options.device, backend=options.backend, max_batch=options.max_batch
+        )
+        self._opened: tuple[Bundle, Engine] | None = (bundle, engine)
+        self._grammars = GrammarCompiler(bundle)
+        self._tokenizing = Lock()  # tokenizers change their own state while they encode
+        self._lock = Lock()  # guards the rest
+        self._service: tuple[int, AsyncEngine, finalize[..., Session]] | None = None  # of the process with this id
+        self._finished = SequenceStats()
+
+    def __repr__(self) -> str:
+        return self._name + (", closed" if self._opened is None else "")
+
+    def requests(self, inputs: Sequence[Input], sampling: Sampling, tools: Tools = None) -> list[list[Request]]:
+        """The n requests of each input. Raises `RequestError` if one of them can never be served."""
+        bundle, engine = self.open()
+        params = each_params(sampling, len(inputs))
+        forms = [None if one is None else one.structured_outputs for one in params]
+        grammars = [None if form is None else self._grammars.compile(form) for form in forms]
+        with self._tokenizing:
+            groups = [make_requests(bundle, *one, tools=tools) for one in zip(inputs, params, grammars, strict=True)]
+        for requests in groups:
+            engine.check(requests[0])  # they differ in their seeds only
+        return groups
+
+    async def run(
+        self, groups: Sequence[Sequence[Request]], deadline: float | None = None
+    ) -> list[list[tuple[Finished, str]]]:
+        """Run requests to their end, together with those of other callers; returns each with its text.
+
+        When the task is cancelled, or one of them fails, all leave the batch. Raises what `AsyncEngine.generate` does.
+        """
+        requests = [request for group in groups for request in group]
+        async with self._running(requests, deadline, interval=sys.maxsize) as streams:
+            answers = iter([await _read(stream) for stream in streams])
+        return [[next(answers) for _ in group] for group in groups]
+
+    async def pieces(self, request: Request, deadline: float | None = None) -> AsyncGenerator[str, None]:
+        """Yield the text of a request as it is generated; closing the generator cancels the request."""
+        async with self._running([request], deadline) as (stream,):
+            async for output in stream:
+                if output.text:
+                    yield output.text
+
+    def completions(self, groups: Sequence[Sequence[tuple[Finished, str]]]) -> list[Completion]:
+        """The n completions of each prompt."""
+        bundle, _ = self.open()
+        return [make_completion(group, bundle.tokenizer) for group in groups]
+
+    @property
+    def stats(self) -> SequenceStats:
+        """Counts over all requests that have left the engine."""
+        return self._finished
+
+    def close(self) -> None:
+        """End all requests, and free the models and the K/V pools."""
+        with self._lock:
+            service, self._service, self._opened = self._service, None, None
+        if service is not None:
+            _, _, stop = service
+            stop()
+
+    def open(self) -> tuple[Bundle, Engine]:
+        """The bundle and the engine. Raises `RequestError` after `close`."""
+        opened = self._opened
+        if opened is None:
+            raise _closed()
+        return opened
+
+    def _served(self) -> AsyncEngine:
+        """The engine in its thread; a forked process needs a thread of its own."""
+        with self._lock:
+            _, engine = self.open()
+            if self._service is None or self._service[0] != os.getpid():
+                service = AsyncEngine(engine, max_waiting=sys.maxsize)
+                service.launch()
+                # The thread keeps the engine alive, not the session: it ends with it.
+                self._service = (os.getpid(), service, finalize(self, service.halt))
+            return self._service[1]
+
+    @asynccontextmanager
+    async def _running(
+        self, requests: Sequence[Request], deadline: float | None, interval: int = 1
+    ) -> AsyncIterator[list[Stream]]:
+        deadline = typed(deadline, float | None, "deadline")
+        try:
+            streams = self._served().submit(requests, deadline=deadline, interval=interval)
+            try:
+                yield streams
+            finally:
+                await self._leave(streams)
+        except ShuttingDown:
+            raise _closed() from None
+        except EngineFailed as error:
+            raise EngineFailed("The engine failed.", found=error.found, fix=_AGAIN) from None
+
+    async def _leave(self, streams: Sequence[Stream]) -> None:
+        """Cancel what still runs, wait until the engine has dropped it, and count."""
+        for stream in streams:
+            stream.close()
+        for stream in streams:
+            with suppress(D2SDError):
+                async for _ in stream:
+                    pass
+        left = [stream.sequence.stats for stream in streams if stream.sequence is not None]
+        with self._lock:
+            self._finished = SequenceStats.merged((self._finished, *left))
+
+
+async def _read(stream: Stream) -> tuple[Finished, str]:
+    text = "".join([output.text async for output in stream])
+    assert stream.sequence is not None
+    return stream.sequence, text
+
+
+_AGAIN = "open the bundle again with LLM(...)"
+
+
+def _closed() -> RequestError:
+    return RequestError("The LLM is closed.", fix=_AGAIN)
