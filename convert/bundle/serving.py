@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from d2sd.convert.bundle.backends import BackendName, make_runner
-from d2sd.convert.bundle.chat import Messages, encode_chat, encode_prompt
+from d2sd.convert.bundle.chat import Messages, encode_prompt
+from d2sd.convert.bundle.turns import encode_turns
 from d2sd.errors import BundleError, RequestError
 from d2sd.policies import BY_FLEX, FACTS, FirstPass
 from d2sd.progress import bar
@@ -173,5 +174,5 @@ def chat_request(
     else:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         where = f"{bundle.path / 'target'}: chat_template"
-        ids = encode_chat(tokenizer, messages, bundle.recipe.target.template, where, tools)
+        ids = encode_turns(tokenizer, messages, bundle.recipe.target.template, where, tools)
     return Request(tuple(ids), max_new_tokens, sampling, frozenset(bundle.stop_token_ids), stop)

@@ -5,23 +5,28 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from d2sd.errors import RequestError
 from d2sd.runtime.grammar.guidance import GuidanceGrammar, GuidanceTokenizer
+from d2sd.serve.schemas import text_with_options, with_options
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
 
 #: Compiled grammars that are kept; one takes from kilobytes to a few megabytes.
 _KEPT = 64
+#: The fields of `StructuredOutputsParams` of which one is given.
+FORMS = ("json", "regex", "choice", "grammar", "json_object")
+#: Keys of a response format; name, description and strict are for people and for other servers.
+_FORMAT_KEYS = {"type", "json_schema", "schema", "name", "description", "strict"}
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """The form of an answer, with vLLM's names: exactly one of the fields.
+    """The form of an answer, with vLLM's names: exactly one of the first five fields, and options.
 
     Attributes:
         json: a JSON schema, as a mapping or as text. Answers have at most one space after a colon or comma and none
@@ -30,6 +35,9 @@ class StructuredOutputsParams:
         choice: the strings of which the answer is one.
         grammar: a Lark grammar in llguidance's dialect.
         json_object: True for any JSON object.
+        disable_any_whitespace: no space in JSON outside of its strings.
+        disable_additional_properties: objects of a JSON schema that names properties have no others, unless it says
+            so: what vLLM's default backend does. Without it they may, as the standard has it.
 
     Raises `RequestError` naming the field.
     """
@@ -39,18 +47,26 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
 
     def __post_init__(self) -> None:
         if self.json_object is False:
             object.__setattr__(self, "json_object", None)
-        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        given = [name for name in FORMS if getattr(self, name) is not None]
         if len(given) != 1:
             raise RequestError(
                 "Structured output takes one form.", where="structured_outputs", found=", ".join(given) or "none",
                 expected="one of json, regex, choice, grammar, json_object",
             )  # fmt: skip
+        if self.json_object and self.disable_any_whitespace:
+            object.__setattr__(self, "json", {"type": "object"})
+            object.__setattr__(self, "json_object", None)
+        compact, closed = self.disable_any_whitespace, self.disable_additional_properties
+        if isinstance(self.json, str):
+            object.__setattr__(self, "json", text_with_options(self.json, compact=compact, closed=closed))
         if isinstance(self.json, Mapping):
-            object.__setattr__(self, "json", _dump(self.json))
+            object.__setattr__(self, "json", _dump(with_options(self.json, compact=compact, closed=closed)))
         if self.choice is not None:
             texts = () if isinstance(self.choice, str) else tuple(self.choice)
             if not texts or not all(isinstance(text, str) and text for text in texts):
@@ -67,29 +83,38 @@ class StructuredOutputsParams:
     @property
     def kind(self) -> str:
         """Name of the field that is set."""
-        return next(field.name for field in fields(self) if getattr(self, field.name) is not None)
+        return next(name for name in FORMS if getattr(self, name) is not None)
 
     @staticmethod
-    def of_response_format(value: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
-        """From OpenAI's `response_format`; None for plain text. Raises `RequestError` for a type it does not have."""
-        kind = None if value is None else value.get("type")
-        if value is None or kind == "text":
+    def of_response_format(value: Mapping[str, Any] | None, **options: Any) -> StructuredOutputsParams | None:
+        """From OpenAI's `response_format`, with a schema for `json_object` too; None for plain text.
+
+        The schema may be inside `json_schema`, as OpenAI's chats have it, or beside the type, as its responses and
+        other servers do. `options` are the fields `disable_...`. Raises `RequestError` for what it does not have.
+        """
+        if value is None:
             return None
-        if kind == "json_object":
-            return StructuredOutputsParams(json_object=True)
-        if kind == "json_schema":
-            wrapped = value.get("json_schema")
+        kind = value.get("type")
+        if unknown := sorted(map(str, value.keys() - _FORMAT_KEYS)):
+            raise RequestError("This is not part of a response format.", where=f"response_format.{unknown[0]}")
+        if kind == "text":
+            return None
+        if kind not in ("json_object", "json_schema"):
+            raise RequestError(
+                "Unknown response format.",
+                where="response_format.type",
+                found=kind,
+                expected="text, json_object or json_schema",
+            )
+        wrapped, schema, where = value.get("json_schema"), value.get("schema"), "response_format.schema"
+        if schema is None and (kind == "json_schema" or wrapped is not None):
             schema = wrapped.get("schema") if isinstance(wrapped, Mapping) else None
-            if not isinstance(schema, Mapping):
-                raise RequestError(
-                    "The schema is missing.", where="response_format.json_schema.schema", found=schema,
-                    expected="a JSON schema",
-                )  # fmt: skip
-            return StructuredOutputsParams(json=schema)
-        raise RequestError(
-            "Unknown response format.", where="response_format.type", found=kind,
-            expected="text, json_object or json_schema",
-        )  # fmt: skip
+            where = "response_format.json_schema.schema"
+        if kind == "json_object" and (schema is None or schema == {}):
+            return StructuredOutputsParams(json_object=True, **options)
+        if not isinstance(schema, Mapping):
+            raise RequestError("The schema is missing.", where=where, found=schema, expected="a JSON schema")
+        return StructuredOutputsParams(json=schema, **options)
 
 
 class GrammarCompiler:

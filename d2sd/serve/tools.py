@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from d2sd.convert.bundle.turns import TOOL_CALL, TOOL_CALL_END
 from d2sd.errors import RequestError
 from d2sd.runtime.grammar.guidance import SPACING
+from d2sd.serve.schemas import with_options
 from d2sd.serve.structured import StructuredOutputsParams
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-TOOL_CALL, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,19 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, An
 
 
 def tool_grammar(
-    tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any] | None, *, parallel: bool = True
+    tools: Sequence[Mapping[str, Any]],
+    tool_choice: str | Mapping[str, Any] | None,
+    *,
+    parallel: bool = True,
+    disable_any_whitespace: bool = False,
+    disable_additional_properties: bool = False,
 ) -> StructuredOutputsParams | None:
     """The form of an answer that must call tools; None where it need not.
 
     `tools` and `tool_choice` are OpenAI's: "none", "auto" (the default), "required", or one function,
-    {"type": "function", "function": {"name": ...}}. `parallel` allows several calls where one is required. Raises
-    `RequestError` for malformed tools and for a choice that is not among them.
+    {"type": "function", "function": {"name": ...}}. `parallel` allows several calls where one is required. The options
+    of `StructuredOutputsParams` apply to the arguments. Raises `RequestError` for malformed tools and for a choice that
+    is not among them.
     """
     schemas = check_tools(tools)
     if tool_choice in (None, "none", "auto"):
@@ -71,11 +78,12 @@ def tool_grammar(
     if not schemas:
         raise RequestError("A tool call is required, but there are no tools.", where="tool_choice", found=tool_choice)
     rules = [f"start: call{f' ({_quoted(chr(10))} call)*' if parallel else ''}"]
-    rules.append(f"call: {_quoted(TOOL_CALL + chr(10))} body {_quoted(chr(10) + _CLOSE)}")
+    rules.append(f"call: {_quoted(TOOL_CALL + chr(10))} body {_quoted(chr(10) + TOOL_CALL_END)}")
     rules.append("body: " + " | ".join(f"tool_{index}" for index in range(len(schemas))))
     for index, (name, schema) in enumerate(schemas.items()):
         # each schema is a document of its own, so that its $ref finds its $defs
         begin = '{"name": ' + json.dumps(name) + ', "arguments": '
+        schema = with_options(schema, compact=disable_any_whitespace, closed=disable_additional_properties)
         arguments = json.dumps({"x-guidance": SPACING, **schema})
         rules.append(f"tool_{index}: {_quoted(begin)} %json {arguments} {_quoted('}')}")
     return StructuredOutputsParams(grammar="\n".join(rules))
@@ -105,9 +113,9 @@ def _parse_call(text: str, start: int) -> tuple[ToolCall | None, int]:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None, end
     tail = text[end:].strip()
-    if tail.startswith(_CLOSE):
-        end = text.index(_CLOSE, end) + len(_CLOSE)
-    elif _CLOSE.startswith(tail):  # cut by the length limit
+    if tail.startswith(TOOL_CALL_END):
+        end = text.index(TOOL_CALL_END, end) + len(TOOL_CALL_END)
+    elif TOOL_CALL_END.startswith(tail):  # cut by the length limit
         end = len(text)
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False)), end
 

@@ -9,8 +9,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from d2sd.convert.bundle.turns import TOOL_CALL
 from d2sd.serve.openai.protocol import ChatBody, GenerationBody
-from d2sd.serve.tools import TOOL_CALL, ToolCall, parse_tool_calls
+from d2sd.serve.tools import ToolCall, parse_tool_calls
 
 if TYPE_CHECKING:
     from d2sd.runtime.sequence import Output, TokenLogprobs

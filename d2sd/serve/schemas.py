@@ -1,0 +1,66 @@
+"""Options for JSON schemas, as schemas: objects without further properties, and text without spaces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from d2sd.errors import RequestError
+
+_COMPACT = {"whitespace_flexible": False, "key_separator": ":", "item_separator": ","}
+#: Keywords whose value is a schema, a list of schemas, or schemas by name.
+_ONE = ("items", "additionalItems", "contains", "additionalProperties", "propertyNames", "unevaluatedProperties")
+_SEVERAL = ("prefixItems", "anyOf", "oneOf", "allOf")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+#: Keywords that put other schemas beside an object's own properties.
+_COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas", "dependencies"})
+
+
+def with_options(schema: Mapping[str, Any], *, compact: bool, closed: bool) -> Mapping[str, Any]:
+    """Return a JSON schema for answers without whitespace, and without properties that it does not name.
+
+    What the schema says itself, by `x-guidance` or `additionalProperties`, is kept. Raises `RequestError` for a schema
+    that is nested too deeply.
+    """
+    try:
+        made = _closed(schema) if closed else schema
+    except RecursionError:
+        raise RequestError("The schema is nested too deeply.", where="structured_outputs.json") from None
+    return {"x-guidance": _COMPACT, **made} if compact else made
+
+
+def text_with_options(schema: str, *, compact: bool, closed: bool) -> str:
+    """Return the text of a JSON schema with the same options; text that is no JSON object as it is."""
+    if not compact and not closed:
+        return schema
+    try:
+        made = json.loads(schema)
+    except (ValueError, RecursionError):
+        return schema  # compiling it says what is wrong
+    return json.dumps(with_options(made, compact=compact, closed=closed)) if isinstance(made, dict) else schema
+
+
+def _closed(schema: Any, alone: bool = True) -> Any:
+    """Close the objects of a schema that name properties.
+
+    Objects that must fit several schemas at once stay open, because each schema would refuse the properties of the
+    others; so does this one unless it is `alone`.
+    """
+    if isinstance(schema, Sequence) and not isinstance(schema, str):  # `items` of older drafts
+        return [_closed(one, alone) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    names = "properties" in schema or "patternProperties" in schema
+    made = dict(schema)
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, Mapping):
+            made[key] = {name: _closed(one) for name, one in value.items()}
+        elif key in _ONE:
+            made[key] = _closed(value)
+        elif key in _SEVERAL and isinstance(value, Sequence):
+            together = key != "prefixItems" and (names or not alone or (key == "allOf" and len(value) > 1))
+            made[key] = [_closed(one, alone=not together) for one in value]
+    if names and alone and not _COMBINING & schema.keys():
+        made.setdefault("additionalProperties", False)
+    return made
