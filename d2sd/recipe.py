@@ -40,8 +40,25 @@ SHA256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 #: Compute capabilities without FP8.
 _NO_FP8 = {"sm75", "sm80", "sm86"}
-#: Arguments of a chat template that d2sd sets itself.
-_OURS = {"conversation", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "chat_template"}
+#: Names that are no variables of a chat template: d2sd sets them, or they are options of transformers' renderer.
+TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
 
 
 class Part(BaseModel):
@@ -148,7 +165,7 @@ class Target(Source):
 
     @model_validator(mode="after")
     def _template_is_free(self) -> Target:
-        if taken := sorted(self.template.keys() & _OURS):
+        if taken := sorted(self.template.keys() & TEMPLATE_ARGUMENTS):
             raise ValueError(f"template.{taken[0]} is set by d2sd; remove it")
         return self
 

@@ -1,11 +1,18 @@
-"""Request bodies of OpenAI's API, with vLLM's extensions. Types are strict, and unknown fields are errors."""
+"""Request bodies of OpenAI's API, with vLLM's extensions.
+
+Types are strict, and unknown fields are errors. But null is absent, a whole float is an integer, messages may have more
+keys than these, and a field that this server lacks may have the value that changes nothing.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
+
+from d2sd.recipe import TEMPLATE_ARGUMENTS
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
 
@@ -15,38 +22,56 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, body: Any) -> Any:
+        """Leave out what is null, and read 3.0 as 3."""
+        if not isinstance(body, dict):
+            return body
+        return {
+            key: int(value) if isinstance(value, float) and value.is_integer() else value
+            for key, value in body.items()
+            if value is not None
+        }
+
+
+class Part(Body):
+    """A mapping in a conversation, which may have keys that this server does not know."""
+
+    model_config = ConfigDict(extra="ignore")
+
 
 class StreamOptions(Body):
     """What a stream reports in addition to its deltas."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False  # vLLM's: usage in every chunk, if there is usage at all
+    include_obfuscation: bool = False  # without effect: nothing is added to a chunk
 
 
 class StructuredOutputs(Body):
-    """vLLM's extension: the form of an answer."""
+    """vLLM's extension: the form of an answer, or options for the form that another field asks for."""
 
     json_schema: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
 
 
-class GenerationBody(Body):
-    """The fields that chat and text completions share."""
+class SampledBody(Body):
+    """The fields that every body has which asks for answers."""
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
 
     # sampling; names and meanings of `d2sd.SamplingParams`
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: int | None = None
     stop: str | list[str] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -58,13 +83,10 @@ class GenerationBody(Body):
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
 
     # of this server
     deadline: Annotated[float, Field(gt=0)] | None = None  # seconds
-    return_token_ids: bool = False
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0  # lower values are served first
     cache_salt: Annotated[str, Field(max_length=256)] = ""  # cached prefixes are shared within a salt only
 
@@ -72,7 +94,29 @@ class GenerationBody(Body):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     metadata: dict[str, str] | None = None
+    store: bool | None = None  # nothing is stored
+    service_tier: Literal["auto", "default"] = "auto"
+
+    # the values that change nothing; others are refused
+    use_beam_search: Literal[False] = False
+    length_penalty: Literal[1] = 1
+    skip_special_tokens: Literal[True] = True
+    spaces_between_special_tokens: Literal[True] = True
+
+
+class GenerationBody(SampledBody):
+    """The fields that chat and text completions share."""
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    return_token_ids: bool = False
+    best_of: int | None = None  # as many as `n`, or absent
+    echo: Literal[False] = False
 
 
 class CompletionBody(GenerationBody):
@@ -80,64 +124,85 @@ class CompletionBody(GenerationBody):
 
     prompt: str | list[str] | TokenIds | list[TokenIds]
     logprobs: int | None = None  # the likeliest tokens of each position
+    suffix: Literal[""] = ""
+    add_special_tokens: Literal[True] = True
 
 
-class TextPart(Body):
+class TextPart(Part):
     """A part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(Body):
+class FunctionCall(Part):
     """The function that an earlier answer called."""
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] = "{}"
 
 
-class ToolCall(Body):
+class ToolCall(Part):
     """A tool call in an earlier answer."""
 
-    id: str
+    id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(Body):
+class Message(Part):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    reasoning_content: str | None = None  # what the assistant thought; templates of thinking models show it
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    # null in the messages that clients send back; anything else is refused
-    refusal: None = None
-    annotations: None = None
+    # would change the answer
     audio: None = None
     function_call: None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> Message:
-        if self.content is None and not self.tool_calls:
+    def _says_something(self) -> Self:
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise PydanticCustomError("missing_content", "a message needs content")
         return self
 
 
-class ChatBody(GenerationBody):
+class TemplateBody(Body):
+    """Arguments of the chat template, as in vLLM."""
+
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Literal[True] = True
+    continue_final_message: Literal[False] = False
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_free(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if taken := sorted(TEMPLATE_ARGUMENTS.intersection(value or ())):
+            raise PydanticCustomError("taken", "{name} is not an argument of the template", {"name": taken[0]})
+        return value
+
+
+class ChatBody(GenerationBody, TemplateBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    prediction: dict[str, Any] | None = None  # a guess at the answer, which it would not change
+    modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] = "medium"
+    add_special_tokens: Literal[False] = False  # the template writes them
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateBody):
     """POST /tokenize: a prompt, or a conversation through the chat template."""
 
     model: str | None = None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from d2sd.convert.bundle.chat import encode_chat, encode_prompt
+from d2sd.convert.bundle.chat import encode_prompt
+from d2sd.convert.bundle.turns import encode_turns
 from d2sd.errors import RequestError
-from d2sd.runtime.request import Request
+from d2sd.runtime.request import MAX_LOGPROBS, Request
 from d2sd.serve.openai.protocol import ChatBody, CompletionBody, GenerationBody, TokenizeBody, conversation
 from d2sd.serve.params import SamplingParams, with_params
 from d2sd.serve.structured import GrammarCompiler, StructuredOutputsParams
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 #: Fields that bodies and `SamplingParams` share as they are.
 _SHARED = {field.name for field in fields(SamplingParams)} & set(GenerationBody.model_fields)
 _SHARED -= {"logit_bias", "structured_outputs"}
+#: Fields of `structured_outputs` that apply to the form of another field too.
+_OPTIONS = {"disable_any_whitespace", "disable_additional_properties"}
 
 
 class RequestMaker:
@@ -33,10 +36,17 @@ class RequestMaker:
             raise RequestError("Give max_tokens or max_completion_tokens, not both.", where="max_completion_tokens")
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs.", where="top_logprobs", fix="set logprobs to true")
+        if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+            raise RequestError(
+                "top_logprobs out of range",
+                where="top_logprobs",
+                found=body.top_logprobs,
+                expected=f"0 .. {MAX_LOGPROBS}",
+            )
         given: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
         if body.max_completion_tokens is not None:
             given["max_tokens"] = body.max_completion_tokens
-        demanded = tool_grammar(body.tools or [], body.tool_choice, parallel=body.parallel_tool_calls)
+        demanded = tool_grammar(body.tools or [], body.tool_choice, parallel=body.parallel_tool_calls, **_options(body))
         return self._requests(body, [self._encode_chat(body)], given, demanded)
 
     def completion(self, body: CompletionBody) -> list[Request]:
@@ -58,10 +68,13 @@ class RequestMaker:
         bundle = self._bundle
         if not bundle.tokenizer.chat_template:
             raise RequestError("This model has no chat template.", where="messages", fix="use /v1/completions")
-        tools = body.tools if isinstance(body, ChatBody) and body.tool_choice != "none" else None
+        tools, variables = body.tools, dict(bundle.recipe.target.template)
+        if isinstance(body, ChatBody):
+            tools = None if body.tool_choice == "none" else tools
+            variables |= _effort(body)
+        variables |= body.chat_template_kwargs or {}
         where = f"{bundle.recipe.name}: chat_template"
-        turns = conversation(body.messages or [])
-        return encode_chat(bundle.tokenizer, turns, bundle.recipe.target.template, where, tools)
+        return encode_turns(bundle.tokenizer, conversation(body.messages or []), variables, where, tools)
 
     def _requests(
         self,
@@ -73,10 +86,16 @@ class RequestMaker:
         """The requests of `prompts`; `given` are parameters that chats and completions spell differently."""
         count, bundle = body.n or 1, self._bundle
         if not 0 < len(prompts) * count <= self._max_choices:
+            several = len(prompts) != 1
             raise RequestError(
-                "The number of answers is out of range.", where="n", found=f"{len(prompts)} prompts, n = {count}",
+                "The number of prompts is out of range." if several else "n out of range",
+                where="prompt" if several else "n", found=f"{len(prompts)}, with n = {count}" if several else count,
                 expected=f"1 .. {self._max_choices} answers in all",
             )  # fmt: skip
+        if body.best_of not in (None, count):
+            raise RequestError(
+                "Every answer is returned.", where="best_of", found=body.best_of, expected=f"n = {count}"
+            )
         if body.stream and body.prompt_logprobs is not None:
             raise RequestError(
                 "A stream does not report prompt_logprobs.", where="prompt_logprobs", fix="do not stream"
@@ -105,10 +124,11 @@ def _form(body: GenerationBody, demanded: StructuredOutputsParams | None) -> tup
     """The field that demands a form of the answer, and the form."""
     forms = {
         "tool_choice": demanded,
-        "response_format": StructuredOutputsParams.of_response_format(body.response_format),
+        "response_format": StructuredOutputsParams.of_response_format(body.response_format, **_options(body)),
     }
-    if body.structured_outputs is not None:
-        forms["structured_outputs"] = StructuredOutputsParams(**body.structured_outputs.model_dump(by_alias=True))
+    given = body.structured_outputs
+    if given is not None and (given.model_fields_set - _OPTIONS or not given.model_fields_set):
+        forms["structured_outputs"] = StructuredOutputsParams(**given.model_dump(by_alias=True))
     asked = [(where, form) for where, form in forms.items() if form is not None]
     if len(asked) > 1:
         raise RequestError(
@@ -116,3 +136,17 @@ def _form(body: GenerationBody, demanded: StructuredOutputsParams | None) -> tup
             fix="give one of them",
         )  # fmt: skip
     return asked[0] if asked else ("", None)
+
+
+def _options(body: GenerationBody) -> dict[str, bool]:
+    """The options of `structured_outputs`."""
+    given = body.structured_outputs
+    return {} if given is None else {name: getattr(given, name) for name in _OPTIONS}
+
+
+def _effort(body: ChatBody) -> dict[str, Any]:
+    """The variables that templates of thinking models read; none where the effort is left to the model."""
+    if body.reasoning_effort is None:
+        return {}
+    effort = {"reasoning_effort": body.reasoning_effort}
+    return effort | {"enable_thinking": False} if body.reasoning_effort == "none" else effort
