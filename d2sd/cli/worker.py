@@ -7,7 +7,17 @@ from typing import Any
 
 import click
 
-from d2sd.cli.options import backend_option, bundle_argument, device_option, policy_option, prefix_cache_option
+from d2sd.cli.options import (
+    Name,
+    backend_option,
+    bundle_argument,
+    device_option,
+    drain_timeout_option,
+    max_batch_option,
+    max_waiting_option,
+    policy_option,
+    prefix_cache_option,
+)
 from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.backends import BackendName
 from d2sd.errors import D2SDError
@@ -18,15 +28,17 @@ from d2sd.recipe import Policy
 @click.command(cls=Reporting)
 @bundle_argument
 @click.option("--dynamo", is_flag=True, required=True, help="A worker of NVIDIA Dynamo.")
-@click.option("--model", default="", help="Name in /v1/models.  [default: the bundle's]")
-@click.option("--namespace", default="dynamo", envvar="DYN_NAMESPACE", show_default=True, help="Dynamo's namespace.")
+@click.option("--model", type=Name, default="", help="Name in /v1/models.  [default: the bundle's]")
+@click.option(
+    "--namespace", type=Name, default="dynamo", envvar="DYN_NAMESPACE", show_default=True, help="Dynamo's namespace."
+)
 @click.option(
     "--discovery", type=click.Choice(["kubernetes", "etcd", "file"]), default="etcd",
     envvar="DYN_DISCOVERY_BACKEND", show_default=True, help="Where workers register.",
 )  # fmt: skip
-@click.option("--max-batch", type=click.IntRange(1), help="Requests that decode together.  [default: the bundle's]")
-@click.option("--max-waiting", type=click.IntRange(0), default=256, show_default=True, help="Requests that may wait.")
-@click.option("--drain-timeout", type=click.FloatRange(0), default=30, show_default=True, help="Seconds at shutdown.")
+@max_batch_option
+@max_waiting_option
+@drain_timeout_option
 @click.option("--kv-events/--no-kv-events", default=True, help="Report the prefix cache to the router.")
 @click.option("--disaggregation-mode", default="agg", hidden=True)
 @prefix_cache_option

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+
+from d2sd.errors import D2SDError
+
+#: A key that an `Authorization` header can carry. An empty one would equal a missing one.
+_KEY = re.compile(r"[!-~]+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Limits and names of one server; all times are in seconds."""
+    """Limits and names of one server; all times are in seconds. Raises D2SDError for a key that cannot be one."""
 
     model: str  # the name in /v1/models; requests may leave it out
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: every client is accepted
     max_body: int = 4 << 20  # bytes
     max_waiting: int = 256  # requests that wait in addition to those that run
     max_choices: int = 128  # most answers of one HTTP request: prompts times n
+    max_prompt_logprobs: int = 16_384  # most prompt tokens, times answers, whose logprobs one HTTP request asks for
     request_timeout: float | None = None  # deadline of a request that has none of its own
     drain_timeout: float = 30.0  # wait for running requests at shutdown
+    origins: tuple[str, ...] = ()  # web pages that may use the server (CORS); "*" is any
+
+    def __post_init__(self) -> None:
+        if not all(map(_KEY.fullmatch, self.api_keys)):
+            raise D2SDError(
+                "An API key is empty or cannot be sent in a header.", where="api_keys",
+                expected="ASCII characters without spaces",
+            )  # fmt: skip

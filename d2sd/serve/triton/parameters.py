@@ -23,11 +23,11 @@ class Parameters(BaseModel):
     bundle: str  # absolute path, as the server sees it
     policy: Policy | None = None
     backend: BackendName = "torch"
-    max_batch: Annotated[int, Field(ge=1)] | None = None
+    max_batch: Annotated[int, Field(ge=1, le=4096)] | None = None
     prefix_cache: bool | None = None
-    max_waiting: Annotated[int, Field(ge=0)] = 256  # requests in addition to max_batch; more are refused as UNAVAILABLE
-    stream_interval: Annotated[int, Field(ge=1)] = 4  # least tokens of a stream's responses after its first
-    drain_timeout: Annotated[float, Field(ge=0)] = 30  # seconds
+    max_waiting: Annotated[int, Field(ge=0, le=10**6)] = 256  # in addition to max_batch; more get UNAVAILABLE
+    stream_interval: Annotated[int, Field(ge=1, le=2**20)] = 4  # least tokens of a stream's responses after its first
+    drain_timeout: Annotated[float, Field(ge=0, le=366 * 86400)] = 30  # seconds
 
     @classmethod
     def parse(cls, values: Sequence[str]) -> Parameters:

@@ -13,8 +13,10 @@ import sysconfig
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from d2sd.errors import D2SDError
+from d2sd.io import printable
 
 #: Seconds that the server waits for running requests when it ends: more than the default drain_timeout.
 _EXIT_TIMEOUT = 60
@@ -72,14 +74,19 @@ def _link_stub(root: Path) -> None:
         ) from None
 
 
+def _fail(message: str) -> NoReturn:
+    print(message, file=sys.stderr)  # noqa: T201
+    sys.exit(2)
+
+
 def main() -> None:
     """Replace this process by the server."""
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        sys.exit("usage: python -m d2sd.serve.triton.run REPOSITORY [OPTION ...]")
+        _fail("usage: python -m d2sd.serve.triton.run REPOSITORY [OPTION ...]")
     try:
         arguments, environment = command(Path(sys.argv[1]), sys.argv[2:], os.environ)
     except D2SDError as error:
-        sys.exit(f"error: {error}")
+        _fail(f"error: {printable(error)}")
     os.execve(arguments[0], arguments, environment)  # noqa: S606
 
 

@@ -46,7 +46,7 @@ FLAGS = {
     "serve": {
         *("bundle", "--host", "--port", "--api-key", "--model", "--max-batch", "--max-waiting", "--max-body"),
         *("--prefix-cache", "--no-prefix-cache"),
-        *("--request-timeout", "--drain-timeout", "--policy", "--device", "--executor"),
+        *("--request-timeout", "--drain-timeout", "--allow-origin", "--policy", "--device", "--executor"),
     },
     "train": {"recipe", "--work", "--out", "--plan"},
     "triton": {"bundle", "-o", "--out", "--name", "--gpu", "--batched", "--set"},

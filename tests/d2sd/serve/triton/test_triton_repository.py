@@ -111,6 +111,6 @@ def test_a_missing_repository_is_an_error(tmp_path: Path) -> None:
     found = subprocess.run(
         [sys.executable, "-m", "d2sd.serve.triton.run", str(tmp_path / "none")], capture_output=True, text=True
     )
-    assert found.returncode == 1
+    assert found.returncode == 2
     assert "d2sd triton BUNDLE" in found.stderr
     assert "Traceback" not in found.stderr
