@@ -62,6 +62,7 @@ def kept_step_times(
         if times is not None:
             logger.info("step times were measured before on this machine; to measure again delete %s", path)
             return times
+    logger.info("measuring how long steps take here; the times are kept for later starts")
     start = time.monotonic()
     times = measure_step_times(runner, policies, forecast, limits, advance, steps)
     seconds = time.monotonic() - start

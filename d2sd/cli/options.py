@@ -36,7 +36,7 @@ class _Seconds(click.FloatRange):
         return seconds
 
 
-class _Name(click.ParamType):
+class _Name(click.ParamType[str]):
     """A name that answers and logs can show: no control characters, no bytes that are not text."""
 
     name = "text"

@@ -27,7 +27,7 @@ from d2sd.extras import require
 from d2sd.recipe import Policy
 
 
-class _Pattern(click.ParamType):
+class _Pattern(click.ParamType[str]):
     """A text of one form; `wanted` completes "Not ..."."""
 
     name = "text"
@@ -66,7 +66,9 @@ def _keys(context: click.Context, parameter: click.Parameter, value: tuple[str, 
 @click.option("--model", type=Name, default="", help="Name in /v1/models.  [default: the bundle's]")
 @max_batch_option
 @max_waiting_option
-@click.option("--max-body", type=click.IntRange(1, 1 << 30), default=4 << 20, show_default=True, help="Bytes of a request body.")
+@click.option(
+    "--max-body", type=click.IntRange(1, 1 << 30), default=4 << 20, show_default=True, help="Bytes of a request body."
+)
 @click.option("--request-timeout", type=Seconds(min_open=True), help="Seconds.  [default: unlimited]")
 @drain_timeout_option
 @click.option(

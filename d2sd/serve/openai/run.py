@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
+import signal
 import socket
 import sys
 from dataclasses import replace
@@ -16,6 +18,7 @@ import uvicorn
 from d2sd.convert.bundle.load import load_bundle
 from d2sd.convert.bundle.serving import make_engine
 from d2sd.errors import D2SDError
+from d2sd.io import printable
 from d2sd.progress import bar
 from d2sd.serve.openai.app import create_app
 
@@ -29,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 #: Seconds after the drain in which clients can read the last bytes.
 _FLUSH = 5
+#: Seconds after which the kernel ends a connection whose client takes nothing of what was sent.
+_UNREAD = 60
+#: How to mend an address that cannot be had, by error number.
+_FIXES = {errno.EADDRINUSE: "choose another --port", errno.EACCES: "choose a --port above 1023"}
 
 
 class DrainingServer(uvicorn.Server):
@@ -46,30 +53,43 @@ class DrainingServer(uvicorn.Server):
 
 
 def serve_bundle(path: Path, settings: ServerSettings, host: str, port: int, **engine: Any) -> None:
-    """Serve a bundle until a signal; `engine` are options of `make_engine`. An empty model name takes the bundle's."""
+    """Serve a bundle until a signal; `engine` are options of `make_engine`. An empty model name takes the bundle's.
+
+    After the drain SIGTERM ends the process with exit code 0, Ctrl-C with 130.
+    """
     _log_to_stderr()
     with listen(host, port) as listener:  # before the bundle is loaded, which takes time
         address = "http://{}:{}".format(*listener.getsockname()[:2])
-        logger.info("loading %s, to serve it at %s", path, address)
+        logger.info("loading %s; until it is served, clients that connect to %s wait", path, address)
         bundle = load_bundle(path, progress=bar)
         settings = replace(settings, model=settings.model or bundle.recipe.name)
         app = create_app(bundle, make_engine(bundle, **engine), settings)
         logger.info("serving %s at %s", settings.model, address)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again when it has shut down
         make_server(app, host, port).run([listener])
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises D2SDError if the address is not available."""
+    """A listening socket: connections wait in its queue until a server accepts them.
+
+    A second server with the same address fails at once. Raises D2SDError if the address is not available.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only where the protocol is named; without it every write may wait 40 ms for an ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # of Linux; accepted connections inherit it
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD)
     try:
         listener.bind((host, port))
-    except OSError as error:
+        listener.listen(2048)
+    except (OSError, UnicodeError) as error:  # of names that cannot be encoded, such as ..
         listener.close()
-        found = f"{host}:{port}: {error.strerror}"
-        raise D2SDError("The server cannot listen there.", found=found, fix="choose another --port") from None
+        number, reason = getattr(error, "errno", None), getattr(error, "strerror", None)
+        raise D2SDError(
+            "The server cannot listen there.", found=f"{host}:{port}: {reason or error}",
+            fix=_FIXES.get(number or 0, "give --host an address of this machine: 127.0.0.1, or 0.0.0.0 for all"),
+        ) from None  # fmt: skip
     return listener
 
 
@@ -97,10 +117,24 @@ class _JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
+class _TextLines(logging.Formatter):
+    """Lines for people."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record."""
+        if record.name == "d2sd.serve.access":
+            facts = json.loads(record.getMessage())
+            tokens = f", {facts['completion_tokens']} tokens" if "completion_tokens" in facts else ""
+            message = f"{facts['method']} {facts['path']} {facts['status']}{tokens}, {facts['seconds']:.2f} s"
+            record = logging.makeLogRecord(record.__dict__ | {"msg": message, "args": ()})
+        return printable(super().format(record))  # a path may hold what moves the cursor
+
+
 def _log_to_stderr() -> None:
-    """Write the logs of d2sd and uvicorn to stderr as JSON lines."""
+    """Write the logs of d2sd and uvicorn to stderr: as text on a terminal, else as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines())
+    text = _TextLines("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
+    handler.setFormatter(text if sys.stderr.isatty() else _JsonLines())
     for name in ("d2sd", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

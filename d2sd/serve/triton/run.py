@@ -75,7 +75,7 @@ def _link_stub(root: Path) -> None:
 
 
 def _fail(message: str) -> NoReturn:
-    print(message, file=sys.stderr)  # noqa: T201
+    print(message, file=sys.stderr)
     sys.exit(2)
 
 

@@ -17,7 +17,7 @@ from d2sd.serve.triton.parameters import Parameters
 SECONDS = ("inf", "-inf", "nan", "-1", "1e300", "", "\udcff", "five")
 COUNTS = ("-1", "10.5", "1" + "0" * 23, "9" * 5000, "nan", "", "\udcff")
 NAMES = ("\udcff", "a\x00b", "a\nb", "\x1b[31m")
-BAD = {
+BAD: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
     ("serve", "worker"): {
         "--drain-timeout": SECONDS, "--max-batch": ("0", *COUNTS), "--max-waiting": COUNTS, "--model": NAMES,
     },
@@ -56,8 +56,11 @@ def test_settings_have_no_empty_key(keys: tuple[str, ...]) -> None:
         ServerSettings("m", keys)
 
 
-@pytest.mark.parametrize("value", ["drain_timeout=inf", "drain_timeout=nan", "drain_timeout=1e300", "max_batch=0",
-                                   "max_batch=1" + "0" * 23, "max_waiting=1" + "0" * 23, "stream_interval=0"])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    ["drain_timeout=inf", "drain_timeout=nan", "drain_timeout=1e300", "max_batch=0", "max_batch=1" + "0" * 23,
+     "max_waiting=1" + "0" * 23, "stream_interval=0"],
+)  # fmt: skip
 def test_parameters_of_triton_are_bounded(value: str) -> None:
     with pytest.raises(D2SDError, match=value.partition("=")[0]):
         Parameters.parse(["bundle=/b", value])
