@@ -89,7 +89,11 @@ class GenerationError(D2SDError):
 
     @staticmethod
     def of(error: Exception) -> D2SDError:
-        """The error itself if it is a D2SDError, else a GenerationError that names it."""
+        """The error itself if it is a D2SDError, else an UnexpectedError that names it."""
         if isinstance(error, D2SDError):
             return error
-        return GenerationError("The request failed while it ran.", found=f"{type(error).__name__}: {error}")
+        return UnexpectedError("The request failed while it ran.", found=f"{type(error).__name__}: {error}")
+
+
+class UnexpectedError(GenerationError):
+    """A request failed by a fault that is not its own."""

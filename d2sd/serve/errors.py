@@ -12,6 +12,10 @@ class QueueFull(D2SDError):
     retry_after = 1
 
 
+class Busy(QueueFull):
+    """Text or a grammar waited too long for its turn: try again later."""
+
+
 class DeadlineExceeded(D2SDError):
     """The request did not finish within its deadline."""
 

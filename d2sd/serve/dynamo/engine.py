@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from d2sd.errors import GenerationError, RequestError
+from d2sd.errors import D2SDError, RequestError
 from d2sd.runtime.sequence import Output
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.dynamo.events import KVReporter
@@ -116,7 +116,7 @@ class DynamoEngine:
             raise errors.HttpError(429, str(error)) from None
         except (ShuttingDown, EngineFailed) as error:
             raise errors.EngineShutdown(str(error)) from None  # the frontend moves the stream to another worker
-        except GenerationError as error:
+        except D2SDError as error:  # its own grammar, or a package that is not installed
             finish = "error"
             raise errors.Unknown(str(error)) from None
         finally:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 
 from d2sd.errors import RequestError
 from d2sd.serve.async_engine import AsyncEngine
@@ -145,6 +146,11 @@ def create_app(bundle: Bundle, engine: Engine, settings: ServerSettings) -> Fast
     app.state.server = server
     errors.install(app)
     app.add_middleware(Entrance, settings=settings, spans=Spans())
+    if settings.origins:  # in front of the keys: browsers ask without one
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )  # fmt: skip
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, http: Request) -> Response:

@@ -12,8 +12,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from d2sd.errors import D2SDError, GenerationError, RequestError, shortened
-from d2sd.serve.errors import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
+from d2sd.errors import D2SDError, GenerationError, RequestError, UnexpectedError, shortened
+from d2sd.serve.errors import Busy, DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
 
 logger = logging.getLogger(__name__)
 
@@ -22,17 +22,22 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
+    501: "server_error",
     503: "server_error",
     504: "timeout_error",
 }
-#: Error class -> status and code; the first that fits.
+#: Error class -> status and code; the first that fits. No request leads to a 5xx but those of a machine that is busy,
+#: shuts down or lacks something; a 500 is a bug.
 _STATUS: tuple[tuple[type[D2SDError], int, str], ...] = (
+    (Busy, 503, "busy"),
     (QueueFull, 429, "queue_full"),
     (DeadlineExceeded, 504, "deadline_exceeded"),
     (ShuttingDown, 503, "shutting_down"),
     (EngineFailed, 503, "engine_failed"),
-    (GenerationError, 500, "generation_failed"),
+    (UnexpectedError, 500, "internal_error"),
+    (GenerationError, 400, "generation_failed"),
     (RequestError, 400, "invalid_request"),
+    (D2SDError, 501, "not_supported"),  # such as a package that is not installed
 )
 #: What the engine calls the length of an answer.
 _LENGTHS = ("max_new_tokens", "prompt + max_new_tokens")
@@ -60,6 +65,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         return 404, body_of(404, str(error), "model", "model_not_found"), {}
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
+            if status == 500:
+                logger.error("a request failed: %s", error)
             param = str(error.where)[:200] if isinstance(error, RequestError) and error.where else None
             param = "max_tokens" if param in _LENGTHS else param
             headers = {"retry-after": str(QueueFull.retry_after)} if status in (429, 503) else {}

@@ -1,4 +1,7 @@
-"""What every HTTP request passes: an id, a log line, the API key and the limit of its body."""
+"""What every HTTP request passes: an id, a log line, the API key and the limit of its body.
+
+`scope["state"]` gets `facts`, which the log line reports, and `client`: whose turns its work takes.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,8 @@ access = logging.getLogger("d2sd.serve.access")
 
 #: Probes, and the files of the page at /, which hold no data.
 _OPEN_PATHS = {"/health", "/live", "/ready", "/", "/page.js", "/page.css"}
+#: Asked every few seconds by machines: logged only when they fail.
+_PROBES = {"/health", "/live", "/ready", "/metrics"}
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -31,8 +36,12 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _DISCARD_BYTES, _DISCARD_SECONDS = 64 << 20, 5.0
 
 
+class _Gone(Exception):
+    """The client has closed or reset its connection."""
+
+
 class Entrance:
-    """ASGI middleware around the whole app. `scope["state"]["facts"]` collects what the log line reports."""
+    """ASGI middleware around the whole app."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, spans: Spans) -> None:
         self.app, self.settings, self.spans = app, settings, spans
@@ -48,27 +57,41 @@ class Entrance:
         if not _REQUEST_ID.fullmatch(name):
             name = uuid4().hex
         facts: dict[str, Any] = {"id": name, "method": scope["method"], "path": scope["path"][:200], "status": 0}
-        scope.setdefault("state", {})["facts"] = facts
+        client = scope.get("client") or ("",)
+        scope.setdefault("state", {}).update(facts=facts, client=client[0])
         begun = time.monotonic()
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 facts["status"] = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
-            await send(message)
+            try:
+                await send(message)
+            except (OSError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and "closed" not in str(error):  # uvloop's, of a closed transport
+                    raise
+                raise _Gone from error
 
         with self.spans.request(headers, facts):
             try:
                 await self._admit(scope, headers, receive, sending)
+            except _Gone:
+                facts["status"] = 499
+                with anyio.move_on_after(1.0):  # until the server has noticed too: it would log an incomplete response
+                    while (await receive())["type"] != "http.disconnect":
+                        pass
             except Exception as error:  # a bug: everything else has been answered
                 status, body, _ = describe(error)
                 if not facts["status"]:
                     await JSONResponse(body, status)(scope, receive, sending)
             finally:
                 facts["seconds"] = round(time.monotonic() - begun, 6)
-                access.info(json.dumps(facts))
+                quiet = scope["path"] in _PROBES and facts["status"] < 400
+                access.log(logging.DEBUG if quiet else logging.INFO, json.dumps(facts))
 
     async def _admit(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+        if self._keys:
+            scope["state"]["client"] = headers.get(b"authorization", b"").decode("latin-1")  # several may share a proxy
         if self._keys and scope["path"] not in _OPEN_PATHS and not self._authorised(headers):
             refusal = respond(
                 401, "The API key is missing or wrong; send it as `Authorization: Bearer KEY`.", "invalid_api_key",

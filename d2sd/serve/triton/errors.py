@@ -17,6 +17,7 @@ _CODES: tuple[tuple[type[D2SDError], str], ...] = (
     (EngineFailed, "UNAVAILABLE"),
     (DeadlineExceeded, "CANCELLED"),
     (GenerationError, "INTERNAL"),
+    (D2SDError, "UNSUPPORTED"),  # such as a package that is not installed
 )
 
 

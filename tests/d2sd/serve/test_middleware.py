@@ -1,0 +1,119 @@
+"""What every request passes: its log line, clients that go, keys, and web pages of other origins."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from d2sd.errors import D2SDError, GenerationError, RequestError
+from d2sd.serve.errors import Busy, QueueFull
+from d2sd.serve.openai.errors import describe
+from d2sd.serve.openai.middleware import Entrance
+from d2sd.serve.openai.settings import ServerSettings
+from d2sd.serve.openai.spans import Spans
+from tests.d2sd.serve.http import serving
+
+RESET = (
+    ConnectionResetError(104, "Connection reset by peer"),
+    BrokenPipeError(32, "Broken pipe"),
+    RuntimeError("unable to perform operation on <TCPTransport closed=True reading=False 0x5>; the handler is closed"),
+)
+
+
+async def enter(error: Exception | None, path: str = "/v1/models") -> None:
+    """Pass a request through the middleware to an app that answers, by a connection that fails with `error`."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def send(message: Any) -> None:
+        if error is not None and message["type"] == "http.response.body":
+            raise error
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    scope = {"type": "http", "method": "GET", "path": path, "headers": [], "client": ("10.0.0.1", 5)}
+    await Entrance(app, ServerSettings("m"), Spans())(scope, receive, send)
+
+
+@pytest.mark.parametrize("error", RESET, ids=lambda error: type(error).__name__)
+def test_a_client_that_resets_its_connection_is_no_error(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    asyncio.run(enter(error))
+    (line,) = caplog.records
+    assert (line.levelno, json.loads(line.message)["status"]) == (logging.INFO, 499)
+
+
+def test_a_bug_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    asyncio.run(enter(RuntimeError("dictionary changed size during iteration")))
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+@pytest.mark.parametrize(("path", "lines"), [("/health", 0), ("/live", 0), ("/ready", 0), ("/metrics", 0), ("/v1", 1)])
+def test_probes_are_not_logged(path: str, lines: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    asyncio.run(enter(None, path))
+    assert len(caplog.records) == lines
+
+
+def test_web_pages_of_other_origins_may_use_the_server_where_it_says_so(tiny_bundle: Path) -> None:
+    page = {"origin": "https://page.example"}
+    asked = page | {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    with serving(tiny_bundle, api_keys=("secret",), origins=("https://page.example",)) as server:
+        preflight = server.http.options("/v1/chat/completions", headers=asked)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://page.example"
+        assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+        refused = server.http.get("/v1/models", headers=page)
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://page.example")
+        found = server.http.get("/v1/models", headers=page | {"authorization": "Bearer secret"})
+        assert (found.status_code, found.headers["access-control-allow-origin"]) == (200, "https://page.example")
+        assert "x-request-id" in found.headers["access-control-expose-headers"]
+        other = server.http.options("/v1/models", headers=asked | {"origin": "https://other.example"})
+        assert (other.status_code, "access-control-allow-origin" in other.headers) == (400, False)
+
+
+def test_no_origin_is_allowed_by_default(tiny_bundle: Path) -> None:
+    with serving(tiny_bundle) as server:
+        found = server.http.get("/v1/models", headers={"origin": "https://page.example"})
+        assert "access-control-allow-origin" not in found.headers
+        asked = {"origin": "https://page.example", "access-control-request-method": "POST"}
+        assert server.http.options("/v1/models", headers=asked).status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (RequestError("is wrong"), 400, "invalid_request"),
+        (GenerationError("cannot go on"), 400, "generation_failed"),
+        (D2SDError("is not installed", fix="pip install it"), 501, "not_supported"),
+        (QueueFull("is full"), 429, "queue_full"),
+        (Busy("waits"), 503, "busy"),
+        (GenerationError.of(KeyError("x")), 500, "internal_error"),
+    ],
+    ids=str,
+)
+def test_an_error_of_ours_keeps_its_text(error: D2SDError, status: int, code: str) -> None:
+    found, body, headers = describe(error)
+    assert (found, body["error"]["code"]) == (status, code)
+    assert body["error"]["message"] == str(error)
+    assert ("retry-after" in headers) == (status in (429, 503))
+
+
+def test_what_is_not_installed_is_said_to_the_client(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> None:
+        raise D2SDError("Structured output needs llguidance.", fix="pip install 'd2sd[structured]'")
+
+    monkeypatch.setattr("d2sd.runtime.grammar.guidance.require", missing)
+    with serving(tiny_bundle) as server:
+        body = {"prompt": "w5", "response_format": {"type": "json_object"}}
+        response = server.http.post("/v1/completions", json=body)
+        assert response.status_code == 501
+        assert "pip install 'd2sd[structured]'" in response.json()["error"]["message"]
