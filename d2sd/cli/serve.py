@@ -60,9 +60,14 @@ def _keys(context: click.Context, parameter: click.Parameter, value: tuple[str, 
 )
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
 @click.option(
-    "--api-key", "api_keys", type=_KEY, multiple=True, envvar="D2SD_API_KEY", callback=_keys,
+    "--api-key",
+    "api_keys",
+    type=_KEY,
+    multiple=True,
+    envvar="D2SD_API_KEY",
+    callback=_keys,
     help="Key of a client; repeatable. Better in D2SD_API_KEY: `ps` shows options to every user.",
-)  # fmt: skip
+)
 @click.option("--model", type=Name, default="", help="Name in /v1/models.  [default: the bundle's]")
 @max_batch_option
 @max_waiting_option
@@ -72,9 +77,13 @@ def _keys(context: click.Context, parameter: click.Parameter, value: tuple[str, 
 @click.option("--request-timeout", type=Seconds(min_open=True), help="Seconds.  [default: unlimited]")
 @drain_timeout_option
 @click.option(
-    "--allow-origin", "origins", type=_ORIGIN, multiple=True, metavar="ORIGIN",
+    "--allow-origin",
+    "origins",
+    type=_ORIGIN,
+    multiple=True,
+    metavar="ORIGIN",
     help="Web pages of this origin may use the server (CORS); repeatable, * is any.  [default: none]",
-)  # fmt: skip
+)
 @prefix_cache_option
 @policy_option
 @device_option

@@ -6,8 +6,10 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock
-from typing import TYPE_CHECKING, Any
+from hashlib import sha256
+from pathlib import Path
+from threading import Event, Lock
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from d2sd.errors import RequestError
 from d2sd.runtime.grammar.guidance import GuidanceGrammar, GuidanceTokenizer
@@ -16,12 +18,16 @@ from d2sd.serve.schemas import text_with_options, with_options
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
 
+T = TypeVar("T")
+
 #: Compiled grammars that are kept; one takes from kilobytes to a few megabytes.
 _KEPT = 64
 #: The fields of `StructuredOutputsParams` of which one is given.
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 #: Keys of a response format; name, description and strict are for people and for other servers.
 _FORMAT_KEYS = {"type", "json_schema", "schema", "name", "description", "strict"}
+#: Refused grammars that are remembered: trying one again costs up to seconds.
+_REFUSED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,11 @@ class StructuredOutputsParams:
         """Name of the field that is set."""
         return next(name for name in FORMS if getattr(self, name) is not None)
 
+    @property
+    def digest(self) -> bytes:
+        """A hash of the form."""
+        return sha256(repr(self).encode("utf-8", "surrogatepass")).digest()
+
     @staticmethod
     def of_response_format(value: Mapping[str, Any] | None, **options: Any) -> StructuredOutputsParams | None:
         """From OpenAI's `response_format`, with a schema for `json_object` too; None for plain text.
@@ -118,7 +129,7 @@ class StructuredOutputsParams:
 
 
 class GrammarCompiler:
-    """Compiles the grammars of one bundle and keeps the last ones. Thread-safe.
+    """Compiles the grammars of one bundle and keeps the last ones, and why others were refused. Thread-safe.
 
     Compilation takes milliseconds, for large schemas up to seconds, and the first one about a second more for the
     tokenizer: call it outside the engine's thread.
@@ -126,22 +137,61 @@ class GrammarCompiler:
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle, self._lock = bundle, Lock()
-        self._tokenizer: GuidanceTokenizer | None = None
-        self._grammars: OrderedDict[StructuredOutputsParams, GuidanceGrammar] = OrderedDict()
+        self._tokenizer: GuidanceTokenizer | RequestError | None = None
+        self._grammars: OrderedDict[bytes, GuidanceGrammar] = OrderedDict()
+        self._refused: OrderedDict[bytes, RequestError] = OrderedDict()
 
-    def compile(self, params: StructuredOutputsParams, where: str = "structured_outputs") -> GuidanceGrammar:
-        """The grammar for `Request.grammar`. Raises `RequestError` below the field `where` if it cannot be compiled."""
+    def knows(self, params: StructuredOutputsParams) -> bool:
+        """Whether `compile` answers without compiling."""
         with self._lock:
-            if params in self._grammars:
-                self._grammars.move_to_end(params)
-                return self._grammars[params]
-            tokenizer = self._tokenizer = self._tokenizer or self._make_tokenizer()
-        made = _compile(tokenizer, params, f"{where}.{params.kind}")
+            key = params.digest
+            return isinstance(self._tokenizer, RequestError) or key in self._refused or self._kept(key) is not None
+
+    def compile(
+        self, params: StructuredOutputsParams, where: str = "structured_outputs", stop: Event | None = None
+    ) -> GuidanceGrammar:
+        """The grammar for `Request.grammar`. Raises `RequestError` below the field `where` if it cannot be compiled.
+
+        Compilation ends soon after `stop` is set, with `d2sd.runtime.grammar.trial.Abandoned`.
+        """
+        where, key = f"{where}.{params.kind}", params.digest
         with self._lock:
-            self._grammars[params] = made
-            if len(self._grammars) > _KEPT:
-                self._grammars.popitem(last=False)
+            if kept := self._kept(key):
+                return kept
+            if key in self._refused:
+                self._refused.move_to_end(key)
+                raise _moved(self._refused[key], where)
+            tokenizer = self._made_tokenizer()
+        try:
+            made = _compile(tokenizer, params, where, stop)
+        except RequestError as error:
+            with self._lock:
+                _keep(self._refused, key, _moved(error, None), _REFUSED)  # without the frames of a traceback
+            raise
+        with self._lock:
+            _keep(self._grammars, key, made, _KEPT)
         return made
+
+    def _kept(self, key: bytes) -> GuidanceGrammar | None:
+        """The compiled grammar, unless answers have shown that it is worn or too slow."""
+        kept = self._grammars.get(key)
+        if kept is None or kept.worn or kept.problem:
+            if kept is not None and kept.problem:
+                _keep(self._refused, key, RequestError("The grammar is refused.", found=kept.problem), _REFUSED)
+            self._grammars.pop(key, None)
+            return None
+        self._grammars.move_to_end(key)
+        return kept
+
+    def _made_tokenizer(self) -> GuidanceTokenizer:
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = self._make_tokenizer()
+            except RequestError as error:  # trying takes half a second
+                self._tokenizer = _moved(error, error.where)
+        if isinstance(self._tokenizer, RequestError):
+            raise _moved(self._tokenizer, self._tokenizer.where)
+        return self._tokenizer
 
     def _make_tokenizer(self) -> GuidanceTokenizer:
         bundle = self._bundle
@@ -154,15 +204,29 @@ class GrammarCompiler:
         return GuidanceTokenizer(bundle.tokenizer, ends, bundle.target.config.vocab_size)
 
 
-def _compile(tokenizer: GuidanceTokenizer, params: StructuredOutputsParams, where: str) -> GuidanceGrammar:
+def _compile(
+    tokenizer: GuidanceTokenizer, params: StructuredOutputsParams, where: str, stop: Event | None
+) -> GuidanceGrammar:
     if params.regex is not None:
-        return tokenizer.regex(params.regex, where)
+        return tokenizer.regex(params.regex, where, stop)
     if params.choice is not None:
-        return tokenizer.lark("start: " + " | ".join(map(_dump, params.choice)), where)
+        return tokenizer.lark("start: " + " | ".join(map(_dump, params.choice)), where, stop)
     if params.grammar is not None:
-        return tokenizer.lark(params.grammar, where)
+        return tokenizer.lark(params.grammar, where, stop)
     assert not isinstance(params.json, Mapping)
-    return tokenizer.json_schema(params.json or '{"type": "object"}', where)
+    return tokenizer.json_schema(params.json or '{"type": "object"}', where, stop)
+
+
+def _keep(kept: OrderedDict[bytes, T], key: bytes, value: T, most: int) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    if len(kept) > most:
+        kept.popitem(last=False)
+
+
+def _moved(error: RequestError, where: str | Path | None) -> RequestError:
+    """The same error at a field of another request."""
+    return RequestError(error.what, where=where, found=error.found, expected=error.expected, fix=error.fix)
 
 
 def _dump(value: object) -> str:

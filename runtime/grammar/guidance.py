@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
+from threading import Event
+from time import thread_time
 from typing import Any
 
-from d2sd.errors import D2SDError, RequestError
+from d2sd.errors import D2SDError, RequestError, shortened
 from d2sd.extras import require
+from d2sd.runtime.grammar.trial import Trial
 
 #: Limits of llguidance, most half of its defaults or less: they bound compilation to about a second, and a step's mask
 #: to some milliseconds, whatever the grammar.
@@ -28,28 +29,38 @@ SPACING: Any = {"whitespace_flexible": False, "key_separator": ": ?", "item_sepa
 MAX_LENGTH = 1 << 16
 #: Most items that an array of a JSON schema may ask for.
 MAX_ITEMS = 10_000
-#: Shorter grammars compile in milliseconds unless they intersect expressions.
-_SHORT = 4096
-#: Longest compilation, in seconds of the clock.
-_SECONDS = 4.0
+#: Processor time that an answer's masks may take, in seconds: at once, and for each token more. It is the engine's
+#: thread that pays, so every other answer waits.
+_FREE, _EACH = 1.0, 0.05
+_TOO_SLOW = "computing the tokens that it allows takes too long"
+#: Longest compilation that the engine's thread repeats, in seconds of processor time.
+_RENEWED = 0.1
 #: Text that a byte-level and a SentencePiece vocabulary store in different ways.
 _PROBE = 'a  "b":\n é1'
 
 
 class GuidanceGrammar:
-    """A compiled grammar. Its matchers share the lexer states that they have found, up to a limit."""
+    """A compiled grammar. Its matchers share the lexer states that they have found, up to a limit.
+
+    A grammar is `worn` when they have reached it and compiling again would keep the engine waiting: make it anew.
+    `problem` says why no answer should begin any more; it is found while answers are generated.
+    """
 
     def __init__(self, compile_matcher: Callable[[], Any], end_tokens: frozenset[int], vocab_size: int) -> None:
         self._compile, self._end_tokens, self._vocab_size = compile_matcher, end_tokens, vocab_size
+        self.worn, self.problem = False, ""
+        begun = thread_time()
         self._first = compile_matcher()
-        bits = b"" if self._first.is_error() else self._first.compute_bitmask()  # some faults show at the first mask
-        self.problem = "" if any(bits) else self._first.get_error() or "no text matches it"
+        self._seconds = thread_time() - begun
 
     def matcher(self) -> GuidanceMatcher:
-        return GuidanceMatcher(self._first.deep_copy(), self.renew, self._end_tokens, self._vocab_size)
+        return GuidanceMatcher(self, self._first.deep_copy(), self._end_tokens, self._vocab_size)
 
     def renew(self) -> Any:
-        """Compile again, without the states that other answers have found."""
+        """Compile again, without the states that other answers have found; None if that takes too long."""
+        if self._seconds > _RENEWED:
+            self.worn = True
+            return None
         self._first = self._compile()
         return self._first.deep_copy()
 
@@ -57,33 +68,50 @@ class GuidanceGrammar:
 class GuidanceMatcher:
     """The state of one answer (see `d2sd.runtime.grammar.grammar.Matcher`)."""
 
-    def __init__(self, matcher: Any, renew: Callable[[], Any], end_tokens: frozenset[int], vocab_size: int) -> None:
-        self._matcher, self._renew, self.end_tokens, self._vocab_size = matcher, renew, end_tokens, vocab_size
+    def __init__(self, grammar: GuidanceGrammar, matcher: Any, end_tokens: frozenset[int], vocab_size: int) -> None:
+        self._grammar, self._matcher, self.end_tokens, self._vocab_size = grammar, matcher, end_tokens, vocab_size
         self._tokens: list[int] = []
+        self._left = _FREE  # seconds that the answer may still take
+        self._farthest = 0  # most tokens so far, those of drafts included
 
     @property
     def error(self) -> str:
+        if self._left < 0:
+            return _TOO_SLOW
         return _short(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def allowed(self) -> bytes:
+        if self._left < 0:
+            return b""
+        begun = thread_time()
         bits = self._bits()
         if bits is None and self._restart():
             bits = self._bits()
+        self._pay(begun)
         return bits or b""
 
     def consume(self, token: int) -> bool:
-        if not 0 <= token < self._vocab_size or token in self.end_tokens:
+        if not 0 <= token < self._vocab_size or token in self.end_tokens or self._left < 0:
             return False  # llguidance does not recover from a token outside the vocabulary
+        begun = thread_time()
         taken = self._matcher.try_consume_tokens([token])
         if self._matcher.is_error() and self._restart():
             taken = self._matcher.try_consume_tokens([token])
+        self._pay(begun)
         if taken == 1:
             self._tokens.append(token)
+            if len(self._tokens) > self._farthest:
+                self._farthest, self._left = len(self._tokens), self._left + _EACH
         return bool(taken == 1)
 
     def rollback(self, count: int) -> None:
         self._matcher.rollback(count)
         del self._tokens[len(self._tokens) - count :]
+
+    def _pay(self, begun: float) -> None:
+        self._left -= thread_time() - begun
+        if self._left < 0:
+            self._grammar.problem = _TOO_SLOW  # its next answer would keep the engine waiting again
 
     def _bits(self) -> bytes | None:
         bits: bytes | None = None if self._matcher.is_error() else self._matcher.compute_bitmask()
@@ -91,8 +119,8 @@ class GuidanceMatcher:
 
     def _restart(self) -> bool:
         """After an error, which may be a limit that answers have reached together: go on without the others' states."""
-        matcher = self._renew()
-        if not matcher.consume_tokens(self._tokens):
+        matcher = self._grammar.renew()
+        if matcher is None or not matcher.consume_tokens(self._tokens):
             return False
         self._matcher = matcher
         return True
@@ -112,7 +140,8 @@ class GuidanceTokenizer:
         self._end_tokens = end_tokens
         self._vocab_size = max(vocab_size, len(tokenizer))
         try:
-            made = LLTokenizer(_definition(tokenizer), n_vocab=self._vocab_size, eos_token=sorted(end_tokens))
+            definition = _definition(tokenizer)
+            made = LLTokenizer(definition, n_vocab=self._vocab_size, eos_token=sorted(end_tokens))
             ids = tokenizer(_PROBE, add_special_tokens=False).input_ids
             readable = made.decode_bytes(ids) == _PROBE.encode()
         except (ValueError, AttributeError):
@@ -123,44 +152,47 @@ class GuidanceTokenizer:
                 found=type(tokenizer).__name__, expected="a fast tokenizer whose tokens are bytes or SentencePiece",
             )  # fmt: skip
         self._tokenizer = made
+        about = {"definition": definition, "vocab_size": self._vocab_size, "end_tokens": sorted(end_tokens)}
+        self._trial = Trial(about)
 
-    def json_schema(self, schema: str, where: str) -> GuidanceGrammar:
-        """The grammar of a JSON schema, itself JSON text. `where` names the field in the RequestError of a bad one."""
+    def json_schema(self, schema: str, where: str, stop: Event | None = None) -> GuidanceGrammar:
+        """The grammar of a JSON schema, itself JSON text. `where` names the field in the RequestError of a bad one.
+
+        Compilation ends soon after `stop` is set, with `trial.Abandoned`; so do the other kinds.
+        """
         from llguidance import LLMatcher
 
         _check_length(schema, where)
         try:
             _check_counts(json.loads(schema), where)
-            return self._compile(LLMatcher.grammar_from_json_schema(schema, defaults=SPACING), where)
+            return self._compile(LLMatcher.grammar_from_json_schema(schema, defaults=SPACING), where, stop)
         except (ValueError, RecursionError) as error:
             raise _refused(str(error), where) from None
 
-    def regex(self, pattern: str, where: str) -> GuidanceGrammar:
+    def regex(self, pattern: str, where: str, stop: Event | None = None) -> GuidanceGrammar:
         """The grammar of a regular expression in Rust's syntax, which the whole answer matches."""
         from llguidance import LLMatcher
 
         _check_length(pattern, where)
-        return self._compile(LLMatcher.grammar_from_regex(pattern), where)
+        return self._compile(LLMatcher.grammar_from_regex(pattern), where, stop)
 
-    def lark(self, text: str, where: str) -> GuidanceGrammar:
+    def lark(self, text: str, where: str, stop: Event | None = None) -> GuidanceGrammar:
         """The grammar of a text in llguidance's dialect of Lark."""
         from llguidance import LLMatcher
 
         _check_length(text, where)
-        return self._compile(LLMatcher.grammar_from_lark(text), where)
+        return self._compile(LLMatcher.grammar_from_lark(text), where, stop)
 
-    def _compile(self, grammar: str, where: str) -> GuidanceGrammar:
+    def _compile(self, grammar: str, where: str, stop: Event | None) -> GuidanceGrammar:
         from llguidance import LLMatcher, LLParserLimits
 
         def compiled() -> Any:
             limits = LLParserLimits(verbose_errors=False, **_LIMITS)
             return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)  # 0: nothing goes to stderr
 
-        _check_time(grammar, where)
-        made = GuidanceGrammar(compiled, self._end_tokens, self._vocab_size)
-        if made.problem:
-            raise _refused(made.problem, where)
-        return made
+        if problem := self._trial.problem(grammar, _LIMITS, stop):
+            raise _refused(problem, where)
+        return GuidanceGrammar(compiled, self._end_tokens, self._vocab_size)
 
 
 def _definition(tokenizer: Any) -> str:
@@ -194,29 +226,6 @@ def _check_length(text: str, where: str) -> None:
         raise RequestError("The grammar is not Unicode text.", where=where, fix="pass UTF-8") from None
 
 
-def _check_time(grammar: str, where: str) -> None:
-    """Refuse a grammar that takes too long: llguidance's limits do not bound intersections, and nothing interrupts it.
-
-    So what is long or intersects expressions is first compiled by another process.
-    """
-    if len(grammar) < _SHORT and not any(word in grammar for word in ("allOf", "$ref", "&", "~", '"not"', "%json")):
-        return
-    code = (
-        "import json, sys; from llguidance import LLMatcher, LLParserLimits; g, limits = json.load(sys.stdin);"
-        "LLMatcher.validate_grammar(g, None, limits=LLParserLimits(**limits))"
-    )
-    try:
-        command = [sys.executable, "-c", code]
-        subprocess.run(
-            command, input=json.dumps([grammar, _LIMITS]).encode(), timeout=_SECONDS, check=False, capture_output=True
-        )
-    except subprocess.TimeoutExpired:
-        raise RequestError(
-            "The grammar takes too long to compile.", where=where, expected=f"at most {_SECONDS:g} s",
-            fix="use fewer patterns together (allOf), shorter enums, or fewer properties",
-        ) from None  # fmt: skip
-
-
 def _check_counts(schema: Any, where: str) -> None:
     """llguidance unrolls arrays before it applies its limits: refuse counts that take seconds."""
     pending = [schema]
@@ -227,7 +236,7 @@ def _check_counts(schema: Any, where: str) -> None:
                 count = value.get(key)
                 if isinstance(count, (int, float)) and count > MAX_ITEMS:
                     raise RequestError(
-                        "An array of the schema is too long.", where=where, found=f"{key} of {count:g}",
+                        "An array of the schema is too long.", where=where, found=f"{key} of {shortened(count)}",
                         expected=f"at most {MAX_ITEMS:,}",
                     )  # fmt: skip
         if isinstance(value, (dict, list)):
@@ -235,7 +244,7 @@ def _check_counts(schema: Any, where: str) -> None:
 
 
 def _refused(message: str, where: str) -> D2SDError:
-    return RequestError("The grammar cannot be compiled.", where=where, found=_short(message))
+    return RequestError("The grammar cannot be compiled.", where=where, found=shortened(_short(message)))
 
 
 def _short(message: str) -> str:

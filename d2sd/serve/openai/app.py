@@ -148,9 +148,12 @@ def create_app(bundle: Bundle, engine: Engine, settings: ServerSettings) -> Fast
     app.add_middleware(Entrance, settings=settings, spans=Spans())
     if settings.origins:  # in front of the keys: browsers ask without one
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+            CORSMiddleware,
+            allow_origins=settings.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
-        )  # fmt: skip
+        )
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, http: Request) -> Response:

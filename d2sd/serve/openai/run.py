@@ -87,9 +87,10 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         number, reason = getattr(error, "errno", None), getattr(error, "strerror", None)
         raise D2SDError(
-            "The server cannot listen there.", found=f"{host}:{port}: {reason or error}",
+            "The server cannot listen there.",
+            found=f"{host}:{port}: {reason or error}",
             fix=_FIXES.get(number or 0, "give --host an address of this machine: 127.0.0.1, or 0.0.0.0 for all"),
-        ) from None  # fmt: skip
+        ) from None
     return listener
 
 

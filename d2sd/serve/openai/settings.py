@@ -28,6 +28,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not all(map(_KEY.fullmatch, self.api_keys)):
             raise D2SDError(
-                "An API key is empty or cannot be sent in a header.", where="api_keys",
+                "An API key is empty or cannot be sent in a header.",
+                where="api_keys",
                 expected="ASCII characters without spaces",
-            )  # fmt: skip
+            )

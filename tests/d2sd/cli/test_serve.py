@@ -19,20 +19,28 @@ COUNTS = ("-1", "10.5", "1" + "0" * 23, "9" * 5000, "nan", "", "\udcff")
 NAMES = ("\udcff", "a\x00b", "a\nb", "\x1b[31m")
 BAD: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
     ("serve", "worker"): {
-        "--drain-timeout": SECONDS, "--max-batch": ("0", *COUNTS), "--max-waiting": COUNTS, "--model": NAMES,
+        "--drain-timeout": SECONDS,
+        "--max-batch": ("0", *COUNTS),
+        "--max-waiting": COUNTS,
+        "--model": NAMES,
     },
     ("serve",): {
-        "--request-timeout": ("0", *SECONDS), "--max-body": ("0", *COUNTS), "--port": ("65536", *COUNTS),
-        "--host": ("", "a b", "http://a", *NAMES), "--api-key": ("", " ", "a b", "kéy", *NAMES),
+        "--request-timeout": ("0", *SECONDS),
+        "--max-body": ("0", *COUNTS),
+        "--port": ("65536", *COUNTS),
+        "--host": ("", "a b", "http://a", *NAMES),
+        "--api-key": ("", " ", "a b", "kéy", *NAMES),
         "--allow-origin": ("", "example.com", "ftp://a", "https://a/b", *NAMES),
     },
     ("worker",): {"--namespace": NAMES},
-}  # fmt: skip
+}
 CASES = [
     (command, option, value)
-    for commands, options in BAD.items() for command in commands
-    for option, values in options.items() for value in values
-]  # fmt: skip
+    for commands, options in BAD.items()
+    for command in commands
+    for option, values in options.items()
+    for value in values
+]
 
 
 @pytest.mark.parametrize(("command", "option", "value"), CASES, ids=lambda part: ascii(part)[:24])
@@ -58,9 +66,16 @@ def test_settings_have_no_empty_key(keys: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["drain_timeout=inf", "drain_timeout=nan", "drain_timeout=1e300", "max_batch=0", "max_batch=1" + "0" * 23,
-     "max_waiting=1" + "0" * 23, "stream_interval=0"],
-)  # fmt: skip
+    [
+        "drain_timeout=inf",
+        "drain_timeout=nan",
+        "drain_timeout=1e300",
+        "max_batch=0",
+        "max_batch=1" + "0" * 23,
+        "max_waiting=1" + "0" * 23,
+        "stream_interval=0",
+    ],
+)
 def test_parameters_of_triton_are_bounded(value: str) -> None:
     with pytest.raises(D2SDError, match=value.partition("=")[0]):
         Parameters.parse(["bundle=/b", value])

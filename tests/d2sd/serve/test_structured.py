@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from d2sd import LLM, SamplingParams, StructuredOutputsParams
 from d2sd.errors import GenerationError, RequestError
+from d2sd.serve import structured
 from d2sd.serve.structured import GrammarCompiler
 from tests.d2sd.serve.conftest import build_tiny
 from tests.runtime.grammar.tokens import END, ids, tokenizer, vocab_size
@@ -117,6 +118,45 @@ def test_one_grammar_for_a_form(llm: LLM) -> None:
     for n in range(70):
         compiler.compile(StructuredOutputsParams(choice=[str(n)]))
     assert len(compiler._grammars) == 64
+
+
+def test_a_refusal_is_remembered(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, _ = llm._open()
+    compiler, count, compiled = GrammarCompiler(bundle), 0, structured._compile
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        return compiled(*arguments)
+
+    monkeypatch.setattr(structured, "_compile", counted)
+    monkeypatch.setattr(structured, "_REFUSED", 3)
+    form = StructuredOutputsParams(regex="(")
+    assert not compiler.knows(form)
+    for where in ("structured_outputs", "response_format"):
+        with pytest.raises(RequestError, match="cannot be compiled") as caught:
+            compiler.compile(StructuredOutputsParams(regex="("), where)
+        assert caught.value.where == f"{where}.regex"
+    assert (count, compiler.knows(form)) == (1, True)
+    assert not compiler.knows(StructuredOutputsParams(grammar="("))
+    for n in range(5):
+        with pytest.raises(RequestError):
+            compiler.compile(StructuredOutputsParams(regex="(" * (n + 2)))
+    assert len(compiler._refused) == 3
+
+
+def test_what_answers_have_shown_about_a_grammar(llm: LLM) -> None:
+    """A worn one is compiled again; one whose masks take too long is refused."""
+    bundle, _ = llm._open()
+    compiler, form = GrammarCompiler(bundle), StructuredOutputsParams(regex="[ab]+")
+    first = compiler.compile(form)
+    first.worn = True
+    second = compiler.compile(form)
+    assert second is not first
+    second.problem = "its masks take too long"
+    for _ in range(2):
+        with pytest.raises(RequestError, match="masks take too long"):
+            compiler.compile(form)
 
 
 def test_response_format() -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from d2sd.errors import D2SDError, RequestError
 from d2sd.runtime.grammar import guidance as module
+from d2sd.runtime.grammar import trial
 from d2sd.runtime.grammar.grammar import Grammar, Matcher, PathWalker, advance, forced, has
 from d2sd.runtime.grammar.guidance import MAX_ITEMS, MAX_LENGTH, GuidanceTokenizer
 from tests.runtime.grammar.tokens import END, SPECIAL, guidance, ids, text_of, tokenizer, vocab_size
@@ -82,12 +83,15 @@ def test_a_walker_returns_to_where_it_began() -> None:
 
 
 REFUSED = {
-    "regex": ("(", "[", "(?=a)b", r"a\1", "a" * (MAX_LENGTH + 1), "\ud800"),
+    "regex": ("(", "[", "(?=a)b", r"a\1", "a" * (MAX_LENGTH + 1), "\ud800",
+              "(a{1000}){1000}", "a{1000000}", "b{40}(a{1000}){1000}", "[^\\s\\S]"),
     "lark": ("", "start: nope", "start: /(/", "rule: 'a'"),
     "json_schema": (
         "", "[1]", "null", "{", '{"type": "nope"}', '{"$ref": "http://x/y"}', "false", '{"oneOf": [{}, {}]}',
         '{"a": "\ud800"}', "[" * 30_000, '{"type": "string", "format": "nope"}', '{"$ref": "#/$defs/a"}',
-        json.dumps({"anyOf": [{"items": {"maxItems": MAX_ITEMS + 1}}]}), '{"minItems": 1e9}',
+        json.dumps({"anyOf": [{"items": {"maxItems": MAX_ITEMS + 1}}]}), '{"minItems": 1e9}', '{"minItems": 1e400}',
+        json.dumps({"maxItems": 10**400}), json.dumps({"minItems": 10**4000}), '{"minItems": ' + "9" * 9000 + "}",
+        '{"$ref": "#"}', '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}',
     ),
 }  # fmt: skip
 
@@ -113,7 +117,6 @@ HOSTILE = {
     "array": json.dumps({"type": "array", "items": {"type": "array", "minItems": 9999, "maxItems": 9999}}),
     "string": json.dumps({"type": "string", "minLength": 10**5, "maxLength": 10**7}),
     "all": json.dumps({"allOf": [{"properties": {"p": {"type": "string", "pattern": f".*{i}.*"}}} for i in range(30)]}),
-    "self": '{"$ref": "#"}',
     "power": json.dumps({"type": "string", "pattern": "^(.*a){20}.{200}$"}),
     "states": json.dumps({"type": "string", "pattern": "^(a|b)*a(a|b){1000}$"}),
 }  # fmt: skip
@@ -121,7 +124,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_schemas_end_soon(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SECONDS", 1.0)
+    monkeypatch.setattr(trial, "SECONDS", 1.0)
     start = time.perf_counter()
     try:
         walker = PathWalker(guidance().json_schema(text, "json").matcher())
@@ -162,6 +165,33 @@ def test_a_matcher_that_cannot_go_on_says_why(monkeypatch: pytest.MonkeyPatch) -
     assert "states" in matcher.error
     assert matcher.allowed() == b""
     assert "states" in advance(matcher, ids("a")[0])
+
+
+def test_an_answer_whose_masks_take_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no other answer of its grammar begins; one whose masks are fast goes on as long as it likes."""
+    clock = iter(float(n) for n in range(10**6))
+    grammar = guidance().regex("[ab]*", "regex")
+    matcher = grammar.matcher()
+    monkeypatch.setattr(module, "thread_time", lambda: next(clock) * 0.015)  # of a mask or a token
+    assert write(matcher, 400, 1) == 400
+    monkeypatch.setattr(module, "thread_time", lambda: next(clock) * 0.3)
+    assert grammar.problem == ""
+    assert write(matcher, 400, 2) < 30
+    assert "too long" in matcher.error
+    assert "too long" in advance(matcher, ids("a")[0])
+    assert "too long" in grammar.problem
+
+
+def test_a_worn_grammar_that_takes_long_to_compile_is_not_compiled_by_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(module._LIMITS, "max_lexer_states", 300)
+    monkeypatch.setattr(module, "_RENEWED", 0.0)
+    grammar = guidance().regex(MANY_STATES, "regex")
+    matcher = grammar.matcher()
+    assert write(matcher, 1000, 5) < 1000
+    assert "states" in matcher.error
+    assert grammar.worn
 
 
 def test_a_byte_level_tokenizer_whose_decoder_begins_with_byte_fallback() -> None:
