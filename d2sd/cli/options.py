@@ -2,52 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import click
 
 from d2sd.convert.bundle.backends import BackendName, check_device
+from d2sd.option_types import FilePath as FilePath  # for all commands
+from d2sd.option_types import Seconds
 from d2sd.recipe import Policy
-
-
-class _FilePath(click.Path):
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            return super().convert(value, param, ctx)
-        except ValueError:  # a NUL, or a character that the system's encoding does not have
-            self.fail("Not a possible file name.", param, ctx)
-
-
-FilePath = _FilePath(path_type=Path)
-
-
-class _Seconds(click.FloatRange):
-    """A duration of up to a year: neither infinite nor NaN, which no range excludes."""
-
-    def __init__(self, *, min_open: bool = False) -> None:
-        super().__init__(0, 366 * 86400, min_open=min_open)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        seconds = super().convert(value, param, ctx)
-        if math.isnan(seconds):
-            self.fail("NaN is not a number of seconds.", param, ctx)
-        return seconds
-
-
-class _Name(click.ParamType[str]):
-    """A name that answers and logs can show: no control characters, no bytes that are not text."""
-
-    name = "text"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not str(value).isprintable():
-            self.fail("Not a printable name.", param, ctx)
-        return value
-
-
-Seconds, Name = _Seconds, _Name()
 
 
 def _checked(context: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -73,7 +35,7 @@ max_batch_option = click.option(
 max_waiting_option = click.option(
     "--max-waiting", type=click.IntRange(0, 10**6), default=256, show_default=True, help="Requests that may wait."
 )
-drain_timeout_option = click.option(
+drain_option = click.option(
     "--drain-timeout", type=Seconds(), default=30, show_default=True, help="Seconds at shutdown."
 )
 prefix_cache_option = click.option(

@@ -7,26 +7,17 @@ from typing import Any
 
 import click
 
-from d2sd.cli.options import (
-    Name,
-    backend_option,
-    bundle_argument,
-    device_option,
-    drain_timeout_option,
-    max_batch_option,
-    max_waiting_option,
-    policy_option,
-    prefix_cache_option,
-)
+from d2sd.cli import options
 from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.backends import BackendName
 from d2sd.errors import D2SDError
 from d2sd.extras import require
+from d2sd.option_types import Name
 from d2sd.recipe import Policy
 
 
 @click.command(cls=Reporting)
-@bundle_argument
+@options.bundle_argument
 @click.option("--dynamo", is_flag=True, required=True, help="A worker of NVIDIA Dynamo.")
 @click.option("--model", type=Name, default="", help="Name in /v1/models.  [default: the bundle's]")
 @click.option(
@@ -36,15 +27,15 @@ from d2sd.recipe import Policy
     "--discovery", type=click.Choice(["kubernetes", "etcd", "file"]), default="etcd",
     envvar="DYN_DISCOVERY_BACKEND", show_default=True, help="Where workers register.",
 )  # fmt: skip
-@max_batch_option
-@max_waiting_option
-@drain_timeout_option
+@options.max_batch_option
+@options.max_waiting_option
+@options.drain_option
 @click.option("--kv-events/--no-kv-events", default=True, help="Report the prefix cache to the router.")
 @click.option("--disaggregation-mode", default="agg", hidden=True)
-@prefix_cache_option
-@policy_option
-@device_option
-@backend_option
+@options.prefix_cache_option
+@options.policy_option
+@options.device_option
+@options.backend_option
 def worker(
     bundle: Path, dynamo: bool, max_batch: int | None, disaggregation_mode: str, prefix_cache: bool | None,
     policy: Policy | None, device: str, backend: BackendName, **settings: Any,

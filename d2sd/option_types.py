@@ -1,0 +1,65 @@
+"""Types of command-line options: what is wrong is refused, by the option's name, before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+class _FilePath(click.Path):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except ValueError:  # a NUL, or a character that the system's encoding does not have
+            self.fail("Not a possible file name.", param, ctx)
+
+
+class Seconds(click.FloatRange):
+    """A duration of up to a year: neither infinite nor NaN, which no range excludes."""
+
+    def __init__(self, *, min_open: bool = False) -> None:
+        super().__init__(0, 366 * 86400, min_open=min_open)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail("NaN is not a number of seconds.", param, ctx)
+        return seconds
+
+
+class _Text(click.ParamType[str]):
+    """A text that matches a pattern, which is for ASCII, and has no control characters or bytes that are not text."""
+
+    name = "text"
+
+    def __init__(self, wanted: str, pattern: str = r"[\s\S]*") -> None:
+        """`wanted` completes the message "Not ..."."""
+        self._wanted, self._pattern = wanted, re.compile(pattern, re.ASCII)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not self._pattern.fullmatch(value) or not value.isprintable():
+            self.fail(f"Not {self._wanted}.", param, ctx)  # without the value: it may be a key
+        return value
+
+
+#: Of an option that other users of the machine can read.
+KEY_HELP = "Key of a client; repeatable. Better in D2SD_API_KEY: `ps` shows options to every user."
+
+FilePath = _FilePath(path_type=Path)
+Name = _Text("a printable name")
+Host = _Text("an address or the name of a host", r"[\w.:%-]+")
+Key = _Text("a key: it is empty, or has spaces or other than ASCII characters", r"[!-~]+")
+Origin = _Text("an origin: SCHEME://HOST, SCHEME://HOST:PORT or *", r"\*|https?://[\w.:\[\]-]+")
+
+
+def not_empty(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuse an empty environment variable, which Click takes for an unset one: a server without keys is open."""
+    if not value and parameter.envvar in os.environ:
+        message = f"{parameter.envvar} is empty; unset it to serve without keys."
+        raise click.BadParameter(message, context, parameter)
+    return value
