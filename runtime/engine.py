@@ -68,6 +68,11 @@ class Engine(StepParts):
                 "stop strings need a tokenizer", where="stop",
                 fix="pass token ids as stop_tokens, or give the engine `decode`",
             )  # fmt: skip
+        if request.policy is not None and request.policy not in self.choices:
+            raise RequestError(
+                "This policy is not available.", where="policy", found=request.policy,
+                expected=", ".join(self.choices) or "none: the engine has one policy",
+            )  # fmt: skip
         if any(not s for s in request.stop):
             raise RequestError("a stop string is empty", where="stop", expected="at least one character")
 
@@ -80,7 +85,7 @@ class Engine(StepParts):
     @property
     def stats(self) -> EngineStats:
         """Counts for monitoring: requests, pages, prefix cache, preemptions."""
-        return self.scheduler.stats(str(self.policy))
+        return self.scheduler.stats(str(self.in_force))
 
     @property
     def busy(self) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from d2sd.errors import RequestError
 
 if TYPE_CHECKING:
+    from d2sd.policies import PolicyName
     from d2sd.recipe import Limits as RecipeLimits
     from d2sd.runtime.grammar.grammar import Grammar
 
@@ -76,6 +77,8 @@ class Request:
     grammar: Grammar | None = None  # the answer is in its language, unless the length limit cuts it
     priority: int = 0  # lower values are served first
     cache_salt: str = ""  # cached prefixes are shared among requests of the same salt only
+    #: Of `Engine.choices`: serves its steps while it is the only request, so that no other one pays for the choice.
+    policy: PolicyName | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
 
-from d2sd.policies import FirstPass
+from d2sd.policies import FirstPass, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch, prefill_inputs
 from d2sd.runtime.buckets import bucket
@@ -49,6 +49,8 @@ class StepParts:
         """Allocates the runner's K/V pools. Raises RecipeError if they do not fit."""
         self.runner, self.policy, self.limits = runner, policy, limits
         self.selector: PolicySelector | None = None
+        self.choices: Mapping[PolicyName, Policy] = {}  # that requests may choose; of the runner's models
+        self._chosen: Policy | None = None  # by the only request, in place of `policy`; set by prepare
         self.calibration = None if calibration is None else calibration.to(runner.device)
         self.clock = Clock()
         self.record_trace = False  # True: `trace` holds each step's tensors until the next step
@@ -60,6 +62,11 @@ class StepParts:
         runner.allocate(self.memory.pool_pages, limits.page_size)
         self.steps = DecodeSteps(runner, limits, self.calibration)
         self.scheduler = Scheduler(limits, runner.block_size, self.memory.pool_pages)
+
+    @property
+    def in_force(self) -> Policy:
+        """The policy of the step that was prepared last."""
+        return self._chosen or self.policy
 
     def admit(self) -> list[Sequence]:
         """Admit waiting requests and prefill one chunk budget; returns the sequences ready to decode."""
@@ -80,24 +87,27 @@ class StepParts:
         self._prefilled = True
 
     def prepare(self, sequences: list[Sequence]) -> tuple[Batch, Draft | None]:
-        """Select this step's policy, flush its drafters' pending context and pack the step's inputs on the host.
+        """Select this step's policy, which is `in_force` then, flush its drafters' pending context and pack its inputs.
 
-        Also returns the first draft of a policy that takes it from the host. Runs outside the captured graph: its
-        shapes vary per step.
+        Also returns the first draft of a policy that takes it from the host. Runs on the host, outside the captured
+        graph: its shapes vary per step.
         """
-        if self.selector is not None:
+        alone = len(self.scheduler.running) + len(self.scheduler.waiting) == 1
+        name = sequences[0].request.policy if alone else None
+        self._chosen = None if name is None else self.choices[name]
+        if self.selector is not None and self._chosen is None:
             context, remaining = (fmean(n) for n in zip(*((s.cached, s.remaining) for s in sequences), strict=True))
             self.policy = self.selector.choose(
                 bucket(len(sequences)), _temperature(sequences), context, remaining, self.runner.pending
             )
         with self.clock.stage("commit"):
-            self.runner.sync_drafters(self.policy.required_drafters)
+            self.runner.sync_drafters(self.in_force.required_drafters)
         batch = Batch.pack(sequences, self.runner.vocab_size, self.runner.device)
         slots, size = self.runner.block_size - 1, len(batch.anchor)
-        if self.policy.first_pass is FirstPass.PROMPT_LOOKUP:
+        if self.in_force.first_pass is FirstPass.PROMPT_LOOKUP:
             with self.clock.stage("draft_first"):
                 return batch, lookup_draft([s.tokens for s in sequences], slots, size)
-        if self.policy.first_pass is FirstPass.CARRIED:
+        if self.in_force.first_pass is FirstPass.CARRIED:
             return batch, carried_draft([s.next_draft for s in sequences], slots, self.runner.flex_width, size)
         return batch, None
 
@@ -107,18 +117,19 @@ class StepParts:
         The host must read them first for a draft that it makes or carries, for grammars, biases, penalties and
         log-probabilities, and for a trace, whose tensors the next step overwrites.
         """
-        return draft is None and not self.record_trace and self.steps.can_capture(self.policy, batch)
+        return draft is None and not self.record_trace and self.steps.can_capture(self.in_force, batch)
 
     def launch(self, sequences: list[Sequence], batch: Batch, draft: Draft | None) -> Launched:
         """Begin a decode step, which `prepare` has prepared; `retire` takes its tokens."""
         before = [] if self._launched is None else self._launched.sequences
         link = None if self.runner.capture is None else Link.pack(sequences, len(batch.anchor), before)
-        result = self.steps.run(self.policy, batch, draft, self.clock.stage, link)
+        result = self.steps.run(self.in_force, batch, draft, self.clock.stage, link)
         self.scheduler.launched(sequences)
         # A GPU still computes the prompts that were prefilled before the step, and then the step.
         delayed, self._prefilled = self._prefilled and self.runner.capture is not None, False
-        begun = None if self.selector is None or delayed else self.selector.begun
-        return Launched(sequences, self.policy, result, self.steps.fetch(result), begun)
+        selector = None if self._chosen else self.selector
+        begun = None if selector is None or delayed else selector.begun
+        return Launched(sequences, self.in_force, result, self.steps.fetch(result), begun)
 
     def collect(self) -> list[Output]:
         """Read the tokens of the step that was launched last, if they have not been."""
@@ -143,7 +154,7 @@ class StepParts:
                 self.trace = StepTrace(tuple(sequences), policy, *tensors)
             rows = launched.read()
             live = [(s, row) for s, row in zip(sequences, rows, strict=False) if s.finish is None]
-            if self.selector is not None:
+            if self.selector is not None and policy in self.selector.policies:
                 lengths = [row.length for _, row in live]
                 self.selector.update(policy, _temperature(sequences), lengths, launched.begun)
             outputs = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from d2sd.errors import RequestError
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.buckets import buckets
@@ -459,6 +460,34 @@ def test_policy_follows_the_batch_size_and_responses_are_unchanged(monkeypatch: 
     assert sum(s.stats.verified_nodes for s in sequences) == sum(
         n * rows[name] * count for (n, name), count in served.items()
     )
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_a_request_chooses_its_policy_while_it_is_alone(monkeypatch: pytest.MonkeyPatch, auto: bool) -> None:
+    """Neither the steps of others nor what `auto` has learned change by it, and no text does."""
+    requests, wished = some_requests()[:2], Hybrid(14, BRANCHES)
+    engine = make_engine(cheater(requests), "d2sd")
+    own = engine.policy
+    with pytest.raises(RequestError, match="not available"):
+        engine.submit(replace(requests[0], policy="hybrid"))
+    engine.choices = {"hybrid": wished}
+    if auto:
+        scripted(monkeypatch, engine, {(CHAIN, 1): 1.0, (CHAIN, 2): 1.0, (OFF, 1): 9.0, (OFF, 2): 9.0})
+        own = CHAIN
+    engine.record_trace, served = True, Counter[tuple[tuple[int, ...], Policy]]()
+    wishing = engine.submit(replace(requests[0], policy="hybrid", max_new_tokens=11))
+    other = None
+    while engine.busy:
+        engine.step()
+        if engine.trace is not None:
+            served[tuple(s.id for s in engine.trace.sequences), engine.trace.policy] += 1
+            assert engine.stats.policy == str(engine.trace.policy)
+        if sum(served.values()) == 2:
+            assert engine.selector is None or engine.selector.acceptance_scale == 1.0
+            other = other or engine.submit(requests[1])
+    assert served.keys() == {((0,), wished), ((0, 1), own), ((1,), own)}
+    assert other is not None
+    assert [wishing.answer, other.answer] == [expected(s.request) for s in (wishing, other)]
 
 
 def test_the_policy_follows_the_mean_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
