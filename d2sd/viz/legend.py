@@ -23,8 +23,10 @@ def legend(steps: Sequence[Step], width: float) -> tuple[str, float, float]:
         keys.append(("yes", 5, "accepted by the target"))
     if any(step.miss is not None for step in steps):
         keys.append(("miss", 5, "first wrong token of the first draft"))
-    if any(step.saved for step in steps):
-        keys.append(("rescue", 10, "here the step was rescued"))
+    if any(step.saved and not step.by_second for step in steps):
+        keys.append(("rescue", 10, "another guess saved the step here"))
+    if any(step.saved and step.by_second for step in steps):
+        keys.append(("rescue by-second", 10, "the second pass saved the step here"))
     keys.append(("bonus", 5, "bonus: the target's own"))
     if "first" in sources:
         keys.append(("%", 0, "drafter's probability"))

@@ -32,7 +32,7 @@ class Node:
 class Step:
     """A tree after verification."""
 
-    nodes: tuple[Node, ...]  # the anchor, the drafted tokens, the bonus token
+    nodes: tuple[Node, ...]  # the anchor, the drafted tokens, the bonus token unless the answer ended before it
     draft: tuple[str, ...]  # the first draft: top-1 token of every slot
     right: int  # length of the prefix of `draft` that matches the target
     rows: int  # tree rows computed by the target, padding included
@@ -43,9 +43,19 @@ class Step:
         return tuple(node for node in self.nodes[1:] if node.accepted)
 
     @property
+    def accepted(self) -> tuple[Node, ...]:
+        """The accepted drafts in their order."""
+        return tuple(node for node in self.gained if node.source != "bonus")
+
+    @property
+    def bonus(self) -> Node | None:
+        """The target's own token; None if the answer ended with a draft before it."""
+        return self.nodes[-1] if self.nodes[-1].source == "bonus" else None
+
+    @property
     def saved(self) -> int:
         """Tokens beyond those of the first draft's top-1 chain; the step was rescued if this is positive."""
-        return max(0, len(self.gained) - 1 - self.right)
+        return max(0, len(self.accepted) - self.right)
 
     @property
     def miss(self) -> int | None:
@@ -59,19 +69,28 @@ class Step:
         return any(node.source == "second" for node in self.gained)
 
 
-def read_step(trace: StepTrace, row: int, show: Callable[[int], str]) -> Step:
-    """The step of the request at `row` of the batch; `show` turns a token id into text."""
+def read_step(trace: StepTrace, row: int, show: Callable[[int], str], kept: int | None = None) -> Step:
+    """Read the step of the request at `row` of the batch; `show` turns a token id into text.
+
+    `kept`: tokens of the step in an answer that ended with it, 1 or more; what is behind them is left out. None: all.
+    """
     tree, count = trace.tree, int(trace.accepted.count[row])
     chosen: list[int] = trace.accepted.tokens[row, :count].tolist()
     path: list[int] = trace.accepted.path[row, :count].tolist()
     draft = [] if trace.first is None else trace.first.chain(row)
-    right = min(trace.accepted.matches(row, draft), count - 1)  # the bonus token does not count, even if it was drafted
+    drafts = count - 1 if kept is None else min(kept, count - 1)  # the bonus token is none, even if it was drafted
+    ended = kept is not None and kept < count  # with a draft
+    right = min(trace.accepted.matches(row, draft), drafts)
+    if ended and right == drafts:
+        draft = draft[:right]
 
     tokens, parents, depths = tree.tokens[row].tolist(), tree.parent[row].tolist(), tree.depth[row].tolist()
     origins, scores, valid = tree.branch_id[row].tolist(), tree.score[row].tolist(), tree.valid[row].tolist()
     index: dict[int, int] = {}  # row of the tree -> index of the node, without padding rows
     nodes: list[Node] = []
     for number in (i for i, there in enumerate(valid) if there):
+        if nodes and (parents[number] not in index or (ended and parents[number] == path[drafts])):
+            continue  # behind the end of the answer
         index[number] = len(nodes)
         if not nodes:
             nodes.append(Node(show(tokens[number]), -1, 0, "anchor", 0, 1.0, True, True))
@@ -85,7 +104,8 @@ def read_step(trace: StepTrace, row: int, show: Callable[[int], str]) -> Step:
         nodes.append(
             Node(show(tokens[number]), above, depth, source, origins[number], probability, number in path, chain)
         )
-    nodes.append(Node(show(chosen[-1]), index[path[-1]], count, "bonus", 0, 1.0, True, False))
+    if not ended:
+        nodes.append(Node(show(chosen[-1]), index[path[-1]], count, "bonus", 0, 1.0, True, False))
     return Step(tuple(nodes), tuple(map(show, draft)), right, len(tokens))
 
 

@@ -16,7 +16,7 @@ from d2sd.viz.nodes import Step
 from d2sd.viz.record import Recording, Turn
 from d2sd.viz.svg import inline, key
 from d2sd.viz.text import asset, cut, text_markup, token_markup
-from d2sd.viz.words import caption, counted, introduction, rescue, story
+from d2sd.viz.words import caption, introduction, mix, rescue, story
 
 if TYPE_CHECKING:
     from jinja2.runtime import LoopContext
@@ -51,7 +51,7 @@ def _environment() -> Environment:
     environment.filters |= {
         "text": _text, "token": _token, "tree": _tree, "legend": _legend, "caption": _caption, "figures": _figures,
         "sources": _sources, "drafts": _drafts, "second_pass": _second_pass, "rescue": rescue, "story": story,
-        "counted": counted,
+        "shade": _shade,
     }  # fmt: skip
     return environment
 
@@ -92,16 +92,21 @@ def _second_pass(policies: Iterable[Policy]) -> bool:
     return any(policy.second_pass is not None for policy in policies)
 
 
+def _shade(step: Step) -> str:
+    """Classes of a rescued step, each after a space."""
+    return " saved by-second" if step.saved and step.by_second else " saved" if step.saved else ""
+
+
 def _figures(recording: Recording) -> list[tuple[str, str, str]]:
     """(value, name, explanation) of each metric of an answer."""
     turns, steps = recording.turns, len(recording.turns)
-    gained = sum(len(turn.step.gained) for turn in turns)
+    tokens = sum(len(turn.pieces) for turn in turns)
     saved = sum(turn.step.saved > 0 for turn in turns)
     return [
-        (", ".join(recording.policies), "policy", "how trees are drafted and built"),
-        (str(sum(len(turn.pieces) for turn in turns)), "tokens", "of the answer"),
+        (mix(turn.policy for turn in turns), "policy", "how trees are drafted and built, by share of steps"),
+        (str(tokens), "tokens", "of the answer"),
         (str(steps), "steps", "passes of the target; plain decoding needs one for each token"),
-        (f"{gained / steps:.2f}", "tokens a step, τ", "bonus included, also tokens past the end of the answer"),
+        (f"{tokens / steps:.2f}", "tokens a step, τ", "of the answer, bonus tokens included"),
         (f"{saved / steps:.0%}", "steps rescued", "that accepted more than the first draft's top-1 chain"),
         (f"{sum(turn.step.rows for turn in turns) / steps:.0f}", "rows a step", "tree rows the target computes"),
     ]

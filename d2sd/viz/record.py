@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from d2sd.viz.nodes import Node, Step, read_step, token_text
@@ -20,12 +20,13 @@ class Turn:
     """One step, and the text it added to the answer."""
 
     step: Step
-    pieces: tuple[str, ...]  # text of each token; fewer than the step's tokens where the answer ends
+    pieces: tuple[str, ...]  # text of each token
+    policy: str  # name of the policy that drafted it
 
     @property
     def tokens(self) -> list[tuple[Node, str]]:
         """The tokens of the answer and their text."""
-        return list(zip(self.step.gained, self.pieces, strict=False))
+        return list(zip(self.step.gained, self.pieces, strict=True))
 
 
 class Recording:
@@ -42,12 +43,15 @@ class Recording:
 
     def add(self, trace: StepTrace, output: Output) -> None:
         """Record one step of the request."""
-        step = read_step(trace, trace.sequences.index(output.sequence), self._show)
+        if not output.tokens:  # the request failed
+            return
+        kept = None if output.finish is None else len(output.tokens)
+        step = read_step(trace, trace.sequences.index(output.sequence), self._show, kept)
         self.policies.setdefault(trace.policy.name, trace.policy)
         pieces = [self._stream.feed(token) for token in output.tokens]
         if output.finish is not None:
             pieces[-1] += self._stream.flush()
-        self.turns.append(Turn(step, tuple(pieces)))
+        self.turns.append(Turn(step, tuple(pieces), trace.policy.name))
         self._room += len(output.text)
         if output.finish is not None:
             self._cut()
@@ -64,4 +68,4 @@ class Recording:
             for piece in turn.pieces:
                 kept.append(piece[: self._room])
                 self._room -= len(kept[-1])
-            self.turns[i] = Turn(turn.step, tuple(kept))
+            self.turns[i] = replace(turn, pieces=tuple(kept))

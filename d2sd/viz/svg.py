@@ -58,12 +58,10 @@ def _svg(step: Step, caption: str, width: float, height: float, body: str) -> st
 
 def _alt(step: Step) -> str:
     """The picture in words, for screen readers."""
-    *drafts, bonus = (repr(node.text) for node in step.gained)
-    accepted = ", ".join(drafts) or "none"
-    return (
-        f"A tree of {len(step.nodes) - 2} drafted tokens after the anchor {step.nodes[0].text!r}. "
-        f"Accepted: {accepted}. Bonus token: {bonus}."
-    )
+    accepted = ", ".join(repr(node.text) for node in step.accepted) or "none"
+    drafted = sum(node.source in ("first", "second") for node in step.nodes)
+    end = "The answer ends with it." if step.bonus is None else f"Bonus token: {step.bonus.text!r}."
+    return f"A tree of {drafted} drafted tokens after the anchor {step.nodes[0].text!r}. Accepted: {accepted}. {end}"
 
 
 def _tree(step: Step, layout: Layout) -> str:
@@ -78,16 +76,16 @@ def _tree(step: Step, layout: Layout) -> str:
         name = f"+{depth}" if depth else "anchor"
         parts.append(f'<text class="head" x="{column.x + column.width / 2:g}" y="{HEAD - 7}">{name}</text>')
     drawn = sorted(enumerate(step.nodes), key=lambda item: item[1].accepted)  # the accepted path is drawn last, on top
-    parts += [_halo(layout.boxes[step.nodes.index(node)]) for node in step.gained[step.right :][: step.saved > 0]]
+    parts += [_halo(layout.boxes[step.nodes.index(node)], step.by_second) for node in step.gained[step.right :][: step.saved > 0]]
     parts += [_edge(layout.boxes[n.parent], layout.boxes[i], n) for i, n in drawn if n.parent >= 0]
     parts += [_node(layout.boxes[i], n, i == step.miss) for i, n in enumerate(step.nodes)]
     return "\n".join(parts)
 
 
-def _halo(box: Box) -> str:
+def _halo(box: Box, by_second: bool) -> str:
     """The highlight around the node that rescued the step."""
     place = f'x="{box.x - 5:g}" y="{box.y - 5:g}" width="{box.width + 10:g}" height="{BOX + 10}"'
-    return f'<rect class="halo" {place} rx="17"/>'
+    return f'<rect class="halo{" by-second" * by_second}" {place} rx="17"/>'
 
 
 def _node(box: Box, node: Node, miss: bool) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from d2sd.policies import FirstPass
@@ -47,6 +48,14 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
+def mix(policies: Iterable[str]) -> str:
+    """The names of the steps' policies with their shares, the commonest first; one name stands alone."""
+    steps = Counter(policies)
+    if len(steps) == 1:
+        return next(iter(steps))
+    return ", ".join(f"{name} {count / steps.total():.0%}" for name, count in steps.most_common())
+
+
 def rescue(step: Step) -> str:
     """What saved how many tokens; empty if the first draft's top-1 chain gave as many."""
     if not step.saved:
@@ -73,4 +82,6 @@ def story(step: Step) -> str:
     if step.saved:
         which = "a branch of the second pass" if step.by_second else "another guess of the first pass"
         begun += f"; {which} was right for {step.saved} more"
-    return f"{begun}. The target added “{visible(step.gained[-1].text)}”."
+    if step.bonus is None:
+        return f"{begun}. The answer ends with “{visible(step.gained[-1].text)}”."
+    return f"{begun}. The target added “{visible(step.bonus.text)}”."

@@ -6,6 +6,6 @@ addEventListener("hashchange", reveal);
 for (const link of document.querySelectorAll("a[href^='#']")) link.addEventListener("click", () => setTimeout(reveal));
 for (const button of document.querySelectorAll("button[data-show]")) button.addEventListener("click", () => {
   for (const step of button.closest("article").querySelectorAll("details"))
-    step.open = button.dataset.show === "all" || button.dataset.show === step.className;
+    step.open = button.dataset.show === "all" || step.classList.contains(button.dataset.show);
 });
 reveal();

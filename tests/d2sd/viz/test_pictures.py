@@ -34,7 +34,7 @@ from d2sd.viz.record import Recording
 from d2sd.viz.svg import inline, standalone
 from d2sd.viz.terminal import draw_tree
 from d2sd.viz.text import cells, cut, text_markup, token_markup, visible
-from d2sd.viz.words import story
+from d2sd.viz.words import mix, story
 from tests.convert.helpers import write_project
 from tests.tiny import random_tree
 
@@ -117,6 +117,37 @@ def test_another_row_of_the_batch_is_another_request() -> None:
     assert [n.text for n in step.gained] == ["t901", "t902", "t903", "t904"]
     assert (step.right, step.saved, step.miss) == (3, 0, None)
     assert story(step) == "The first draft was right to its end. The target added “t904”."
+
+
+def test_what_is_behind_the_end_of_the_answer_is_not_there() -> None:
+    """1 4 are accepted and 4 ends the answer; then 1 does, to which the first draft was right."""
+    says = {0: 1, 1: 4, 4: 5, 5: 9}
+    trace = merged_trace([[0, 1, 2, 3], [0, 1, 4, 5]], lambda t: says.get(t, 8))
+    step = read_step(trace, 0, word, 2)
+    assert [n.text for n in step.nodes] == ["t0", "t1", "t2", "t3", "t4"]
+    assert [n.text for n in step.gained] == [n.text for n in step.accepted] == ["t1", "t4"]
+    assert (step.bonus, step.right, step.saved, step.draft) == (None, 1, 1, ("t1", "t2", "t3"))
+    assert story(step).endswith("; a branch of the second pass was right for 1 more. The answer ends with “t4”.")
+    assert "Accepted: 't1', 't4'. The answer ends with it." in html.unescape(inline(step, ""))
+    step = read_step(trace, 0, word, 1)
+    assert [n.text for n in step.nodes] == ["t0", "t1"]
+    assert (step.right, step.saved, step.draft, step.miss) == (1, 0, ("t1",), None)
+    assert story(step) == "The first draft was right to its end. The answer ends with “t1”."
+    assert read_step(trace, 0, word, 4) == rescued(), "the bonus token ends the answer"
+
+
+def test_shares_of_policies() -> None:
+    assert mix(["d2sd", "d2sd"]) == "d2sd"
+    assert mix(["off", "ddtree", "ddtree", "ddtree"]) == "ddtree 75%, off 25%"
+
+
+def test_a_step_that_another_guess_saved_is_not_the_second_pass_s() -> None:
+    trace = merged_trace([[0, 1, 2, 3], [0, 1, 4, 5]], lambda t: {0: 1, 1: 4, 4: 6}.get(t, 8), second=False)
+    picture = standalone(read_step(trace, 0, word), "")
+    assert 'class="halo"' in picture
+    assert "another guess saved the step here" in picture
+    assert "second" not in picture.partition("</style>")[2]
+    assert "the second pass saved the step here" in standalone(rescued(), "")
 
 
 def test_samples_of_the_first_pass_are_no_second_pass() -> None:
@@ -249,7 +280,7 @@ def test_marks_say_who_drafted_and_what_became_of_it() -> None:
     assert [text.text for text in groups["t4"].iter(f"{SVG}text")] == ["t4", "50%"]
     edges = [p.get("class", "") for p in root.iter(f"{SVG}path")]
     assert edges == [f"edge {kind}" for kind in ("first", "first", "first yes", "second yes", "second yes", "bonus")]
-    (halo,) = (r for r in root.iter(f"{SVG}rect") if r.get("class") == "halo")
+    (halo,) = (r for r in root.iter(f"{SVG}rect") if r.get("class") == "halo by-second")
     box = groups["t4"].find(f"{SVG}rect")
     assert box is not None
     assert [float(halo.get(at, "")) + 5 for at in "xy"] == [float(box.get(at, "")) for at in "xy"], (
@@ -333,13 +364,16 @@ def test_the_page_tells_the_answer_and_its_steps() -> None:
     assert read.texts["prompt"] == "Why?"
     assert read.texts["answer"] == "Because it isBe"
     figures = read.texts["figures"].split()
-    assert figures == ["d2sdpolicy6tokens2steps4.00tokens", "a", "step,", "τ100%steps", "rescued16rows", "a", "step"]
+    assert figures == ["d2sdpolicy6tokens2steps3.00tokens", "a", "step,", "τ100%steps", "rescued16rows", "a", "step"]
     spans = [a.get("class") for a in read.all("span") if a.get("class") in ("first", "second", "bonus")]
     assert spans == ["first", "second", "second", "bonus", "first", "second"]
     assert [a.get("class") for a in read.all("i")][:4] == ["first", "second", "second", "bonus"]
-    assert [d["class"] for d in read.all("details")] == ["saved", "saved"]
-    assert "The answer ended before the last 2 tokens." in read.texts["p"]
-    assert read.texts["badge"] == "second pass saved 2" * 2
+    assert [d["class"] for d in read.all("details")] == ["step saved by-second"] * 2
+    assert "The answer ends with “cause”." in read.texts["p"]
+    assert [i.get("class") for i in read.all("i")][4:6] == ["first", "second"], "a bar of what is behind the end"
+    assert read.texts["by-second"] == "Violet shade"
+    assert "mark" not in read.texts, "a shade that no step has"
+    assert read.texts["badge"] == "second pass saved 2second pass saved 1"
     fates = [td.get("class") for td in read.all("td")][:9]
     assert fates == [None, "right", "wrong", "moot", "first", "second", "second", "bonus", None]
 
@@ -347,7 +381,7 @@ def test_the_page_tells_the_answer_and_its_steps() -> None:
 def test_the_first_steps_and_the_rescued_ones_are_open() -> None:
     made = recording("", ["a"] * 4)
     plain = read_step(merged_trace([[0, 1, 2, 3], [0, 1, 4, 5]], lambda t: 7), 0, word)
-    turn = type(made.turns[0])(plain, ("x",))
+    turn = type(made.turns[0])(plain, ("x",), "d2sd")
     made.turns = [turn] * 5 + [made.turns[0]] + [turn]
     steps = Reader(page([made])).all("details")
     assert ["open" in step for step in steps] == [True] * 3 + [False, False, True, False]
