@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,7 +36,7 @@ from d2sd.serve.openai.protocol import (
 from d2sd.serve.openai.requests import RequestMaker
 from d2sd.serve.openai.responses import Disconnected, EventStream, while_connected
 from d2sd.serve.openai.spans import Spans
-from d2sd.serve.openai.trace import make_recording, page_file, trace_events
+from d2sd.serve.openai.trace import TraceBody, choices, make_recording, page, page_file, trace_events
 from d2sd.viz.nodes import token_text
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Server:
 
     def __init__(self, bundle: Bundle, engine: Engine, settings: ServerSettings) -> None:
         self.bundle, self.settings = bundle, settings
+        engine.choices = choices(bundle, engine)
         self.engine = AsyncEngine(engine, max_waiting=settings.max_waiting)
         self.metrics = Metrics(engine, settings.model)
         self.created = int(time.time())
@@ -90,12 +92,16 @@ class Server:
             generation.close()
         return JSONResponse(shape.whole(generation))
 
-    async def trace(self, http: Request, body: ChatBody) -> Response:
+    async def trace(self, http: Request, body: TraceBody) -> Response:
         """Stream the steps of an answer; see `d2sd.serve.openai.trace`."""
         if body.n not in (None, 1):
             raise RequestError("A trace has one answer.", where="n", found=body.n, expected=1)
         recording = make_recording(self.bundle)
-        generation = await self._start(http, body, self.requests.chat, recording.add)
+
+        def encode(body: TraceBody) -> list[EngineRequest]:
+            return [replace(one, policy=body.policy) for one in self.requests.chat(body)]
+
+        generation = await self._start(http, body, encode, recording.add)
         return EventStream(trace_events(generation, recording), generation.close)
 
     async def _start(
@@ -164,10 +170,12 @@ def create_app(bundle: Bundle, engine: Engine, settings: ServerSettings) -> Fast
         return await server.answer(http, body, server.requests.completion, CompletionFormat)
 
     @app.post("/trace")
-    async def trace(body: ChatBody, http: Request) -> Response:
+    async def trace(body: TraceBody, http: Request) -> Response:
         return await server.trace(http, body)
 
-    for path, name in (("/", "index.html"), ("/page.css", "page.css"), ("/page.js", "page.js")):
+    shown = page(engine.choices, "auto" if engine.selector else engine.policy.name)
+    app.add_api_route("/", lambda: shown, include_in_schema=False)
+    for path, name in (("/page.css", "page.css"), ("/page.js", "page.js"), ("/favicon.ico", "favicon.svg")):
         app.add_api_route(path, partial(page_file, name), include_in_schema=False)
 
     model = {"id": settings.model, "object": "model", "created": server.created, "owned_by": "d2sd"}

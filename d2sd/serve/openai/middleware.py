@@ -26,7 +26,7 @@ from d2sd.serve.openai.spans import Spans
 access = logging.getLogger("d2sd.serve.access")
 
 #: Probes, and the files of the page at /, which hold no data.
-_OPEN_PATHS = {"/health", "/live", "/ready", "/", "/page.js", "/page.css"}
+_OPEN_PATHS = {"/health", "/live", "/ready", "/", "/page.js", "/page.css", "/favicon.ico"}
 #: Asked every few seconds by machines: logged only when they fail.
 _PROBES = {"/health", "/live", "/ready", "/metrics"}
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)

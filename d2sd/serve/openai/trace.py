@@ -1,16 +1,25 @@
-"""The steps of an answer as events, each with its tree as SVG, and the page at / that shows them."""
+"""The steps of an answer as events, each with its tree as SVG, and the page at / that shows them.
+
+A step has one policy for all its requests, so a policy that a visitor chooses serves steps in which the visitor's
+request is the only one: it changes no text, and nobody else's speed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import cache, partial
+from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
+from d2sd.errors import RecipeError
+from d2sd.policies import BY_FLEX, FACTS, NAMES, DrafterRole, FirstPass, PolicyName
+from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.text import TextStream
 from d2sd.serve.openai.generation import Generation
+from d2sd.serve.openai.protocol import ChatBody
 from d2sd.viz.record import Recording, Turn
 from d2sd.viz.svg import inline
 from d2sd.viz.text import asset
@@ -18,21 +27,69 @@ from d2sd.viz.words import counted, rescue, story
 
 if TYPE_CHECKING:
     from d2sd.convert.bundle.load import Bundle
+    from d2sd.runtime.engine import Engine
+    from d2sd.runtime.speculation.policy import Policy
 
-_MEDIA = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_MEDIA = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 #: Nothing but the page's own files, and no other page around it.
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'"
 )
+
+
+class TraceBody(ChatBody):
+    """POST /trace."""
+
+    policy: PolicyName | None = None  # while no other request runs; None: the server's
+
+
+def choices(bundle: Bundle, engine: Engine) -> dict[PolicyName, Policy]:
+    """The policies that a visitor can choose: all that the engine's models can run, with the recipe's node budget.
+
+    On a GPU those that are captured before the first request: to capture another one would delay every request.
+    """
+    runner, tree = engine.runner, bundle.recipe.tree
+    if runner.capture is not None:
+        ready = engine.selector.policies if engine.selector else [engine.policy]
+        return {policy.name: policy for policy in ready}
+    drafters = [r for r, m in zip(DrafterRole, (runner.first, runner.second), strict=False) if m is not None]
+    found: dict[PolicyName, Policy] = {}
+    for name in NAMES:
+        facts = FACTS[name]
+        if facts.first_pass is FirstPass.CARRIED or (facts.first_pass in BY_FLEX and runner.flex is None):
+            continue
+        if set(facts.required_drafters) <= set(drafters):
+            try:
+                found[name] = make_policy(
+                    name, block_size=tree.block_size, branches=tree.branches, row_budget=tree.row_budget
+                )
+            except RecipeError:  # a budget of one node, or more branches than a block has boundaries
+                continue
+    return found
 
 
 @cache
 def page_file(name: str) -> Response:
     """A file of the page."""
-    text = resources.files("d2sd.serve.openai").joinpath(f"page/{name}").read_text("utf-8")
+    text = _read(name)
     if name == "page.css":
         text = asset("page.css") + asset("tree.css") + text
+    return _response(text, name)
+
+
+def page(names: Mapping[PolicyName, Policy], own: str) -> Response:
+    """The page itself, with a choice of policies; `own` is the server's."""
+    others = "".join(f"<option>{escape(name)}</option>" for name in names if name != own)
+    options = f'<option value="">{escape(own)}, the server\'s</option>{others}'
+    return _response(_read("index.html").replace("<!-- policies -->", options), "index.html")
+
+
+def _read(name: str) -> str:
+    return resources.files("d2sd.serve.openai").joinpath(f"page/{name}").read_text("utf-8")
+
+
+def _response(text: str, name: str) -> Response:
     headers = {
         "content-security-policy": _POLICY,
         "x-content-type-options": "nosniff",
@@ -52,20 +109,20 @@ async def trace_events(generation: Generation, recording: Recording) -> AsyncIte
     sent = 0
     async for _ in generation.outputs():
         while sent < len(recording.turns):  # a slow reader gets several steps with one output
-            yield _event(recording.turns[sent], generation)
+            yield _event(recording.turns[sent])
             sent += 1
 
 
-def _event(turn: Turn, generation: Generation) -> dict[str, Any]:
+def _event(turn: Turn) -> dict[str, Any]:
     step = turn.step
     title = f"{counted(len(step.gained), 'token')}{', ' * (step.saved > 0)}{rescue(step)}"
-    sequence = generation.choices[0].stream.sequence
     return {
         "tokens": [{"text": text, "source": node.source} for node, text in turn.tokens],
-        "accepted": len(step.gained) - 1,
+        "accepted": len(step.accepted),
         "saved": step.saved,
+        "by_second": step.by_second,
         "rows": step.rows,
-        "policy": "" if sequence is None else next(reversed(sequence.stats.policies)),
+        "policy": turn.policy,
         "title": title,
         "story": story(step),
         "svg": inline(step, title),

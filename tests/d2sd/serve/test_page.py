@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +19,10 @@ from xml.etree import ElementTree
 import httpx
 import pytest
 
-from d2sd.serve.openai import spans
+from d2sd.convert.bundle.load import Bundle
+from d2sd.convert.bundle.serving import make_engine
+from d2sd.serve.openai import app, spans
+from d2sd.serve.openai.trace import choices, page
 from tests.d2sd.serve.http import Running, serving, wait_until
 
 CHAT: Any = {"messages": [{"role": "user", "content": "w5 w7"}], "max_tokens": 12, "temperature": 1.0, "seed": 6}
@@ -50,6 +54,7 @@ def test_a_trace_has_every_step_and_its_tree(server: Running) -> None:
 
 def test_the_page_runs_nothing_but_its_own_script(server: Running) -> None:
     page = server.http.get("/")
+    assert server.http.get("/favicon.ico").headers["content-type"] == "image/svg+xml"
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
@@ -59,6 +64,122 @@ def test_the_page_runs_nothing_but_its_own_script(server: Running) -> None:
     assert set(re.findall(r'element\("(\w+)"\)', server.http.get("/page.js").text)) <= set(
         re.findall(r'id="(\w+)"', page.text)
     )
+
+
+def test_a_visitor_chooses_a_policy(server: Running) -> None:
+    """The text is the same; only requests that are alone are served by it."""
+    page = server.http.get("/").text
+    offered = re.findall(r"<option>(\w+)</option>", page)
+    assert f'<option value="">{server.engine.policy.name}, the server\'s</option>' in page
+    assert {"off", "chain", "ddtree", "d2sd"} <= set(offered)
+    assert server.engine.policy.name not in offered
+    texts = set()
+    for name in offered:
+        found = events(server.http.post("/trace", json=CHAT | {"policy": name}).text)
+        assert {event["policy"] for event in found} == {name}
+        texts.add("".join(t["text"] for e in found for t in e["tokens"]))
+    assert len(texts) == 1
+    own = events(server.http.post("/trace", json=CHAT).text)
+    assert {event["policy"] for event in own} == {server.engine.policy.name}
+    assert server.http.post("/trace", json=CHAT | {"policy": "flex"}).json()["error"]["param"] == "policy"
+    assert server.http.post("/v1/chat/completions", json=CHAT | {"policy": "off"}).status_code == 400
+
+
+def test_a_choice_is_limited_to_what_an_engine_has(bundle: Bundle) -> None:
+    plain = make_engine(bundle, policy="off")
+    assert list(choices(bundle, plain)) == ["off", "lookup"]
+    one = make_engine(bundle, policy="ddtree")
+    assert list(choices(bundle, one)) == ["off", "lookup", "chain", "samples", "reanchor", "ddtree"]
+    one.runner.capture = lambda *arguments: None  # type: ignore[assignment]  # graphs, captured for its own policy
+    assert choices(bundle, one) == {"ddtree": one.policy}
+    assert '<option value="">&lt;b&gt;, the' in bytes(page({}, "<b>").body).decode()
+
+
+def test_an_answer_ends_where_its_last_tree_does(server: Running) -> None:
+    """Drafts behind the last token are neither drawn nor counted."""
+    for length in (5, 6, 7):
+        found = events(server.http.post("/trace", json=CHAT | {"max_tokens": length}).text)
+        assert sum(len(event["tokens"]) for event in found) == length
+        for event in found:
+            bonus = sum(token["source"] == "bonus" for token in event["tokens"])
+            assert event["accepted"] + bonus == len(event["tokens"])
+            assert event["svg"].count('class="bonus"') == bonus
+
+
+def visit(*visits: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What a visitor of the page sees after each answer, and what its script sent; see page_script.mjs."""
+    if not (node := shutil.which("node")):
+        pytest.skip("needs node")
+    harness = Path(__file__).with_name("page_script.mjs")
+    script = Path(app.__file__).with_name("page") / "page.js"
+    command = [node, str(harness), str(script), json.dumps({"visits": visits})]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    found = json.loads(done.stdout)
+    return found["seen"], found["sent"]
+
+
+def streamed(*found: dict[str, Any], end: bool = True) -> str:
+    return "".join(f"data: {json.dumps(one)}\n\n" for one in found) + "data: [DONE]\n\n" * end
+
+
+def step(words: list[str], policy: str, *, saved: int = 0, by_second: bool = False) -> dict[str, Any]:
+    tokens = [{"text": word, "source": "first"} for word in words]
+    told = {"title": "", "story": "told", "svg": "<svg/>", "rows": 8}
+    return {"tokens": tokens, "saved": saved, "by_second": by_second, "policy": policy, **told}
+
+
+FIELDS = {"prompt": "Why?", "policy": "", "temperature": "0", "seed": "0", "tokens": "96", "key": ""}
+
+
+def test_the_page_shows_the_figures_of_an_answer() -> None:
+    steps = [step(["a", "b", "c"], "hybrid", saved=1, by_second=True), step(["d"], "off"), step(["e", "f"], "hybrid")]
+    (seen,), (sent,) = visit({"fields": FIELDS | {"policy": "hybrid"}, "text": streamed(*steps)})
+    assert sent["body"] == {
+        "messages": [{"role": "user", "content": "Why?"}], "policy": "hybrid", "temperature": 0, "seed": 0,
+        "max_tokens": 96,
+    }  # fmt: skip
+    figures = {name: seen[name] for name in ("answer", "count", "steps", "tau", "rescued", "mix", "number")}
+    assert figures == {
+        "answer": "abcdef", "count": "6", "steps": "3", "tau": "2.00", "rescued": "33%", "mix": "hybrid 67%, off 33%",
+        "number": "3",
+    }  # fmt: skip
+    assert seen["blocks"] == ["step saved by-second", "step", "step"]
+    assert float(seen["rate"]) > 0 <= float(seen["seconds"])
+    assert (seen["busy"], seen["idle"]) == ([True, False], [False, True])
+
+
+def test_an_error_leaves_nothing_of_the_answer_before() -> None:
+    message = (
+        "the request does not fit the context\n  where: prompt + max_new_tokens\n  found: 30 + 5000 = 5030\n"
+        "  expected: at most 2048\n  fix: lower max_new_tokens, or raise limits.max_context in the recipe"
+    )
+    refused = json.dumps({"error": {"message": message, "param": "max_tokens"}})
+    good = {"fields": FIELDS, "text": streamed(step(["a"], "off"))}
+    empty = FIELDS | {"temperature": " ", "seed": "", "tokens": "", "key": "secret"}
+    (_, seen, proxied), (_, sent, _) = visit(
+        good, {"fields": empty, "status": 400, "json": refused}, {"status": 502, "json": "<html>"}
+    )
+    assert sent["body"] == {"messages": [{"role": "user", "content": "Why?"}]}, "an empty field was sent"
+    assert sent["headers"]["authorization"] == "Bearer secret"
+    assert {seen[name] for name in ("count", "steps", "tau", "rescued", "seconds", "rate", "mix")} == {"–"}
+    assert (seen["tree"], seen["number"], seen["story"][:8]) == ("", "", "Point at")
+    assert seen["answer"] == (
+        "The request does not fit the context; found: 30 + 5000 = 5030; expected: at most 2048. "
+        "Ask for fewer tokens, or shorten the prompt."
+    )
+    assert proxied["answer"] == "The server answered with status 502."
+
+
+def test_an_answer_is_stopped_or_breaks_off() -> None:
+    begun = streamed(step(["a"], "off"), end=False)
+    failed = begun + streamed({"error": {"message": "The server is shutting down.\n  fix: try again later"}})
+    (stopped, cut, failed_seen), _ = visit(
+        {"fields": FIELDS, "text": begun, "hangs": True}, {"text": begun}, {"text": failed}
+    )
+    assert stopped["answer"] == "aStopped."
+    assert stopped["idle"] == [False, True]
+    assert cut["answer"] == "aThe connection ended before the answer did."
+    assert failed_seen["answer"] == "aThe server is shutting down."
 
 
 def test_metrics_count_what_was_answered(tiny_bundle: Path) -> None:

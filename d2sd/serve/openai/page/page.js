@@ -2,8 +2,19 @@
 "use strict";
 
 const element = (id) => document.getElementById(id);
+const FIGURES = ["count", "steps", "tau", "rescued", "seconds", "rate", "mix"];
+const HINT = "Point at a block of the answer to see its tree.";
 let steps = [];
 let running = null;
+
+function reset() {
+  steps = [];
+  element("answer").replaceChildren();
+  element("tree").replaceChildren();
+  element("number").textContent = "";
+  element("story").textContent = HINT;
+  for (const id of FIGURES) element(id).textContent = "–";
+}
 
 function show(index) {
   const step = steps[index];
@@ -17,10 +28,19 @@ function show(index) {
   element("tree").replaceChildren(document.importNode(svg, true));
 }
 
-function add(event) {
+// The names of the steps' policies with their shares, the commonest first; one name stands alone.
+function mix() {
+  const counts = new Map();
+  for (const step of steps) counts.set(step.policy, (counts.get(step.policy) ?? 0) + 1);
+  if (counts.size === 1) return steps[0].policy;
+  const ranked = [...counts].sort((one, other) => other[1] - one[1]);
+  return ranked.map(([name, count]) => `${name} ${Math.round((100 * count) / steps.length)}%`).join(", ");
+}
+
+function add(event, seconds) {
   const index = steps.length;
   const block = document.createElement("span");
-  block.className = event.saved ? "step saved" : "step";
+  block.className = ["step", event.saved && "saved", event.saved && event.by_second && "by-second"].filter(Boolean).join(" ");
   block.title = event.title;
   for (const token of event.tokens) {
     const piece = document.createElement("span");
@@ -37,56 +57,96 @@ function add(event) {
   element("steps").textContent = steps.length;
   element("tau").textContent = (count / steps.length).toFixed(2);
   element("rescued").textContent = `${Math.round((100 * steps.filter((step) => step.saved).length) / steps.length)}%`;
-  element("policy").textContent = event.policy;
+  element("seconds").textContent = seconds.toFixed(1);
+  element("rate").textContent = (count / seconds).toFixed(1);
+  element("mix").textContent = mix();
 }
 
-function fail(message) {
+function tell(text, kind) {
   const line = document.createElement("p");
-  line.className = "error";
-  line.textContent = message;
+  line.className = kind;
+  line.textContent = text;
   element("answer").append(line);
 }
 
+// What is wrong, found and expected: where it stands in a recipe and how to mend it there is for who runs the server.
+function explained(error) {
+  const [what, ...lines] = error.message.split("\n");
+  const told = lines.map((line) => line.trim()).filter((line) => /^(found|expected): /.test(line));
+  const text = [what.replace(/[.]$/, ""), ...told].join("; ");
+  const advice = error.param === "max_tokens" ? " Ask for fewer tokens, or shorten the prompt." : "";
+  return `${text[0].toUpperCase()}${text.slice(1)}.${advice}`;
+}
+
+async function refusal(response) {
+  try {
+    return explained((await response.json()).error);
+  } catch {
+    return `The server answered with status ${response.status}.`; // not this server: a proxy before it
+  }
+}
+
+// A field that is empty is left out: the server has a default for it.
+function number(id) {
+  const text = element(id).value.trim();
+  return text === "" ? undefined : Number(text);
+}
+
 async function answer(signal) {
+  const begun = performance.now();
   const headers = { "content-type": "application/json" };
   if (element("key").value) headers.authorization = `Bearer ${element("key").value}`;
   const body = {
     messages: [{ role: "user", content: element("prompt").value }],
-    temperature: Number(element("temperature").value),
-    seed: Number(element("seed").value),
-    max_tokens: Number(element("tokens").value),
+    policy: element("policy").value || undefined,
+    temperature: number("temperature"),
+    seed: number("seed"),
+    max_tokens: number("tokens"),
   };
   const response = await fetch("trace", { method: "POST", headers, body: JSON.stringify(body), signal });
-  if (!response.ok) return fail((await response.json()).error.message);
+  if (!response.ok) return tell(await refusal(response), "error");
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
-    if (done) return;
+    if (done) return tell("The connection ended before the answer did.", "error");
     const lines = (rest + value).split("\n\n");
     rest = lines.pop();
     for (const line of lines) {
       const data = line.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const event = JSON.parse(data);
-      if (event.error) return fail(event.error.message);
-      add(event);
+      if (event.error) return tell(explained(event.error), "error");
+      add(event, (performance.now() - begun) / 1000);
     }
   }
 }
 
+function busy(on) {
+  element("go").disabled = on;
+  element("go").textContent = on ? "Answering…" : "Answer";
+  element("stop").disabled = !on;
+  element("answer").setAttribute("aria-busy", `${on}`);
+}
+
 element("form").addEventListener("submit", async (event) => {
   event.preventDefault();
-  if (running) running.abort();
+  if (running) return;
   running = new AbortController();
-  steps = [];
-  element("answer").replaceChildren();
-  element("tree").replaceChildren();
+  reset();
+  busy(true);
   try {
     await answer(running.signal);
   } catch (error) {
-    if (error.name !== "AbortError") fail(String(error));
+    if (error.name === "AbortError") tell("Stopped.", "hint");
+    else tell(`The server cannot be reached: ${error.message}.`, "error");
+  } finally {
+    running = null;
+    busy(false);
   }
 });
 
+element("stop").addEventListener("click", () => running?.abort());
+
+reset();
 if (new URLSearchParams(location.search).has("go")) element("form").requestSubmit();
