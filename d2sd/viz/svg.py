@@ -76,7 +76,10 @@ def _tree(step: Step, layout: Layout) -> str:
         name = f"+{depth}" if depth else "anchor"
         parts.append(f'<text class="head" x="{column.x + column.width / 2:g}" y="{HEAD - 7}">{name}</text>')
     drawn = sorted(enumerate(step.nodes), key=lambda item: item[1].accepted)  # the accepted path is drawn last, on top
-    parts += [_halo(layout.boxes[step.nodes.index(node)], step.by_second) for node in step.gained[step.right :][: step.saved > 0]]
+    parts += [
+        _halo(layout.boxes[step.nodes.index(node)], step.by_second)
+        for node in step.gained[step.right :][: step.saved > 0]
+    ]
     parts += [_edge(layout.boxes[n.parent], layout.boxes[i], n) for i, n in drawn if n.parent >= 0]
     parts += [_node(layout.boxes[i], n, i == step.miss) for i, n in enumerate(step.nodes)]
     return "\n".join(parts)
