@@ -11,7 +11,7 @@ from tests.wheel import FOLDERS, ROOT, run
 
 pytestmark = pytest.mark.subprocess
 #: Suffixes of package data.
-DATA_FILES = {".yaml", ".css", ".js", ".html", ".jinja", ".j2", ".c", ".h"}
+DATA_FILES = {".yaml", ".css", ".js", ".html", ".jinja", ".j2", ".c", ".h", ".json", ".safetensors"}
 
 
 def test_the_wheel_holds_every_module_and_data_file_and_nothing_else(wheel: Path) -> None:
@@ -21,7 +21,7 @@ def test_the_wheel_holds_every_module_and_data_file_and_nothing_else(wheel: Path
     for path in (path for folder in inside for path in folder.rglob("*")):
         if path.suffix in {".py", *DATA_FILES}:
             expected.add(path.relative_to(ROOT).as_posix())
-    for path in (path for folder in (*FOLDERS, "recipes") for path in (ROOT / folder).rglob("*")):
+    for path in (path for folder in (*FOLDERS, "recipes", "models") for path in (ROOT / folder).rglob("*")):
         if path.suffix in {".py", *DATA_FILES}:
             expected.add(f"d2sd/{path.relative_to(ROOT).as_posix()}")
     assert set(names) == expected, "packages in pyproject.toml are listed by hand"

