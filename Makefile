@@ -13,7 +13,7 @@ CONSTRAINTS := constraints/tested.txt
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS)
 
-.PHONY: demo test fast-tests test-slow engines lint verify gpu-suite kernels ptx consumers triton-test dynamo-test dynamo-schema bench bench-serving peers fleet soak soak-steps eval train ablation train-gpu data data-wheel wheel docs clean
+.PHONY: demo test fast-tests test-slow engines lint verify gpu-suite kernels ptx consumers triton-test dynamo-test dynamo-schema bench bench-serving peers fleet soak soak-steps eval train ablation train-gpu data wheel docs clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -52,13 +52,9 @@ lint: .venv/dev
 data: .venv/demo
 	$(BIN)/d2sd data $(if $(FROM),--from "$(FROM)")
 
-## the wheel of d2sd and the wheel of the shipped drafters, in dist/
-wheel: data-wheel
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
-
-data-wheel: .venv/demo
-	$(BIN)/python models/data_wheel.py recipes/smollm2-135m.yaml --out dist
-	$(BIN)/python models/data_wheel.py recipes/smollm2-135m-flex.yaml --out dist
+## the wheel, in dist/: recipes and the SmolLM2 drafters are in it
+wheel:
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 ## the losslessness check on 128 real prompts in fp32: hours, resumable; PROMPTS is a folder of four JSONL sets, see `make data`
 PROMPTS ?= data/eval

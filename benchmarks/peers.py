@@ -37,7 +37,7 @@ from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.convert.bundle.serving import chat_request
 from d2sd.errors import D2SDError
-from d2sd.extras import require_plots
+from d2sd.extras import install_line, require_plots
 from d2sd.io import write_text
 from d2sd.progress import bar
 from d2sd.prompt_sets import present
@@ -97,7 +97,7 @@ class Benchmark:
     def _files(self, bundle: Bundle) -> dict[Weights, Path]:
         """GGUF files for llama.cpp."""
         if find_spec("llama_cpp") is None or find_spec("gguf") is None:
-            self.notes.append(f"llama.cpp is left out: it needs `pip install {_NEEDS} 'd2sd[gguf]'`.")
+            self.notes.append(f"llama.cpp is left out: it needs `{install_line('gguf')} {_NEEDS}`.")
             return {}
         found = gguf_files(bundle.recipe, self.out / "gguf")
         if not found:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
+
+from packaging.requirements import Requirement
 
 from d2sd.errors import D2SDError
 
 
+def install_line(extra: str) -> str:
+    """The command that installs an extra's packages, by their own names: no index has a package called d2sd."""
+    try:
+        named = [Requirement(line) for line in requires("d2sd") or ()]
+    except PackageNotFoundError:  # run from a clone that is not installed
+        return f"pip install '.[{extra}]' in a clone"
+    wanted = [one for one in named if one.marker is not None and one.marker.evaluate({"extra": extra})]
+    return f"pip install {' '.join(repr(f'{one.name}{one.specifier}') for one in wanted)}"
+
+
 def require(extra: str, modules: tuple[str, ...], purpose: str) -> None:
-    """Raise D2SDError that names the extra if one of `modules` is not installed; nothing is imported."""
+    """Raise D2SDError with `install_line(extra)` if one of `modules` is not installed; nothing is imported."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        raise D2SDError(f"{purpose} needs {' and '.join(missing)}.", fix=f"pip install 'd2sd[{extra}]'")
+        raise D2SDError(f"{purpose} needs {' and '.join(missing)}.", fix=install_line(extra))
 
 
 def require_plots() -> None:

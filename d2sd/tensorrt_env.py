@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from d2sd.errors import BuildError
+from d2sd.extras import install_line
 
 Builder = Literal["tensorrt-rtx", "tensorrt"]
 _MODULES: dict[Builder, str] = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
@@ -38,7 +39,7 @@ class TensorRT:
 
 def find_tensorrt(name: Builder) -> TensorRT:
     """Import TensorRT. Raises `BuildError`, with the command that installs it."""
-    fix = "pip install 'd2sd[engines]'" if name == "tensorrt-rtx" else "install TensorRT 10.14 or later"
+    fix = install_line("engines") if name == "tensorrt-rtx" else "install TensorRT 10.14 or later"
     if find_spec(_MODULES[name]) is None:
         raise BuildError(f"Engines need {name}, which is not installed.", where="engines", fix=fix)
     try:

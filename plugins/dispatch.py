@@ -16,6 +16,7 @@ import torch
 from packaging.version import Version
 
 from d2sd.errors import D2SDError
+from d2sd.extras import install_line
 
 #: Head sizes the kernels take: multiples of this (the smallest K of a tensor-core product), up to LARGEST_HEAD.
 HEAD_STEP = 16
@@ -29,7 +30,6 @@ FP8_CAPABILITY = (8, 9)
 FENCED_TRITON = Version("3.7.1")
 FENCE_CAPABILITY = (9, 0)
 NO_FALLBACK = "D2SD_NO_FALLBACK"
-NO_TRITON = "triton is not installed (pip install 'd2sd[triton]')"
 
 
 def use_triton(pages: torch.Tensor) -> bool:
@@ -99,7 +99,7 @@ def _fall_back(what: str, reason: str) -> bool:
 def unsupported(size: int, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
     """Why the kernels do not take heads of `size` in pages of `dtype`; None where they do."""
     if find_spec("triton") is None:
-        return NO_TRITON
+        return f"triton is not installed ({install_line('triton')})"
     if capability >= FENCE_CAPABILITY and (version := triton_version()) < FENCED_TRITON:
         return (
             f"triton {version} compiles the attention kernel for compute capability 9.0 and above without a fence that"
@@ -117,7 +117,7 @@ def unsupported(size: int, dtype: torch.dtype, capability: tuple[int, int]) -> s
 @cache
 def _unsupported_device(capability: tuple[int, int]) -> str | None:
     if find_spec("triton") is None:
-        return NO_TRITON
+        return f"triton is not installed ({install_line('triton')})"
     return None if capability >= (8, 0) else f"compute capability {capability} is below 8.0"
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.cases import said
+from d2sd.extras import install_line
 
 #: The module of the wheel, and the one that is left when only the libraries and their bindings are carried.
 MODULES = ("tensorrt_rtx", "tensorrt_rtx_bindings")
@@ -29,7 +30,7 @@ def tensorrt() -> Any:
     """The module; leaves the process where there is none."""
     name = next((name for name in MODULES if find_spec(name)), None)
     if name is None:
-        sys.exit("TensorRT-RTX is not importable: pip install 'd2sd[engines]'")
+        sys.exit(f"TensorRT-RTX is not importable: {install_line('engines')}")
     return importlib.import_module(name)
 
 

@@ -23,6 +23,7 @@ from d2sd.convert.checkpoint.flex import flex_linears
 from d2sd.convert.checkpoint.offline import offline_transformers
 from d2sd.convert.checkpoint.quantization import DRAFTER_UNQUANTIZED, FLEX_UNQUANTIZED, Quantization
 from d2sd.errors import BuildError, CheckpointError
+from d2sd.extras import install_line
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import linear_names
@@ -49,7 +50,7 @@ def load_modelopt(progress: Progress = silent) -> ModelOpt:
         found = version(PACKAGE)
     except PackageNotFoundError:
         raise BuildError(
-            "FP8 is calibrated by NVIDIA ModelOpt, which is not installed.", where="fp8", fix="pip install 'd2sd[fp8]'"
+            "FP8 is calibrated by NVIDIA ModelOpt, which is not installed.", where="fp8", fix=install_line("fp8")
         ) from None
     offline_transformers()
     with progress("starting ModelOpt"), _quiet():

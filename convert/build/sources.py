@@ -26,7 +26,7 @@ def sources_of(recipe: Recipe) -> list[Source]:
 def located(recipe: RecipeFile, source: Source) -> Path | None:
     """The file or folder of `source`; None if it has to be fetched first. Nothing is fetched or written.
 
-    A relative path of a recipe addressed by name leads into the current folder, as in a clone, or else into the package.
+    A relative path of a recipe addressed by name leads into the current folder, as in a clone, or else the package.
     """
     if source.path is not None:
         here, beside = recipe.path(source.path), _beside(recipe, source.path)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from d2sd.convert.engines.worker import Job, Report
 from d2sd.errors import BuildError
+from d2sd.extras import install_line
 from d2sd.io import read_json
 from d2sd.progress import Progress, silent
 from d2sd.tensorrt_env import Builder
@@ -74,7 +75,7 @@ def unversioned_library(name: Builder, folder: Path) -> Path | None:
     if not found:
         raise BuildError(
             "TensorRT-RTX's parser cannot find the library that it loads for plugins.", where="engines",
-            expected="libtensorrt_rtx.so", fix="put its folder on LD_LIBRARY_PATH, or pip install 'd2sd[engines]'",
+            expected="libtensorrt_rtx.so", fix=f"put its folder on LD_LIBRARY_PATH, or {install_line('engines')}",
         )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     link = folder / "libtensorrt_rtx.so"

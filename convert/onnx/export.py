@@ -21,6 +21,7 @@ from torch.export import Dim
 
 from d2sd.convert.onnx.bodies import DrafterBody, FlexBody, TargetBody, lower_fp8_to_qdq
 from d2sd.errors import BuildError
+from d2sd.extras import install_line
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
@@ -44,7 +45,7 @@ def require_exporter() -> None:
     if missing := [tool for tool in TOOLS if find_spec(tool) is None]:
         raise BuildError(
             "Packages that export and check graphs are not installed.", where="engines",
-            found=f"no {', no '.join(missing)}", fix="pip install 'd2sd[engines]'",
+            found=f"no {', no '.join(missing)}", fix=install_line("engines"),
         )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Copied into bundles as `trtllm/d2sd_trtllm/__init__.py`; TensorRT-LLM imports it there (`--custom_module_dirs`).
 
-It needs the d2sd package, without its dependencies: `pip install --no-deps d2sd`. If d2sd is missing, or the
+It needs the d2sd package, without its dependencies: `pip install --no-deps .` in a clone. If d2sd is missing, or the
 installed TensorRT-LLM is outside the supported versions, the server drafts with the first drafter only and logs it.
 `D2SD_TRTLLM=require` makes this an error.
 """

@@ -3,7 +3,7 @@
 The library is built for this processor and kept in the user's cache folder, under the hash of its sources, the compiler
 and the processor's features. Where that folder cannot be written it is built for this process alone, in a temporary
 folder. The compiler is the command in D2SD_CC, or else `cc`, or else that of the package `ziglang`
-(pip install 'd2sd[cpu]'). An empty D2SD_CC means none.
+(the extra `cpu`). An empty D2SD_CC means none.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import tempfile
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+
+from d2sd.extras import install_line
 
 COMMAND = "D2SD_CC"
 _FLAGS = ("-O3", "-ffp-contract=off", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
@@ -47,7 +49,7 @@ def build() -> Path | str:
     except ValueError as error:  # of shlex
         return f"{COMMAND} is not a command: {error}"
     if command is None:
-        return f"no C compiler: pip install 'd2sd[cpu]' brings one, or set {COMMAND}"
+        return f"no C compiler: {install_line('cpu')} brings one, or set {COMMAND}"
     sources = sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.c")])
     known = "\n".join(
         [*command, *_FLAGS, platform.machine(), _features(), *(file.read_text("utf-8") for file in sources)]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.errors import BundleError
+from d2sd.extras import install_line
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.drafter import DraftModel
@@ -78,7 +79,7 @@ class OnnxSession:
         try:
             import onnxruntime
         except ModuleNotFoundError:
-            raise BundleError("ONNX Runtime is not installed.", where=file, fix="pip install 'd2sd[engines]'") from None
+            raise BundleError("ONNX Runtime is not installed.", where=file, fix=install_line("engines")) from None
         options = onnxruntime.SessionOptions()
         options.add_session_config_entry("session.disable_quant_qdq", "1")  # ORT has no FP8 kernels on CPU
         try:

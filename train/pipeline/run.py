@@ -9,7 +9,7 @@ from pathlib import Path
 from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.convert.checkpoint.drafter import write_drafter
 from d2sd.convert.checkpoint.flex import write_flex
-from d2sd.extras import require_plots
+from d2sd.extras import install_line, require_plots
 from d2sd.io import check_writable, disk_space
 from d2sd.modeling.drafter import Drafter
 from d2sd.policies import DrafterName
@@ -103,7 +103,7 @@ class Run:
         check_writable(self.out / "evaluation.json")  # checked hours before it is written
         require_plots()
         if not tensorboard_is_installed():
-            self.say("TensorBoard is not installed, so no events are written: pip install 'd2sd[train]'", err=True)
+            self.say(f"TensorBoard is not installed, so no events are written: {install_line('train')}", err=True)
 
     def _features(self, bundle: Bundle, responses: list[Response]) -> TrainingData:
         aux_layer_ids = self.recipe.aux_layer_ids(bundle.target.config.body.num_layers)

@@ -35,7 +35,7 @@ def test_without_modelopt_there_is_a_way_to_get_it(monkeypatch: pytest.MonkeyPat
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(calibrate_fp8, "version", absent)
-    with pytest.raises(BuildError, match=r"pip install 'd2sd\[fp8\]'"):
+    with pytest.raises(BuildError, match=r"pip install 'nvidia-modelopt"):
         load_modelopt()
 
 

@@ -224,5 +224,5 @@ def test_a_push_needs_a_tag_and_the_extra(bundle: Path, empty: Registry, monkeyp
     with pytest.raises(RegistryError, match="to a tag"):
         push(bundle, empty.reference(f"@sha256:{'0' * 64}"))
     monkeypatch.setattr("d2sd.extras.find_spec", lambda name: None)
-    with pytest.raises(D2SDError, match=r"d2sd\[registry\]"):
+    with pytest.raises(D2SDError, match=r"pip install 'httpx"):
         push(bundle, empty.reference())

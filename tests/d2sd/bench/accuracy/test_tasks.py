@@ -84,7 +84,7 @@ def test_missing_answers_name_their_source(data: Path, row: str) -> None:
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("d2sd.extras.find_spec", lambda name: None)
-    with pytest.raises(D2SDError, match=r"pip install 'd2sd\[eval\]'"):
+    with pytest.raises(D2SDError, match=r"pip install 'lm-eval"):
         require_lm_eval()
 
 
