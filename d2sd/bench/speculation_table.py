@@ -12,9 +12,10 @@ from d2sd.runtime.stats import Clock, EngineStats, SequenceStats, mean_tau
 
 
 def show_stats(requests: Sequence[SequenceStats], engine: EngineStats, clock: Clock, plain: Clock) -> None:
-    """Print the statistics of speculation to stderr. `plain` timed plain decoding: its step is the unit of cost."""
+    """Print the statistics of speculation to stderr. `plain` timed the same requests by plain decoding."""
     total = SequenceStats.merged(requests)
     cost = clock.step_seconds / plain.step_seconds
+    speedup = plain.step_seconds * plain.steps / (clock.step_seconds * clock.steps)
     table = Table("statistic", "value", "meaning", title="speculation")
     row = table.add_row
     row("tau", f"{mean_tau(requests):.2f}", "tokens a step, bonus included: mean over requests")
@@ -39,8 +40,8 @@ def show_stats(requests: Sequence[SequenceStats], engine: EngineStats, clock: Cl
         f"a step; {total.verified_nodes / total.tokens:.1f} for each token",
     )
     row("prefix hits", f"{engine.prefix_hit_rate:.0%}", "of the prompt tokens, taken from the prefix cache")
-    row("cycle cost", f"{cost:.2f}", "time of a step, in plain-decoding steps of the same batch")
-    row("speedup", f"{total.tau / cost:.2f}", "tau by step / cycle cost: above 1, speculation pays on this machine")
+    row("cycle cost", f"{cost:.2f}", f"mean time of a step, in plain steps: {plain.steps} of the same requests")
+    row("speedup", f"{speedup:.2f}", "of all steps, prefill left out: above 1, speculation pays on this machine")
     stages = {name: seconds for name, seconds in clock.seconds.items() if name != "prefill"}
     whole = sum(stages.values())
     row("a step's time", ", ".join(f"{n} {s / whole:.0%}" for n, s in stages.items() if s / whole >= 0.005), "by stage")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ def generate(
 ) -> None:  # fmt: skip
     """Generate text from the bundle at BUNDLE.
 
-    The answer to a single prompt streams.
+    Answers stream, in the order of their prompts. With --stats every answer is generated again by plain decoding.
 
     For example:
 
@@ -88,26 +87,38 @@ def generate(
         _picture(list(recordings.values()), show_tree, tree_svg, html)
     if stats:
         baseline = make_engine(loaded, policy="off", device=device, backend=backend, max_batch=batch)
-        with bar("timing plain decoding"):
-            baseline.generate([replace(request, max_new_tokens=min(8, length)) for request in requests])
+        # the same requests to the same lengths: the batch shrinks and the context grows as they did above
+        with bar("timing plain decoding", sum(len(s.answer) for s in sequences)) as advance:
+            for output in baseline.stream(requests):
+                advance(len(output.tokens))
         show_stats([s.stats for s in sequences], engine.stats, engine.clock, baseline.clock)
 
 
 def _write(engine: Engine, prompts: dict[Sequence, str], recordings: dict[Sequence, Recording]) -> None:
-    """Run to the end and print the answers: a single one streams, several are each printed when finished."""
-    texts = dict.fromkeys(prompts, "")
+    """Run to the end and print the answers in the order of their prompts: the first that is unfinished streams."""
+    waiting = dict.fromkeys(prompts, "")  # answers that are not printed in full -> text that is not printed yet
+    started: Sequence | None = None
     while engine.busy:
         for output in engine.step():
-            if len(prompts) == 1:
-                click.echo(output.text, nl=False)
-            texts[output.sequence] += output.text
-            if output.finish is not None and len(prompts) > 1:
-                click.secho(f"> {prompts[output.sequence]}", dim=True)
-                click.echo(texts[output.sequence] + "\n")
+            waiting[output.sequence] += output.text
             if output.sequence in recordings and engine.trace is not None:
                 recordings[output.sequence].add(engine.trace, output)
-    if len(prompts) == 1:
-        click.echo()
+        while waiting:
+            sequence = next(iter(waiting))
+            if sequence is not started and len(prompts) > 1:
+                click.secho(f"> {prompts[sequence]}", dim=True)
+            started = sequence
+            click.echo(waiting[sequence], nl=False)
+            waiting[sequence] = ""
+            if sequence.finish is None:
+                break
+            del waiting[sequence]
+            click.echo("\n" if len(prompts) > 1 else "")
+            if sequence.finish == "length":
+                limit = (
+                    f"[length limit of {sequence.request.max_new_tokens} tokens reached: --max-new-tokens raises it]"
+                )
+                click.secho(limit, err=True, dim=True)
 
 
 def _picture(recordings: list[Recording], show_tree: bool, tree_svg: Path | None, html: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import d2sd.convert.validate.checks as checks
+from d2sd.bench.speculation_table import show_stats
 from d2sd.cli.main import main
 from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.convert.bundle.serving import chat_request, make_engine
@@ -18,6 +20,7 @@ from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.speculation.accept import Accepted, sample_target
 from d2sd.runtime.speculation.tree import Tree
+from d2sd.runtime.stats import Clock, EngineStats, SequenceStats
 from tests.convert.helpers import edit_json, write_project
 
 
@@ -58,6 +61,59 @@ def test_several_prompts_answer_as_each_alone(path: Path) -> None:
     together = run(path, "-p", "w1 w2", "-p", "w7").stdout
     for prompt, text in zip(("w1 w2", "w7"), alone, strict=True):
         assert f"> {prompt}\n{text}" in together
+
+
+def test_answers_have_the_order_of_their_prompts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second ends first, and is printed last."""
+    prompts = ("w1 w2", "w7", "w3")
+    limits = iter((12, 3, 7))
+
+    def shorter(*arguments: Any, **options: Any) -> Any:
+        return replace(chat_request(*arguments, **options), max_new_tokens=next(limits))
+
+    alone = [run(path, "-p", prompt).stdout.split() for prompt in prompts]
+    monkeypatch.setattr("d2sd.cli.generate.chat_request", shorter)
+    together = run(path, *(word for prompt in prompts for word in ("-p", prompt)))
+    parts = together.stdout.split("> ")[1:]
+    assert len(parts) == 3
+    for part, prompt, words, tokens in zip(parts, prompts, alone, (12, 3, 7), strict=True):
+        assert part.startswith(f"{prompt}\n")
+        assert part.removeprefix(prompt).split() == words[:tokens]
+        if len(words) >= tokens:
+            assert f"[length limit of {tokens} tokens reached: --max-new-tokens raises it]" in together.stderr
+
+
+def test_an_answer_that_ends_by_itself_has_no_note(path: Path) -> None:
+    whole = run(path, "-p", "w1 w2")
+    assert "[length limit of 12 tokens reached" in whole.stderr
+    stopped = run(path, "-p", "w1 w2", "--stop", whole.stdout.split()[2])
+    assert stopped.stdout.split() == whole.stdout.split()[:2]
+    assert "length limit" not in stopped.output
+
+
+def test_plain_decoding_is_timed_over_the_same_requests(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many plain steps as the longest answer has tokens, in the same batch."""
+    seen: list[tuple[list[SequenceStats], Clock, Clock]] = []
+
+    def record(requests: list[SequenceStats], engine: EngineStats, clock: Clock, plain: Clock) -> None:
+        seen.append((requests, clock, plain))
+
+    monkeypatch.setattr("d2sd.cli.generate.show_stats", record)
+    assert run(path, "-p", "w1 w2", "-p", "w7", "--policy", "d2sd", "--stats").exit_code == 0
+    ((requests, clock, plain),) = seen
+    assert plain.steps == 12
+    assert clock.steps == max(one.steps for one in requests)
+
+
+def test_the_speedup_is_that_of_whole_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nine steps of plain decoding took nine seconds; three of speculation, of two seconds each."""
+    one = SequenceStats(Counter({3: 3}), Counter({0: 3}), 24, Counter({"chain": 3}))
+    engine = EngineStats(0, 0, 1, 0, 0, 0, 0, 0, 0, 3, "chain")
+    show_stats([one], engine, Clock({"prefill": 5.0, "verify": 6.0}, 3), Clock({"prefill": 1.0, "verify": 9.0}, 9))
+    text = " ".join(capsys.readouterr().err.split())
+    assert "cycle cost │ 2.00" in text
+    assert "in plain steps: 9 of the same requests" in text
+    assert "speedup │ 1.50" in text
 
 
 def test_statistics_and_tree_are_shown(path: Path) -> None:
