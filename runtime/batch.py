@@ -12,6 +12,7 @@ from torch import Tensor
 from d2sd.runtime.buckets import bucket
 from d2sd.runtime.grammar.step import StepGrammar
 from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling.bias import Entries
 from d2sd.runtime.sampling.penalties import NO_TEXT, Text
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sequence import Sequence
@@ -41,7 +42,7 @@ class Batch:
         size = bucket(len(sequences))
         padding = [0] * (size - len(sequences))
         params = [s.request.sampling for s in sequences] + [SamplingParams()] * len(padding)
-        texts = [Text(s.tokens, len(s.request.prompt), s.request.stop_tokens) for s in sequences]
+        texts = [_text(s, vocab_size, device) for s in sequences]
         return Batch(
             anchor=torch.tensor([s.anchor for s in sequences] + padding),
             page_table=page_table(sequences, size, exact=device == "cpu"),
@@ -80,6 +81,15 @@ class Batch:
         """
         sampling = self.sampling
         return self.grammar is None and not sampling.changes_logits and sampling.logprobs is None
+
+
+def _text(sequence: Sequence, vocab_size: int, device: str) -> Text:
+    """The text of a sequence, with the entries of its biases, which are made once."""
+    request = sequence.request
+    text = Text(sequence.tokens, len(request.prompt), request.stop_tokens, sequence.bias)
+    if sequence.bias is None and request.sampling.has_bias:
+        sequence.bias = Entries.of(request.sampling, text, vocab_size, device)
+    return text._replace(entries=sequence.bias)
 
 
 class PrefillInputs(NamedTuple):

@@ -73,8 +73,6 @@ class Engine(StepParts):
                 "This policy is not available.", where="policy", found=request.policy,
                 expected=", ".join(self.choices) or "none: the engine has one policy",
             )  # fmt: skip
-        if any(not s for s in request.stop):
-            raise RequestError("a stop string is empty", where="stop", expected="at least one character")
 
     def cancel(self, sequence: Sequence, error: D2SDError | None = None) -> None:
         """Drop a waiting or running request, with an error if given; a finished one is left unchanged."""

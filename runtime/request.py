@@ -15,6 +15,21 @@ if TYPE_CHECKING:
 
 #: Most alternatives that logprobs report for a token, as in vLLM and in OpenAI's API.
 MAX_LOGPROBS = 20
+#: Bounds of the repetition penalty. A factor of 100 moves every logit of a model past all others; with 1e-4 of it left
+#: by the lowest temperature, logits up to 1e30 stay finite in fp32, which ends at 3e38.
+PENALTIES = 0.01, 100.0
+
+# What a request carries is bounded, because the engine's thread works on it between two steps of everybody. The bounds
+# lie far above what OpenAI's API takes (4 stop strings, 300 biases) and what users of vLLM send.
+
+#: Biases of a request: enough to ban a script from a large vocabulary; a step adds all of them.
+MAX_LOGIT_BIAS = 32_768
+#: Token sequences that a request bans, tokens of one, and tokens of all; a step compares all with the text.
+MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE, MAX_BAD_TOKENS = 2_048, 1_024, 32_768
+#: Stop strings of a request, and characters of one; each new character is looked up in each string.
+MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1_024
+#: Stop tokens of a request, the target's own included.
+MAX_STOP_TOKENS = 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +55,33 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
 
     def __post_init__(self) -> None:
-        counts = (self.logprobs, self.prompt_logprobs)
+        counts, words = (self.logprobs, self.prompt_logprobs), self.bad_words
+        biases = [bias for _, bias in self.logit_bias[: MAX_LOGIT_BIAS + 1]]
         for name, fine, expected in (
             ("temperature", 0 <= self.temperature < 100, "0 (greedy) or more, below 100"),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
             ("top_k", 0 <= self.top_k < 2**31, "0 (off) .. 2^31 - 1"),
             ("seed", 0 <= self.seed < 2**64, "0 .. 2^64 - 1"),
             ("min_p", 0 <= self.min_p <= 1, "0 (off) .. 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0, at most 100; 1 is off"),
+            ("repetition_penalty", PENALTIES[0] <= self.repetition_penalty <= PENALTIES[1], "0.01 .. 100; 1 is off"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 .. 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 .. 2"),
-            ("logit_bias", all(-100 <= bias <= 100 for _, bias in self.logit_bias), "biases of -100 .. 100"),
-            ("bad_words", all(self.bad_words), "at least one token in each"),
+            ("logit_bias", len(biases) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} biases"),
+            ("logit_bias", all(-100 <= bias <= 100 for bias in biases), "biases of -100 .. 100"),
+            ("bad_words", len(words) <= MAX_BAD_SEQUENCES, f"at most {MAX_BAD_SEQUENCES} token sequences"),
+            ("bad_words", all(words), "at least one token in each"),
+            ("bad_words", max(map(len, words), default=0) <= MAX_BAD_SEQUENCE, f"{MAX_BAD_SEQUENCE} tokens in each"),
+            ("bad_words", sum(map(len, words)) <= MAX_BAD_TOKENS, f"at most {MAX_BAD_TOKENS} tokens in all"),
             ("min_tokens", self.min_tokens >= 0, "0 or more"),
             ("logprobs", counts[0] is None or 0 <= counts[0] <= MAX_LOGPROBS, f"0 .. {MAX_LOGPROBS}"),
             ("prompt_logprobs", counts[1] is None or 0 <= counts[1] <= MAX_LOGPROBS, f"0 .. {MAX_LOGPROBS}"),
         ):
             if not fine:  # NaN fails every comparison, so it is refused too
                 raise RequestError(f"{name} out of range", where=name, found=getattr(self, name), expected=expected)
+
+    @property
+    def has_bias(self) -> bool:
+        return bool(self.logit_bias or self.bad_words or self.min_tokens)
 
     @property
     def has_penalty(self) -> bool:
@@ -115,6 +139,14 @@ class Limits:
         """Raise RequestError if these limits or the vocabulary can never fit the request."""
         if not request.prompt:
             raise RequestError("the prompt is empty", where="prompt", expected="at least one token")
+        total = len(request.prompt) + request.max_new_tokens
+        if total > self.max_context:  # first: what follows reads the whole prompt
+            raise RequestError(
+                "the request does not fit the context", where="prompt + max_new_tokens",
+                found=f"{len(request.prompt)} + {request.max_new_tokens} = {total}",
+                expected=f"at most {self.max_context}",
+                fix="shorten the prompt, lower max_new_tokens, or raise limits.max_context in the recipe",
+            )  # fmt: skip
         if bad := [t for t in request.prompt if not 0 <= t < vocab_size]:
             raise RequestError(
                 "prompt token outside the vocabulary", where="prompt", found=bad[0], expected=f"0 .. {vocab_size - 1}"
@@ -124,14 +156,7 @@ class Limits:
                 "nothing to generate", where="max_new_tokens", found=request.max_new_tokens, expected="1 or more"
             )
         _check_tokens(request, vocab_size)
-        total = len(request.prompt) + request.max_new_tokens
-        if total > self.max_context:
-            raise RequestError(
-                "the request does not fit the context", where="prompt + max_new_tokens",
-                found=f"{len(request.prompt)} + {request.max_new_tokens} = {total}",
-                expected=f"at most {self.max_context}",
-                fix="shorten the prompt, lower max_new_tokens, or raise limits.max_context in the recipe",
-            )  # fmt: skip
+        _check_stops(request)
 
 
 def _check_tokens(request: Request, vocab_size: int) -> None:
@@ -142,13 +167,28 @@ def _check_tokens(request: Request, vocab_size: int) -> None:
         "bad_words": [token for word in sampling.bad_words for token in word],
     }
     for where, tokens in named.items():
-        if bad := [t for t in tokens if not 0 <= t < vocab_size]:
-            raise RequestError(
-                f"{where} has a token outside the vocabulary", where=where, found=bad[0],
-                expected=f"0 .. {vocab_size - 1}",
-            )  # fmt: skip
+        for bad in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= bad < vocab_size:
+                raise RequestError(
+                    f"{where} has a token outside the vocabulary", where=where, found=bad,
+                    expected=f"0 .. {vocab_size - 1}",
+                )  # fmt: skip
     if sampling.min_tokens > request.max_new_tokens:
         raise RequestError(
             "min_tokens exceeds the answer's length", where="min_tokens", found=sampling.min_tokens,
             expected=f"at most {request.max_new_tokens}", fix="lower min_tokens or raise max_tokens",
         )  # fmt: skip
+
+
+def _check_stops(request: Request) -> None:
+    """Raise RequestError for more or longer stop strings, or more stop tokens, than an engine looks for."""
+    strings, tokens = len(request.stop), len(request.stop_tokens)
+    shortest, *_, longest = sorted([*map(len, request.stop)] or [1]) * 2
+    for what, where, fine, found, expected in (
+        ("too many stop strings", "stop", strings <= MAX_STOP_STRINGS, strings, f"at most {MAX_STOP_STRINGS}"),
+        ("a stop string is empty", "stop", shortest > 0, None, "at least one character"),
+        ("a stop string is too long", "stop", longest <= MAX_STOP_LENGTH, longest, f"{MAX_STOP_LENGTH} characters"),
+        ("too many stop tokens", "stop_token_ids", tokens <= MAX_STOP_TOKENS, tokens, f"at most {MAX_STOP_TOKENS}"),
+    ):
+        if not fine:
+            raise RequestError(what, where=where, found=found, expected=expected)

@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from d2sd.errors import RequestError
+from d2sd.runtime.request import MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_STOP_TOKENS
 from d2sd.runtime.request import SamplingParams as TokenSampling
 from d2sd.serve.structured import StructuredOutputsParams
 from d2sd.serve.typed import typed
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 #: Seeds are below this; the i-th of n completions has the seed (seed + i) modulo it.
 SEEDS = 2**64
+#: Completions of a prompt.
+MAX_COMPLETIONS = 128
+#: Strings that a request bans, and their characters in all, checked before they are tokenized.
+MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 1_024, 32_768
 #: Seeds that are drawn are below this: they fit the signed integers of JSON readers.
 _DRAWN_SEEDS = 2**63
 
@@ -34,16 +39,16 @@ class SamplingParams:
         seed: the same seed gives the same text under every policy and batch size; None draws one, which the completion
             reports.
         max_tokens: most tokens generated; None takes `sampling.max_new_tokens` of the bundle's recipe.
-        stop: strings that end the completion; they are not part of its text.
+        stop: strings that end the completion, up to 64 of 1,024 characters; they are not part of its text.
         n: completions of the prompt; the i-th has the seed (seed + i) modulo 2^64.
         min_p: least probability of a token, as a share of the likeliest token's; 0 keeps all tokens.
-        repetition_penalty: above 1, tokens of prompt and completion become less likely; 1 is off.
+        repetition_penalty: above 1, tokens of prompt and completion become less likely; 1 is off; 0.01 .. 100.
         presence_penalty: subtracted from the logits of tokens in the completion, -2 .. 2.
         frequency_penalty: subtracted once for each time that a token is in the completion, -2 .. 2.
-        logit_bias: token id -> number added to its logit, -100 .. 100.
-        bad_words: strings whose token sequences are not generated.
+        logit_bias: token id -> number added to its logit, -100 .. 100; up to 32,768 tokens.
+        bad_words: strings whose token sequences are not generated, up to 1,024 strings of 32,768 characters in all.
         min_tokens: tokens before which neither a stop string nor a stop token ends the completion.
-        stop_token_ids: tokens that end the completion, besides the target's own.
+        stop_token_ids: tokens that end the completion, besides the target's own; up to 4,096.
         ignore_eos: whether to generate on after the target's stop tokens.
         include_stop_str_in_output: whether the stop string or stop token is part of the text.
         logprobs: report each token's log-probability and those of this many likeliest tokens, 0 .. 20.
@@ -85,9 +90,22 @@ class SamplingParams:
         for name, fine, expected in (
             ("seed", self.seed is None or 0 <= self.seed < SEEDS, "0 .. 2^64 - 1, or None"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more"),
-            ("n", 1 <= self.n <= 128, "1 .. 128"),
+            ("n", 1 <= self.n <= MAX_COMPLETIONS, f"1 .. {MAX_COMPLETIONS}"),
             ("stop", _all_words(self.stop), "non-empty strings"),
+            ("stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings"),
+            (
+                "stop",
+                max(_lengths(self.stop), default=0) <= MAX_STOP_LENGTH,
+                f"{MAX_STOP_LENGTH} characters in each",
+            ),
+            ("stop_token_ids", len(self.stop_token_ids) <= MAX_STOP_TOKENS, f"at most {MAX_STOP_TOKENS} tokens"),
             ("bad_words", _all_words(self.bad_words), "non-empty strings"),
+            ("bad_words", len(self.bad_words) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS} strings"),
+            (
+                "bad_words",
+                sum(_lengths(self.bad_words)) <= MAX_BAD_CHARACTERS,
+                f"{MAX_BAD_CHARACTERS} characters",
+            ),
         ):
             if not fine:
                 raise RequestError(f"{name} out of range", where=name, found=getattr(self, name), expected=expected)
@@ -125,16 +143,19 @@ def with_params(bundle: Bundle, request: Request, params: SamplingParams) -> lis
         stop_tokens=(frozenset() if params.ignore_eos else request.stop_tokens) | set(params.stop_token_ids),
         stop_visible=params.include_stop_str_in_output,
     )
-    return [replace(request, sampling=params.for_tokens(seed, bad_words)) for seed in params.seeds()]
+    sampling = params.for_tokens(0, bad_words)
+    return [replace(request, sampling=replace(sampling, seed=seed)) for seed in params.seeds()]
 
 
 def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     """Token ids of each word as vLLM encodes it: alone, and after a space where that changes the first token only."""
     found: list[list[int]] = []
-    for word in words:
-        plain, spaced = (
-            list(tokenizer(space + word.lstrip(), add_special_tokens=False).input_ids) for space in ("", " ")
-        )
+    if not words:
+        return found
+    alone, behind = (
+        tokenizer([space + word.lstrip() for word in words], add_special_tokens=False).input_ids for space in ("", " ")
+    )
+    for word, plain, spaced in zip(words, alone, behind, strict=True):
         if not plain:
             raise RequestError("The tokenizer encodes a bad word as nothing.", where="bad_words", found=word)
         found.append(plain)
@@ -145,3 +166,7 @@ def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
 
 def _all_words(words: Sequence[str]) -> bool:
     return all(isinstance(word, str) and word for word in words)
+
+
+def _lengths(words: Sequence[str]) -> list[int]:
+    return [len(word) for word in words if isinstance(word, str)]

@@ -1,7 +1,8 @@
 """Biases on single tokens that may depend on what was written before: logit_bias, bad words and min_tokens.
 
 A bad word bans its last token after its other tokens, min_tokens bans the stop tokens up to a position, and logit_bias
-holds anywhere, so all three are entries of one sparse table.
+holds anywhere, so all three are entries of one table. It is ragged: its size is the number of entries and of the tokens
+that they ask for, whatever else is in the batch. The entries of a request are made once, those of a batch every step.
 """
 
 from __future__ import annotations
@@ -9,88 +10,158 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from itertools import accumulate, chain, repeat
 
 import torch
 from torch import Tensor
 
-from d2sd.runtime.buckets import bucket
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.penalties import Text
 
-# Shape letters: B requests, V vocabulary, E entries a request, P tokens of the longest condition (both buckets).
+# Shape letters: B requests, V vocabulary, E entries and C tokens of conditions of all requests, P tokens of the longest
+# condition.
 
-_ANY, _NONE = -1, -2  # in a condition: any token; in a text: before its first token
-
-
-class _Entry(NamedTuple):
-    token: int
-    bias: float
-    after: tuple[int, ...] = ()  # the tokens that must come before
-    until: int = sys.maxsize  # the first position at which it holds no more
+_NONE = -1  # in a text: before its first token
+_ALWAYS = sys.maxsize  # a position that no text reaches
 
 
-_PADDING = _Entry(0, 0.0)
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """The entries of one request, on the device."""
+
+    token: Tensor  # [E] int64
+    bias: Tensor  # [E] fp32
+    until: Tensor  # [E] int64, the first position at which the entry holds no more
+    length: Tensor  # [E] int64, tokens that must come before
+    before: Tensor  # [C] int64, these tokens, entry after entry
+    entry: Tensor  # [C] int64, whose they are
+    back: Tensor  # [C] int64, how far before the entry's token each must be, 1 the next
+    longest: int
+
+    @staticmethod
+    def of(params: SamplingParams, text: Text, vocab_size: int, device: str) -> Entries | None:
+        """None for a request without any."""
+        biases = dict[int, float]()
+        for token, bias in params.logit_bias:  # summed here, where the order of the sum is fixed
+            biases[token] = biases.get(token, 0.0) + bias
+        stops = [t for t in text.stop_tokens if 0 <= t < vocab_size] if params.min_tokens else []  # no other is chosen
+        words = params.bad_words
+        tokens = [*biases, *stops, *(word[-1] for word in words)]
+        if not tokens:
+            return None
+        until = text.prompt_len + params.min_tokens
+        lengths = [*repeat(0, len(biases) + len(stops)), *(len(word) - 1 for word in words)]
+        bans = repeat(-torch.inf, len(stops) + len(words))
+        ends = [*repeat(_ALWAYS, len(biases)), *repeat(until, len(stops)), *repeat(_ALWAYS, len(words))]
+
+        def int64(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        length = int64(lengths)
+        entry = torch.repeat_interleave(torch.tensor(lengths)).to(device)  # sizes are read on the host
+        stop = int64([*accumulate(lengths)])  # behind each entry's tokens in `before`
+        before = int64([*chain.from_iterable(word[:-1] for word in words)])
+        return Entries(
+            token=int64(tokens),
+            bias=torch.tensor([*biases.values(), *bans], dtype=torch.float32, device=device),
+            until=int64(ends),
+            length=length,
+            before=before,
+            entry=entry,
+            back=stop[entry] - torch.arange(len(before), device=device),
+            longest=max(lengths),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBias:
-    """Entries of a batch, and the end of each text, which decides on them."""
+    """The entries of a batch, and the end of each text, which decides on them."""
 
-    token: Tensor  # [B, E] int64
-    bias: Tensor  # [B, E] fp32
-    after: Tensor  # [B, E, P] int64, aligned to the right
-    until: Tensor  # [B, E] int64
+    row: Tensor  # [E] int64, the request that an entry belongs to
+    token: Tensor  # [E] int64
+    bias: Tensor  # [E] fp32
+    until: Tensor  # [E] int64
+    length: Tensor  # [E] int64
+    before: Tensor  # [C] int64
+    entry: Tensor  # [C] int64
+    back: Tensor  # [C] int64
     tail: Tensor  # [B, P] int64: the last tokens of prompt and answer
+    vocab_size: int
 
     @staticmethod
     def of(
         params: SequenceOf[SamplingParams], texts: SequenceOf[Text], vocab_size: int, device: str
     ) -> TokenBias | None:
         """None where no request has an entry."""
-        table = [_entries(p, t, vocab_size) for p, t in zip(params, texts, strict=True)]
-        if not any(table):
+        made = [
+            (row, t, t.entries or Entries.of(p, t, vocab_size, device))
+            for row, (p, t) in enumerate(zip(params, texts, strict=True))
+            if p.has_bias
+        ]
+        found = [(row, text, entries) for row, text, entries in made if entries is not None]
+        if not found:
             return None
-        count = bucket(max(map(len, table)))
-        longest = max(len(entry.after) for row in table for entry in row)
-        width = bucket(longest) if longest else 0
-        table = [[*row, *[_PADDING] * (count - len(row))] for row in table]
-        after = [[[*[_ANY] * (width - len(e.after)), *e.after] for e in row] for row in table]
-        tails = [list(t.tokens[len(t.tokens) - min(width, len(t.tokens)) :]) for t in texts]
+        parts = [entries for *_, entries in found]
+        width = max(entries.longest for entries in parts)
+        tail = torch.full((len(params), width), _NONE)
+        for row, text, entries in found:
+            last = text.tokens[max(len(text.tokens) - entries.longest, 0) :] if entries.longest else ()
+            tail[row, width - len(last) :] = torch.tensor(last, dtype=torch.long)
+        sizes = [len(entries.token) for entries in parts]
+        shifted = (e.entry + start for e, start in zip(parts, accumulate(sizes, initial=0), strict=False))
+        rows = torch.tensor([row for row, *_ in found])
         return TokenBias(
-            token=torch.tensor([[e.token for e in row] for row in table], device=device),
-            bias=torch.tensor([[e.bias for e in row] for row in table], dtype=torch.float32, device=device),
-            after=torch.tensor(after, dtype=torch.long, device=device),
-            until=torch.tensor([[e.until for e in row] for row in table], device=device),
-            tail=torch.tensor(
-                [[_NONE] * (width - len(tail)) + tail for tail in tails], dtype=torch.long, device=device
-            ),
+            row=rows.repeat_interleave(torch.tensor(sizes)).to(device),
+            token=torch.cat([e.token for e in parts]),
+            bias=torch.cat([e.bias for e in parts]),
+            until=torch.cat([e.until for e in parts]),
+            length=torch.cat([e.length for e in parts]),
+            before=torch.cat([e.before for e in parts]),
+            entry=torch.cat([*shifted]),
+            back=torch.cat([e.back for e in parts]),
+            tail=tail.to(device),
+            vocab_size=vocab_size,
         )
 
     def apply(self, logits: Tensor, position: Tensor) -> Tensor:
         """logits [B, V] of the token at `position` [B] -> [B, V]."""
-        matches = ((self.after == self.tail[:, None]) | (self.after == _ANY)).all(-1)
-        holds = matches & (position[:, None] < self.until)
-        return logits.scatter_add(1, self.token, self.bias.where(holds, 0.0))
+        holds = position[self.row] < self.until
+        if len(self.before):
+            there = self.tail[self.row[self.entry], self.tail.shape[1] - self.back] == self.before
+            holds &= torch.zeros_like(self.length).index_add_(0, self.entry, there.long()) == self.length
+        return self._added(logits, holds)
 
     def apply_at(self, logits: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
         """logits [B, X] of `tokens` [B, X] -> [B, X], by the entries at `position` [B] that need no earlier token."""
-        holds = (self.after == _ANY).all(-1) & (position[:, None] < self.until)
-        same = tokens[..., None] == self.token[:, None]
-        return logits + self.bias.where(holds, 0.0)[:, None].where(same, 0.0).sum(-1)
+        holds = (position[self.row] < self.until) & (self.length == 0)
+        whole = self._added(logits.new_zeros(len(logits), self.vocab_size), holds)
+        return logits + whole.gather(1, tokens)
+
+    def _added(self, logits: Tensor, holds: Tensor) -> Tensor:
+        """logits [B, V] with the biases of the entries that hold."""
+        index = self.row * logits.shape[1] + self.token
+        return logits.flatten().scatter_add(0, index, self.bias.where(holds, 0.0)).view_as(logits)
 
     def after_token(self, token: Tensor) -> TokenBias:
         """The entries once `token` [B] has been appended to the texts."""
         return replace(self, tail=torch.cat([self.tail, token[:, None]], dim=1)[:, 1:])
 
-
-def _entries(params: SamplingParams, text: Text, vocab_size: int) -> list[_Entry]:
-    return [
-        *(_Entry(token, bias) for token, bias in params.logit_bias),
-        *(_Entry(word[-1], float("-inf"), word[:-1]) for word in params.bad_words),
-        *(
-            _Entry(token, float("-inf"), until=text.prompt_len + params.min_tokens)
-            for token in sorted(text.stop_tokens)
-            if params.min_tokens and 0 <= token < vocab_size  # others are never chosen
-        ),
-    ]
+    def select(self, rows: Tensor) -> TokenBias:
+        """The entries of the requests `rows` [R]; reads back from the device."""
+        number = rows.new_full((len(self.tail),), -1)
+        number[rows] = torch.arange(len(rows), device=rows.device)
+        row = number[self.row]
+        kept = row >= 0
+        of_kept = kept[self.entry]
+        return replace(
+            self,
+            row=row[kept],
+            token=self.token[kept],
+            bias=self.bias[kept],
+            until=self.until[kept],
+            length=self.length[kept],
+            before=self.before[of_kept],
+            entry=(kept.cumsum(0) - 1)[self.entry[of_kept]],
+            back=self.back[of_kept],
+            tail=self.tail[rows],
+        )

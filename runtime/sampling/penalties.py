@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from d2sd.runtime.buckets import bucket
 from d2sd.runtime.request import SamplingParams
 
-# Shape letters: B requests, V vocabulary, L tokens of the longest text (a bucket).
+if TYPE_CHECKING:
+    from d2sd.runtime.sampling.bias import Entries
+
+# Shape letters: B requests, V vocabulary.
 
 
 class Text(NamedTuple):
@@ -24,6 +26,7 @@ class Text(NamedTuple):
     tokens: SequenceOf[int]  # prompt and answer so far
     prompt_len: int
     stop_tokens: frozenset[int] = frozenset()
+    entries: Entries | None = None  # those of its biases, if they have been made
 
 
 NO_TEXT = Text((), 0)
@@ -46,13 +49,13 @@ class Penalties:
         """None where no request has a penalty. Counts are taken from the texts each time, so nothing can go stale."""
         if not any(p.has_penalty for p in params):
             return None
-        texts = [t if p.has_penalty else NO_TEXT for p, t in zip(params, texts, strict=True)]
-        size = bucket(max(len(t.tokens) for t in texts) or 1)
-        # token V is padding: its column is cut off
-        tokens = torch.tensor([[*t.tokens, *[vocab_size] * (size - len(t.tokens))] for t in texts], device=device)
-        prompt_len = torch.tensor([[t.prompt_len] for t in texts], device=device)
-        answered = (torch.arange(size, device=device) >= prompt_len).float()
-        empty = torch.zeros(len(texts), vocab_size + 1, device=device)
+        flat, answered = [], []  # tokens of all texts as places in [B, V], and which are of answers
+        for row, (one, text) in enumerate(zip(params, texts, strict=True)):
+            if one.has_penalty:
+                flat.append(torch.tensor(text.tokens, dtype=torch.long) + row * vocab_size)
+                answered.append(torch.arange(len(text.tokens)) >= text.prompt_len)
+        places = torch.cat(flat).to(device)
+        empty = torch.zeros(len(texts) * vocab_size, device=device)
 
         def column(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
@@ -61,8 +64,8 @@ class Penalties:
             repetition=column([p.repetition_penalty for p in params]),
             presence=column([p.presence_penalty for p in params]),
             frequency=column([p.frequency_penalty for p in params]),
-            seen=empty.bool().scatter(1, tokens, True)[:, :vocab_size],
-            count=empty.scatter_add(1, tokens, answered)[:, :vocab_size],
+            seen=empty.bool().scatter(0, places, True).view(-1, vocab_size),
+            count=empty.scatter_add(0, places, torch.cat(answered).float().to(device)).view(-1, vocab_size),
         )
 
     def apply(self, logits: Tensor, tokens: Tensor | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from d2sd.runtime.sampling.penalties import NO_TEXT, Penalties, Text
 from d2sd.runtime.sampling.philox import gumbel
 from d2sd.runtime.sequence import NOT_FINITE
 
-T = TypeVar("T", "Sampling", TokenBias, Penalties)
+T = TypeVar("T", "Sampling", Penalties)
 
 # Shape letters: B requests, D distinct depths, V vocabulary.
 
@@ -126,7 +126,7 @@ class Sampling:
 
         return replace(
             _mapped(self, select),
-            bias=self.bias and _mapped(self.bias, select),
+            bias=self.bias and self.bias.select(rows),
             penalties=self.penalties and _mapped(self.penalties, select),
         )
 

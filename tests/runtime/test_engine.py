@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -344,6 +345,17 @@ def test_refused(request_: Request, where: str) -> None:
 def test_refused_stop_strings_and_pages() -> None:
     with pytest.raises(RequestError, match="empty"):
         make_engine(honest(), decode=letters).submit(replace(FINE, stop=("x", "")))
+    too_much: list[dict[str, Any]] = [
+        {"stop": ("x",) * 65},
+        {"stop": ("x", "y" * 1025)},
+        {"stop_tokens": frozenset(range(4097))},
+    ]
+    for refused in too_much:
+        with pytest.raises(RequestError, match="too"):
+            make_engine(honest(), decode=letters).submit(replace(FINE, **refused))
+    make_engine(honest(), decode=letters).submit(
+        replace(FINE, stop=("y" * 1024,) * 64, stop_tokens=frozenset(range(4096)))
+    )
     engine = make_engine(honest(), pages=2)
     with pytest.raises(RequestError, match="pages"):
         engine.submit(FINE)

@@ -212,7 +212,9 @@ def test_outputs_carry_the_logprobs_of_their_tokens() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("min_p", 1.1), ("min_p", math.nan), ("repetition_penalty", 0.0), ("presence_penalty", 2.1),
+        ("min_p", 1.1), ("min_p", math.nan), ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-40), ("logit_bias", ((0, 1.0),) * 32_769), ("bad_words", ((1,),) * 2_049),
+        ("bad_words", ((1,) * 1_025,)), ("bad_words", ((1,) * 1_000,) * 33), ("presence_penalty", 2.1),
         ("frequency_penalty", math.nan), ("logit_bias", ((1, 101.0),)), ("logit_bias", ((64, 1.0),)),
         ("bad_words", ((),)), ("bad_words", ((1, 64),)), ("min_tokens", -1), ("min_tokens", 10), ("logprobs", -1),
         ("logprobs", 21), ("prompt_logprobs", 21),

@@ -102,9 +102,9 @@ def test_bad_words_are_encoded_alone_and_after_a_space() -> None:
     """As in vLLM: the second form counts where it has as many tokens and another first one."""
     known = {"ab": [1, 2], " ab": [3, 2], "cd": [4], " cd": [9, 4], "e": [5], " e": [5], "": [], " ": [6]}
 
-    def tokenizer(text: str, add_special_tokens: bool) -> SimpleNamespace:
+    def tokenizer(texts: list[str], add_special_tokens: bool) -> SimpleNamespace:
         assert not add_special_tokens
-        return SimpleNamespace(input_ids=known[text])
+        return SimpleNamespace(input_ids=[known[text] for text in texts])
 
     assert encode_bad_words(tokenizer, ["ab", " cd", "e"]) == [[1, 2], [3, 2], [4], [5]]
     with pytest.raises(RequestError, match="bad_words"):
@@ -129,3 +129,25 @@ def test_a_refusal_names_the_field(field: str, value: Any) -> None:
 def test_a_stream_has_one_completion(llm: LLM) -> None:
     with pytest.raises(RequestError, match="one completion"):
         next(llm.stream(PROMPT, SamplingParams(n=2)))
+
+
+@pytest.mark.parametrize(
+    ("field", "largest", "one_more"),
+    [
+        ("stop", ["a" * 1024] * 64, ["a"] * 65),
+        ("stop", "a" * 1024, "a" * 1025),
+        ("bad_words", ["w5"] * 1024, ["w5"] * 1025),
+        ("bad_words", ["a" * 32768], ["a" * 32768, "a"]),
+        ("stop_token_ids", range(4096), range(4097)),
+        ("logit_bias", dict.fromkeys(range(32768), 1.0), dict.fromkeys(range(32769), 1.0)),
+        ("n", 128, 129),
+        ("repetition_penalty", 0.01, 0.0099),
+        ("repetition_penalty", 100.0, 100.1),
+    ],
+)
+def test_what_a_request_carries_is_bounded(field: str, largest: object, one_more: object) -> None:
+    SamplingParams(**{field: largest})  # type: ignore[arg-type]
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{field: one_more})  # type: ignore[arg-type]
+    assert caught.value.where == field
+    assert len(str(caught.value)) < 1000
