@@ -73,7 +73,7 @@ class Sequence:
     stats: SequenceStats = field(default_factory=SequenceStats)
     carried: tuple[int, SequenceOf[int]] | None = field(default=None, repr=False)  # see `next_draft`; set by carry
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer, if asked; grows in append
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt after its first token, if asked
+    prompt_logprobs: SequenceOf[TokenLogprobs] = ()  # of the prompt after its first token, if asked
 
     def __post_init__(self) -> None:
         self.matcher = self.request.grammar.matcher() if self.request.grammar is not None else None

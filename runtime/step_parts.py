@@ -19,7 +19,7 @@ from d2sd.runtime.handover import Link
 from d2sd.runtime.memory import free_memory, plan_kv_memory
 from d2sd.runtime.policy_selector import Begun, PolicySelector
 from d2sd.runtime.request import Limits
-from d2sd.runtime.sampling.logprobs import prompt_logprobs
+from d2sd.runtime.sampling.logprobs import add_prompt_logprobs
 from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.calibration import Calibration
@@ -82,7 +82,7 @@ class StepParts:
         of_chunks = torch.split(hidden, [count for _, count in chunks])
         for (sequence, count), rows in zip(chunks, of_chunks, strict=True):
             if sequence.needs_prompt_rows:
-                sequence.prompt_logprobs.extend(prompt_logprobs(sequence, rows, self.runner.target.logits))
+                add_prompt_logprobs(sequence, rows, self.runner.target.logits)
             sequence.cached += count
         self._prefilled = True
 

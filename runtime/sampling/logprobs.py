@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -37,18 +39,55 @@ def unpack_logprobs(rows: Tensor, tokens: list[int]) -> list[TokenLogprobs]:
     ]
 
 
-def prompt_logprobs(sequence: Sequence, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Iterator[TokenLogprobs]:
-    """Of the prompt tokens that follow the rows `hidden` [R, E] of `sequence`, the first one at position `cached`.
+class PromptLogprobs(SequenceOf[TokenLogprobs]):
+    """Log-probabilities of a prompt, 16 bytes a reported token; they become objects for who reads them.
+
+    That is no work of the engine's thread, where all requests would wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[Tensor] = []  # of `pack_logprobs`, on the host
+        self._tokens: list[int] = []
+
+    def add(self, rows: Tensor, tokens: SequenceOf[int]) -> None:
+        """Append packed rows [R, 2 + 2W] on the host, of `tokens`."""
+        self._rows.append(rows)
+        self._tokens += tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprobs]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs]:
+        if isinstance(index, slice):
+            numbers = range(len(self))[index]
+            rows = torch.cat(self._rows)[list(numbers)] if self._rows else torch.empty(0, 2)
+            return unpack_logprobs(rows, [self._tokens[number] for number in numbers])
+        place = range(len(self))[index]
+        return self[place : place + 1][0]
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        start = 0
+        for rows in self._rows:
+            yield from unpack_logprobs(rows, self._tokens[start : start + len(rows)])
+            start += len(rows)
+
+
+def add_prompt_logprobs(sequence: Sequence, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> None:
+    """Report the prompt tokens that follow the rows `hidden` [R, E] of `sequence`, the first one at position `cached`.
 
     Tokens that were reported before, ahead of a preemption, are left out. Reads the result back to the host.
     """
-    asked = sequence.request.sampling.prompt_logprobs
+    asked, found = sequence.request.sampling.prompt_logprobs, sequence.prompt_logprobs
     assert asked is not None
-    first = 1 + len(sequence.prompt_logprobs)  # position of the next token to report
+    if not isinstance(found, PromptLogprobs):
+        sequence.prompt_logprobs = found = PromptLogprobs()
     last = min(sequence.cached + len(hidden) + 1, len(sequence.request.prompt))
-    for start in range(first, last, _ROWS):
+    for start in range(1 + len(found), last, _ROWS):  # the position of a token to report
         tokens = sequence.tokens[start : min(start + _ROWS, last)]
         row = start - 1 - sequence.cached
         logits = head(hidden[row : row + len(tokens)].contiguous())
-        packed = pack_logprobs(logits, torch.tensor(tokens, device=logits.device), asked)
-        yield from unpack_logprobs(packed.cpu(), tokens)
+        found.add(pack_logprobs(logits, torch.tensor(tokens, device=logits.device), asked).cpu(), tokens)

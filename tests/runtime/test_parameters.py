@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -162,7 +163,7 @@ def test_every_parameter_in_trees_of_any_size(policy: PolicyName, budget: int) -
 # --- Log-probabilities --------------------------------------------------------------------------------------------
 
 
-def check_logprobs(tokens: list[int], first: int, found: list[Any], width: int) -> None:
+def check_logprobs(tokens: list[int], first: int, found: SequenceOf[Any], width: int) -> None:
     """Against one causal pass over `tokens`: entry i is of the token at position first + i."""
     logprobs = full_logits(models()[0], torch.tensor([tokens]))[0].double().log_softmax(-1)
     for place, entry in enumerate(found, first):
@@ -236,3 +237,17 @@ def test_prompt_logprobs_are_computed_for_cached_prefixes_too() -> None:
         assert (sequence.stats.cached_tokens > 0) == hits
         check_logprobs(sequence.tokens, 1, sequence.prompt_logprobs, 1)
         assert len(sequence.prompt_logprobs) == (19 if request is asking else 0)
+
+
+def test_prompt_logprobs_are_no_work_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay packed until someone reads them: its thread would make objects while all requests wait."""
+    engine = make_engine(honest(), "chain", prefill_chunk=8)
+    with monkeypatch.context() as patch:
+        patch.setattr("d2sd.runtime.sampling.logprobs.unpack_logprobs", None)
+        (sequence,) = engine.generate([Request(tuple(range(20, 45)), 4, SamplingParams(prompt_logprobs=3))])
+    whole = list(sequence.prompt_logprobs)
+    assert len(sequence.prompt_logprobs) == len(whole) == 24
+    assert sequence.prompt_logprobs[-4:] == whole[-4:]
+    assert [sequence.prompt_logprobs[index] for index in (0, 7, 23, -1)] == [whole[i] for i in (0, 7, 23, 23)]
+    with pytest.raises(IndexError):
+        sequence.prompt_logprobs[24]
