@@ -1,4 +1,4 @@
-"""Files: guarded reading, atomic writing, hashes, canonical JSON, locks and free disk space."""
+"""Files: guarded reading, atomic writing, hashes, canonical JSON, folders of our own, locks and free disk space."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
 #: Longest integer in JSON and YAML: transformers writes int(1e30), of 31 digits, for a tokenizer without a limit.
 MAX_DIGITS = 40
+#: Names the run that a folder belongs to.
+MARKER = ".d2sd-run.json"
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -147,7 +149,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     terminal is yielded unchanged. Raises OSError naming `path`, never the temporary file; a folder is refused.
     """
     with _naming(path):
-        partial = path if _special(path) else _partial(path)
+        partial = path if _special(path) else _new_partial(path)
     try:
         try:
             yield partial
@@ -181,9 +183,7 @@ def check_writable(path: Path) -> None:
     """Raise the OSError, naming `path`, that writing it later would raise."""
     with _naming(path):
         if not _special(path):
-            partial = _partial(path)
-            partial.touch()
-            partial.unlink()
+            _new_partial(path).unlink()
 
 
 def _special(path: Path) -> bool:
@@ -193,9 +193,14 @@ def _special(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
-def _partial(path: Path) -> Path:
+def _new_partial(path: Path) -> Path:
+    """Create an empty file beside `path`, never through a link that somebody put there."""
     target = path.resolve()
-    return target.with_name(f"{target.name}.{os.getpid()}.partial")
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    with suppress(FileNotFoundError):
+        partial.unlink()  # of a process that was killed and had this number
+    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
+    return partial
 
 
 @contextmanager
@@ -242,13 +247,65 @@ def digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
+# -- folders that d2sd writes -----------------------------------------------------------------------------------------
+
+
+def claim(folder: Path, run: str) -> None:
+    """Create `folder` for `run`, such as "bench smollm2-135m", or check that it is this run's own.
+
+    A file in it names the run; an empty folder is taken. Raises `BuildError`, before anything is written, for files of
+    others, the folder of another run, and links, through which a command would write or delete elsewhere.
+    """
+    fix = "choose another folder, or move it away"
+    with _naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        found = _stranger(folder)
+    if found is not None:
+        raise BuildError(
+            "d2sd does not write into this folder: another may own it.", where=folder, found=found, fix=fix
+        )
+    marker = folder / MARKER
+    if marker.exists():
+        owner = read_json(marker, error=BuildError, what="mark of the folder's run")
+        if owner != {"d2sd": run}:
+            raise BuildError(
+                "The folder belongs to another run.", where=marker, found=owner, expected={"d2sd": run}, fix=fix
+            )
+        return
+    # a file of another process that is claiming the folder now does not count
+    others = sorted(path.name for path in folder.iterdir() if not path.name.startswith(MARKER))
+    if others:
+        raise BuildError(
+            "The folder holds files that this run did not write.", where=folder, found=others,
+            expected="an empty folder, or this run's own", fix=fix,
+        )  # fmt: skip
+    write_json(marker, {"d2sd": run})
+
+
+def _stranger(folder: Path) -> str | None:
+    """Describe what shows that `folder` may not be this user's own: links, or an owner in a shared folder."""
+    if folder.is_symlink():
+        return "a symbolic link"
+    shared = folder.absolute().parent.stat().st_mode & stat.S_IWOTH  # such as /tmp
+    if shared and (owner := folder.stat().st_uid) != os.geteuid():
+        return f"a folder of user {owner}, in a folder that everybody writes"
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            if (Path(place) / name).is_symlink():
+                return f"a symbolic link: {(Path(place) / name).relative_to(folder)}"
+    return None
+
+
 @contextmanager
 def exclusive(lock: Path, *, wait: bool) -> Iterator[None]:
     """Hold an exclusive lock on the file `lock`; the kernel releases it if the process is killed."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as stream:
+    with _naming(lock):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        # not through a link, and without emptying what is there
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    with os.fdopen(handle, "r+b", buffering=0):
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise BuildError("Another command that writes this output is running.", where=lock.parent) from None
         yield
@@ -256,7 +313,10 @@ def exclusive(lock: Path, *, wait: bool) -> Iterator[None]:
 
 @contextmanager
 def disk_space(folder: Path, need: int, what: str) -> Iterator[None]:
-    """Raise BuildError if `folder` has fewer than `need` bytes free for `what`, or if the disk fills up meanwhile."""
+    """Raise BuildError if `folder` has fewer than `need` bytes free for `what`, or if the disk fills up meanwhile.
+
+    Other errors of the system that name no file, as those of writing do not, name the folder.
+    """
     free = shutil.disk_usage(folder).free
     if free < need:
         raise BuildError(
@@ -265,22 +325,37 @@ def disk_space(folder: Path, need: int, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise BuildError(
+                f"The disk filled up during {what}.", where=folder, fix="free some space and run again"
+            ) from error
+        if error.filename is not None:
             raise
-        raise BuildError(
-            f"The disk filled up during {what}.", where=folder, fix="free some space and run again"
-        ) from error
+        raise OSError(error.errno, error.strerror or str(error), str(folder)) from error
 
 
 def remove(path: Path) -> None:
-    """Delete a folder if it exists."""
-    if path.exists():
+    """Delete a folder or a file if it exists; of a link, the link alone."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# -- text and the machine ---------------------------------------------------------------------------------------------
 
 
 def cache_folder() -> Path:
-    """Folder of downloads: $D2SD_CACHE, or ~/.cache/d2sd."""
-    return Path(os.environ.get("D2SD_CACHE") or Path.home() / ".cache" / "d2sd")
+    """Folder of everything that can be fetched or made again: $D2SD_CACHE, or d2sd in $XDG_CACHE_HOME or ~/.cache.
+
+    Raises OSError if the user has no home.
+    """
+    if named := os.environ.get("D2SD_CACHE"):
+        return Path(named)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "d2sd"
+    except RuntimeError as error:
+        raise OSError(f"{error}, set D2SD_CACHE") from None
 
 
 def size_text(count: int) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from d2sd.io import cache_folder
 from d2sd.plugins.cpu import compiler
 from tests.wheel import build_smollm2, build_wheel, install_wheel
 
@@ -59,20 +60,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache folder with the CPU kernels alone: tests neither read nor keep step times in the user's.
+    """A cache folder with the user's downloads and CPU kernels: tests neither read nor keep step times in the user's.
 
     Other programs' caches, such as matplotlib's, stay.
     """
-    folder, user = tmp_path_factory.mktemp("cache"), compiler.cache_folder()
-    for path in user.parent.glob("*"):
-        if path != user:
+    folder, user = tmp_path_factory.mktemp("cache"), cache_folder()
+    (folder / "d2sd").mkdir()
+    for path in Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").glob("*"):
+        if path.name != "d2sd":
             (folder / path.name).symlink_to(path)
-    (folder / user.name).mkdir()
-    kernels = compiler.build()
-    if isinstance(kernels, Path):
-        (folder / user.name / kernels.name).symlink_to(kernels)
+    kernels = compiler.build()  # in a folder of its own where the cache cannot be written
+    for path in {*user.glob("*"), *([kernels] if isinstance(kernels, Path) else [])}:
+        if not path.name.startswith("step-times"):
+            (folder / "d2sd" / path.name).symlink_to(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.delenv("D2SD_CACHE", raising=False)
         yield
 
 

@@ -1,7 +1,7 @@
 """Resumable build stages, and an output that appears complete or not at all.
 
     <output>/                     appears at the end, by a rename
-    .<output name>.building/
+    .<output name>.building/      carries a mark, without which d2sd does not touch it
       bundle/<stage>/             files that will be renamed
       hidden/<stage>/             files that other stages need and the bundle does not
       stages/<stage>.json         a finished stage: hash of its inputs, hashes of its files
@@ -22,7 +22,7 @@ from typing import Any
 
 from d2sd.convert.bundle.output import output_path, publish
 from d2sd.errors import D2SDError
-from d2sd.io import digest, disk_space, exclusive, hash_files, list_files, read_json, remove, write_json
+from d2sd.io import claim, digest, disk_space, exclusive, hash_files, list_files, read_json, remove, write_json
 from d2sd.progress import Progress
 
 #: Writes a stage's folder and returns figures to keep in its marker.
@@ -63,7 +63,8 @@ class StageCache:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the work folder; after an error that leaves no finished stage, delete it."""
+        """Claim and lock the work folder; after an error that leaves no finished stage, delete it."""
+        claim(self.folder, "build")
         with exclusive(self.folder / "lock", wait=False):
             try:
                 yield

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 import d2sd
-from d2sd.io import digest, sha256
+from d2sd.io import cache_folder, digest, sha256
 from d2sd.plugins.cpu import library
-from d2sd.plugins.cpu.compiler import cache_folder, processor
+from d2sd.plugins.cpu.compiler import processor
 from d2sd.runtime.kept_step_times import kept_step_times
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.step_times import StepTimes, measure_step_times

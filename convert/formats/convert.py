@@ -11,7 +11,7 @@ from d2sd.convert.formats.read import read_drafter
 from d2sd.convert.formats.shared_tensors import TargetParts, read_target_parts
 from d2sd.convert.formats.write import Writable, write
 from d2sd.errors import BuildError
-from d2sd.io import disk_space, remove
+from d2sd.io import claim, disk_space, exclusive, remove
 from d2sd.modeling.config import Role
 
 
@@ -28,16 +28,19 @@ def convert(
     parts = None if target is None else read_target_parts(target)
     drafter = read_drafter(source, parts, declared)
     output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".{output.name}.partial")
-    remove(partial)  # of a run that was killed
-    try:
-        with disk_space(output.parent, _size(drafter, parts, to), "the conversion"):
-            partial.mkdir()
-            notes = write(partial, drafter, to, parts)
-        _check(partial, drafter, parts)
-        partial.replace(output)
-    finally:
-        remove(partial)
+    work = output.with_name(f".{output.name}.partial")
+    claim(work, "convert")
+    with exclusive(work / "lock", wait=False):
+        folder = work / "checkpoint"
+        remove(folder)  # of a run that was killed
+        try:
+            with disk_space(work, _size(drafter, parts, to), "the conversion"):
+                folder.mkdir()
+                notes = write(folder, drafter, to, parts)
+            _check(folder, drafter, parts)
+            folder.replace(output)
+        finally:
+            remove(work)
     return drafter.source.format, [*drafter.notes, *notes]
 
 

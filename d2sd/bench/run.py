@@ -20,7 +20,7 @@ from d2sd.convert.bundle.backends import BackendName
 from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.convert.validate.near_ties import top2_margin
 from d2sd.errors import D2SDError
-from d2sd.io import write_text
+from d2sd.io import claim, write_text
 from d2sd.progress import bar
 from d2sd.recipe import Policy
 from d2sd.runtime.request import Request, SamplingParams
@@ -60,6 +60,7 @@ class Run:
         Raises D2SDError at the end if a response differs from plain decoding's by more than a near-tie.
         """
         keys = self.matrix.keys()
+        claim(self.out.resolve(), f"bench {self.bundle.recipe.name}")
         self._parts.mkdir(parents=True, exist_ok=True)
         with bar("cells", len(keys) * self.repeat) as advance:
             for repeat in range(self.repeat):  # outermost, so that a slow period of the machine affects every method

@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from d2sd.extras import install_line
+from d2sd.io import cache_folder
 
 COMMAND = "D2SD_CC"
 _FLAGS = ("-O3", "-ffp-contract=off", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
@@ -63,14 +64,6 @@ def build() -> Path | str:
         said = getattr(error, "stderr", None) or str(error)
         return f"the C compiler failed ({shlex.join(command)}): {said.strip()[-500:]}"
     return library
-
-
-def cache_folder() -> Path:
-    """d2sd's folder for what can be made again: $XDG_CACHE_HOME/d2sd. Raises OSError if the user has no home."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "d2sd"
-    except RuntimeError as error:
-        raise OSError(f"{error}, set XDG_CACHE_HOME") from None
 
 
 def _folder(name: str) -> Path:

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from d2sd.errors import BundleError, D2SDError
+from d2sd.errors import BuildError, BundleError, D2SDError
 from d2sd.io import (
+    MARKER,
     MAX_DEPTH,
     MAX_DIGITS,
     atomic_write,
+    cache_folder,
     check_writable,
+    claim,
+    disk_space,
+    exclusive,
     open_regular,
     read_json,
     read_text,
+    remove,
     sha256,
     write_text,
 )
@@ -199,3 +206,146 @@ def test_an_error_of_another_file_keeps_its_name(tmp_path: Path) -> None:
         (tmp_path / "none").read_text()
     assert caught.value.filename == str(tmp_path / "none")
     assert not list(tmp_path.iterdir())
+
+
+# -- folders that d2sd writes ------------------------------------------------------------------------------------------
+
+
+def test_a_link_beside_the_output_is_not_written_through(tmp_path: Path) -> None:
+    """Such as another user leaves in a shared folder, under the name that this process will use."""
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    victim.write_text("precious")
+    beside = tmp_path / f"out.{os.getpid()}.partial"
+    writes: list[Callable[[], None]] = [lambda: write_text(out, "new"), lambda: check_writable(out)]
+    for write in writes:
+        beside.symlink_to(victim)
+        before = victim.stat().st_mtime_ns
+        write()
+        assert (victim.read_text(), victim.stat().st_mtime_ns) == ("precious", before)
+        assert not beside.is_symlink()
+    assert out.read_text() == "new"
+
+
+def test_a_written_file_has_the_mode_that_any_new_file_has(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    write_text(tmp_path / "b", "x")
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == stat.S_IMODE((tmp_path / "b").stat().st_mode)
+
+
+@pytest.mark.parametrize("kind", ["file", "missing", "device", "loop"])
+def test_a_lock_is_not_taken_through_a_link(tmp_path: Path, kind: str) -> None:
+    lock, victim = tmp_path / "lock", tmp_path / "victim"
+    if kind == "file":
+        victim.write_text("precious")
+    lock.symlink_to({"device": Path("/dev/zero"), "loop": lock}.get(kind, victim))
+    with pytest.raises(OSError, match="symbolic link") as caught, exclusive(lock, wait=False):
+        pass
+    assert caught.value.filename == str(lock)
+    assert victim.exists() == (kind == "file")
+    assert kind != "file" or victim.read_text() == "precious"
+
+
+def test_a_lock_keeps_what_is_in_its_file(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    lock.write_text("mine")
+    with exclusive(lock, wait=False), pytest.raises(BuildError, match="running"), exclusive(lock, wait=False):
+        pass
+    assert lock.read_text() == "mine"
+
+
+def test_a_folder_is_claimed_by_one_run_only(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "out"
+    for _ in range(2):
+        claim(folder, "bench tiny")
+    (folder / "result.json").touch()
+    claim(folder, "bench tiny")
+    for other in ("bench other", "train tiny"):
+        with pytest.raises(BuildError, match=r"another run(.|\n)*bench tiny(.|\n)*" + other):
+            claim(folder, other)
+    (folder / MARKER).write_text("{")
+    with pytest.raises(BuildError, match="damaged"):
+        claim(folder, "bench tiny")
+
+
+def _file(folder: Path) -> None:
+    folder.write_text("mine")
+
+
+def _files(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "tables.md").write_text("mine")
+
+
+def _link(folder: Path) -> None:
+    _files(folder.with_name("elsewhere"))
+    folder.symlink_to(folder.with_name("elsewhere"))
+
+
+def _link_below(folder: Path) -> None:
+    claim(folder, "run")
+    _files(folder.with_name("elsewhere"))
+    (folder / "deep").mkdir()
+    (folder / "deep" / "a").symlink_to(folder.with_name("elsewhere"))
+
+
+def _marked_by_a_link(folder: Path) -> None:
+    claim(folder.with_name("elsewhere"), "run")
+    folder.mkdir()
+    (folder / MARKER).symlink_to(folder.with_name("elsewhere") / MARKER)
+
+
+def _dangling(folder: Path) -> None:
+    folder.symlink_to(folder.with_name("none"))
+
+
+@pytest.mark.parametrize("prepare", [_file, _files, _link, _link_below, _marked_by_a_link, _dangling])
+def test_what_others_left_in_the_place_of_a_folder_is_not_touched(
+    tmp_path: Path, prepare: Callable[[Path], None]
+) -> None:
+    folder = tmp_path / "out"
+    prepare(folder)
+    before = {path: path.read_bytes() if path.is_file() else None for path in tmp_path.rglob("*")}
+    with pytest.raises((BuildError, FileExistsError)) as caught:
+        claim(folder, "run")
+    assert str(folder) in str(caught.value)
+    assert {path: path.read_bytes() if path.is_file() else None for path in tmp_path.rglob("*")} == before
+
+
+def test_in_a_shared_folder_another_users_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim(tmp_path / "out", "run")
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    claim(tmp_path / "out", "run")
+    tmp_path.chmod(0o1777)
+    with pytest.raises(BuildError, match=f"a folder of user {user}"):
+        claim(tmp_path / "out", "run")
+
+
+def test_removing_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:
+    _link(tmp_path / "link")
+    remove(tmp_path / "link")
+    remove(tmp_path / "link")
+    assert [path.name for path in tmp_path.rglob("*")] == ["elsewhere", "tables.md"]
+    remove(tmp_path / "elsewhere")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_writing_names_the_folder_where_it_happened(tmp_path: Path) -> None:
+    for number, told in ((errno.ENOSPC, "filled up during x"), (errno.EDQUOT, "filled up during x")):
+        with pytest.raises(BuildError, match=told), disk_space(tmp_path, 0, "x"):
+            raise OSError(number, "full")
+    with pytest.raises(OSError, match="File too large") as caught, disk_space(tmp_path, 0, "x"):
+        raise OSError(errno.EFBIG, "File too large")
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path))
+
+
+def test_one_variable_moves_all_that_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from d2sd.convert.bundle import step_times
+    from d2sd.plugins.cpu import compiler
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.delenv("D2SD_CACHE", raising=False)
+    assert cache_folder() == tmp_path / "xdg" / "d2sd"
+    monkeypatch.setenv("D2SD_CACHE", str(tmp_path / "own"))
+    assert cache_folder() == compiler._folder("cpu.so") == tmp_path / "own"
+    assert vars(step_times)["cache_folder"] is cache_folder

@@ -10,7 +10,7 @@ from d2sd.convert.bundle.load import Bundle, load_bundle
 from d2sd.convert.checkpoint.drafter import write_drafter
 from d2sd.convert.checkpoint.flex import write_flex
 from d2sd.extras import install_line, require_plots
-from d2sd.io import check_writable, disk_space
+from d2sd.io import check_writable, claim, digest, disk_space
 from d2sd.modeling.drafter import Drafter
 from d2sd.policies import DrafterName
 from d2sd.progress import Progress
@@ -99,8 +99,9 @@ class Run:
         return bundle or load_bundle(folder, verify=False)
 
     def _begin(self) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        check_writable(self.out / "evaluation.json")  # checked hours before it is written
+        # hours before it is written: the output of another training is not replaced
+        claim(self.out.resolve(), f"train {self.recipe.name} {digest(self.recipe.model_dump(mode='json'))[:16]}")
+        check_writable(self.out / "evaluation.json")
         require_plots()
         if not tensorboard_is_installed():
             self.say(f"TensorBoard is not installed, so no events are written: {install_line('train')}", err=True)

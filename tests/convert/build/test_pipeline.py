@@ -334,9 +334,9 @@ def test_a_build_killed_by_the_kernel_resumes_to_the_same_bytes(recipe: Path, ou
     program = (
         "import sys, time; from pathlib import Path; from d2sd.recipe import *\n"
         "from d2sd.convert.build import pipeline as b\n"
-        "def slow(folder, *rest):\n"
-        "    write(folder, *rest); (folder / 'half').touch(); print('writing', flush=True); time.sleep(60)\n"
-        "write, b.write_drafter = b.write_drafter, slow\n"
+        "def slow(source, folder, *rest):\n"
+        "    write(source, folder, *rest); (folder / 'half').touch(); print('writing', flush=True); time.sleep(60)\n"
+        "write, b.copy_drafter = b.copy_drafter, slow\n"
         "b.build(load_recipe(Path(sys.argv[1])), Path(sys.argv[2]), validate=False)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program, recipe, out / "tiny"], stdout=subprocess.PIPE, text=True)
@@ -370,6 +370,7 @@ def test_killed_between_the_renames_the_next_run_publishes(
 
 
 def test_two_builds_of_one_output_do_not_mix(recipe: Path, out: Path) -> None:
+    files.claim(out / ".tiny.building", "build")
     with files.exclusive(out / ".tiny.building" / "lock", wait=False), pytest.raises(BuildError, match="running"):
         run(recipe, out / "tiny")
 
