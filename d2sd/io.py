@@ -265,21 +265,24 @@ def claim(folder: Path, run: str) -> None:
             "d2sd does not write into this folder: another may own it.", where=folder, found=found, fix=fix
         )
     marker = folder / MARKER
-    if marker.exists():
-        owner = read_json(marker, error=BuildError, what="mark of the folder's run")
-        if owner != {"d2sd": run}:
-            raise BuildError(
-                "The folder belongs to another run.", where=marker, found=owner, expected={"d2sd": run}, fix=fix
-            )
-        return
-    # a file of another process that is claiming the folder now does not count
+    # the mark alone is of a run that wrote nothing, or of another process that is claiming the folder now
     others = sorted(path.name for path in folder.iterdir() if not path.name.startswith(MARKER))
-    if others:
+    if not others:
+        write_json(marker, {"d2sd": run})
+        return
+    if not marker.exists():
         raise BuildError(
-            "The folder holds files that this run did not write.", where=folder, found=others,
-            expected="an empty folder, or this run's own", fix=fix,
-        )  # fmt: skip
-    write_json(marker, {"d2sd": run})
+            "The folder holds files that this run did not write.",
+            where=folder,
+            found=others,
+            expected="an empty folder, or this run's own",
+            fix=fix,
+        )
+    owner = read_json(marker, error=BuildError, what="mark of the folder's run")
+    if owner != {"d2sd": run}:
+        raise BuildError(
+            "The folder belongs to another run.", where=marker, found=owner, expected={"d2sd": run}, fix=fix
+        )
 
 
 def _stranger(folder: Path) -> str | None:

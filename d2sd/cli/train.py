@@ -18,7 +18,7 @@ from d2sd.train_recipe import load_train_recipe
 @click.command(cls=Reporting)
 @click.argument("recipe", type=FilePath)
 @click.option("--work", type=FilePath, help="Folder of intermediate files and logs.  [default: training/<name>]")
-@click.option("--out", type=FilePath, required=True, help="Folder to write the trained pair to.")
+@click.option("--out", type=FilePath, required=True, help="Folder of the trained pair: an empty one, or this recipe's own.")
 @click.option("--plan", is_flag=True, help="Print the stages, their progress, sizes and times; do nothing.")
 def train(recipe: Path, work: Path | None, out: Path, plan: bool) -> None:
     """Train the drafters that RECIPE names.
@@ -28,7 +28,7 @@ def train(recipe: Path, work: Path | None, out: Path, plan: bool) -> None:
 
     For example:
 
-        d2sd train recipes/train/smollm2-135m.yaml --out models/smollm2-135m
+        d2sd train recipes/train/smollm2-135m.yaml --out build/pair
     """
     loaded = load_train_recipe(recipe)
     work = work or Path("training") / loaded.name

@@ -255,8 +255,8 @@ def test_a_lock_keeps_what_is_in_its_file(tmp_path: Path) -> None:
 
 def test_a_folder_is_claimed_by_one_run_only(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "out"
-    for _ in range(2):
-        claim(folder, "bench tiny")
+    for run in ("bench none", "bench tiny", "bench tiny"):  # the first wrote nothing
+        claim(folder, run)
     (folder / "result.json").touch()
     claim(folder, "bench tiny")
     for other in ("bench other", "train tiny"):

@@ -375,6 +375,32 @@ def test_two_builds_of_one_output_do_not_mix(recipe: Path, out: Path) -> None:
         run(recipe, out / "tiny")
 
 
+@pytest.mark.parametrize("below", ["", "bundle", "bundle/target", "lock"])
+def test_links_and_folders_in_the_place_of_the_work_folder_are_not_touched(
+    recipe: Path, out: Path, tmp_path: Path, below: str
+) -> None:
+    """In a shared folder others may have prepared them."""
+    victim, work = tmp_path / "victim", out / ".tiny.building"
+    (victim / "target").mkdir(parents=True)
+    (victim / "target" / "config.json").write_text("mine")
+    out.mkdir(exist_ok=True)
+    if below:
+        files.claim(work, "build")
+        (work / below).parent.mkdir(exist_ok=True)
+    (work / below).symlink_to(victim / "target" / "config.json" if below == "lock" else victim)
+    with pytest.raises(BuildError, match=r"does not write into this folder(.|\n)*symbolic link"):
+        run(recipe, out / "tiny")
+    if not below:
+        work.unlink()
+        work.mkdir()
+        (work / "notes").write_text("mine")
+        with pytest.raises(BuildError, match="holds files that this run did not write"):
+            run(recipe, out / "tiny")
+        assert [path.name for path in work.iterdir()] == ["notes"]
+    assert (victim / "target" / "config.json").read_text() == "mine"
+    assert not (out / "tiny").exists()
+
+
 def test_no_room_is_noticed_before_a_stage(recipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(out)._replace(free=1000)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)

@@ -199,6 +199,13 @@ def test_a_second_run_measures_nothing(project: Path, tmp_path: Path, monkeypatc
     assert (tmp_path / "tables.md").exists()
 
 
+def test_files_of_the_user_are_not_replaced(project: Path, tmp_path: Path, measuring: list[Key]) -> None:
+    (tmp_path / "result.json").write_text("mine")
+    refused(bench(project, tmp_path, *SMALL), "holds files that this run did not write", "result.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    assert not measuring
+
+
 def test_an_interrupted_run_goes_on(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measuring: list[Key]
 ) -> None:

@@ -63,3 +63,24 @@ def test_an_unknown_format_is_a_usage_error(source: Path, tmp_path: Path) -> Non
     failed = convert(source, "--to", "modelopt", "-o", tmp_path / "out")
     assert failed.exit_code == 2
     assert "'z-lab', 'speculators'" in failed.stderr
+
+
+def test_a_folder_of_the_name_of_the_work_folder_is_not_touched(source: Path, tmp_path: Path) -> None:
+    mine = tmp_path / ".out.partial"
+    mine.mkdir()
+    (mine / "notes").write_text("mine")
+    failed = convert(source, "--to", "z-lab", "-o", tmp_path / "out")
+    assert failed.exit_code == 2
+    assert f"where: {mine}" in failed.stderr
+    assert tree_bytes(mine) == {"notes": b"mine"}
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_conversion_is_taken_up_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("d2sd.convert.formats.convert.remove", lambda path: None)  # as if killed before the end
+        patch.setattr("d2sd.convert.formats.convert.write", lambda *arguments: 1 / 0)
+        assert convert(source, "--to", "z-lab", "-o", tmp_path / "out").exit_code == 70
+    assert (tmp_path / ".out.partial" / "checkpoint").is_dir()
+    assert convert(source, "--to", "z-lab", "-o", tmp_path / "out").exit_code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]

@@ -17,6 +17,7 @@ from d2sd.convert.bundle.serving import make_engine
 from d2sd.convert.checkpoint.flex import load_flex
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.errors import RecipeError
+from d2sd.io import MARKER
 from d2sd.runtime.speculation.policy import Flex, FlexParallel
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.flex import weights_digest
@@ -41,6 +42,7 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
         assert train(project).exit_code != 0
     files = trained(project)
     assert sorted(files) == [
+        MARKER,
         "calibration.json", "curves.png", "evaluation.json",
         *(f"flex/{name}" for name in ("config.json", "draft_vocab.json", "model.safetensors")),
     ]  # fmt: skip

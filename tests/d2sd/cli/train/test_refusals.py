@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.convert.helpers import edit_json
+from d2sd.io import MARKER
+from tests.convert.helpers import edit_json, tree_bytes
 from tests.d2sd.cli.train.helpers import edit, refused, train, trained
 
 
@@ -80,6 +81,22 @@ def test_an_unwritable_folder_is_refused_before_any_response(project: Path, monk
     result = train(project)
     assert result.exit_code == 2
     assert str(project / "out") in result.stderr
+
+
+def test_what_another_training_wrote_is_not_replaced(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "d2sd.train.pipeline.responses.make_engine", lambda *args, **kwargs: pytest.fail("it began to answer")
+    )
+    before = tree_bytes(finished / "out")
+    edit(finished, "first.steps", 5)
+    told = train(finished)
+    assert told.exit_code == 2
+    assert "error: The folder belongs to another run." in told.stderr
+    (finished / "out" / MARKER).unlink()
+    told = train(finished)
+    assert told.exit_code == 2
+    assert "error: The folder holds files that this run did not write." in told.stderr
+    assert tree_bytes(finished / "out") == {name: before[name] for name in before.keys() - {MARKER}}
 
 
 DAMAGE = [

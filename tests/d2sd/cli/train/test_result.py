@@ -21,6 +21,7 @@ from d2sd.convert.checkpoint.drafter import (
     load_drafter,
     read_drafter_config,
 )
+from d2sd.io import MARKER
 from d2sd.modeling.config import Role
 from d2sd.progress import silent
 from d2sd.train.pipeline.evaluate import Evaluator
@@ -33,7 +34,7 @@ from tests.tiny import greedy_text, tiny_decoder
 
 def test_the_pair(whole: Path) -> None:
     assert sorted(tree_bytes(whole / "out")) == [
-        "calibration.json", "curves.png", "evaluation.json",
+        MARKER, "calibration.json", "curves.png", "evaluation.json",
         *(f"{name}/{file}" for name in ("first", "second") for file in ("config.json", "model.safetensors")),
     ]  # fmt: skip
     roles: dict[str, Role] = {"first": "first", "second": "variable_prefix"}
@@ -141,7 +142,7 @@ def test_without_a_second_drafter(finished: Path) -> None:
     edit(finished, "second", ...)
     shutil.rmtree(finished / "out")
     assert {name.split("/")[0] for name in trained(finished)} == {
-        "first", "calibration.json", "curves.png", "evaluation.json",
+        MARKER, "first", "calibration.json", "curves.png", "evaluation.json",
     }  # fmt: skip
     assert json.loads((finished / "out" / "evaluation.json").read_text())["methods"].keys() == {"chain", "reanchor"}
     assert load_calibration(finished / "out" / "calibration.json").drafters[1] is None
@@ -158,6 +159,7 @@ def test_online_features_are_stored_nowhere(finished: Path) -> None:
 
 def test_draft_vocabulary_has_the_most_frequent_response_ids(finished: Path) -> None:
     edit(finished, "drafter.draft_vocab_size", 12)
+    shutil.rmtree(finished / "out")
     files = trained(finished)
     assert files["first/draft_vocab.json"] == files["second/draft_vocab.json"]
     ids = read_drafter_config(finished / "out" / "second").draft_vocabulary
