@@ -36,6 +36,7 @@ def tiny_decoder(
     vocab: int = 64,
     tie: bool = True,
     attention_bias: bool = False,
+    positions: int = 512,
     seed: int = 0,
     rope: RopeConfig = ROPE,
 ) -> Decoder:
@@ -52,7 +53,7 @@ def tiny_decoder(
         head_dim=head_dim,
         rms_norm_eps=1e-5,
         rope=rope,
-        max_positions=512,
+        max_positions=positions,
         qk_norm=family == "qwen3",
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,

@@ -35,6 +35,7 @@ from d2sd.serve.openai.protocol import (
 )
 from d2sd.serve.openai.requests import RequestMaker
 from d2sd.serve.openai.responses import Disconnected, EventStream, while_connected
+from d2sd.serve.openai.responses_api.routes import add_responses
 from d2sd.serve.openai.spans import Spans
 from d2sd.serve.openai.trace import TraceBody, choices, make_recording, page, page_file, trace_events
 from d2sd.viz.nodes import token_text
@@ -74,7 +75,11 @@ class Server:
             raise errors.ModelNotFound("The model does not exist.", found=name, expected=self.settings.model)
 
     async def answer(
-        self, http: Request, body: GenerationBody, encode: Callable[..., list[EngineRequest]], made: type[Format]
+        self,
+        http: Request,
+        body: GenerationBody,
+        encode: Callable[..., list[EngineRequest]],
+        made: Callable[..., Format],
     ) -> Response:
         """Generate the answers to a body, streamed or whole."""
         if body.stream_options is not None and not body.stream:
@@ -83,7 +88,7 @@ class Server:
         shape = made(self.settings.model, self.fingerprint, body, self.show_token)
         if body.stream:
             options = body.stream_options or StreamOptions()
-            return EventStream(_events(generation, shape, options), generation.close)
+            return shape.stream(_events(generation, shape, options), generation.close)
         try:
             await while_connected(http.receive, generation.run())
         except Disconnected:
@@ -168,6 +173,8 @@ def create_app(bundle: Bundle, engine: Engine, settings: ServerSettings) -> Fast
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, http: Request) -> Response:
         return await server.answer(http, body, server.requests.completion, CompletionFormat)
+
+    add_responses(app, server)
 
     @app.post("/trace")
     async def trace(body: TraceBody, http: Request) -> Response:

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from d2sd.convert.bundle.turns import TOOL_CALL
 from d2sd.serve.openai.protocol import ChatBody, GenerationBody
+from d2sd.serve.openai.responses import EventStream
 from d2sd.serve.tools import ToolCall, parse_tool_calls
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Format(ABC):
     prefix: str
     object: str
     chunk_object: str
+    stream: type[EventStream] = EventStream
 
     def __init__(self, model: str, fingerprint: str, body: GenerationBody, show: Callable[[int], str]) -> None:
         """`show` turns a token id into text."""

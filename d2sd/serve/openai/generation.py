@@ -102,24 +102,8 @@ class Generation:
         }
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage. A prompt counts once, however many answers it has."""
-        prompts = {id(choice.stream.request.prompt): len(choice.stream.request.prompt) for choice in self.choices}
-        prompt, completion = sum(prompts.values()), sum(len(choice.tokens) for choice in self.choices)
-        stats = [choice.stream.sequence.stats for choice in self.choices if choice.stream.sequence is not None]
-        drafted = sum(one.verified_nodes - one.steps for one in stats)
-        # of n answers to a prompt each may find it cached, but it counts once
-        cached = min(prompt, sum(one.cached_tokens for one in stats))
-        accepted = sum(choice.accepted for choice in self.choices)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
-            },
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        """OpenAI's usage of all choices."""
+        return usage_of(self.choices)
 
     async def _merged(self) -> AsyncIterator[tuple[Choice, Output]]:
         """A reader that is slow stops the pumps, and then the streams merge outputs."""
@@ -138,6 +122,27 @@ class Generation:
                 raise item
             else:
                 yield item
+
+
+def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
+    """OpenAI's usage. A prompt counts once, however many answers it has."""
+    prompts = {id(choice.stream.request.prompt): len(choice.stream.request.prompt) for choice in choices}
+    prompt, completion = sum(prompts.values()), sum(len(choice.tokens) for choice in choices)
+    stats = [choice.stream.sequence.stats for choice in choices if choice.stream.sequence is not None]
+    drafted = sum(one.verified_nodes - one.steps for one in stats)
+    # of n answers to a prompt each may find it cached, but it counts once
+    cached = min(prompt, sum(one.cached_tokens for one in stats))
+    accepted = sum(choice.accepted for choice in choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 async def _pump(choice: Choice, queue: asyncio.Queue[tuple[Choice, Output] | Exception | None]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
@@ -170,20 +170,22 @@ class Message(Part):
         return self
 
 
+def _are_free(variables: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(TEMPLATE_ARGUMENTS.intersection(variables)):
+        raise PydanticCustomError("taken", "{name} is not a variable of the template", {"name": taken[0]})
+    return variables
+
+
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(_are_free)]
+
+
 class TemplateBody(Body):
     """Arguments of the chat template, as in vLLM."""
 
     tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: Literal[True] = True
     continue_final_message: Literal[False] = False
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _are_free(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if taken := sorted(TEMPLATE_ARGUMENTS.intersection(value or ())):
-            raise PydanticCustomError("taken", "{name} is not an argument of the template", {"name": taken[0]})
-        return value
 
 
 class ChatBody(GenerationBody, TemplateBody):

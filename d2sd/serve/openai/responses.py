@@ -44,10 +44,11 @@ class EventStream(Response):
     """Server-sent events: each object as one `data:` line, errors too, and [DONE] at the end."""
 
     media_type = "text/event-stream"
+    end = "data: [DONE]\n\n"
 
     def __init__(self, events: AsyncIterator[dict[str, Any]], close: Callable[[], None]) -> None:
         """`close` is called at the end, however it comes."""
-        self._events, self._close = events, close
+        self._events, self._close, self.sent = events, close, 0
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -66,8 +67,17 @@ class EventStream(Response):
 
         try:
             async for event in self._events:
-                await body(f"data: {json.dumps(event, separators=(',', ':'))}\n\n")
+                await body(self.frame(event))
+                self.sent += 1
         except Exception as error:  # the status has been sent: the error is an event
-            await body(f"data: {json.dumps(describe(error)[1])}\n\n")
-        await body("data: [DONE]\n\n")
+            await body(self.frame(self.failure(error)))
+        await body(self.end)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def frame(self, event: dict[str, Any]) -> str:
+        """The text of an event."""
+        return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"
+
+    def failure(self, error: Exception) -> dict[str, Any]:
+        """The event of an error."""
+        return describe(error)[1]

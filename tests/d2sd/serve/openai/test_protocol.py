@@ -114,7 +114,7 @@ def test_messages_of_any_client_are_accepted(server: Running) -> None:
         (TEXT | {"prompt": ["w5"] * 9}, "prompt", "9, with n = 1"),
         (TEXT | {"prompt": []}, "prompt", "number of prompts"),
         (CHAT | {"logprobs": True, "top_logprobs": 25}, "top_logprobs", "0 .. 20"),
-        (CHAT | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize is not"),
+        (CHAT | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize is not a variable"),
     ],
 )
 def test_a_refusal_names_what_is_out_of_range(server: Running, body: dict[str, Any], param: str, said: str) -> None:

@@ -1,0 +1,139 @@
+"""Answers of /v1/responses: whole, and as the events of a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from d2sd.serve.openai.errors import describe
+from d2sd.serve.openai.formats import ChatFormat
+from d2sd.serve.openai.responses import EventStream
+from d2sd.serve.openai.responses_api.items import function_call, message, response, text_part
+
+if TYPE_CHECKING:
+    from d2sd.runtime.sequence import Output
+    from d2sd.serve.openai.generation import Choice, Generation
+    from d2sd.serve.openai.protocol import GenerationBody
+    from d2sd.serve.openai.responses_api.protocol import ResponsesBody
+
+
+class ResponseStream(EventStream):
+    """Events with their type as a name, and no [DONE]."""
+
+    end = ""
+
+    def frame(self, event: dict[str, Any]) -> str:
+        """The event, named."""
+        return f"event: {event['type']}\n{super().frame(event)}"
+
+    def failure(self, error: Exception) -> dict[str, Any]:
+        """The error as an event."""
+        fault = describe(error)[1]["error"]
+        shown = {name: fault[name] for name in ("code", "message", "param")}
+        return {"type": "error", "sequence_number": self.sent} | shown
+
+
+class ResponseFormat(ChatFormat):
+    """The response to one body; what is text and what is a tool call is a chat's business."""
+
+    stream = ResponseStream
+
+    def __init__(
+        self, asked: ResponsesBody, model: str, fingerprint: str, body: GenerationBody, show: Callable[[int], str]
+    ) -> None:
+        super().__init__(model, fingerprint, body, show)
+        self._asked = asked
+        self._response = {
+            "id": f"resp_{uuid4().hex}",
+            "created_at": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._sequence = 0
+        self._output: list[dict[str, Any]] = []  # items of a stream that are done
+        self._text: list[str] = []  # of the message of a stream
+        self._entries: list[dict[str, Any]] = []  # its log-probabilities
+        self._message = ""  # its id, once it has begun
+
+    def whole(self, generation: Generation) -> dict[str, Any]:
+        """The response that is not streamed."""
+        (choice,) = generation.choices
+        found = self.choice(choice)["message"]
+        calls = [function_call(call) for call in found.get("tool_calls", ())]
+        asked = choice.stream.request.sampling.logprobs is not None
+        entries = self.logprobs(choice.logprobs, 0)["content"] if asked else []
+        said = found["content"] or ""
+        items = [message(_status(choice), said, entries)] if said or not calls else []
+        return self._at(choice, [*items, *calls], ended=True)
+
+    def first(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        """The response before its first output."""
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self._at(choice, [], ended=False))
+
+    def deltas(self, choice: Choice, output: Output) -> Iterator[dict[str, Any]]:
+        """The events of an output."""
+        delta = self.delta(choice, output)["delta"]
+        entries = (self._logprobs(choice, output) or {"content": []})["content"]
+        text, calls = delta.get("content", ""), delta.get("tool_calls", [])
+        ends = output.finish is not None
+        if text or (ends and not calls and not self._message):
+            yield from self._begun()
+        self._entries += entries
+        if text:
+            self._text.append(text)
+            yield self._of_text("response.output_text.delta", delta=text, logprobs=entries)
+        if not ends:
+            return
+        if self._message:
+            yield from self._said(_status(choice))
+        for call in calls:
+            yield from self._called(function_call(call))
+        kind = "incomplete" if choice.finish == "length" else "completed"
+        yield self._event(f"response.{kind}", response=self._at(choice, self._output, ended=True))
+
+    def _at(self, choice: Choice, output: list[dict[str, Any]], *, ended: bool) -> dict[str, Any]:
+        return response(self._response, self._asked, choice, output, ended=ended)
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._sequence += 1
+        return {"type": kind, "sequence_number": self._sequence - 1, **fields}
+
+    def _of_text(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return self._event(kind, item_id=self._message, output_index=0, content_index=0, **fields)
+
+    def _begun(self) -> Iterator[dict[str, Any]]:
+        """A message begins, unless it has."""
+        if self._message:
+            return
+        item = message("in_progress", None, [])
+        self._message = item["id"]
+        yield self._event("response.output_item.added", output_index=0, item=item)
+        yield self._of_text("response.content_part.added", part=text_part("", []))
+
+    def _said(self, status: str) -> Iterator[dict[str, Any]]:
+        """The message ends."""
+        text = "".join(self._text)
+        item = message(status, text, self._entries, self._message)
+        yield self._of_text("response.output_text.done", text=text, logprobs=self._entries)
+        yield self._of_text("response.content_part.done", part=item["content"][0])
+        yield self._event("response.output_item.done", output_index=0, item=item)
+        self._output.append(item)
+
+    def _called(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """A function is called: its arguments are known at once, because calls are read when the answer ends."""
+        index = len(self._output)
+        begun = item | {"status": "in_progress", "arguments": ""}
+        place = {"item_id": item["id"], "output_index": index}
+        yield self._event("response.output_item.added", output_index=index, item=begun)
+        yield self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
+        done = {"name": item["name"], "arguments": item["arguments"]}
+        yield self._event("response.function_call_arguments.done", **place, **done)
+        yield self._event("response.output_item.done", output_index=index, item=item)
+        self._output.append(item)
+
+
+def _status(choice: Choice) -> str:
+    return "incomplete" if choice.finish == "length" else "completed"

@@ -1,0 +1,61 @@
+"""A server whose tiny model behaves in a tool loop: it calls a tool, and answers when it has the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from d2sd.serve.openai.protocol import ChatBody, StructuredOutputs
+from tests.d2sd.serve.conftest import build_tiny
+from tests.d2sd.serve.http import Running, serving
+from tests.runtime.grammar.tokens import tokenizer, vocab_size
+from tests.tiny import tiny_decoder
+
+#: SmolLM2's: it fails on null content, and ignores tools and calls.
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+#: What the model says when it has results, or was given no tools.
+ANSWERS = ("It is 21 degrees.", "It is cold.")
+
+
+@pytest.fixture(scope="session")
+def agent_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("agent")
+    decoder = tiny_decoder(vocab=vocab_size(), positions=4096)
+    settings = {"limits": {"max_batch": 4, "max_context": 4096}, "sampling": {"max_new_tokens": 200}}
+    return build_tiny(folder, template=TEMPLATE, decoder=decoder, words=tokenizer(), **settings)
+
+
+def behaving(body: ChatBody) -> ChatBody:
+    """A chat whose answer a grammar forces, where the client leaves the form free."""
+    form = body.structured_outputs
+    if body.response_format is not None or (form is not None and form.model_fields_set):
+        return body
+    if body.tools and body.tool_choice != "none" and body.messages[-1].role != "tool":
+        chosen = body.tool_choice if body.tool_choice not in (None, "auto") else "required"
+        return body.model_copy(update={"tool_choice": chosen, "parallel_tool_calls": False})
+    choice = "none" if body.tool_choice == "none" else "auto"
+    form = StructuredOutputs.model_validate({"choice": list(ANSWERS)})
+    return body.model_copy(update={"structured_outputs": form, "tool_choice": choice})
+
+
+@pytest.fixture(scope="session")
+def agent(agent_bundle: Path) -> Iterator[Running]:
+    with serving(agent_bundle) as running:
+        requests = running.server.requests
+        chat = requests.chat
+        requests.chat = lambda body: chat(behaving(body))  # type: ignore[method-assign]
+        yield running
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
