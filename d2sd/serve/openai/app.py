@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,8 +19,10 @@ from starlette.middleware.cors import CORSMiddleware
 from d2sd.errors import RequestError
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.openai import errors
+from d2sd.serve.openai.bounds import Bounds, bounded_route
 from d2sd.serve.openai.formats import ChatFormat, CompletionFormat, Format
 from d2sd.serve.openai.generation import Generation
+from d2sd.serve.openai.grammars import Grammars
 from d2sd.serve.openai.metrics import Metrics
 from d2sd.serve.openai.middleware import Entrance
 from d2sd.serve.openai.protocol import (
@@ -38,6 +38,7 @@ from d2sd.serve.openai.responses import Disconnected, EventStream, while_connect
 from d2sd.serve.openai.responses_api.routes import add_responses
 from d2sd.serve.openai.spans import Spans
 from d2sd.serve.openai.trace import TraceBody, choices, make_recording, page, page_file, trace_events
+from d2sd.serve.turns import Turns
 from d2sd.viz.nodes import token_text
 
 if TYPE_CHECKING:
@@ -49,9 +50,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: Log-probabilities of a response from which on it is made outside the event loop; making as many takes milliseconds.
+_LARGE = 2000
+
 
 class Server:
-    """What the routes share: the bundle, its engine, and one thread that encodes and decodes text."""
+    """What the routes share: the bundle, its engine, and the threads of its tokenizer and its grammars."""
 
     def __init__(self, bundle: Bundle, engine: Engine, settings: ServerSettings) -> None:
         self.bundle, self.settings = bundle, settings
@@ -63,11 +67,14 @@ class Server:
         self.fingerprint = f"d2sd-{version('d2sd')}-{hashlib.sha256(files.encode()).hexdigest()[:12]}"
         self.requests = RequestMaker(bundle, settings.max_choices)
         self.show_token = token_text(bundle.tokenizer.decode)
-        self._tokenizer_thread = ThreadPoolExecutor(1, "d2sd-tokenizer")
+        self.bounds = Bounds(bundle.tokenizer, engine.limits.max_context, settings)
+        room = engine.limits.max_batch + settings.max_waiting
+        self._text = Turns("d2sd-tokenizer", max_waiting=room)
+        self._grammars = Grammars(self.requests.grammars, Turns("d2sd-grammar", max_waiting=room))
 
-    async def tokenizing(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function that uses the tokenizer, outside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function, *arguments)
+    async def tokenizing(self, http: Request, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that uses the tokenizer, outside the event loop. Raises Disconnected when the client goes."""
+        return await while_connected(http.receive, self._text.run(http.scope["state"]["client"], function, *arguments))
 
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFound unless the name is this server's model, or none."""
@@ -91,10 +98,10 @@ class Server:
             return shape.stream(_events(generation, shape, options), generation.close)
         try:
             await while_connected(http.receive, generation.run())
-        except Disconnected:
-            return Response(status_code=499)
         finally:
             generation.close()
+        if generation.entries > _LARGE:
+            return await self.tokenizing(http, lambda: JSONResponse(shape.whole(generation)))
         return JSONResponse(shape.whole(generation))
 
     async def trace(self, http: Request, body: TraceBody) -> Response:
@@ -118,9 +125,14 @@ class Server:
     ) -> Generation:
         """Submit the requests of a body."""
         self.check_model(body.model)
+        self.bounds.check(body)
         facts = http.scope["state"]["facts"]
         facts |= {"model": self.settings.model, "stream": body.stream}
-        prepared = await self.tokenizing(encode, body)
+        _, form = self.requests.form(body)
+        if form is not None:
+            await while_connected(http.receive, self._grammars.prepare(http.scope["state"]["client"], form))
+        prepared = await self.tokenizing(http, encode, body)
+        self.bounds.check_requests(prepared)
         deadline = body.deadline or self.settings.request_timeout
         return Generation(self.engine, self.metrics, prepared, facts, deadline, watch)
 
@@ -155,7 +167,9 @@ def create_app(bundle: Bundle, engine: Engine, settings: ServerSettings) -> Fast
         title="d2sd", version=version("d2sd"), lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.state.server = server
+    app.router.route_class = bounded_route(engine.limits.max_context)
     errors.install(app)
+    app.add_exception_handler(Disconnected, lambda request, error: Response(status_code=499))
     app.add_middleware(Entrance, settings=settings, spans=Spans())
     if settings.origins:  # in front of the keys: browsers ask without one
         app.add_middleware(
@@ -198,19 +212,21 @@ def create_app(bundle: Bundle, engine: Engine, settings: ServerSettings) -> Fast
         return model
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(body: TokenizeBody, http: Request) -> dict[str, Any]:
         server.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Give either a prompt or messages.", where="prompt")
-        tokens = await server.tokenizing(server.requests.encode, body)
+        server.bounds.check(body)
+        tokens = await server.tokenizing(http, server.requests.encode, body)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": engine.limits.max_context}
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeBody, http: Request) -> dict[str, Any]:
         server.check_model(body.model)
+        server.bounds.check(body)
         if bad := [token for token in body.tokens if token >= engine.runner.vocab_size]:
             raise RequestError("There is a token outside the vocabulary.", where="tokens", found=bad[0])
-        return {"prompt": await server.tokenizing(bundle.tokenizer.decode, body.tokens)}
+        return {"prompt": await server.tokenizing(http, bundle.tokenizer.decode, body.tokens)}
 
     @app.get("/health")
     @app.get("/live")

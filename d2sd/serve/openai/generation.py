@@ -101,6 +101,15 @@ class Generation:
             "seconds_to_first_token": round(min(first), 6) if first else None,
         }
 
+    @property
+    def entries(self) -> int:
+        """Log-probabilities that a whole response reports."""
+        count = sum(1 + len(entry.top) for choice in self.choices for entry in choice.logprobs)
+        for choice in self.choices:
+            asked = choice.stream.request.sampling.prompt_logprobs
+            count += 0 if asked is None else len(choice.stream.request.prompt) * (1 + asked)
+        return count
+
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage of all choices."""
         return usage_of(self.choices)

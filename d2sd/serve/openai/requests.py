@@ -28,7 +28,7 @@ class RequestMaker:
     """Makes the requests of one bundle; parameters that a body leaves out take the defaults of the recipe."""
 
     def __init__(self, bundle: Bundle, max_choices: int) -> None:
-        self._bundle, self._max_choices, self._grammars = bundle, max_choices, GrammarCompiler(bundle)
+        self._bundle, self._max_choices, self.grammars = bundle, max_choices, GrammarCompiler(bundle)
 
     def chat(self, body: ChatBody) -> list[Request]:
         """The n requests of a conversation."""
@@ -46,8 +46,7 @@ class RequestMaker:
         given: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
         if body.max_completion_tokens is not None:
             given["max_tokens"] = body.max_completion_tokens
-        demanded = tool_grammar(body.tools or [], body.tool_choice, parallel=body.parallel_tool_calls, **_options(body))
-        return self._requests(body, [self._encode_chat(body)], given, demanded)
+        return self._requests(body, [self._encode_chat(body)], given)
 
     def completion(self, body: CompletionBody) -> list[Request]:
         """n requests for each prompt, in the order of the prompts."""
@@ -57,6 +56,14 @@ class RequestMaker:
         tokenizer = self._bundle.tokenizer
         encoded = [encode_prompt(tokenizer, p) if isinstance(p, str) else p for p in prompts]
         return self._requests(body, encoded, {"logprobs": body.logprobs})
+
+    def form(self, body: GenerationBody) -> tuple[str, StructuredOutputsParams | None]:
+        """The field that demands a form of the answer, and the form."""
+        demanded = None
+        if isinstance(body, ChatBody):
+            parallel, options = body.parallel_tool_calls, _options(body)
+            demanded = tool_grammar(body.tools or [], body.tool_choice, parallel=parallel, **options)
+        return _form(body, demanded)
 
     def encode(self, body: TokenizeBody) -> list[int]:
         """Token ids of a prompt, or of a conversation in the chat template."""
@@ -81,7 +88,6 @@ class RequestMaker:
         body: GenerationBody,
         prompts: list[list[int]],
         given: dict[str, Any],
-        demanded: StructuredOutputsParams | None = None,
     ) -> list[Request]:
         """The requests of `prompts`; `given` are parameters that chats and completions spell differently."""
         count, bundle = body.n or 1, self._bundle
@@ -105,9 +111,9 @@ class RequestMaker:
         values |= {name: value for name in _SHARED if (value := getattr(body, name)) is not None}
         if body.logit_bias is not None:
             values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
-        where, form = _form(body, demanded)
+        where, form = self.form(body)
         params = SamplingParams(**values, structured_outputs=form)
-        grammar = None if form is None else self._grammars.compile(form, where)
+        grammar = None if form is None else self.grammars.compile(form, where)
         made = []
         for prompt in prompts:
             room = max(1, bundle.recipe.limits.max_context - len(prompt))

@@ -12,11 +12,12 @@ from typing import Any
 
 import httpx
 import openai
+from fastapi import FastAPI
 
 from d2sd.convert.bundle.load import load_bundle
 from d2sd.convert.bundle.serving import make_engine
 from d2sd.runtime.engine import Engine
-from d2sd.serve.openai.app import Server, create_app
+from d2sd.serve.openai.app import create_app
 from d2sd.serve.openai.run import make_server
 from d2sd.serve.openai.settings import ServerSettings
 
@@ -24,8 +25,9 @@ from d2sd.serve.openai.settings import ServerSettings
 class Running:
     """A server that accepts connections."""
 
-    def __init__(self, url: str, server: Server, key: str) -> None:
-        self.url, self.server, self.service, self.engine = url, server, server.engine, server.engine.engine
+    def __init__(self, url: str, app: FastAPI, key: str) -> None:
+        self.app, self.url, self.server = app, url, app.state.server
+        self.service, self.engine = self.server.engine, self.server.engine.engine
         self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
         self.async_openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
         self.http = httpx.Client(base_url=url, timeout=30)
@@ -43,7 +45,7 @@ def serving(bundle: Path, engine: Engine | None = None, **settings: Any) -> Iter
         listener.listen(128)
         thread = Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
-        running = Running(f"http://127.0.0.1:{listener.getsockname()[1]}", app.state.server, "key")
+        running = Running(f"http://127.0.0.1:{listener.getsockname()[1]}", app, "key")
         while not server.started:
             assert thread.is_alive()
             thread.join(0.01)

@@ -1,0 +1,158 @@
+"""What one request may ask for, checked before work that grows with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from d2sd.errors import RequestError
+
+if TYPE_CHECKING:
+    from d2sd.runtime.request import Request as EngineRequest
+    from d2sd.serve.openai.settings import ServerSettings
+
+#: Characters that a token of text has at most, on average: those of the vocabulary's longest token, within these
+#: bounds. A tokenizer of words takes a word of any length for one unknown token, and some have tokens of 1,000 spaces.
+_LEAST, _MOST = 16, 64
+#: Most strings of `stop` and `bad_words` together; each bad word is encoded twice.
+_WORDS = 1024
+#: Most characters of several prompts, unless one context has more; the tokenizer needs about a second for them.
+_PROMPTS = 1 << 20
+#: Most values of a JSON body, besides a context of token ids, and most fields of the body itself.
+_VALUES, _FIELDS = 1 << 17, 256
+
+
+class Bounds:
+    """The bounds of one server."""
+
+    def __init__(self, tokenizer: Any, max_context: int, settings: ServerSettings) -> None:
+        longest = max(map(len, tokenizer.get_vocab()), default=0)
+        self.tokens = max_context
+        self.characters = max_context * min(max(longest, _LEAST), _MOST)
+        self._settings = settings
+
+    def check(self, body: BaseModel) -> None:
+        """Raise RequestError for a body with more text, messages or words than any context has."""
+        prompt, messages = getattr(body, "prompt", None), getattr(body, "messages", None) or ()
+        self._check_prompts(prompt)
+        parts = sum(len(one.content) for one in messages if isinstance(one.content, list))
+        if len(messages) + parts > self.tokens:
+            raise self._too_long("messages", f"{len(messages)} messages, {parts} parts")
+        said = [list(one.model_dump().values()) for one in messages]
+        self._check_characters("messages", [*said, getattr(body, "tools", None)])
+        stop = getattr(body, "stop", None)
+        words = [*([stop] if isinstance(stop, str) else stop or ()), *(getattr(body, "bad_words", None) or ())]
+        if len(words) > _WORDS:
+            raise RequestError(
+                "There are too many stop strings and bad words.",
+                where="stop" if stop else "bad_words",
+                found=len(words),
+                expected=f"at most {_WORDS}",
+            )
+        self._check_characters("stop" if stop else "bad_words", words)
+        if len(ids := getattr(body, "tokens", ())) > self.tokens:
+            raise self._too_long("tokens", f"{len(ids):,} tokens")
+
+    def check_requests(self, requests: Sequence[EngineRequest]) -> None:
+        """Raise RequestError for more log-probabilities of prompts than one HTTP request may ask for."""
+        asked = sum(len(one.prompt) for one in requests if one.sampling.prompt_logprobs is not None)
+        most = max(self._settings.max_prompt_logprobs, self.tokens)  # one prompt always may
+        if asked > most:
+            raise RequestError(
+                "The request asks for the log-probabilities of too many prompt tokens.",
+                where="prompt_logprobs",
+                found=f"{asked:,} in {len(requests)} answers",
+                expected=f"at most {most:,}",
+                fix="send fewer prompts at once, or a smaller n",
+            )
+
+    def _check_prompts(self, prompt: Any) -> None:
+        """A prompt, or several, as text or as token ids."""
+        if not isinstance(prompt, list) or (prompt and isinstance(prompt[0], int)):
+            prompt = [prompt] if prompt else []
+        if len(prompt) > self._settings.max_choices:
+            raise RequestError(
+                "There are too many prompts.",
+                where="prompt",
+                found=len(prompt),
+                expected=f"at most {self._settings.max_choices}",
+            )
+        together = sum(len(one) for one in prompt if isinstance(one, str))
+        if together > max(_PROMPTS, self.characters):
+            raise self._too_long("prompt", f"{together:,} characters in {len(prompt)} prompts")
+        for one in prompt:
+            if isinstance(one, str):
+                self._check_characters("prompt", one)
+            elif len(one) > self.tokens:
+                raise self._too_long("prompt", f"{len(one):,} tokens")
+
+    def _check_characters(self, where: str, value: Any) -> None:
+        count = sum(map(len, _texts(value)))
+        if count > self.characters:
+            raise self._too_long(where, f"{count:,} characters")
+
+    def _too_long(self, where: str, found: str) -> RequestError:
+        return RequestError(
+            "The text cannot fit the context.",
+            where=where,
+            found=found,
+            expected=f"at most {self.tokens:,} tokens; text of more than {self.characters:,} characters has more",
+            fix="shorten it",
+        )
+
+
+def bounded_route(max_context: int) -> type[APIRoute]:
+    """A route that refuses JSON bodies of very many values, because checking their types takes seconds."""
+    most = _VALUES + max_context
+
+    class Bounded(Request):
+        async def json(self) -> Any:
+            value = await super().json()
+            if (isinstance(value, dict) and len(value) > _FIELDS) or _has_more(value, most):
+                raise HTTPException(400, f"The body has too many values: at most {most:,}, and {_FIELDS} fields.")
+            return value
+
+    class Route(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def bounded(request: Request) -> Response:
+                return await handle(Bounded(request.scope, request.receive))
+
+            return bounded
+
+    return Route
+
+
+def _has_more(value: Any, most: int) -> bool:
+    """Whether a JSON value has more than `most` values in it. Looks at no more than that."""
+    pending, count = [value], 0
+    while pending:
+        one = pending.pop()
+        if isinstance(one, (dict, list)):
+            count += len(one)
+            if count > most:
+                return True
+            pending += one.values() if isinstance(one, dict) else one
+    return False
+
+
+def _texts(value: Any) -> list[str]:
+    """All strings in a JSON value, names of fields included."""
+    found, pending = list[str](), [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            found.append(one)
+        elif isinstance(one, dict):
+            pending += one.keys()
+            pending += one.values()
+        elif isinstance(one, list):
+            pending += one
+    return found
