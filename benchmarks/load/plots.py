@@ -73,13 +73,17 @@ def _prefix_cache(result: Result, path: Path) -> bool:
     if not cells:
         return False
     figure, axes = style.panels(1, 2, 4.0)
-    names = [f"{cell.key.workload},\n{'on' if cell.key.variant.prefix_cache else 'off'}" for cell in cells]
+    words = {"prefix": "shared system prompt", "turns": "several turns"}
+    names = [
+        f"{words[cell.key.workload]},\nprefix cache {'on' if cell.key.variant.prefix_cache else 'off'}" for cell in cells
+    ]
     colours = [style.colour("hybrid" if cell.key.variant.prefix_cache else "off") for cell in cells]
     for panel, title, values in (
         (axes[0][0], "prompt tokens computed", [cell.figures.computed_prompt_tokens for cell in cells]),
         (axes[0][1], "mean TTFT, ms", [cell.figures.ttft.mean for cell in cells]),
     ):
         panel.bar_label(panel.bar(names, values, color=colours), fmt="{:,.0f}")
+        panel.yaxis.set_major_formatter("{x:,.0f}")
         panel.set_title(title, loc="left", fontsize=10)
     style.finish(figure, "A shared system prompt, and chats of several turns: prefix cache on and off", path)
     return True

@@ -6,6 +6,7 @@ The colours are Okabe and Ito's, which colour-blind readers can distinguish; mar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +38,9 @@ _DPI = 120
 _INCHES = 10.0  # 1200 pixels wide
 _WIDTH = 130  # characters of a legend line, seven of them per entry for its handle
 
+#: Samples that a share needs to be drawn as a point of a curve: of fewer it says little.
+LEAST_SAMPLES = 30
+
 #: A reliability bin (`d2sd.runtime.stats.Bin`): drafted tokens, sum of their predicted acceptance, number accepted.
 Bin = tuple[int, float, int]
 
@@ -62,7 +66,8 @@ def curve(line: Line) -> dict[str, Any]:
 def reliability(diagram: Axes, counts: Axes, lines: Sequence[tuple[Line, Sequence[Bin], float | None]]) -> None:
     """Draw observed over predicted acceptance into `diagram`, tokens per bin into `counts`.
 
-    `lines`: method, its ten bins, their expected calibration error; a line without an error has no tokens.
+    `lines`: method, its ten bins, their expected calibration error; a line without an error has no tokens. Bins of
+    fewer than LEAST_SAMPLES tokens are pale points beside the curve.
     """
     from matplotlib.ticker import LogLocator, NullLocator
 
@@ -74,7 +79,11 @@ def reliability(diagram: Axes, counts: Axes, lines: Sequence[tuple[Line, Sequenc
             filled = [(count, predicted / count, hits / count) for count, predicted, hits in bins if count]
             number, predicted, accepted = zip(*filled, strict=True)
             look = curve(line) | {"label": None}  # the panel has its own legend
-            handles += diagram.plot(predicted, accepted, **look)
+            enough = [count >= LEAST_SAMPLES for count in number]
+            kept = [share if there else nan for share, there in zip(accepted, enough, strict=True)]
+            handles += diagram.plot(predicted, kept, **look)
+            few = [(x, y) for x, y, there in zip(predicted, accepted, enough, strict=True) if not there]
+            diagram.plot(*(zip(*few, strict=True) if few else ([], [])), **look | {"linestyle": "", "alpha": 0.3})
             labels.append(f"{name(line)}: ECE {error:.3f}")
             counts.plot(predicted, number, **look)
     if handles:
@@ -84,7 +93,7 @@ def reliability(diagram: Axes, counts: Axes, lines: Sequence[tuple[Line, Sequenc
         counts.yaxis.set_minor_locator(NullLocator())
         counts.yaxis.set_major_formatter("{x:,.0f}")
     else:
-        diagram.text(0.5, 0.3, "not in use", ha="center", color="#777777", transform=diagram.transAxes)
+        diagram.text(0.5, 0.3, "no drafts yet", ha="center", color="#777777", transform=diagram.transAxes)
         counts.set_yticks([])
 
 

@@ -14,17 +14,17 @@ from d2sd.viz.plot_style import Line
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: In the order of a step; Paul Tol's light colours, so that no stage looks like a method.
+#: In the order of a step, in words; Paul Tol's light colours, so that no stage looks like a method.
 STAGES = {
-    "draft_first": "#77AADD",
-    "pick_boundaries": "#99DDFF",
-    "draft_second": "#44BB99",
-    "build_tree": "#BBCC33",
-    "verify": "#EE8866",
-    "accept": "#EEDD88",
-    "commit": "#FFAABB",
-    "retire": "#AAAA00",
-    "other": "#DDDDDD",
+    "draft_first": ("first draft", "#77AADD"),
+    "pick_boundaries": ("choice of branches", "#99DDFF"),
+    "draft_second": ("second draft", "#44BB99"),
+    "build_tree": ("tree", "#BBCC33"),
+    "verify": ("target verifies", "#EE8866"),
+    "accept": ("acceptance", "#EEDD88"),
+    "commit": ("K/V written", "#FFAABB"),
+    "retire": ("tokens read", "#AAAA00"),
+    "other": ("other", "#DDDDDD"),
 }
 OTHER = "other"
 
@@ -50,11 +50,11 @@ def plot_cost(result: Result, path: Path) -> None:
         bars = list(range(len(found)))
         left = [0.0] * len(found)
         stages = [_milliseconds(cell) for cell, _ in cells]
-        for stage, colour in STAGES.items():
+        for stage, (words, colour) in STAGES.items():
             spent = [times[stage] for times in stages]
             if not any(spent):
                 continue
-            panel.barh(bars, spent, left=left, color=colour, label=stage, edgecolor="white", linewidth=0.5)
+            panel.barh(bars, spent, left=left, color=colour, label=words, edgecolor="white", linewidth=0.5)
             left = [a + b for a, b in zip(left, spent, strict=True)]
         panel.set_yticks(bars, [style.name(line) for line in found])
         panel.invert_yaxis()

@@ -108,25 +108,37 @@ def test_tau_by_rows(whole: Result, tmp_path: Path, figures: list[Figure]) -> No
 
 
 def test_acceptance_lines(tmp_path: Path, figures: list[Figure]) -> None:
-    made = result(cell("off", [1]), cell("chain", [3, 1]), cell("d2sd", [2]), cell("d2sd", [4, 2], rows=64))
+    made = result(cell("off", [1]), cell("chain", [3, 1]), cell("d2sd", [2]), cell("d2sd", [4, 2] * 29, rows=64))
     plot_acceptance(made, tmp_path)
     joint, conditional = map(curves, figures[0].axes)
     assert joint == {"chain, 8 rows": ([1, 2], [0.5, 0.5]), "d2sd, 64 rows": ([1, 2, 3], [1.0, 0.5, 0.5])}
-    assert conditional["d2sd, 64 rows"] == ([1, 2, 3], [1.0, 0.5, 1.0])
+    assert conditional["d2sd, 64 rows"] == ([1, 2], [1.0, 0.5]), "of the 58 steps, 29 came to the third token"
+    assert conditional["chain, 8 rows"] == ([], [])
+    plot_acceptance(result(cell("chain", [3, 1])), tmp_path)
+    assert len(figures[1].axes) == 1, "an empty panel"
 
 
 def test_reliability_leaves_empty_bins_out(tmp_path: Path, figures: list[Figure]) -> None:
-    made = cell("chain", [2], calibration={"first": bins(b2=(10, 2.5, 1), b9=(4, 3.8, 4))})
+    made = cell("chain", [2], calibration={"first": bins(b2=(100, 25, 10), b9=(40, 38, 40))})
     plot_calibration(result(made), tmp_path)
-    first, second, counts, no_counts = figures[0].axes
-    _, curve = first.lines  # the other is the diagonal
+    first, counts = figures[0].axes  # none of the second drafter, which drafted nothing
+    _, curve, few = first.lines  # the first is the diagonal
     assert points(curve) == ([0.25, 0.95], [0.1, 1.0])
-    assert points(counts.lines[0]) == ([0.25, 0.95], [10, 4])
+    assert points(few) == ([], [])
+    assert points(counts.lines[0]) == ([0.25, 0.95], [100, 40])
     legend = first.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["chain, 8 rows: ECE 0.121"]
-    assert second.texts[0].get_text() == "not in use"
-    assert not no_counts.lines
+
+
+def test_bins_of_few_tokens_are_pale_and_off_the_curve(tmp_path: Path, figures: list[Figure]) -> None:
+    made = cell("chain", [2], calibration={"second": bins(b0=(5, 0.5, 2), b2=(100, 25, 10), b9=(30, 28.5, 30))})
+    plot_calibration(result(made), tmp_path)
+    _, curve, few = figures[0].axes[0].lines
+    shown = [(x, y) for x, y in zip(*points(curve), strict=True) if y == y]
+    assert shown == [(0.25, 0.1), (0.95, 1.0)]
+    assert points(few) == ([0.1], [0.4])
+    assert (few.get_linestyle(), few.get_alpha()) == ("None", 0.3)
 
 
 def test_cost_bars_add_up_to_a_step(whole: Result, tmp_path: Path, figures: list[Figure]) -> None:
@@ -147,7 +159,7 @@ def test_cost_of_stages_nobody_knows_is_not_lost(tmp_path: Path, figures: list[F
     strange = cell("chain", [1], stage_seconds={"verify": 0.2, "think": 0.3, "nap": 0.1, "prefill": 7.0}, steps=2)
     plot_cost(result(strange), tmp_path)
     widths = {stage: drawn.patches[0].get_width() for stage, drawn in bars(figures[0].axes[0]).items()}
-    assert widths == pytest.approx({"verify": 100.0, "other": 200.0})
+    assert widths == pytest.approx({"target verifies": 100.0, "other": 200.0})
 
 
 def test_plain_steps_are_the_upper_axis(tmp_path: Path, figures: list[Figure]) -> None:
@@ -196,6 +208,17 @@ def test_unknown_methods_get_different_colours_in_a_panel(tmp_path: Path, figure
     (axes,) = figures[0].axes
     faces = {patch.get_facecolor() for container in bars(axes).values() for patch in container.patches}
     assert len(faces) == len(NAMES)
+
+
+def test_no_title_is_cut(whole: Result, tmp_path: Path, figures: list[Figure], monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(style, "finish", lambda figure, title, path: (figures.append(figure), titles.append(title)))
+    for plot in PLOTS.values():
+        plot(whole, tmp_path / "plot.png")
+    assert len(figures) == len(PLOTS)
+    for figure, title in zip(figures, titles, strict=True):
+        shown = figure.suptitle(title, fontsize=13)
+        assert shown.get_window_extent().width <= figure.bbox.width
 
 
 def test_no_entry_of_a_legend_is_cut(tmp_path: Path) -> None:
