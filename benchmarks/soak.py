@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -26,6 +25,7 @@ import click
 from benchmarks.load.answers import reference
 from benchmarks.load.faces import FACES, Face
 from benchmarks.load.guests import Guests
+from benchmarks.load.health import bad_lines, idle_pages
 from benchmarks.load.server import Server
 from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
@@ -37,11 +37,6 @@ from d2sd.io import write_text
 _NOISE = 0.02
 #: Seconds between two looks at the memory.
 _SAMPLE = 2.0
-#: Seconds after which the metrics of every face are up to date.
-_PUBLISHED = 1.0
-#: An error in a log that is not JSON: of Python, d2sd or Triton, which also notes that there is no GPU, and that its
-#: exit timeout has expired: Triton 24.10 may wait for a stream that was closed. The exit code tells that too.
-_ERROR = re.compile(r"Traceback|^E[0-9]{4} (?!.*(CudaDriverHelper|Exit timeout))|\bERROR d2sd|panicked")
 
 
 async def soak(server: Server, guests: Guests, seconds: float) -> list[tuple[float, int]]:
@@ -64,19 +59,6 @@ def growth(memory: list[tuple[float, int]]) -> float:
     return late / early - 1
 
 
-async def idle_pages(server: Server, timeout: float = 30) -> dict[str, float]:
-    """The metrics once no request is in the server, or after `timeout` seconds."""
-    end = time.monotonic() + timeout
-    await asyncio.sleep(_PUBLISHED)
-    while True:
-        metrics = await asyncio.to_thread(server.metrics)
-        names = ("d2sd_num_requests_running", "d2sd_num_requests_waiting", "d2sd_kv_pages_used")
-        found = {name: metrics[name] for name in names}
-        if not any(found.values()) or time.monotonic() > end:
-            return found
-        await asyncio.sleep(0.5)
-
-
 async def terminate(server: Server, guests: Guests, count: int = 8) -> dict[str, Any]:
     """SIGTERM while answers run: they must end as they should, and new requests must be refused."""
     pairs = [guests.any() for _ in range(count)]
@@ -95,22 +77,6 @@ async def terminate(server: Server, guests: Guests, count: int = 8) -> dict[str,
             outcomes[f"fault: {error}"] += 1
     code = await exiting
     return {"outcomes": dict(outcomes), "exit_code": code, "refuses_connections": not server.accepts()}
-
-
-def bad_lines(log: Path, *, json_lines: bool = True) -> list[str]:
-    """Lines of the log that report an internal error; of a log in JSON also those that are not JSON."""
-    if not json_lines:
-        return [line for line in log.read_text(errors="replace").splitlines() if _ERROR.search(line)]
-    bad = []
-    for line in log.read_text(errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            bad.append(line)
-        else:
-            if "error" in entry or entry.get("level") in ("error", "critical") or entry.get("status") == 500:
-                bad.append(line)
-    return bad
 
 
 async def run(

@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 
+from benchmarks.attack.send import fuzz
 from benchmarks.load.client import Reply, error_of
-from benchmarks.load.fuzz import fuzz
 from benchmarks.load.guests import Guests
 
 _CHAT = "/v1/chat/completions"
@@ -137,11 +137,10 @@ class HttpGuests(OpenAIGuests):
         return str(error_of(response.content)["code"])
 
     async def is_malformed(self) -> str:
-        """Five requests of the fuzzer."""
-        first = self.draw.randrange(1 << 30)
-        _, faults = await fuzz(self.server.url, range(first, first + 5), at_once=1)
+        """A request of every malformed class."""
+        _, faults = await fuzz(self.server.url, self.draw.randrange(1 << 30), 1)
         self.faults += faults
         return "refused"
 
     async def fuzz(self, seeds: range) -> tuple[Counter[str], list[str]]:
-        return await fuzz(self.server.url, seeds)
+        return await fuzz(self.server.url, seeds.start, len(seeds))
