@@ -36,8 +36,11 @@ from d2sd.io import read_text, write_text
 _TOKENS, _REPLACED = 8, 12
 
 
-def attack(plan: Plan, wanted: list[tuple[Kind, int]]) -> dict[str, Any]:
-    """The whole attack; the result, whose `faults` must be empty."""
+def attack(plan: Plan, wanted: list[tuple[Kind, int]], plain_server: Server | None = None) -> dict[str, Any]:
+    """The whole attack; the result, whose `faults` must be empty.
+
+    `plain_server` decodes plainly; without one it is started once the attack is over.
+    """
     scene = scene_of(plan)
     bodies = [
         {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": _TOKENS}
@@ -58,7 +61,7 @@ def attack(plan: Plan, wanted: list[tuple[Kind, int]]) -> dict[str, Any]:
     faults = [fault for siege in sieges for fault in siege.faults]
     phases = [phase for siege in sieges for phase in siege.phases]
     overall = judge_delays(plan, sieges, quiet)
-    compared, different = compare(plan, sieges, bodies)
+    compared, different = compare(plan, sieges, bodies, plain_server)
     faults += [fault for phase in phases for fault in phase.faults] + overall + different
     return {
         "seed": plan.seed,
@@ -94,20 +97,21 @@ def judge_delays(plan: Plan, sieges: list[Siege], quiet: Delays) -> list[str]:
     for siege in sieges:
         for phase in siege.phases:
             phase.visits = verdicts.during(siege.visits, phase.begin, phase.end)
-            if not phase.kind.fills:
-                judged += phase.visits
-                phase.faults += verdicts.of_delays(phase.kind.name, Delays.of(phase.visits), limit)
+            bound = max(limit, plan.timeout) if phase.kind.fills else limit
+            phase.faults += verdicts.of_delays(phase.kind.name, Delays.of(phase.visits), bound)
+            judged += [] if phase.kind.fills else phase.visits
     return verdicts.of_delays("the whole attack", Delays.of(judged), limit) if judged else []
 
 
-def compare(plan: Plan, sieges: list[Siege], bodies: list[dict[str, Any]]) -> tuple[int, list[str]]:
+def compare(
+    plan: Plan, sieges: list[Siege], bodies: list[dict[str, Any]], running: Server | None
+) -> tuple[int, list[str]]:
     """Compare all answers with those of a server that decodes plainly: their number, and the faults."""
-    with Server.start(plan.bundle, plan.out / "plain.log", plain.PLAIN) as server:
+    with running or Server.start(plan.bundle, plan.out / "plain.log", plain.PLAIN) as server:
         texts = plain.texts(server, bodies)
         faults = [fault for siege in sieges for fault in verdicts.of_visits(siege.visits, texts)]
-        compared, different = plain.compare(
-            server, [one for siege in sieges for phase in siege.phases for one in phase.sent], 300
-        )
+        sent = [one for siege in sieges for phase in siege.phases for one in phase.sent]
+        compared, different = plain.compare(server, sent, 300)
     return compared, faults + different
 
 

@@ -63,7 +63,7 @@ class Kind:
     """A class of hostile requests.
 
     `at_once` of them run together. One that `fills` the batch or computes long prompts by right makes its neighbours
-    queue: it is not judged by their delay, only by whether they are served at all.
+    queue, and may itself take long: it is judged by whether they are served within the timeout of a request.
     """
 
     name: str

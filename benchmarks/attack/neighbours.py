@@ -1,9 +1,9 @@
 """The honest clients, in a process of their own so that building hostile bodies does not delay what they measure.
 
-    python -m benchmarks.attack.neighbours URL FILE CLIENTS < BODIES
+    python -m benchmarks.attack.neighbours URL FILE CLIENTS PAUSE < BODIES
 
-Each client asks one of the bodies (a JSON list of chats) as a stream, again and again until SIGTERM, and writes a line
-to FILE for every answer.
+Each client asks one of the bodies (a JSON list of chats) as a stream, again and again with pauses of PAUSE seconds on
+average until SIGTERM, and writes a line to FILE for every answer.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import httpx
 
 from benchmarks.load.client import HttpClient
 
-#: Mean seconds between two requests of a client, and between two tries of one that is refused.
-_PAUSE, _RETRY = 0.05, 0.2
+#: Seconds between two tries of a request that is refused.
+_RETRY = 0.2
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ async def ask(client: HttpClient, number: int, body: dict[str, Any], visit: Visi
         return
 
 
-async def visits(url: str, bodies: Sequence[dict[str, Any]], clients: int, out: TextIO) -> None:
+async def visits(url: str, bodies: Sequence[dict[str, Any]], clients: int, pause: float, out: TextIO) -> None:
     """Run the clients until they are cancelled; a question that is open then is written without an answer."""
     draw = random.Random()
 
@@ -81,15 +81,15 @@ async def visits(url: str, bodies: Sequence[dict[str, Any]], clients: int, out: 
                 visit.end = time.monotonic()
                 out.write(json.dumps(asdict(visit)) + "\n")
                 out.flush()
-            await asyncio.sleep(draw.expovariate(1 / _PAUSE))
+            await asyncio.sleep(draw.expovariate(1 / pause))
 
     async with HttpClient(url) as client:
         await asyncio.gather(*(one(client, number) for number in range(clients)))
 
 
-async def until_signal(url: str, bodies: Sequence[dict[str, Any]], clients: int, out: TextIO) -> None:
+async def until_signal(url: str, bodies: Sequence[dict[str, Any]], clients: int, pause: float, out: TextIO) -> None:
     """Run until SIGTERM."""
-    running = asyncio.ensure_future(visits(url, bodies, clients, out))
+    running = asyncio.ensure_future(visits(url, bodies, clients, pause, out))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
     await asyncio.wait({running})
     if not running.cancelled():
@@ -104,9 +104,11 @@ class Neighbours:
 
     @staticmethod
     @contextmanager
-    def started(url: str, bodies: Sequence[Mapping[str, Any]], out: Path, clients: int) -> Iterator[Neighbours]:
+    def started(
+        url: str, bodies: Sequence[Mapping[str, Any]], out: Path, clients: int, pause: float
+    ) -> Iterator[Neighbours]:
         """Start the clients, and stop them at the end."""
-        command = [sys.executable, "-m", "benchmarks.attack.neighbours", url, str(out), str(clients)]
+        command = [sys.executable, "-m", "benchmarks.attack.neighbours", url, str(out), str(clients), str(pause)]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
             assert process.stdin is not None
             process.stdin.write(json.dumps(bodies).encode())
@@ -139,4 +141,4 @@ def read(path: Path) -> list[Visit]:
 
 if __name__ == "__main__":
     with Path(sys.argv[2]).open("a") as stream:
-        asyncio.run(until_signal(sys.argv[1], json.load(sys.stdin), int(sys.argv[3]), stream))
+        asyncio.run(until_signal(sys.argv[1], json.load(sys.stdin), int(sys.argv[3]), float(sys.argv[4]), stream))

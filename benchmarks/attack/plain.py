@@ -19,6 +19,7 @@ PLAIN = ("--policy", "off", "--no-prefix-cache", "--max-batch", "1", "--max-wait
 #: Routes whose answers are the model's or the tokenizer's.
 _COMPARED = (CHAT, "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
 _SEED = re.compile(rb'"seed":\s*(\d+)')
+_BROKEN = re.compile(rb'^data: \{"error":', re.MULTILINE)
 #: A question that the engine answers with one token.
 _PROBE = {"prompt": [1], "max_tokens": 1, "logprobs": 0}
 
@@ -60,7 +61,7 @@ def repeatable(sent: Sent) -> bytes | None:
         return None if body.get("temperature") or "seed" in body else sent.case.body
     if sent.case.path not in (CHAT, "/v1/completions"):
         return sent.case.body
-    if b'\ndata: {"error":' in sent.answer:
+    if _BROKEN.search(sent.answer):
         return None
     if body.get("seed") is not None and "deadline" not in body:
         return sent.case.body

@@ -23,6 +23,7 @@ class Plan:
     out: Path
     seed: int = 0
     clients: int = 4  # honest ones
+    pause: float = 0.05  # between two questions of an honest client, on average
     quiet: int = 100  # questions of the honest clients before the attack
     slowdown: float = 3.0  # time to the first token of honest clients: p99 under attack over their quiet median
     growth: float = 1.2  # resident memory over that after the quiet phase

@@ -44,7 +44,7 @@ def _text(draw: random.Random, length: int) -> str:
 
 def _long(draw: random.Random, scene: Scene) -> Case:
     """A prompt that is far too long, as text."""
-    text = _text(draw, size(draw, 100_000, _MOST))
+    text = _text(draw, draw.choice((size(draw, 100_000, _MOST), _MOST)))
     made = scene.completion(draw, prompt=draw.choice((text, [text], [text[: len(text) // 9]] * 9)))
     return Case(json.dumps(made, ensure_ascii=False).encode())
 

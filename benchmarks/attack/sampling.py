@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -11,7 +12,8 @@ from benchmarks.attack.case import CHAT, WORDS, Case, Kind, Scene, letters, size
 def _stop_long(draw: random.Random, scene: Scene) -> Case:
     """A few very long stop strings, most of one letter: each of their prefixes may be what the text ends with."""
     unit = draw.choice(("a", " ", "ab", "\n", "é", "🙂", letters(draw, 40)))
-    long = unit * (size(draw, 20_000, 3_500_000) // len(unit.encode()))
+    length = draw.choice((size(draw, 20_000, 3_500_000), draw.randint(2_000_000, 3_500_000)))
+    long = unit * (length // len(json.dumps(unit)))
     return Case.of(scene.completion(draw, stop=draw.choice((long, [long], [long, "zz"], [long + "b", long + "c"]))))
 
 
@@ -47,9 +49,9 @@ def _stop_tokens(draw: random.Random, scene: Scene) -> Case:
 
 def _prompt_logprobs(draw: random.Random, scene: Scene) -> Case:
     """Log-probabilities of long prompts with many answers."""
-    length = scene.context // draw.choice((2, 4, 8))
+    length = scene.context // draw.choice((4, 8, 16))
     prompts = [[draw.randrange(scene.vocab) for _ in range(length)] for _ in range(draw.choice((1, 2, 8)))]
-    body = scene.completion(draw, prompt=prompts, prompt_logprobs=20, n=draw.choice((1, 4, 8)), max_tokens=1)
+    body = scene.completion(draw, prompt=prompts, prompt_logprobs=20, n=draw.choice((1, 4)), max_tokens=1)
     return Case.of(body | {"logprobs": draw.choice((None, 20))})
 
 
@@ -86,7 +88,7 @@ def _neighbour(draw: random.Random, scene: Scene) -> Case:
         }
     else:
         poison = draw.choice(({"min_p": draw.uniform(0.01, 0.5)}, {"top_p": draw.uniform(0.1, 0.9)}, {"top_k": 5}))
-    return Case.of(scene.completion(draw, temperature=1.0, max_tokens=6 * scene.answer, ignore_eos=True) | poison)
+    return Case.of(scene.completion(draw, temperature=1.0, max_tokens=3 * scene.answer, ignore_eos=True) | poison)
 
 
 def _answers(draw: random.Random, scene: Scene) -> Case:

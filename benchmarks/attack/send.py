@@ -20,6 +20,10 @@ from benchmarks.load.client import error_of
 
 #: A request that httpx itself refuses to send.
 NOT_SENT = "not sent"
+#: A request that the client has given up.
+NO_ANSWER = "no answer"
+#: What uvicorn answers to a request that its parser refuses.
+_NO_HTTP = b"Invalid HTTP request received."
 #: Seconds in which a server may answer bytes that are no request; it may as well wait for more.
 _PATIENCE = 1.0
 #: An error of the server as the event of a stream that has begun with status 200.
@@ -37,6 +41,7 @@ class Sent:
     seconds: float
     answer: bytes = b""  # the body of a 200
     fault: str = ""  # why no server should answer so
+    by_right: bool = False  # it may take long, as its class fills the batch
 
     @property
     def where(self) -> str:
@@ -62,7 +67,7 @@ async def send(
                 begun = time.monotonic()
                 outcome, answer, fault = await _outcome(client, url, case, timeout)
                 left += outcome == NOT_SENT
-                sent.append(Sent(kind.name, number, case, outcome, time.monotonic() - begun, answer, fault))
+                sent.append(Sent(kind.name, number, case, outcome, time.monotonic() - begun, answer, fault, kind.fills))
 
     await asyncio.gather(*(sender() for _ in range(min(kind.at_once, len(numbers)))))
     return sent
@@ -88,7 +93,7 @@ async def _outcome(client: httpx.AsyncClient, url: str, case: Case, timeout: flo
             return await asyncio.wait_for(_raw(url, case), timeout)
         return await asyncio.wait_for(_asked(client, case), timeout)
     except (asyncio.TimeoutError, TimeoutError):
-        return "no answer", b"", f"no answer within {timeout:g} s"
+        return NO_ANSWER, b"", f"no answer within {timeout:g} s"
     except httpx.LocalProtocolError:
         return NOT_SENT, b"", ""
     except (httpx.TransportError, OSError) as error:
@@ -101,7 +106,7 @@ async def _outcome(client: httpx.AsyncClient, url: str, case: Case, timeout: flo
 async def _asked(client: httpx.AsyncClient, case: Case) -> tuple[str, bytes, str]:
     response = await client.request(case.method, case.path, headers=case.headers, content=case.body)
     status, fault = response.status_code, ""
-    if status >= 400 and case.method != "HEAD":
+    if status >= 400 and case.method != "HEAD" and response.content != _NO_HTTP:
         try:
             error_of(response.content)
         except ValueError as error:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from benchmarks.attack.neighbours import Visit
-from benchmarks.attack.send import Sent
+from benchmarks.attack.send import NO_ANSWER, Sent
 
 #: Statuses above 499 that a server may answer: it cannot do this, or not now.
 _ALLOWED = {"501", "503"}
@@ -64,7 +65,7 @@ def of_statuses(sent: Sequence[Sent]) -> list[str]:
         late = one.outcome == "504" and "deadline" in one.case.asked()
         if one.outcome.isdigit() and int(one.outcome) >= 500 and one.outcome not in _ALLOWED and not late:
             faults.append(f"{one.where}: status {one.outcome}")
-        elif one.fault:
+        elif one.fault and not (one.outcome == NO_ANSWER and one.by_right):
             faults.append(f"{one.where}: {one.fault}")
     return faults
 
@@ -118,8 +119,20 @@ def of_exit(code: int | None) -> list[str]:
 
 
 def of_log(lines: Sequence[str]) -> list[str]:
-    """The lines of the log that report an error."""
-    return [f"in the log: {line[:300]}" for line in lines]
+    """The errors of a log by their last lines, each with the number of times that it is there."""
+    counts = Counter(map(_said, lines))
+    return [f"in the log, {count} times: {said}" for said, count in counts.items()]
+
+
+def _said(line: str) -> str:
+    """What a line reports, without times and names of requests."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return line[:300]
+    if entry.get("event") == "request":
+        return f"status {entry.get('status')} of {entry.get('path')}"
+    return f"{entry.get('message')}: {str(entry.get('error', '')).strip().rpartition(chr(10))[2]}"[:300]
 
 
 def of_answer(where: str, answer: bytes, plain: bytes | None) -> list[str]:

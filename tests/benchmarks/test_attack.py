@@ -1,0 +1,201 @@
+"""The attack on a server: classes that repeat themselves, judges that can fail, and a small attack on a tiny bundle."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.attack import plain, verdicts
+from benchmarks.attack.__main__ import attack
+from benchmarks.attack.case import Case, Kind, Scene
+from benchmarks.attack.neighbours import Visit, read
+from benchmarks.attack.plan import EXPENSIVE, MALFORMED, Plan, shares
+from benchmarks.attack.send import NO_ANSWER, NOT_SENT, Sent
+from benchmarks.attack.verdicts import Delays
+from benchmarks.attack.watch import Watch
+from benchmarks.load.server import Server
+from d2sd.convert.bundle.load import load_bundle
+from d2sd.convert.bundle.serving import make_engine
+from d2sd.errors import D2SDError
+from tests.d2sd.serve.conftest import TEMPLATE, build_tiny
+from tests.d2sd.serve.http import serving
+from tests.runtime.grammar.tokens import tokenizer, vocab_size
+from tests.tiny import tiny_decoder
+
+SCENE = Scene(vocab=300, context=256)
+KINDS = [*EXPENSIVE, *MALFORMED]
+PAGES = {
+    "d2sd_kv_pages_used": 0.0,
+    "d2sd_num_requests_running": 0.0,
+    "d2sd_num_requests_waiting": 0.0,
+    "d2sd_kv_pages": 9.0,
+}
+
+
+def sent(outcome: str, answer: bytes = b"", fault: str = "", **body: Any) -> Sent:
+    return Sent("fields", 3, Case.of({"prompt": "a", "seed": 1} | body), outcome, 0.1, answer, fault)
+
+
+def visit(delay: float, at: float = 0.0, text: str = "yes") -> Visit:
+    return Visit(0, at, at + delay, at + delay + 0.1, text, complete=True)
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_classes_repeat_themselves_and_bring_new_values(kind: Kind) -> None:
+    small = Scene(vocab=100, context=64)
+    first = [kind.case(1, number, small) for number in range(6)]
+    assert [kind.case(1, number, small) for number in range(6)] == first
+    assert [kind.case(2, number, small) for number in range(6)] != first
+
+
+def test_every_class_has_its_share() -> None:
+    wanted = shares(100, 20)
+    assert sum(count for _, count in wanted) == 120
+    assert {count for kind, count in wanted if kind in EXPENSIVE} <= {100 // len(EXPENSIVE), 100 // len(EXPENSIVE) + 1}
+    assert [(kind.name, count) for kind, count in shares(0, 7, ["text"])] == [("text", 7)]
+    with pytest.raises(D2SDError, match="no such class"):
+        shares(1, 1, ["txt"])
+
+
+# -- judges ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "one", [sent("500"), sent("502"), sent("504"), sent("no answer", fault="no answer within 5 s")]
+)
+def test_statuses_that_no_client_may_cause(one: Sent) -> None:
+    assert [fault.partition(":")[0] for fault in verdicts.of_statuses([one])] == ["fields, number 3"]
+
+
+@pytest.mark.parametrize(
+    "one", [sent("200"), sent("400"), sent("501"), sent("503"), sent("504", deadline=1.0), sent(NOT_SENT)]
+)
+def test_statuses_that_are_fine(one: Sent) -> None:
+    assert verdicts.of_statuses([one]) == []
+
+
+def test_one_slow_neighbour_in_a_hundred_is_allowed_two_are_not() -> None:
+    quick = [visit(0.1)] * 99
+    assert verdicts.of_delays("x", Delays.of([*quick, visit(9.0)]), 0.3) == []
+    assert "wait 9.00 s" in verdicts.of_delays("x", Delays.of([*quick, visit(9.0), visit(9.0)]), 0.3)[0]
+    assert verdicts.of_delays("x", Delays.of([visit(0.4)]), 0.3)
+    assert verdicts.of_delays("x", Delays.of([]), 0.3) == ["x: no honest client was served"]
+
+
+def test_a_neighbour_without_an_answer_has_waited_until_the_end() -> None:
+    assert Visit(0, sent=1.0, first=None, end=8.0).delay == 7.0
+    visits = [visit(0.5, at=1.0), visit(6.0, at=2.0), visit(0.5, at=9.0)]
+    assert verdicts.during(visits, 3.0, 8.0) == [visits[1]]
+
+
+def test_wrong_and_broken_honest_answers() -> None:
+    broken = Visit(0, 0.0, error="status 500")
+    assert verdicts.of_visits([visit(0.1), Visit(0, 0.0)], ["yes"]) == []  # the second one was open at the end
+    assert len(verdicts.of_visits([visit(0.1, text="no"), broken], ["yes"])) == 2
+
+
+def test_memory_pages_series_and_exit() -> None:
+    assert verdicts.of_memory(100, 119, 110, 1.2) == []
+    assert len(verdicts.of_memory(100, 121, 121, 1.2)) == 2
+    assert verdicts.of_pages(PAGES, PAGES) == []
+    assert verdicts.of_pages(PAGES, PAGES | {"d2sd_kv_pages_used": 1.0}) == ["idle, but d2sd_kv_pages_used is 1"]
+    assert verdicts.of_pages(PAGES, PAGES | {"d2sd_kv_pages": 8.0}) == ["d2sd_kv_pages is 8, 9 at the start"]
+    assert verdicts.of_series(100, 110, 40) == []
+    assert verdicts.of_series(100, 141, 40)
+    assert [verdicts.of_exit(code) == [] for code in (0, -15, 143, -9, 1, None)] == [True] * 3 + [False] * 3
+
+
+def test_answers_differ_by_what_the_model_says_only() -> None:
+    def answer(name: str, text: str, logprob: float) -> bytes:
+        choice = {"text": text, "logprobs": {"token_logprobs": [logprob]}}
+        return json.dumps({"id": name, "choices": [choice], "created": time.time()}).encode()
+
+    assert verdicts.of_answer("x", answer("a", "yes", -1.0), answer("b", "yes", -1.00001)) == []
+    assert "choices[0].text" in verdicts.of_answer("x", answer("a", "yes", -1.0), answer("b", "no", -1.0))[0]
+    assert verdicts.of_answer("x", answer("a", "yes", -1.0), answer("b", "yes", -1.1))
+    assert verdicts.of_answer("x", b"{}", None)
+
+
+def test_streams_are_compared_by_their_text() -> None:
+    def stream(*parts: str) -> bytes:
+        events = [{"id": parts[0], "choices": [{"index": 0, "text": part, "finish_reason": None}]} for part in parts]
+        return "".join(f"data: {json.dumps(event)}\n\n" for event in events).encode() + b"data: [DONE]\n\n"
+
+    assert verdicts.of_answer("x", stream("a", "bc"), stream("ab", "c")) == []
+    assert verdicts.of_answer("x", stream("a", "bc"), stream("ab"))
+
+
+def test_what_is_asked_again() -> None:
+    assert plain.repeatable(sent("400")) is None
+    assert plain.repeatable(sent("200", b'{"choices": []}')) == b'{"prompt": "a", "seed": 1}'
+    again = plain.repeatable(sent("200", b'{"choices":[{"seed":8},{"seed":7}]}', seed=None, deadline=5.0))
+    assert json.loads(again or b"") == {"prompt": "a", "seed": 7}
+    assert plain.repeatable(sent("200", b'data: {"error": {"code": "deadline_exceeded"}}\n\n')) is None
+
+
+def test_what_takes_long_by_right_is_no_fault() -> None:
+    left = Sent("many answers", 1, Case(), NO_ANSWER, 30.0, fault="no answer within 30 s", by_right=True)
+    assert verdicts.of_statuses([left]) == []
+    assert verdicts.of_statuses([replace(left, by_right=False)])
+    assert verdicts.of_statuses([replace(left, outcome="500")])
+
+
+def test_errors_of_the_log_are_counted() -> None:
+    error = {"level": "error", "message": "a request failed", "error": "Traceback\n  x\nTypeError: no"}
+    lines = [json.dumps(error | {"time": n}) for n in range(3)]
+    lines.append(json.dumps({"event": "request", "id": "7", "status": 500, "path": "/x"}))
+    assert verdicts.of_log(lines) == [
+        "in the log, 3 times: a request failed: TypeError: no",
+        "in the log, 1 times: status 500 of /x",
+    ]
+    assert verdicts.of_log(["Traceback"]) == ["in the log, 1 times: Traceback"]
+
+
+def test_a_server_with_too_much_memory_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", "x = b'1' * (80 << 20); import time; time.sleep(60)"]) as process:
+        with Watch(Server("http://127.0.0.1:1", None, process), 60 << 20) as watch:
+            assert process.wait(30) == -9
+        assert watch.killed
+        assert watch.peak() > 60 << 20
+
+
+def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "visits"
+    assert read(path) == []
+    path.write_text('{"body": 0, "sent": 1.0}\n{"body": 1, "se')
+    assert [one.body for one in read(path)] == [0]
+
+
+# -- an attack ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.subprocess
+@pytest.mark.timeout(300)
+def test_a_small_attack(tmp_path: Path) -> None:
+    """Delays and memory of a tiny server on a shared machine mean nothing: their bounds are wide."""
+    limits = {"max_batch": 8, "max_context": 256}
+    decoder = tiny_decoder(vocab=vocab_size())
+    bundle = build_tiny(tmp_path, template=TEMPLATE, decoder=decoder, words=tokenizer(), limits=limits)
+    plan = Plan(bundle, tmp_path, seed=3, pause=0.5, quiet=8, slowdown=1000, growth=3.0, timeout=20, seconds=10)
+    only = ["harmless", "deadlines", "logprobs", "cache salts", "choice", "many answers"]
+    loaded = load_bundle(bundle)
+    with serving(bundle, make_engine(loaded, policy="off", prefix_cache=False), model="tiny") as running:
+        wanted = shares(12, 60, [*only, *(kind.name for kind in MALFORMED)])
+        result = attack(plan, wanted, Server(running.url))
+    assert result["faults"] == []
+    assert result["servers"] == 1
+    assert sum(one["sent"] for one in result["classes"]) >= 72
+    assert result["answers_compared"] >= 8
+    assert result["honest_answers"] > 8
+    assert result["memory"][0]["peak"] >= result["memory"][0]["end"] > 100
