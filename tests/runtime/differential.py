@@ -1,0 +1,236 @@
+"""Random engines against plain decoding: each request, with whatever beside it, ends as it ends alone.
+
+    python -m tests.runtime.differential STEPS [--seed S]
+
+An episode is a tiny random model, some of them with NaN, infinity or overflowing numbers in a weight, and requests with
+random parameters, their bounds included. They are decoded alone, one token a step; then together by policies that take
+turns, in few pages, with cancellations, cached prefixes, grammars and, in some, steps that are graphs. Tokens, text,
+finish reason, error and log-probabilities must be the same, and all pages free at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from d2sd.modeling.config import Family
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.flex import FlexHead
+from d2sd.policies import NAMES
+from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.buckets import buckets
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.policy_selector import PolicySelector
+from d2sd.runtime.request import PENALTIES, Limits, Request, SamplingParams
+from d2sd.runtime.sampling.sample import GREEDY_BELOW
+from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.speculation.policy import Chain, DDTree, Off, Policy, make_policy
+from d2sd.runtime.step_times import StepTimes
+from tests.runtime.helpers import BLOCK, BRANCHES, all_pages, free_pages
+from tests.runtime.knowing import Knowing
+from tests.runtime.recorded_graphs import RecordedGraphs
+from tests.runtime.soak import VOCABULARY, Thirds, decode
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
+
+Models = tuple[Decoder, Drafter, Drafter, FlexHead]
+TYPES = torch.float32, torch.float32, torch.bfloat16, torch.float16
+FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
+BROKEN = torch.nan, torch.inf, -torch.inf, 1e38, -1e38, 1e30, 1e19, -1e19
+#: Policies that `auto` has, and tokens a step that it expects of them, greedy and sampled.
+AUTO = Off(1), Chain(4), DDTree(4), DDTree(8)
+FORECAST = {name: ([1.0, 1.5, 2.0, 2.5, 2.6, 2.7, 2.8, 3.0],) * 2 for name in ("chain", "ddtree")}
+
+
+def models(dice: random.Random) -> Models:
+    """A random target and its drafters; of half of them one weight is broken, in a place, a row, or everywhere."""
+    family, seed = dice.choice(FAMILIES), dice.randrange(50)
+    target = tiny_decoder(family, layers=2, head_dim=16, tie=dice.random() < 0.5, seed=seed)
+    first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
+    second = tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
+    made = target, first, second, tiny_flex(target, block_size=BLOCK)
+    if dice.random() < 0.5:
+        model = made[0] if dice.random() < 0.8 else dice.choice(made)
+        weight = dice.choice([*dict(model.named_parameters()).values()])
+        place = tuple(dice.randrange(size) for size in weight.shape)
+        with torch.no_grad():
+            weight[place[: dice.choice((0, 1, 1, 2, 2, 2))]] = dice.choice(BROKEN)
+    kind = dice.choice(TYPES)
+    return made[0].to(kind), made[1].to(kind), made[2].to(kind), made[3].to(kind)
+
+
+def parameters(dice: random.Random, seed: int) -> SamplingParams:
+    """Each parameter off, at a usual value, or at a bound."""
+
+    def value(off: float, *others: float) -> float:
+        return off if dice.random() < 0.65 else dice.choice(others)
+
+    def token() -> int:
+        return dice.randrange(VOCABULARY)
+
+    biases = {token(): dice.choice((-100.0, 100.0, 3.0, -1.5)) for _ in range(dice.choice((0, 0, 0, 1, 4, VOCABULARY)))}
+    words = [tuple(token() for _ in range(dice.randrange(1, 5))) for _ in range(dice.choice((0, 0, 0, 1, 9, 90)))]
+    return SamplingParams(
+        temperature=dice.choice((0.0, 0.0, 0.8, 1.0, 1.0, GREEDY_BELOW, GREEDY_BELOW / 2, 99.9)),
+        top_p=value(1.0, 0.9, 0.5, 1e-300),
+        top_k=int(value(0, 1, 5, 20, 2**31 - 1)),
+        seed=seed,
+        min_p=value(0.0, 0.1, 1.0, 1e-45, 1e-300),
+        repetition_penalty=value(1.0, 1.3, 0.7, *PENALTIES),
+        presence_penalty=value(0.0, 1.0, 2.0, -2.0),
+        frequency_penalty=value(0.0, 1.0, 2.0, -2.0),
+        logit_bias=tuple(biases.items()),
+        bad_words=tuple(words),
+        min_tokens=dice.choice((0, 0, 0, 1, 5)),
+        logprobs=dice.choice((None, None, None, 0, 3, 20)),
+        prompt_logprobs=dice.choice((None, None, None, 0, 3, 20)),
+    )
+
+
+def requests(dice: random.Random) -> list[Request]:
+    """Some requests whose prompts begin alike, with different seeds."""
+    found = list[Request]()
+    for seed in range(dice.randrange(2, 9)):
+        prompt = tuple(dice.randrange(VOCABULARY) for _ in range(dice.randrange(1, 16)))
+        if found and dice.random() < 0.4:
+            prompt = (dice.choice(found).prompt + prompt)[:20]
+        stop = tuple(decode([dice.randrange(VOCABULARY) for _ in range(dice.choice((1, 1, 2)))]) for _ in range(3))
+        found.append(
+            Request(
+                prompt,
+                dice.randrange(5, 23),
+                parameters(dice, dice.randrange(2**30) * 16 + seed),
+                frozenset(dice.sample(range(VOCABULARY), dice.choice((0, 0, 1, 9)))),
+                stop if dice.random() < 0.3 else (),
+                dice.random() < 0.5,
+                Thirds() if dice.random() < 0.15 else None,
+                dice.choice((0, 0, 0, 1)),
+            )
+        )
+    return found
+
+
+def answer(sequence: Sequence) -> dict[str, Any]:
+    """Everything that a request's sender sees. Log-probabilities as text, because NaN does not equal itself."""
+    return {
+        "tokens": sequence.answer,
+        "finish": sequence.finish,
+        "error": str(sequence.error),
+        "logprobs": str(sequence.logprobs),
+        "prompt_logprobs": str(list(sequence.prompt_logprobs)),
+    }
+
+
+@dataclass
+class Episode:
+    """One random engine; everything about it follows from its seed."""
+
+    seed: int
+    seen: Counter[str] = field(default_factory=Counter)
+    differing: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.dice = random.Random(self.seed)
+        self.requests = requests(self.dice)
+
+    @cached_property
+    def alone(self) -> list[tuple[dict[str, Any], str]]:
+        """The answer of each request, and its text, by plain decoding with nothing beside it."""
+        engine = Engine(ModelRunner(*self.models()[:3]), Off(1), Limits(1, 64, 4, 64, prefix_cache=False), decode)
+        found = []
+        for request in self.requests:
+            outputs = list(engine.stream([request]))
+            found.append((answer(outputs[-1].sequence), "".join(output.text for output in outputs)))
+        return found
+
+    def models(self) -> Models:
+        return models(random.Random(self.seed))
+
+    def engine(self) -> Engine:
+        """With few pages, several requests at a time, and in a third of the episodes one step late."""
+        dice = self.dice
+        texts = {
+            request.sampling.seed: [*request.prompt, *told["tokens"], *[0] * BLOCK]
+            for request, (told, _) in zip(self.requests, self.alone, strict=True)
+        }
+        runner = Knowing(*self.models(), texts)
+        page_size = dice.choice((4, 8))
+        pages = dice.choice((44 // page_size + 2, 90 // page_size, 200))
+        memory = (1 + pages) * runner.page_bytes(page_size)
+        limits = Limits(dice.randrange(1, 6), 64, page_size, dice.choice((3, 8, 16, 64)), memory, dice.random() < 0.7)
+        engine = Engine(runner, dice.choice(self.policies()), limits, decode)
+        if dice.random() < 0.2:
+            costs = {(policy, size): dice.random() for policy in AUTO for size in buckets(limits.max_batch)}
+            engine.selector = PolicySelector(AUTO, StepTimes.of(costs), FORECAST, dice.random)
+        return RecordedGraphs(rerun=True).guard(engine) if dice.random() < 0.3 else engine
+
+    def policies(self) -> list[Policy]:
+        budget = self.dice.choice((2, 7, 14, 30))
+        return [make_policy(name, block_size=BLOCK, branches=BRANCHES, row_budget=budget) for name in NAMES]
+
+    def run(self) -> Episode:
+        """Decode all together and compare; `differing` says what differs."""
+        dice, engine = self.dice, self.engine()
+        waiting, turning, policies = list(range(len(self.requests))), dice.random() < 0.5, self.policies()
+        running: dict[Sequence, int] = {}
+        texts: dict[int, str] = dict.fromkeys(waiting, "")
+        while waiting or engine.busy:
+            if waiting and (not engine.busy or dice.random() < 0.5):
+                number = waiting.pop(dice.randrange(len(waiting)))
+                running[engine.submit(self.requests[number])] = number
+            if turning and dice.random() < 0.3:
+                engine.policy = dice.choice(policies)
+            if running and dice.random() < 0.02:
+                engine.cancel(dice.choice(list(running)))
+            for output in engine.step():
+                texts[running[output.sequence]] += output.text
+        for sequence, number in running.items():
+            self._compare(sequence, texts[number], *self.alone[number])
+        stats = engine.stats
+        self.seen["leaked"] = all_pages(engine) - free_pages(engine)
+        self.seen |= Counter(steps=stats.steps, preempted=stats.preemptions, hits=stats.prefix_hit_tokens)
+        return self
+
+    def _compare(self, sequence: Sequence, text: str, told: dict[str, Any], told_text: str) -> None:
+        found = answer(sequence) | {"text": text}
+        expected = told | {"text": told_text}
+        self.seen[f"ended by {found['finish']}"] += 1
+        if found["finish"] == "cancelled":
+            found = {"tokens": found["tokens"], "text": text}
+            expected = {"tokens": told["tokens"][: len(found["tokens"])], "text": told_text[: len(text)]}
+        different = [name for name in found if found[name] != expected[name]]
+        for name in different:
+            what = f"{name} {found[name]!r:.300}, alone {expected[name]!r:.300}"
+            self.differing.append(f"episode {self.seed}: {what}: {sequence.request}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    start, total, episodes, differing = time.perf_counter(), Counter[str](), 0, 0
+    while total["steps"] < given.steps:
+        episode = Episode(given.seed * 1_000_000 + episodes).run()
+        total, episodes = total + episode.seen, episodes + 1
+        differing += bool(episode.differing)
+        for line in episode.differing:
+            print(line, flush=True)
+        if episodes % 100 == 0:
+            print(f"{total['steps']} steps, {time.perf_counter() - start:.0f} s", flush=True)
+    print(
+        f"{total['steps']} steps, {episodes} episodes, {differing} differing, {total['leaked']} leaked: {dict(total)}"
+    )
+    raise SystemExit(bool(differing or total["leaked"]))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
