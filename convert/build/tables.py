@@ -10,6 +10,7 @@ from rich.table import Table
 
 from d2sd.convert.build.memory_text import gpu_lines, kv_lines
 from d2sd.convert.build.plan import Plan
+from d2sd.convert.validate.drafter_config import EXPLANATION
 from d2sd.io import printable, size_text
 from d2sd.manifest import Manifest
 from d2sd.modeling.config import described
@@ -45,6 +46,8 @@ def show_plan(plan: Plan, output: Path) -> None:
     for part in plan.parts:
         _line(part.name, part.source)
         _line("", described(part.config))
+        if not part.has_weights:
+            _line("", "its weights are not on this machine: sizes are those of config.json")
     if plan.parts:
         _lines(kv_lines(plan))
     show_table(_memory(plan))
@@ -81,6 +84,8 @@ def show_manifest(bundle: Path, manifest: Manifest) -> None:
         _line("", f"attention by plugins of ABI {built.plugin_abi}: {plugins}")
     for figures in manifest.figures() or ["none recorded"]:
         _line("check", figures)
+    if manifest.checks.get("fit"):
+        _lines(("" if index else "fit", line) for index, line in enumerate(EXPLANATION))
     _line("built by", ", ".join(f"{tool} {version}" for tool, version in manifest.versions.items()))
 
 

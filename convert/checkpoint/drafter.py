@@ -8,6 +8,7 @@ are in separate files (`draft_vocab.py`, `fp8_inputs.py`).
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -19,7 +20,7 @@ from torch import Tensor
 from d2sd.convert.checkpoint.dflash import config_text, read_layout
 from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary, write_draft_vocabulary
 from d2sd.convert.checkpoint.fp8_inputs import read_fp8_inputs, write_fp8_inputs
-from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
 from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_quantization
 from d2sd.convert.checkpoint.unsupported import refuse_unsupported
 from d2sd.convert.checkpoint.weights import (
@@ -33,7 +34,7 @@ from d2sd.convert.checkpoint.weights import (
 )
 from d2sd.errors import CheckpointError
 from d2sd.io import write_json
-from d2sd.modeling.config import DecoderConfig, DrafterConfig, Role
+from d2sd.modeling.config import DecoderConfig, DrafterConfig, Role, RopeConfig
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.fp8 import linear_names, make_fp8, round_to_fp8
 
@@ -106,15 +107,32 @@ def check_target(config: DrafterConfig, target: DecoderConfig, where: Path) -> N
     pairs: list[tuple[str, object, object]] = [
         ("hidden_size", config.body.hidden_size, target.body.hidden_size),
         ("vocab_size", config.vocab_size, target.vocab_size),
-        ("rope_theta and rope_scaling", config.body.rope, target.body.rope),
         ("num_target_layers", config.num_target_layers, target.body.num_layers),
     ]
     for key, found, expected in pairs:
         if found != expected:
             raise CheckpointError(
-                "The drafter was made for another target.",
-                where=f"{where / 'config.json'}: {key}", found=found, expected=expected,
+                "The drafter was made for another target.", where=f"{where / 'config.json'}: {key}",
+                found=found, expected=expected, fix="use a drafter that was trained for this target",
             )  # fmt: skip
+    check_rope(config.body.rope, target.body.rope, where)
+
+
+def check_rope(found: RopeConfig, expected: RopeConfig, where: Path) -> None:
+    """Refuse positions other than the target's: the drafter reads the target's features at them."""
+    if rope_fields(found) == rope_fields(expected):  # what a kind does not use does not count
+        return
+    fix = "use a drafter that was trained for this target"
+    if expected.kind == "yarn" and found == RopeConfig(theta=expected.theta):
+        longest = f"{expected.original_max_positions:,} tokens"
+        fix = (
+            f"remove the scaling from the target's config.json, and serve contexts of up to {longest}; or train with it"
+        )
+    raise CheckpointError(
+        "The drafter was made for another target: its positions (RoPE) differ.",
+        where=f"{where / 'config.json'}: rope_theta and rope_scaling",
+        found=json.dumps(rope_fields(found)), expected=json.dumps(rope_fields(expected)), fix=fix,
+    )  # fmt: skip
 
 
 def drafter_shapes(config: DrafterConfig, quantization: Quantization | None = None) -> dict[str, tuple[int, ...]]:

@@ -32,6 +32,7 @@ from torch import Tensor
 from d2sd.convert.checkpoint.backbone import INERT, READ
 from d2sd.convert.checkpoint.dflash import refuse_unknown
 from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary, write_draft_vocabulary
+from d2sd.convert.checkpoint.drafter import check_rope
 from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
 from d2sd.convert.checkpoint.quantization import FILE, Quantization, described, read_quantization
 from d2sd.convert.checkpoint.quantization import KEY as QUANTIZATION
@@ -147,7 +148,6 @@ def check_flex(config: FlexConfig, target: DecoderConfig, *, block_size: int, wh
         ("model_type", config.family, target.family),
         ("num_target_layers", config.num_target_layers, own.num_layers),
         ("vocab_size", config.vocab_size, target.vocab_size),
-        ("rope_theta and rope_scaling", deep.rope, own.rope),
         ("hidden_size", deep.hidden_size, own.hidden_size),
         ("intermediate_size", deep.intermediate_size, own.intermediate_size),
         ("num_attention_heads", deep.num_heads, own.num_heads),
@@ -162,6 +162,7 @@ def check_flex(config: FlexConfig, target: DecoderConfig, *, block_size: int, wh
                 "The FlexDraft head was made for another target.",
                 where=f"{where / 'config.json'}: {key}", found=found, expected=expected,
             )  # fmt: skip
+    check_rope(deep.rope, own.rope, where)
     if config.block_size != block_size:
         raise CheckpointError(
             "The FlexDraft head was trained for another block size.",

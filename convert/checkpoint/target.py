@@ -55,7 +55,10 @@ def parse_target_config(config: HFConfig) -> DecoderConfig:
     """Turn a Hugging Face config into our geometry, refusing what `Decoder` does not model."""
     model_type = config.get("model_type", str)
     if model_type not in _FAMILIES:
-        raise config.refuse("This architecture is not supported.", "model_type", ", ".join(_FAMILIES))
+        raise config.refuse(
+            "This architecture is not supported.", "model_type", ", ".join(_FAMILIES),
+            "choose a target of one of these families; d2sd runs dense models only, without experts or hybrid layers",
+        )  # fmt: skip
     family, architecture = _FAMILIES[model_type]
     num_layers = config.layers("num_hidden_layers")
     config.only("architectures", [architecture], None)

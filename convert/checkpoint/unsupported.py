@@ -110,7 +110,8 @@ def refuse_unsupported(config: HFConfig) -> None:
 
 
 def _refusal(kind: Kind, config: HFConfig, key: str) -> CheckpointError:
-    what = f"This is a {kind.name}, which d2sd does not {kind.run}: {kind.reason}."
+    article = "an" if kind.name[0] in "AEIOU" else "a"
+    what = f"This is {article} {kind.name}, which d2sd does not {kind.run}: {kind.reason}."
     return config.refuse(what, key, "a plain DFlash drafter", kind.fix)
 
 

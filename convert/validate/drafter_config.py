@@ -30,6 +30,12 @@ _RATIO = 1.05
 _CHANCE = 1e-4
 #: Below this many tokens a step a drafter is almost never accepted: one draft in ten steps.
 _NEVER = 1.1
+#: How to read the figures of the check.
+EXPLANATION = (
+    "tokens a step of each drafter under each reading of its config, on the same few tokens; more is better",
+    f"a build fails where another reading commits {_RATIO} times as many as the declared one or more, and a sign test",
+    "token by token rules out chance; a smaller difference, either way, says nothing about so few tokens",
+)
 
 
 def check_drafter_config(bundle: Bundle, plain: SequenceOf[Sequence], progress: Progress = silent) -> dict[str, Any]:

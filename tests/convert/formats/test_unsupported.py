@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.unsupported import refuse_unsupported
 from d2sd.convert.formats.detect import detect
 from d2sd.convert.formats.read import read_drafter
 from d2sd.errors import CheckpointError
@@ -113,9 +114,15 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+def test_the_article_follows_the_name() -> None:
+    for architecture, told in (("LlamaForCausalLMEagle3", "an EAGLE-3"), ("DominoDraftModel", "a Domino")):
+        with pytest.raises(CheckpointError, match=f"This is {told} drafter"):
+            refuse_unsupported(HFConfig({"architectures": [architecture]}, "here"))
+
+
 @pytest.mark.parametrize(("fields", "name"), CONFIGS.values(), ids=CONFIGS)
 def test_a_whole_config_of_another_project_is_called_by_its_name(fields: dict[str, Any], name: str) -> None:
-    with pytest.raises(CheckpointError, match=f"This is a {name}, which d2sd does not run"):
+    with pytest.raises(CheckpointError, match=rf"This is an? {name}, which d2sd does not run"):
         detect(HFConfig(fields, "config.json"))
 
 
