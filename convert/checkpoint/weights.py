@@ -23,6 +23,7 @@ from d2sd.io import open_regular, read_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _STORED = {"unquantized": ("F32", "BF16", "F16"), "FP8": ("F8_E4M3",), "scale": ("F32",)}
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -51,13 +52,18 @@ def stored_as(name: str, expected: Shapes) -> str:
     return "FP8" if f"{name}_scale" in expected else "unquantized"
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether a checkpoint directory holds files of weights, of a format that is read or not."""
+    return any(path.suffix in (".safetensors", *_PICKLES) or path.name == INDEX for path in directory.iterdir())
+
+
 def read_headers(directory: Path) -> dict[str, TensorInfo]:
     """Every tensor of a checkpoint directory, one file or sharded, without reading any data."""
     single, index = directory / "model.safetensors", directory / INDEX
     if single.is_file():
         return _read_header(single)
     if not index.is_file():
-        pickled = sorted(p.name for p in directory.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
+        pickled = sorted(p.name for p in directory.glob("*") if p.suffix in _PICKLES)
         if pickled:
             raise CheckpointError(
                 "Pickle files are never opened: they can run code.",

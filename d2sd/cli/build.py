@@ -25,7 +25,7 @@ from d2sd.recipe import load_recipe
 def build(recipe: Path, plan: bool, overrides: tuple[str, ...], out: Path | None, verbose: bool) -> None:
     """Build the serving bundle that RECIPE describes.
 
-    An interrupted build resumes where it stopped.
+    A plan needs no more of a checkpoint than its config.json. An interrupted build resumes where it stopped.
 
     For example:
 
@@ -34,7 +34,7 @@ def build(recipe: Path, plan: bool, overrides: tuple[str, ...], out: Path | None
     loaded = load_recipe(recipe, overrides)
     output = out or (loaded.path(loaded.output) if loaded.output else Path("bundles") / loaded.name)
     if plan:
-        show_plan(make_plan(loaded), output)
+        show_plan(make_plan(loaded, weights=False), output)
         return
     start = time.monotonic()
 

@@ -18,7 +18,9 @@ from d2sd.train_recipe import load_train_recipe
 @click.command(cls=Reporting)
 @click.argument("recipe", type=FilePath)
 @click.option("--work", type=FilePath, help="Folder of intermediate files and logs.  [default: training/<name>]")
-@click.option("--out", type=FilePath, required=True, help="Folder of the trained pair: an empty one, or this recipe's own.")
+@click.option(
+    "--out", type=FilePath, required=True, help="Folder of the trained pair: an empty one, or this recipe's own."
+)
 @click.option("--plan", is_flag=True, help="Print the stages, their progress, sizes and times; do nothing.")
 def train(recipe: Path, work: Path | None, out: Path, plan: bool) -> None:
     """Train the drafters that RECIPE names.

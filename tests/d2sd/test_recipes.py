@@ -120,13 +120,55 @@ def test_every_path_is_one_that_the_headers_commands_fill(name: str) -> None:
     assert trained.path(trained.target.path or "").resolve() == target
     assert trained.path(trained.ready_first.path or "").resolve() == first
     said = header(ROOT / "recipes" / f"{name}.yaml")
-    downloads = re.findall(r"hf download (\S+)/(\S+) .*--local-dir checkpoints/(\S+)", said)
+    downloads = re.findall(r"hf download (\S+/(\S+)) .*--local-dir checkpoints/(\S+)", said)
     assert [(repository, folder) for _, repository, folder in downloads] == [(f, f) for f in CHECKPOINTS[name].folders]
+    for written in (recipe.target, drafters.first), (trained.target, trained.ready_first):
+        assert [source.repo for source in written] == [repo for repo, _, _ in downloads]
     assert f"--set {second(name)}" in said
     assert f"--set drafters.calibration=../checkpoints/{name}-pair/calibration.json" in said
     assert f"d2sd train recipes/train/{name}.yaml --out checkpoints/{name}-pair" in said
     for text in (file.path for file in trained.data.prompts):
         assert trained.path(text).resolve() == ROOT / "training" / "prompts.jsonl"
+
+
+def test_without_checkpoints_the_downloads_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = ["build", "qwen3-8b", "--plan"]
+    load = ["--gpu", "H100", "--rate", "1", "--prompt-tokens", "9", "--output-tokens", "9", "--ttft", "1", "--itl", "1"]
+    for arguments in (plan, ["capacity", "qwen3-8b", *load]):
+        told = CliRunner().invoke(main, arguments)
+        assert told.exit_code == 2
+        assert re.findall("hf download .*", told.stderr) == [
+            "hf download Qwen/Qwen3-8B config.json --local-dir checkpoints/Qwen3-8B",
+            "hf download z-lab/Qwen3-8B-DFlash-b16 config.json --local-dir checkpoints/Qwen3-8B-DFlash-b16",
+        ]
+    whole = CliRunner().invoke(main, ["build", "qwen3-8b"])
+    assert re.findall("hf download .*", whole.stderr) == [
+        "hf download Qwen/Qwen3-8B --exclude 'original/*' --local-dir checkpoints/Qwen3-8B",
+        "hf download z-lab/Qwen3-8B-DFlash-b16 --local-dir checkpoints/Qwen3-8B-DFlash-b16",
+    ]
+
+
+def test_config_json_is_enough_to_plan(project: Path, tmp_path: Path, plans: dict[tuple[str, str], Plan]) -> None:
+    lay_out(tmp_path)
+    for folder in CHECKPOINTS["qwen3-8b"].folders:
+        (tmp_path / "checkpoints" / folder).mkdir(parents=True)
+        shutil.copy(project / "checkpoints" / folder / "config.json", tmp_path / "checkpoints" / folder)
+    recipe = tmp_path / "recipes" / "qwen3-8b.yaml"
+    told = run("build", recipe, "--plan")
+    assert told.count("its weights are not on this machine") == 2
+    whole = plans["qwen3-8b", "bf16"].parts
+    found = make_plan(load_recipe(recipe), weights=False).parts
+    assert [(p.parameters, p.weight_bytes, p.kv_token_bytes) for p in found] == [
+        (p.parameters, p.weight_bytes, p.kv_token_bytes) for p in whole[:2]
+    ]
+    load = ["--rate", "1", "--prompt-tokens", "512", "--output-tokens", "128", "--ttft", "2", "--itl", "1"]
+    assert "H100" in run("capacity", recipe, "--gpu", "H100", *load, "--policy", "chain", "--tau", "3")
+    failed = CliRunner().invoke(main, ["build", str(recipe), "--out", str(tmp_path / "out")])
+    assert failed.exit_code == 2
+    assert "found" not in failed.stderr
+    assert f"hf download Qwen/Qwen3-8B --exclude 'original/*' --local-dir {tmp_path}" in failed.stderr
+    assert not (tmp_path / "out").exists()
 
 
 # --- Arithmetic -----------------------------------------------------------------------------------------------------

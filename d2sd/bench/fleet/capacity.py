@@ -64,7 +64,7 @@ class Option(BaseModel):
 def read_plan(source: Path) -> Plan:
     """The plan of a recipe, or of a bundle: a recipe whose sources are the bundle's folders."""
     if not (source / NAME).exists():
-        return make_plan(load_recipe(source))
+        return make_plan(load_recipe(source), weights=False)
     recipe = load_manifest(source).recipe
     named = recipe.drafters
     local = Drafters(

@@ -53,7 +53,8 @@ def capacity(
 ) -> None:  # fmt: skip
     """Compute how many GPUs serve a load within latency targets, with and without speculation.
 
-    Arithmetic and simulation from geometry and calibration alone: nothing is measured, and weights are not read.
+    Arithmetic and simulation from geometry and calibration alone: nothing is measured, and of a recipe's checkpoints
+    config.json is enough.
 
     For example:
 

@@ -1,10 +1,11 @@
-"""Memory of models whose source checkpoint is FP8."""
+"""Plans: the memory of models whose source checkpoint is FP8, and targets that cannot be planned."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -16,10 +17,31 @@ from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.quantization import KEY, Quantization, described
 from d2sd.convert.checkpoint.target import parse_target_config, target_shapes
 from d2sd.convert.checkpoint.weights import Shapes, stored_as
+from d2sd.errors import CheckpointError
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import edit_json, write_project
 
 _TYPES = {"unquantized": torch.bfloat16, "FP8": torch.float8_e4m3fn, "scale": torch.float32}
+
+
+def test_a_target_stretched_by_yarn_is_explained(tmp_path: Path) -> None:
+    """Qwen3's way to long contexts; the public drafters were trained without it."""
+    recipe = write_project(tmp_path / "project")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    edit_json(tmp_path / "project" / "target" / "config.json", "rope_scaling", yarn)
+    with pytest.raises(CheckpointError, match=r"its positions \(RoPE\) differ") as caught:
+        make_plan(load_recipe(recipe))
+    told = str(caught.value)
+    assert 'found: {"rope_theta": 10000.0, "rope_scaling": null}' in told
+    assert 'expected: {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0' in told
+    assert "fix: remove the scaling from the target's config.json, and serve contexts of up to 128 tokens" in told
+
+
+def test_an_architecture_that_is_not_run_comes_with_a_way_on(tmp_path: Path) -> None:
+    recipe = write_project(tmp_path / "project")
+    edit_json(tmp_path / "project" / "target" / "config.json", "model_type", "gpt_oss")
+    with pytest.raises(CheckpointError, match=r"not supported(.|\n)*gpt_oss(.|\n)*qwen3(.|\n)*fix: choose a target"):
+        make_plan(load_recipe(recipe))
 
 
 def test_fp8_at_its_source_is_one_byte_and_its_scales_are_no_parameters(tmp_path: Path) -> None:

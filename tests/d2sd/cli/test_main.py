@@ -117,6 +117,9 @@ def test_build_then_inspect(recipe: Path, tmp_path: Path) -> None:
     assert shown.exit_code == 0
     for part in ("family llama", "precision      fp32", "branches 2, row budget 16", "role variable_prefix", "torch "):
         assert part in shown.stdout
+    told = " ".join(shown.stdout.split())
+    assert "fit tokens a step of each drafter under each reading of its config" in told
+    assert "a build fails where another reading commits 1.05 times as many as the declared one or more" in told
 
 
 @pytest.mark.parametrize("output", [None, "built/here"])
