@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import Self
 
 from d2sd.errors import RequestError
+from d2sd.serve.params import SamplingParams
 from d2sd.serve.prompts import conversation_inputs, input_of, prompt_inputs
 from d2sd.serve.session import Options, Session
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from d2sd.runtime.request import Request
     from d2sd.runtime.stats import SequenceStats
     from d2sd.serve.completion import Completion
-    from d2sd.serve.params import SamplingParams
     from d2sd.serve.prompts import Input, Message, Prompt, Sampling, Tools
 
 
@@ -114,7 +114,7 @@ class AsyncLLM:
 
 def stream_request(session: Session, prompt: Prompt | Sequence[Message], sampling: SamplingParams | None) -> Request:
     """The request of a stream. Raises `RequestError`."""
-    if (count := getattr(sampling, "n", 1)) != 1:
-        raise RequestError("A stream has one completion.", where="n", found=count, expected=1)
+    if isinstance(sampling, SamplingParams) and sampling.n != 1:
+        raise RequestError("A stream has one completion.", where="n", found=sampling.n, expected=1)
     ((request,),) = session.requests([input_of(prompt)], sampling)
     return request

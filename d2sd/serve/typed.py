@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def plain(value: Any, depth: int = 1) -> Any:
-    """Turn arrays, tensors and their numbers into Python's, also inside lists, tuples and mappings `depth` deep."""
+    """Turn arrays, tensors and their numbers into Python's, also inside sequences and mappings `depth` deep."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    if depth > 0 and isinstance(value, (list, tuple)):
+    if depth > 0 and isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
         return tuple(plain(entry, depth - 1) for entry in value)
     if depth > 0 and isinstance(value, Mapping):
         return {plain(key, 0): plain(entry, depth - 1) for key, entry in value.items()}

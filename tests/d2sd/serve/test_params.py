@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
 from d2sd import LLM, SamplingParams
 from d2sd.errors import RequestError
@@ -124,6 +126,63 @@ def test_a_refusal_names_the_field(field: str, value: Any) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{field: value})
     assert caught.value.where == field
+
+
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+INTEGERS = ("top_k", "n", "min_tokens", "seed", "max_tokens", "logprobs", "prompt_logprobs")
+FLAGS = ("ignore_eos", "include_stop_str_in_output")
+LISTS = ("stop", "bad_words", "stop_token_ids", "logit_bias")
+OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs")
+WRONG: dict[tuple[str, ...], list[Any]] = {
+    FLOATS: ["1", True, None, [1.0], 1j, b"1", np.array([0.5, 0.5]), object(), float("nan"), 10**400],
+    INTEGERS: ["1", True, 1.5, 1.0, [1], np.float64(1), np.True_, object(), float("inf")],
+    FLAGS: ["yes", 1, 0.0, None, [], np.int64(1)],
+    LISTS: [5, 0.5, True, object(), None, [None], [[1]], {1: "a"}, {"a": 1}, np.array([0.5])],
+    ("stop", "bad_words"): [[5], b"a", ["a", None], [b"a"], {"a"}],
+    ("stop_token_ids",): ["12", [1.0], ["1"], [True], np.array(1)],
+    ("logit_bias",): [[(1, 2.0)], {1.5: 1}, {1: True}, {True: 1}, {1: None}, {1: float("nan")}, {None: 1}],
+    ("structured_outputs",): ["json", {"json": "{}"}, True],
+    tuple({*INTEGERS} - {*OPTIONAL}): [None],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [(name, value) for names, values in WRONG.items() for name in names for value in values],
+    ids=str,
+)
+def test_a_wrong_type_names_the_field(field: str, value: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.where == field
+
+
+def test_every_field_is_checked() -> None:
+    names = {name for names in WRONG for name in names}
+    assert names == {one.name for one in fields(SamplingParams)}
+    for name in OPTIONAL:
+        assert getattr(SamplingParams(**{name: cast("Any", None)}), name) is None
+
+
+def test_numbers_of_numpy_and_torch() -> None:
+    numbers: dict[str, Any] = {
+        "temperature": np.float32(0.5),
+        "top_p": np.float64(0.5),
+        "top_k": np.int64(3),
+        "seed": torch.tensor(5),
+        "max_tokens": np.uint8(7),
+        "stop_token_ids": np.array([1, 2]),
+        "logit_bias": {np.int64(3): np.float16(2)},
+        "ignore_eos": np.True_,
+        "min_p": 0,
+        "n": np.int32(2),
+    }
+    given = SamplingParams(**numbers)
+    assert given == SamplingParams(
+        0.5, 0.5, 3, 5, 7, stop_token_ids=(1, 2), logit_bias={3: 2.0}, ignore_eos=True, min_p=0.0, n=2
+    )
+    for name in (*FLOATS, *INTEGERS):
+        assert type(getattr(given, name)) in (int, float, type(None))
 
 
 def test_a_stream_has_one_completion(llm: LLM) -> None:
