@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +91,10 @@ def tool_grammar(
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """The text outside of tool calls, stripped, and the calls. What is not a complete call stays in the text."""
+    """The text outside of tool calls, stripped, and the calls. What is not a complete call stays in the text.
+
+    Arguments are JSON by the standard, whatever the model wrote: numbers are finite, and their text is Unicode.
+    """
     rest, calls, at = [], [], 0
     while (start := text.find(TOOL_CALL, at)) >= 0:
         call, end = _parse_call(text, start + len(TOOL_CALL))
@@ -105,19 +109,40 @@ def _parse_call(text: str, start: int) -> tuple[ToolCall | None, int]:
     """The call whose body begins at `start`, and where the text after it begins."""
     start += len(text[start:]) - len(text[start:].lstrip())
     try:
-        value, end = json.JSONDecoder().raw_decode(text, start)
+        value, end = _DECODER.raw_decode(text, start)
     except (ValueError, RecursionError):
         return None, start
     name = value.get("name") if isinstance(value, dict) else None
     arguments = value.get("arguments", {}) if isinstance(value, dict) else None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(arguments, dict):
         return None, end
     tail = text[end:].strip()
     if tail.startswith(TOOL_CALL_END):
         end = text.index(TOOL_CALL_END, end) + len(TOOL_CALL_END)
     elif TOOL_CALL_END.startswith(tail):  # cut by the length limit
         end = len(text)
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False)), end
+    return ToolCall(name, _dump(arguments)), end
+
+
+def _number(text: str) -> float:
+    """The finite number nearest to a JSON number such as 1e999, which JSON has and floats do not."""
+    return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_float=_number, parse_constant=_no_number)
+
+
+def _dump(arguments: dict[str, Any]) -> str:
+    text = json.dumps(arguments, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # lone surrogates, which stay escaped
+        return json.dumps(arguments)
+    return text
 
 
 def _quoted(text: str) -> str:

@@ -89,3 +89,30 @@ def test_parsing(text: str, rest: str, calls: list[tuple[str, Any]]) -> None:
     found_rest, found = parse_tool_calls(text)
     assert found_rest == rest
     assert found == [ToolCall(name, json.dumps(arguments)) for name, arguments in calls]
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"a": 1e999, "b": [-1e999]}', '{"a": 1.7976931348623157e+308, "b": [-1.7976931348623157e+308]}'),
+        ('{"a": "\\ud800", "b": "é"}', '{"a": "\\ud800", "b": "\\u00e9"}'),
+        ('{"a": "é"}', '{"a": "é"}'),
+        ('{"a": NaN}', None),
+        ('{"a": -Infinity}', None),
+    ],
+)
+def test_arguments_are_json_and_unicode(written: str, arguments: str | None) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'
+    rest, calls = parse_tool_calls(text)
+    if arguments is None:
+        assert (rest, calls) == (text, [])
+        return
+    (call,) = calls
+    assert call.arguments == arguments
+    call.arguments.encode()
+
+
+def test_a_name_that_no_function_can_have_is_no_call() -> None:
+    for name in ("\\ud800", "a b", ""):
+        text = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
+        assert parse_tool_calls(text) == (text, [])

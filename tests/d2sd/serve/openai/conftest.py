@@ -33,12 +33,13 @@ def agent_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def behaving(body: ChatBody) -> ChatBody:
     """A chat whose answer a grammar forces, where the client leaves the form free."""
-    form = body.structured_outputs
-    if body.response_format is not None or (form is not None and form.model_fields_set):
+    if body.response_format is not None or body.structured_outputs is not None:
         return body
     if body.tools and body.tool_choice != "none" and body.messages[-1].role != "tool":
         chosen = body.tool_choice if body.tool_choice not in (None, "auto") else "required"
-        return body.model_copy(update={"tool_choice": chosen, "parallel_tool_calls": False})
+        closed = StructuredOutputs(disable_additional_properties=True)  # a random model adds properties without end
+        changes = {"tool_choice": chosen, "parallel_tool_calls": False, "structured_outputs": closed}
+        return body.model_copy(update=changes)
     choice = "none" if body.tool_choice == "none" else "auto"
     form = StructuredOutputs.model_validate({"choice": list(ANSWERS)})
     return body.model_copy(update={"structured_outputs": form, "tool_choice": choice})
