@@ -13,7 +13,7 @@ CONSTRAINTS := constraints/tested.txt
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS)
 
-.PHONY: demo test fast-tests test-slow engines lint verify gpu-suite kernels ptx consumers triton-test dynamo-test dynamo-schema bench bench-serving peers fleet soak soak-steps eval train ablation train-gpu data wheel docs clean
+.PHONY: demo test fast-tests test-slow engines lint verify gpu-suite kernels ptx consumers triton-test client-test dynamo-test dynamo-schema bench bench-serving peers fleet soak soak-steps eval train ablation train-gpu data wheel docs clean
 
 ## build the SmolLM2 bundle and answer three prompts with it, on a CPU
 demo: .venv/demo
@@ -93,6 +93,17 @@ $(TRITON)/installed: pyproject.toml $(CONSTRAINTS)
 	grep -v '^numpy' $(CONSTRAINTS) > $(TRITON)/constraints.txt
 	$(TRITON)/env/bin/python -m pip install --quiet --constraint $(TRITON)/constraints.txt \
 	  --editable ".[serve,structured,gguf,plots]" nvidia-pytriton==0.7.0 pytest pytest-timeout filelock
+	touch $@
+
+## the server behind OpenAI's SDK, LangChain, LlamaIndex, Instructor, LiteLLM and the Agents SDK: 470 MB in an environment
+## of their own, built in forty seconds
+CLIENTS := build/clients
+client-test: .venv/dev $(CLIENTS)/installed
+	D2SD_CLIENTS_PYTHON=$(abspath $(CLIENTS))/bin/python $(BIN)/pytest tests/d2sd/serve/openai/clients
+
+$(CLIENTS)/installed: constraints/clients.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --no-compile --requirement $<
 	touch $@
 
 ## workers behind NVIDIA Dynamo's frontend, killed, drained and overloaded: half an hour, two environments of a gigabyte.

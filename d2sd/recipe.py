@@ -42,7 +42,7 @@ HubName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9]
 
 #: Compute capabilities without FP8.
 _NO_FP8 = {"sm75", "sm80", "sm86"}
-#: Names that are no variables of a chat template: d2sd sets them, or they are options of transformers' renderer.
+#: Arguments of a chat template that d2sd sets itself, and options of transformers' renderer.
 TEMPLATE_ARGUMENTS = frozenset(
     {
         "conversation",

@@ -50,7 +50,7 @@ class Abilities:
 
     tools: bool  # shows them
     calls: bool  # shows the calls of an assistant's turn
-    content: str | None = ""  # stands in for the null content of a turn with calls
+    content: str | None = ""  # replaces the null content of a turn with calls
     text_arguments: bool = False  # wants the arguments of a call as text, not as an object
 
 

@@ -13,7 +13,7 @@ _COMPACT = {"whitespace_flexible": False, "key_separator": ":", "item_separator"
 _ONE = ("items", "additionalItems", "contains", "additionalProperties", "propertyNames", "unevaluatedProperties")
 _SEVERAL = ("prefixItems", "anyOf", "oneOf", "allOf")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
-#: Keywords that put other schemas beside an object's own properties.
+#: Keywords that add other schemas to an object's own properties.
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas", "dependencies"})
 
 
@@ -31,7 +31,7 @@ def with_options(schema: Mapping[str, Any], *, compact: bool, closed: bool) -> M
 
 
 def text_with_options(schema: str, *, compact: bool, closed: bool) -> str:
-    """Return the text of a JSON schema with the same options; text that is no JSON object as it is."""
+    """Return the text of a JSON schema with the same options; other text than a JSON object as it is."""
     if not compact and not closed:
         return schema
     try:

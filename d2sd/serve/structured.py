@@ -100,8 +100,8 @@ class StructuredOutputsParams:
     def of_response_format(value: Mapping[str, Any] | None, **options: Any) -> StructuredOutputsParams | None:
         """From OpenAI's `response_format`, with a schema for `json_object` too; None for plain text.
 
-        The schema may be inside `json_schema`, as OpenAI's chats have it, or beside the type, as its responses and
-        other servers do. `options` are the fields `disable_...`. Raises `RequestError` for what it does not have.
+        The schema may be inside `json_schema`, as OpenAI's chats have it, or next to the type, as its responses
+        and other servers do. `options` are the fields `disable_...`. Raises `RequestError` for what it does not have.
         """
         if value is None:
             return None

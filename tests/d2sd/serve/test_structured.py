@@ -179,3 +179,9 @@ def test_a_tokenizer_of_words_is_refused(tiny_bundle: Path) -> None:
 def test_the_tokenizer_of_these_tests_is_fast() -> None:
     assert isinstance(tokenizer(), PreTrainedTokenizerFast)
     assert len(ids("ab")) == 2
+
+
+def test_the_server_comes_with_what_forms_need() -> None:
+    text = Path(__file__).parents[3].joinpath("pyproject.toml").read_text("utf-8")
+    serve = text[text.index("\nserve = [") :].partition("\n]")[0]
+    assert '"d2sd[structured]"' in serve

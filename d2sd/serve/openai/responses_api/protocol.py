@@ -13,7 +13,7 @@ from d2sd.serve.openai.protocol import Body, ChatBody, Part, SampledBody, Templa
 
 #: An item of `include` that asks for log-probabilities; the others are of things that this server does not have.
 _LOGPROBS = "message.output_text.logprobs"
-#: What an item needs beside its type.
+#: The parts that an item of each type needs.
 _NEEDED = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),

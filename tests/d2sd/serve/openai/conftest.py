@@ -37,7 +37,8 @@ def behaving(body: ChatBody) -> ChatBody:
         return body
     if body.tools and body.tool_choice != "none" and body.messages[-1].role != "tool":
         chosen = body.tool_choice if body.tool_choice not in (None, "auto") else "required"
-        closed = StructuredOutputs(disable_additional_properties=True)  # a random model adds properties without end
+        # a random model adds properties without end
+        closed = StructuredOutputs.model_validate({"disable_additional_properties": True})
         changes = {"tool_choice": chosen, "parallel_tool_calls": False, "structured_outputs": closed}
         return body.model_copy(update=changes)
     choice = "none" if body.tool_choice == "none" else "auto"

@@ -17,7 +17,6 @@ class City(BaseModel):
     population: int
 
 
-@function_tool
 def weather(city: Literal["Oslo", "Rome"]) -> str:
     """Look at the sky."""
     return "21"
@@ -27,7 +26,7 @@ async def main(url: str) -> None:
     client = AsyncOpenAI(base_url=url, max_retries=0)
     for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel):
         model: Any = kind("tiny", client)
-        agent: Any = Agent(name="a", instructions="Be brief.", model=model, tools=[weather])
+        agent: Any = Agent(name="a", instructions="Be brief.", model=model, tools=[function_tool(weather)])
         found = await Runner.run(agent, "Weather?")
         assert found.final_output in ANSWERS
         kinds = [item.type for item in found.new_items]

@@ -17,7 +17,6 @@ class City(BaseModel):
     population: int
 
 
-@tool
 def weather(city: Literal["Oslo", "Rome"]) -> str:
     """Look at the sky."""
     return "21"
@@ -26,7 +25,7 @@ def weather(city: Literal["Oslo", "Rome"]) -> str:
 def main(url: str) -> None:
     for responses in (False, True):
         model: Any = ChatOpenAI(model="tiny", base_url=url, temperature=1.0, max_retries=0, use_responses_api=responses)
-        agent = create_agent(model, [weather], system_prompt="Be brief.")
+        agent = create_agent(model, [tool(weather)], system_prompt="Be brief.")
         found = agent.invoke({"messages": [{"role": "user", "content": "Weather?"}]})["messages"]
         assert [message.type for message in found] == ["human", "ai", "tool", "ai"]
         assert found[-1].text in ("It is 21 degrees.", "It is cold."), found
