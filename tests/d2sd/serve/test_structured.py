@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from d2sd.errors import GenerationError, RequestError
 from d2sd.serve import structured
 from d2sd.serve.structured import GrammarCompiler
 from tests.d2sd.serve.conftest import build_tiny
+from tests.d2sd.serve.http import Running, serving
 from tests.runtime.grammar.tokens import END, ids, tokenizer, vocab_size
 from tests.tiny import tiny_decoder
 
@@ -157,6 +159,47 @@ def test_what_answers_have_shown_about_a_grammar(llm: LLM) -> None:
     for _ in range(2):
         with pytest.raises(RequestError, match="masks take too long"):
             compiler.compile(form)
+
+
+#: What was answered with a 500, or occupied the server.
+HOSTILE: list[dict[str, Any]] = [
+    {"structured_outputs": {"json": {"type": "array", "maxItems": 10**400}}},
+    {"structured_outputs": {"json": json.dumps({"type": "array", "minItems": 10**400})}},
+    {"structured_outputs": {"json": {"$ref": "#"}}},
+    {"structured_outputs": {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}},
+    {"structured_outputs": {"regex": r"(\p{L}\p{N}*\w+){1,60}"}, "temperature": 1.0, "n": 4},
+    {"structured_outputs": {"regex": "[ab]{0,4000}c|(a|b)*a(a|b){12}"}, "temperature": 1.0, "n": 4},
+    {"structured_outputs": {"regex": "(a{1000}){1000}"}},
+    {"structured_outputs": {"choice": ["ab"]}, "min_tokens": 20, "stream": True},
+    {"structured_outputs": {"choice": ["ab"]}, "min_tokens": 20},
+    {"structured_outputs": {"grammar": "start: start"}},
+    {"structured_outputs": {"grammar": 'start: "a" start | start "b"'}},
+    {"structured_outputs": {"regex": ""}},
+]
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Path) -> Iterator[Running]:
+    with serving(bundle) as running:
+        yield running
+
+
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_no_grammar_makes_a_server_fail(server: Running, number: int, caplog: pytest.LogCaptureFixture) -> None:
+    body = {"prompt": "0 a", "max_tokens": 30, "seed": 1} | HOSTILE[number]
+    data = json.dumps(body).encode()
+    for _ in range(2):
+        response = server.http.post("/v1/completions", content=data, headers={"content-type": "application/json"})
+        assert response.status_code in (200, 400), response.text
+        assert "internal" not in response.text
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert server.http.get("/health").status_code == 200
+
+
+def test_an_answer_that_its_grammar_ends_is_the_clients_error(server: Running) -> None:
+    body = {"prompt": "0 a", "max_tokens": 30} | HOSTILE[8]
+    response = server.http.post("/v1/completions", json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "generation_failed")
 
 
 def test_response_format() -> None:
