@@ -83,14 +83,20 @@ class Bounds:
                 found=len(prompt),
                 expected=f"at most {self._settings.max_choices}",
             )
-        together = sum(len(one) for one in prompt if isinstance(one, str))
-        if together > max(_PROMPTS, self.characters):
-            raise self._too_long("prompt", f"{together:,} characters in {len(prompt)} prompts")
         for one in prompt:
             if isinstance(one, str):
                 self._check_characters("prompt", one)
             elif len(one) > self.tokens:
                 raise self._too_long("prompt", f"{len(one):,} tokens")
+        together, most = sum(len(one) for one in prompt if isinstance(one, str)), max(_PROMPTS, self.characters)
+        if together > most:
+            raise RequestError(
+                "The prompts are too long together.",
+                where="prompt",
+                found=f"{together:,} characters in {len(prompt)} prompts",
+                expected=f"at most {most:,}",
+                fix="send fewer at once",
+            )
 
     def _check_characters(self, where: str, value: Any) -> None:
         count = sum(map(len, _texts(value)))

@@ -14,7 +14,9 @@ from typing_extensions import Self
 
 from d2sd.recipe import TEMPLATE_ARGUMENTS
 
-TokenIds = list[Annotated[int, Field(ge=0)]]
+# The first wrong element is enough: an error for each of a hundred thousand takes seconds.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -54,7 +56,7 @@ class StructuredOutputs(Body):
 
     json_schema: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Texts | None = None
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
@@ -72,13 +74,13 @@ class SampledBody(Body):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = None
-    bad_words: list[str] | None = None
+    bad_words: Texts | None = None
     min_tokens: int | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
@@ -122,7 +124,7 @@ class GenerationBody(SampledBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     logprobs: int | None = None  # the likeliest tokens of each position
     suffix: Literal[""] = ""
     add_special_tokens: Literal[True] = True
@@ -154,7 +156,7 @@ class Message(Part):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     reasoning_content: str | None = None  # what the assistant thought; templates of thinking models show it
     tool_calls: list[ToolCall] | None = None
@@ -191,7 +193,7 @@ class TemplateBody(Body):
 class ChatBody(GenerationBody, TemplateBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -209,7 +211,7 @@ class TokenizeBody(TemplateBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
 
 
 class DetokenizeBody(Body):

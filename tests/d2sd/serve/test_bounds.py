@@ -10,8 +10,10 @@ from threading import Event
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from d2sd.serve.openai import bounds as module
+from d2sd.serve.openai.protocol import ChatBody, CompletionBody
 from tests.d2sd.serve.http import Running, serving, wait_until
 from tests.d2sd.serve.test_refusals import connect, is_error
 
@@ -133,6 +135,36 @@ def test_a_body_of_very_many_values_is_refused_before_their_types_are_checked(
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/trace"):
         error = is_error(running.http.post(path, content=data, headers=headers), 400)
         assert "too many values" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"stop": [1] * 9},
+        {"bad_words": [1] * 9},
+        {"stop_token_ids": [-1] * 9},
+        {"messages": [{}] * 9},
+        {"messages": [USER | {"content": [1] * 9}]},
+        {"structured_outputs": {"choice": [1] * 9}},
+    ],
+    ids=str,
+)
+def test_checking_types_ends_at_the_first_wrong_element(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ChatBody.model_validate({"messages": [USER]} | wrong)
+    assert len(caught.value.errors()) < 9
+    with pytest.raises(ValidationError) as caught:
+        CompletionBody.model_validate({"prompt": [[-1]] * 9})
+    assert len(caught.value.errors()) < 9
+
+
+def test_prompts_are_bounded_together(server: tuple[Running, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    running, tokenizer = server
+    monkeypatch.setattr(module, "_PROMPTS", 10)
+    before = tokenizer.calls
+    body = {"prompt": ["w5 " * 200] * 2, "max_tokens": 1}
+    assert "together" in is_error(running.http.post("/v1/completions", json=body), 400)["message"]
+    assert tokenizer.calls == before
 
 
 def test_counting_ends_at_the_bound() -> None:
