@@ -61,7 +61,7 @@ class Turns:
 
     def _ended(self, work: asyncio.Future[T]) -> None:
         if not work.cancelled():
-            work.exception()  # seen, even if nobody waits for it any more
+            work.exception()  # seen: the caller may have left
         self._next()
 
     def _next(self) -> None:

@@ -27,7 +27,7 @@ class Grammars:
         self._jobs: dict[bytes, _Job] = {}
 
     async def prepare(self, client: str, form: StructuredOutputsParams) -> None:
-        """Compile the grammar of a form, in the client's turn. Work that nobody waits for any more is ended.
+        """Compile the grammar of a form, in the client's turn. Work whose requests have all gone is ended.
 
         Raises `Busy`, or D2SDError if llguidance is not installed.
         """

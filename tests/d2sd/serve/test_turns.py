@@ -1,4 +1,4 @@
-"""Clients take turns; work that nobody waits for is not begun; nothing waits for ever."""
+"""Clients take turns; work whose caller has left is not begun; nothing waits for ever."""
 
 from __future__ import annotations
 
