@@ -75,6 +75,7 @@ class Benchmark:
         sizes |= {weights: weight_bytes(file) for weights, file in files.items()}
         prompts = [list(chat_request(bundle, one, SamplingParams(), self.max_new_tokens).prompt) for one in texts]
         length, stops = max(map(len, prompts)) + self.max_new_tokens, frozenset(bundle.stop_token_ids)
+        least = floors(sizes)
         figures: list[Figures] = []
         for in_flight in sorted({min(most, len(prompts)) for most in IN_FLIGHT}):
             limits = Limits(in_flight, self.max_new_tokens, length, stops, self.threads)
@@ -83,7 +84,7 @@ class Benchmark:
         made.versions.update({"llama-cpp-python": version("llama-cpp-python")} if files else {})
         return Result(
             provenance=made, machine=machine, prompts=source, max_new_tokens=self.max_new_tokens,
-            floors=floors(machine, sizes), figures=figures, notes=self.notes,
+            floors=floors(sizes, least), figures=figures, notes=self.notes,
         )  # fmt: skip
 
     def _texts(self) -> tuple[str, list[str]]:

@@ -1,9 +1,9 @@
-"""What the machine can do: how fast it reads memory and multiplies, and the least time of a plain step from that."""
+"""What the machine can do: how fast it reads as many bytes as a plain step does, and how fast it multiplies."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -11,10 +11,13 @@ from pydantic import BaseModel
 
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.target import parse_target_config, target_shapes
+from d2sd.modeling.packed import packed_product
 
-#: Bytes read to measure memory: more than caches hold.
+#: Bytes read to measure memory.
 BUFFER = 512 << 20
-_SIZE, _RUNS = 2048, 7
+_SIZE, _RUNS = 2048, 15
+#: Of the weights by which products read memory: so large that the calls take no time.
+_OUTPUTS, _INPUTS = 16384, 1024
 
 
 class Machine(BaseModel):
@@ -27,16 +30,32 @@ class Machine(BaseModel):
     @classmethod
     def measured(cls, threads: int, buffer: int = BUFFER, size: int = _SIZE) -> Machine:
         """Best of several runs: the limits are those of an undisturbed machine."""
-        data = torch.ones(buffer // 4096, 1024)
-        vector, left, right = torch.ones(1024), torch.rand(size, size), torch.rand(size, size)
-        # Two ways to read: which one reaches the speed of memory depends on PyTorch's build.
-        read = min(_best(data.sum), _best(lambda: data @ vector))
+        left, right = torch.rand(size, size), torch.rand(size, size)
         gemm = _best(lambda: left @ right)
-        return cls(threads=threads, read_gb_per_s=data.nbytes / read / 1e9, gemm_gflops=2 * size**3 / gemm / 1e9)
+        read = buffer / read_seconds(buffer) / 1e9
+        return cls(threads=threads, read_gb_per_s=read, gemm_gflops=2 * size**3 / gemm / 1e9)
 
-    def floor(self, weight_bytes: int) -> float:
-        """Milliseconds to read the weights once."""
-        return weight_bytes / self.read_gb_per_s / 1e6
+
+def read_seconds(size: int) -> float:
+    """Seconds to read `size` bytes again and again, which is what plain steps do: caches hold some of them.
+
+    By the fastest of several ways, because a limit is one only if nothing is faster: sums, and products of one row by
+    the kernels of a step.
+    """
+    return min(size / read * _best(run) for read, run in _readers(size))
+
+
+def _readers(size: int) -> Iterator[tuple[int, Callable[[], object]]]:
+    """Bytes that a run reads, about `size`, and the run; one is released before the next is made."""
+    data, vector = torch.ones(max(1, size // 4 // _INPUTS), _INPUTS), torch.ones(_INPUTS)
+    yield data.nbytes, data.sum
+    yield data.nbytes, lambda: data @ vector
+    for dtype in (torch.float32, torch.bfloat16):
+        row = torch.ones(1, _INPUTS, dtype=dtype)
+        outputs = min(_OUTPUTS, max(1, size // dtype.itemsize // _INPUTS))
+        count = max(1, size // (outputs * _INPUTS * dtype.itemsize))
+        products = [packed_product(torch.ones(outputs, _INPUTS, dtype=dtype), None) for _ in range(count)]
+        yield count * outputs * _INPUTS * dtype.itemsize, lambda: [product(row) for product in products]  # noqa: B023
 
 
 def _best(run: Callable[[], object]) -> float:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from statistics import median
 
 from pydantic import BaseModel
 
 from benchmarks.cpu.contestant import BITS, Key, Passed, Tokens, Weights
-from benchmarks.cpu.machine import Machine
+from benchmarks.cpu.machine import Machine, read_seconds
 from d2sd.bench.result import Provenance
 
 
@@ -46,7 +47,7 @@ def _sum(passes: Sequence[Passed], name: str) -> float:
 
 
 class Floor(BaseModel):
-    """The least time of a plain step: to read all weights once, at the speed of memory."""
+    """The least time of a plain step: to read all weights once."""
 
     weight_bytes: int
     ms: float
@@ -72,6 +73,15 @@ class Result(BaseModel):
         ]  # fmt: skip
         return max(peers, key=lambda one: median(one.tokens_per_second), default=None)
 
+    def beaten(self) -> dict[Weights, float]:
+        """Milliseconds of the fastest plain step by type of weights, where it is below the floor: then it is none."""
+        steps = {
+            weights: min((ms for f in self.figures if f.key.plain and f.key.weights == weights for ms in f.step_ms),
+                         default=inf)
+            for weights in self.floors
+        }  # fmt: skip
+        return {weights: ms for weights, ms in steps.items() if ms < self.floors[weights].ms}
+
     def gain(self, figures: Figures, *, same_bits: bool) -> float | None:
         """Median over repetitions of the tokens a second over the baseline's, which were measured in turns."""
         baseline = self.baseline(figures, same_bits=same_bits)
@@ -81,6 +91,10 @@ class Result(BaseModel):
         return median(one / other for one, other in pairs)
 
 
-def floors(machine: Machine, sizes: Mapping[Weights, int]) -> dict[Weights, Floor]:
-    """The floor of each type of weights, from their bytes."""
-    return {weights: Floor(weight_bytes=size, ms=machine.floor(size)) for weights, size in sizes.items()}
+def floors(sizes: Mapping[Weights, int], before: Mapping[Weights, Floor] | None = None) -> dict[Weights, Floor]:
+    """The floor of each type of weights from their bytes, measured; the lower one of an earlier measurement."""
+    times = {size: 1e3 * read_seconds(size) for size in set(sizes.values())}
+    return {
+        weights: Floor(weight_bytes=size, ms=min(times[size], before[weights].ms if before else inf))
+        for weights, size in sizes.items()
+    }

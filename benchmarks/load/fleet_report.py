@@ -105,6 +105,12 @@ def _pair(latency: Spread) -> str:
     return f"{latency.p50:.0f} / {latency.p99:.0f}"
 
 
+def _equal(cells: Sequence[Cell], value: Callable[[FleetFigures], float]) -> bool:
+    """Whether all engines have the same figures at each size, within a percent."""
+    sizes = {cell.workers: [value(one.figures) for one in cells if one.workers == cell.workers] for cell in cells}
+    return all(max(found) <= 1.01 * min(found) for found in sizes.values())
+
+
 def plot(results: Results, path: Path) -> None:
     """Throughput, TTFT and ITL by size of the fleet; latencies are those of the minute after a kill, without and with
     it.
@@ -125,6 +131,7 @@ def plot(results: Results, path: Path) -> None:
             if number == 0:  # wide below narrow: engines that are equally fast are both seen
                 wide = {"linewidth": 6, "alpha": 0.5} if policy == results.cells[0].policy else {}
                 panel.plot(sizes, [value(cell.figures) for cell in cells], **look | wide)
+                title += ": equal" * (policy != results.cells[0].policy and _equal(results.cells, value))
                 continue
             panel.plot(sizes, [value(cell.minute) for cell in cells], **look)
             look |= {"linestyle": ":", "label": f"{policy}, a worker killed"}

@@ -73,10 +73,8 @@ def _prefix_cache(result: Result, path: Path) -> bool:
     if not cells:
         return False
     figure, axes = style.panels(1, 2, 4.0)
-    words = {"prefix": "shared system prompt", "turns": "several turns"}
-    names = [
-        f"{words[cell.key.workload]},\nprefix cache {'on' if cell.key.variant.prefix_cache else 'off'}" for cell in cells
-    ]
+    words = {"prefix": "shared system prompt", "turns": "chats of several turns"}
+    names = [f"{words[cell.key.workload]},\ncache {'on' if cell.key.variant.prefix_cache else 'off'}" for cell in cells]
     colours = [style.colour("hybrid" if cell.key.variant.prefix_cache else "off") for cell in cells]
     for panel, title, values in (
         (axes[0][0], "prompt tokens computed", [cell.figures.computed_prompt_tokens for cell in cells]),
@@ -85,5 +83,6 @@ def _prefix_cache(result: Result, path: Path) -> bool:
         panel.bar_label(panel.bar(names, values, color=colours), fmt="{:,.0f}")
         panel.yaxis.set_major_formatter("{x:,.0f}")
         panel.set_title(title, loc="left", fontsize=10)
-    style.finish(figure, "A shared system prompt, and chats of several turns: prefix cache on and off", path)
+    shown = " and ".join(dict.fromkeys(words[cell.key.workload] for cell in cells))
+    style.finish(figure, f"Prefix cache on and off: {shown}", path)
     return True

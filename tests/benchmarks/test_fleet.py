@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.axes import Axes
 
 from benchmarks.load import fleet_report, fleet_sweep
 from benchmarks.load.fleet_sweep import Results, Sweep
@@ -13,6 +15,7 @@ from d2sd.bench.fleet.costs import StepCosts
 from d2sd.bench.latency import Spread
 from d2sd.bench.provenance import provenance
 from d2sd.runtime.request import Limits
+from d2sd.viz import plot_style as style
 from tests.d2sd.bench.fleet.helpers import engine_costs
 
 
@@ -46,3 +49,16 @@ def test_a_sweep_becomes_tables_and_a_plot(tmp_path: Path, monkeypatch: pytest.M
     assert "-20%" in text
     fleet_report.plot(results, tmp_path / "fleet.png")
     assert (tmp_path / "fleet.png").stat().st_size > 10_000
+
+    drawn: list[Axes] = []
+    monkeypatch.setattr(style, "finish", lambda figure, title, path: drawn.extend(figure.axes))
+    same = [cell.model_copy(update={"policy": "auto"}) for cell in cells]
+    fleet_report.plot(results.model_copy(update={"cells": [*cells, *same]}), tmp_path / "fleet.png")
+    assert [panel.get_title(loc="left") for panel in drawn] == [
+        "tokens a second, logarithmic: equal", "TTFT p99, ms, logarithmic", "ITL p99, ms"
+    ]  # fmt: skip
+    below, above = drawn[0].lines
+    assert below.get_linewidth() > above.get_linewidth(), "equal engines hide each other"
+    without, killed, *_ = (np.asarray(line.get_ydata()).tolist() for line in drawn[1].lines)
+    assert without == [cell.minute.ttft.p99 for cell in cells], "not of the requests with which a kill is compared"
+    assert killed == [cell.killed.ttft.p99 for cell in cells]

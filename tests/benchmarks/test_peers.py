@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.collections import PathCollection
 
 from benchmarks import peers
-from benchmarks.cpu import report
+from benchmarks.cpu import machine, report
 from benchmarks.cpu.contestant import Key, Passed, Tokens, ended
 from benchmarks.cpu.gguf_files import weight_bytes, write_dense
 from benchmarks.cpu.machine import Machine, weight_count
-from benchmarks.cpu.result import Figures
+from benchmarks.cpu.result import Figures, Floor, Result, floors
+from d2sd.bench.provenance import provenance
 from d2sd.errors import D2SDError
+from d2sd.viz import plot_style as style
 from tests.d2sd.serve.conftest import build_tiny
 from tests.tiny import tiny_decoder
 
@@ -93,12 +97,62 @@ def test_an_answer_ends_with_its_first_stop_token() -> None:
 
 
 def test_floor_of_a_machine(bundle: Path) -> None:
-    machine = Machine.measured(1, 1 << 20, 64)
-    assert machine.read_gb_per_s > 0
-    assert machine.gemm_gflops > 0
-    assert Machine(threads=1, read_gb_per_s=20, gemm_gflops=1).floor(538_000_000) == pytest.approx(26.9)
+    found = Machine.measured(1, 1 << 20, 64)
+    assert found.read_gb_per_s > 0
+    assert found.gemm_gflops > 0
     decoder = tiny_decoder("qwen3", layers=2, head_dim=16)
     assert weight_count(bundle / "target") == sum(one.numel() for one in decoder.parameters())
+
+
+def test_a_floor_is_the_fastest_of_all_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums and the products of a step, each of as many bytes as the weights."""
+    seen: list[Any] = []
+    times = iter([3.0, 5.0, 2.0, 4.0] + [9.0] * 4)
+
+    def best(run: Callable[[], object]) -> float:
+        seen.append(run())
+        return next(times)
+
+    monkeypatch.setattr(machine, "_OUTPUTS", 16)
+    monkeypatch.setattr(machine, "_best", best)
+    size = 256 * 1024
+    assert machine.read_seconds(size) == 2.0
+    total, product, fp32, bf16 = seen
+    assert (total.item(), product.tolist()) == (size / 4, [1024.0] * 64)
+    assert [one.tolist() for one in fp32] == [[[1024.0] * 16]] * 4
+    assert [one.shape for one in bf16] == [(1, 16)] * 8
+    assert floors({"fp32": size}, {"fp32": Floor(weight_bytes=size, ms=7.0)})["fp32"].ms == 7.0, "the lower of two"
+
+
+def test_no_step_is_faster_than_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A floor that a plain step beats is none: it is not drawn, and the report says why. Another one far off the bars
+    is an arrow at the edge; a contestant that speculates has none.
+    """
+    keys = [
+        Key("d2sd", "off", "fp32", True), Key("d2sd", "auto", "fp32", False), Key("d2sd", "off", "bf16", True),
+        Key("llama.cpp", "plain", "Q4_1", True),
+    ]  # fmt: skip
+    common: dict[str, Any] = {"prefill_ms": [1.0], "equal": 1, "answers": 1}
+    steps, speeds = (15.2, 30.0, 10.0, 14.0), (60.0, 90.0, 100.0, 70.0)
+    made = Result(
+        provenance=provenance({"name": "tiny"}, "cpu"), prompts="", max_new_tokens=8, notes=[],
+        machine=Machine(threads=1, read_gb_per_s=1, gemm_gflops=1),
+        floors={"fp32": Floor(weight_bytes=538, ms=17.4), "bf16": Floor(weight_bytes=269, ms=9.0),
+                "Q4_1": Floor(weight_bytes=97, ms=3.0)},
+        figures=[Figures(key=key, in_flight=1, tokens_per_second=[speed], step_ms=[step], **common)
+                 for key, speed, step in zip(keys, speeds, steps, strict=True)],
+    )  # fmt: skip
+    assert made.beaten() == {"fp32": 15.2}
+    assert "with fp32 weights took 15.2 ms, less than reading them" in report.markdown(made)
+    drawn: list[Any] = []
+    monkeypatch.setattr(style, "finish", lambda figure, title, path: drawn.extend(figure.axes))
+    report.plot(made, tmp_path / "peers.png")
+    (panel,) = drawn
+    assert [text.get_text() for text in panel.texts] == ["60", "90", "100 of 111", "70 of 333"]
+    near, far = (points for points in panel.collections if isinstance(points, PathCollection))
+    assert np.asarray(near.get_offsets()).tolist() == [[pytest.approx(111.1, abs=0.1), 2.0]]
+    assert np.asarray(far.get_offsets()).tolist() == [[panel.get_xlim()[1], 3.0]]
+    assert panel.get_xlim()[1] < 125
 
 
 def test_dense_gguf_files_hold_the_dequantized_weights(tmp_path: Path) -> None:
