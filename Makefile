@@ -15,13 +15,15 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(
 
 .PHONY: demo test fast-tests test-slow engines lint verify gpu-suite kernels ptx consumers triton-test client-test dynamo-test dynamo-schema bench bench-serving peers fleet soak soak-steps eval train ablation train-gpu data wheel docs clean
 
-## build the SmolLM2 bundle and answer three prompts with it, on a CPU
+## on a CPU: build the SmolLM2 bundle, answer a prompt with both drafters, draw it, and compare the policies
 demo: .venv/demo
 	$(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
-	$(BIN)/d2sd generate $(BUNDLE) --stats \
-	  -p "Explain in three sentences why the sky is blue." \
-	  -p "Write a Python function that returns the n-th Fibonacci number." \
-	  -p "A train travels 60 km in 45 minutes. What is its speed in km/h?"
+	mkdir -p build/demo
+	$(BIN)/d2sd generate $(BUNDLE) --policy hybrid --stats \
+	  -p "Write a Python function that checks whether a string is a palindrome." \
+	  --tree-svg build/demo/tree.svg --html build/demo/answer.html
+	$(BIN)/d2sd bench $(BUNDLE) --quick --out build/demo/bench
+	@echo "The commands are in .venv: source $(BIN)/activate"
 
 ## lint, types, and the tests of every change: minutes, one worker per core (WORKERS=0 for one process).
 ## SELECT="not full" adds those of test-slow, in the same run, as CI does

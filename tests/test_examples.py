@@ -48,15 +48,8 @@ def test_chat_stream(run: Run) -> None:
     assert end == "> "
 
 
-def test_bench_policies(run: Run) -> None:
-    lines = run("bench_policies.py")
-    assert [line.split()[0] for line in lines] == ["off", "chain", "d2sd", "hybrid"]
-    assert all(line.endswith("same tokens as plain decoding") for line in lines)
-    assert "  1.00 tokens per step" in lines[0]
-
-
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"generate", "chat_stream", "bench_policies"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"generate", "chat_stream"}
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/index.md", "docs/python.md"])

@@ -7,19 +7,27 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
+from click.core import ParameterSource
 
 from d2sd.bench.compare import compare as compared
+from d2sd.bench.estimate import duration, estimated_seconds
 from d2sd.bench.matrix import Matrix, read_sets
 from d2sd.bench.result import Settings, load_result
 from d2sd.bench.run import Run
+from d2sd.bench.summary import remarks, summary
 from d2sd.cli.options import FilePath, backend_option, device_option
 from d2sd.cli.report import Reporting
+from d2sd.convert.build.tables import show_table
 from d2sd.convert.bundle.backends import BackendName
 from d2sd.convert.bundle.load import load_bundle
 from d2sd.convert.bundle.serving import can_run
 from d2sd.extras import require_plots
 from d2sd.progress import bar
 from d2sd.recipe import Policy
+
+#: What `--quick` measures where an option is not given.
+QUICK_METHODS: tuple[Policy, ...] = ("chain", "ddtree", "hybrid", "auto")
+QUICK = {"rows": [64], "temperatures": [0.0], "per_set": 4, "max_new_tokens": 32}
 
 
 class Listed(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of Click only
@@ -51,8 +59,24 @@ class Method(click.ParamType):  # type: ignore[type-arg]
         return str(value)
 
 
-@click.command(cls=Reporting)
+class Quick(Reporting):
+    """A command whose options have other defaults under `--quick`."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Replace the values that were not given, and run."""
+        if ctx.params["quick"]:
+            for name, value in QUICK.items():
+                if ctx.get_parameter_source(name) is ParameterSource.DEFAULT:
+                    ctx.params[name] = value
+        return super().invoke(ctx)
+
+
+@click.command(cls=Quick)
 @click.argument("bundle", type=FilePath, required=False)
+@click.option(
+    "--quick", is_flag=True,
+    help="Four policies at 64 rows, T = 0, 4 prompts, 32 tokens: a minute or two with SmolLM2 on a CPU.",
+)  # fmt: skip
 @click.option(
     "--methods", type=Listed(Method()), help="Policies; name:rows for one budget.  [default: all the bundle can run]"
 )
@@ -72,19 +96,21 @@ class Method(click.ParamType):  # type: ignore[type-arg]
 @device_option
 @backend_option
 @click.option("--out", type=FilePath, help="Folder of the results.  [default: build/bench/<name>]")
-@click.option("--plan", is_flag=True, help="Print what would be measured.")
+@click.option("--plan", is_flag=True, help="Print what would be measured, and how long it may take here.")
 @click.option("--compare", nargs=2, type=FilePath, metavar="A.json B.json", help="Ratios of two results, B to A.")
 def bench(
-    bundle: Path | None, methods: list[str] | None, rows: list[int], prompts: tuple[Path, ...],
+    bundle: Path | None, quick: bool, methods: list[str] | None, rows: list[int], prompts: tuple[Path, ...],
     temperatures: list[float], concurrency: list[int], per_set: int, max_new_tokens: int, repeat: int, seed: int,
     device: str, backend: BackendName, out: Path | None, plan: bool, compare: tuple[Path, Path] | None,
 ) -> None:  # fmt: skip
     """Measure BUNDLE: tokens per step, acceptance, cost and speed of every method.
 
-    Writes JSON, tables and plots. Every answer is compared with the answer of plain decoding. An interrupted run
-    resumes where it stopped.
+    Writes JSON, tables and plots, and prints the main table. Every answer is compared with that of plain decoding. An
+    interrupted run resumes where it stopped.
 
     For example:
+
+        d2sd bench bundles/smollm2-135m --quick
 
         d2sd bench bundles/smollm2-135m --methods chain,ddtree,hybrid --rows 16,64
     """
@@ -96,16 +122,24 @@ def bench(
     loaded = load_bundle(bundle, progress=bar)
     tree = loaded.recipe.tree
     sets = read_sets(prompts, per_set)
-    wanted = methods or [name for name in get_args(Policy) if can_run(loaded, name)]
+    device = {"torch": device, "onnx": "cpu", "tensorrt": "cuda"}[backend]
+    known = QUICK_METHODS if quick else get_args(Policy)
+    wanted = methods or [name for name in known if can_run(loaded, name)]
     matrix = Matrix(wanted, rows, list(sets), temperatures, concurrency, tree.block_size)
     if plan:
         click.echo(matrix.plan(sets, repeat))
+        seconds = estimated_seconds(loaded, matrix, sets, max_new_tokens, device, backend)
+        least, most = (duration(each * repeat) for each in seconds)
+        click.echo(f"about {least} to {most} on this machine, without the time in which `auto` measures step costs")
         return
     require_plots()  # now, not after hours of measuring
     settings = Settings(
         per_set=per_set, max_new_tokens=max_new_tokens, block_size=tree.block_size, branches=tree.branches, seed=seed,
     )  # fmt: skip
-    device = {"torch": device, "onnx": "cpu", "tensorrt": "cuda"}[backend]
     out = out or Path("build/bench") / loaded.recipe.name
     for path in Run(loaded, matrix, sets, settings, repeat, device, backend, out).all():
         click.echo(path)
+    result = load_result(out / "result.json")
+    show_table(summary(result))
+    for line in remarks(result):
+        click.echo(line)

@@ -129,5 +129,7 @@ def _picture(recordings: list[Recording], show_tree: bool, tree_svg: Path | None
         Console().print(draw_tree(step))
     if tree_svg is not None:
         write_text(tree_svg, standalone(step, caption(step, best.best + 1, len(best.turns))))
+        click.echo(f"tree of the best step: {tree_svg}", err=True)
     if html is not None:
         write_text(html, page(recordings))
+        click.echo(f"page of all steps: {html}", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 from click.testing import Result as Ended
 
 from d2sd.bench import metrics
+from d2sd.bench.estimate import duration
 from d2sd.bench.measure import measure_cell
 from d2sd.bench.result import Cell, Difference, Key, Result, load_result
 from d2sd.cli.main import main
@@ -124,7 +126,11 @@ def test_end_to_end(project: Path, tmp_path: Path) -> None:
         assert metrics.tau(cell) == 1 if cell.method == "off" else metrics.tau(cell) >= 1
     written = {path.name for path in out.iterdir()}
     assert written >= {"result.json", "tables.md", "tau.png", "acceptance.png", "calibration.png"}
-    assert ended.stdout.split() == [str(out / "tables.md"), *(str(out / name) for name in _pictures(out))]
+    names = ["tables.md", *_pictures(out)]
+    assert ended.stdout.splitlines()[: len(names)] == [str(out / name) for name in names]
+    table = ended.stdout.partition("T = 0, 1 in flight")[2]
+    assert all(f"│ {name} " in table for name in ("off", "chain", "hybrid", "auto"))
+    assert table.endswith("68 answers compared with plain decoding's: 0 differ.\n")
     for name in _pictures(out):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert "## Losslessness" in (out / "tables.md").read_text()
@@ -385,10 +391,60 @@ def test_plan_measures_nothing(project: Path, tmp_path: Path, measuring: list[Ke
     lines = ended.stdout.splitlines()
     assert lines[0] == "off, 1 rows, one, T = 0, 1 in flight: 3 prompts"
     assert "hybrid, 8 rows, two, T = 0, 1 in flight: 2 prompts" in lines
-    assert lines[-1] == f"6 cells, {3 * (3 + 2) * 3} answers"
-    assert len(lines) == 7
+    assert lines[-2] == f"6 cells, {3 * (3 + 2) * 3} answers"
+    assert re.match(r"about [1-9]\d* (s|min|h) to [1-9]\d* (s|min|h) on this machine", lines[-1])
+    assert len(lines) == 8
     assert measuring == []
     assert not out.exists()
+
+
+def test_the_estimate_spans_from_the_timed_tokens_a_step_to_one(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`one` has 4 prompts and `two` has 2: 60 tokens of each method, greedy and sampled, alone and in pairs."""
+    seen: list[tuple[str, int]] = []
+
+    def timed(bundle: object, method: str, rows: int, *rest: object) -> tuple[float, float]:
+        seen.append((method, rows))
+        return {"off": (1.0, 1.0), "chain": (3.0, 2.0), "hybrid": (8.0, 4.0)}[method]
+
+    monkeypatch.setattr("d2sd.bench.estimate._timed", timed)
+    arguments = (
+        "--methods",
+        "chain,hybrid:8,auto:8",
+        "--concurrency",
+        "1,2",
+        "--repeat",
+        "2",
+        "--max-new-tokens",
+        "10",
+    )
+    ended = bench(project, tmp_path, "--plan", *arguments)
+    assert seen == [("chain", 4), ("hybrid", 8), ("off", 1)]
+    tokens = 2 * 2 * 60  # two temperatures, two runs
+    least = tokens * (1 + 3 / 2 + 8 / 4 + 1) * (1 + 1 / 2)
+    most = tokens * (1 + 3 + 8 + 1) * 2
+    assert ended.stdout.splitlines()[-1].startswith(f"about {duration(least)} to {duration(most)} on this machine, ")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "1 s"), (119, "119 s"), (120, "2 min"), (3601, "61 min"), (7200, "2 h"), (9000, "3 h")]
+)
+def test_a_duration_is_rounded_up(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_quick_is_a_small_run_of_what_the_bundle_can_run(project: Path, tmp_path: Path) -> None:
+    def planned(*arguments: str, **options: str) -> list[str]:
+        return bench(project, tmp_path, "--quick", "--plan", *arguments, **options).stdout.splitlines()[:-2]
+
+    end = "one, T = 0, 1 in flight: 4 prompts"
+    trees = [f"{name}, 64 rows, {end}" for name in ("ddtree", "hybrid", "auto")]
+    alone = {"prompts": "sets/one.jsonl"}
+    assert planned(**alone) == [f"off, 1 rows, {end}", f"chain, 4 rows, {end}", *trees]
+    assert [line.split(",")[0] for line in planned(bundle="one", **alone)] == ["off", "chain", "ddtree", "auto"]
+    given = planned("--rows", "8", "--methods", "hybrid", "--temperatures", "1", "--per-set", "1", **alone)
+    assert given[1:] == ["hybrid, 8 rows, one, T = 1, 1 in flight: 1 prompts"]
 
 
 def test_compare(project: Path, tmp_path: Path) -> None:
