@@ -88,12 +88,14 @@ def test_only_the_ledger_says_what_has_not_run_on_a_gpu(path: Path) -> None:
 
 
 def test_the_readme_takes_its_figures_from_the_results() -> None:
-    """Every number of the README's result table is in the full table."""
-    numbers = re.compile(r"\d\.\d\d")
-    readme = (ROOT / "README.md").read_text("utf-8").partition("## Results")[2].partition("## A recipe")[0]
-    full = set(numbers.findall((DOCS / "results.md").read_text("utf-8")))
-    assert numbers.findall(readme)
-    assert set(numbers.findall(readme)) <= full
+    """Every number of the README's first screen and of its result table is in the full table."""
+    text, full = (ROOT / "README.md").read_text("utf-8"), (DOCS / "results.md").read_text("utf-8")
+    first, results = text.partition("## Try it")[0], text.partition("## Results")[2].partition("\n## ")[0]
+    named = re.findall(r"\b\d\.\d\d\b", results) + re.findall(r"\b(\d[\d.]*)(?: tokens| for one)", first)
+    assert len(named) > 30
+    assert {"3.99", "104"} <= set(named)
+    for number in named:
+        assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.])", full), number
 
 
 def commands(path: Path) -> Iterator[list[str]]:
