@@ -84,6 +84,35 @@ def _token_ids(draw: random.Random, scene: Scene) -> Case:
     return Case.of(scene.completion(draw, prompt=prompt, n=draw.choice((1, 2, 128))))
 
 
+def _invalid(draw: random.Random, scene: Scene) -> Case:
+    """Lists and mappings of which every item is wrong: an error for each, in each form that a field may have."""
+    length = draw.choice((size(draw, 20_000, _MOST), _MOST))
+    item = draw.choice(
+        ("-1", "1", "0.5", "{}", "[]", "null", '""', "[-1]", '{"a":1}', '{"role":"x"}', '{"type":"text"}')
+    )
+    items = ",".join([item] * (length // (len(item) + 1)))
+    keys = ",".join(f'"{draw.choice("kx")}{n}":{item}' for n in range(length // (len(item) + 12)))
+    values = {
+        COMPLETIONS: ("prompt", "prompt", "stop", "bad_words", "stop_token_ids", "structured_outputs", "n"),
+        CHAT: ("messages", "tools", "stop", "metadata", "response_format", "logit_bias", "tool_choice"),
+        "/detokenize": ("tokens",),
+        "/tokenize": ("messages", "prompt"),
+    }
+    path = draw.choice((COMPLETIONS, CHAT, "/detokenize", "/tokenize"))
+    name = draw.choice(values[path])
+    valid = {COMPLETIONS: '"prompt":"a"', CHAT: '"messages":[{"role":"user","content":"a"}]'}.get(path, '"model":null')
+    body = draw.choice(
+        (
+            f'{{{valid},"{name}":[{items}]}}',
+            f'{{{valid},"{name}":{{{keys}}}}}',
+            f"{{{valid},{keys}}}",
+            f'{{{valid},"messages":[{{"role":"user","content":[{items}]}}]}}',
+            f'{{{valid},"messages":[{{"role":"user","content":"a",{keys}}}]}}',
+        )
+    )
+    return Case(body.encode(), path)
+
+
 def _tokenize(draw: random.Random, scene: Scene) -> Case:
     """The tokenizer by itself."""
     length = size(draw, 100_000, _MOST)
@@ -181,6 +210,7 @@ KINDS = (
     Kind("prompt: long chat", _long_chat, at_once=8),
     Kind("prompt: turns and parts", _turns),
     Kind("prompt: token ids", _token_ids),
+    Kind("invalid items", _invalid),
     Kind("tokenize", _tokenize),
     Kind("chat template", _template),
     Kind("responses", _responses),
