@@ -20,13 +20,33 @@ _ROWS = 64
 def pack_logprobs(logits: Tensor, tokens: Tensor, width: int) -> Tensor:
     """logits [..., V] and the token of each row [...] -> [..., 2 + 2W] int64, for `unpack_logprobs`.
 
-    A row is the token's rank, the ids of the W likeliest tokens, and the bits of 1 + W log-probabilities.
+    A row is the token's rank, the ids of the W likeliest tokens, of equal ones the smaller first, and the bits of 1 + W
+    log-probabilities.
     """
-    top, ids = logits.topk(min(width, logits.shape[-1]), dim=-1)
+    top, ids = _likeliest(logits, min(width, logits.shape[-1]))
     own = logits.gather(-1, tokens[..., None])
     rank = (logits > own).sum(-1, keepdim=True) + 1
     logprobs = torch.cat([own, top], dim=-1) - logits.logsumexp(-1, keepdim=True)
     return torch.cat([rank, ids, logprobs.view(torch.int32).long()], dim=-1)
+
+
+def _likeliest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` largest logits [..., V] and their tokens, of equal ones the smaller first: both [..., W].
+
+    `topk` takes any of the equal ones, others in another batch or for another width.
+    """
+    top, ids = logits.topk(width, dim=-1)
+    if not width:
+        return top, ids
+    size, last = logits.shape[-1], top[..., -1:]
+    descending = torch.arange(size, 0, -1, dtype=torch.float32, device=logits.device)  # exact below 2^24
+    found, equal = descending.where(logits == last, 0.0).topk(width, dim=-1)  # the first of those that equal the last
+    tokens = torch.cat([ids.where(top > last, size), equal.where(found > 0, size)], dim=-1)  # size: no token
+    values = torch.cat([top, last.expand_as(top)], dim=-1).where(tokens < size, -torch.inf)
+    tokens, order = tokens.sort(dim=-1)
+    values, best = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    tokens = tokens.gather(-1, best[..., :width])
+    return values[..., :width], tokens.clamp(max=size - 1)  # of a row with NaN there may be too few
 
 
 def unpack_logprobs(rows: Tensor, tokens: list[int]) -> list[TokenLogprobs]:
