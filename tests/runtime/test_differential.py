@@ -1,0 +1,58 @@
+"""A short differential run, and that it finds what it looks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from d2sd.runtime.sampling.bias import TokenBias
+from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.speculation import accept
+from tests.runtime.differential import Episode
+
+
+def differing(seeds: range) -> list[str]:
+    found = []
+    for seed in seeds:
+        episode = Episode(seed).run()
+        assert not episode.seen["leaked"]
+        found += episode.differing
+    return found
+
+
+def test_requests_end_as_they_end_alone() -> None:
+    """Some 80 steps; `python -m tests.runtime.differential` runs as many as one likes."""
+    assert not differing(range(5))
+
+
+@pytest.mark.slow
+def test_requests_end_as_they_end_alone_for_longer() -> None:
+    assert not differing(range(100, 115))
+
+
+def _filters_of_all(scaled: Tensor, sampling: Sampling) -> Tensor:
+    """min-p of the whole batch for each of its rows."""
+    least = scaled.amax(-1, keepdim=True) + sampling.min_p.max().log()
+    return scaled.masked_fill(scaled < least, -torch.inf)
+
+
+def _select_nothing(self: TokenBias, rows: Tensor) -> Any:
+    """The first rows in place of those that are left."""
+    return self.select_before(torch.arange(len(rows)))  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["filters", "bias", "not finite"])
+def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "filters":
+        monkeypatch.setattr("d2sd.runtime.sampling.sample.apply_filters", _filters_of_all)
+    elif fault == "bias":
+        monkeypatch.setattr(TokenBias, "select_before", TokenBias.select, raising=False)
+        monkeypatch.setattr(TokenBias, "select", _select_nothing)
+    else:
+        argmax = accept._argmax
+        monkeypatch.setattr(accept, "_argmax", lambda logits: argmax(logits).clamp(min=0))
+    assert any(Episode(seed).run().differing for seed in range(30))
