@@ -194,7 +194,7 @@ def _special(path: Path) -> bool:
 
 
 def _new_partial(path: Path) -> Path:
-    """Create an empty file beside `path`, never through a link that somebody put there."""
+    """Create an empty file in the folder of `path`, never through a link that somebody put there."""
     target = path.resolve()
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     with suppress(FileNotFoundError):

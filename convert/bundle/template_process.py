@@ -86,7 +86,7 @@ class TemplateProcess:
 
     def _ask(self, line: bytes) -> dict[str, Any]:
         if self._process is not None and self._process.poll() is not None:
-            self._end()  # it was killed while nobody needed it
+            self._end()  # it was killed between two requests
         if self._process is None:
             self._start()
         try:

@@ -8,7 +8,8 @@ from importlib import import_module
 
 import click
 
-from d2sd.cli.report import ReportingGroup, noting_interrupts, report
+from d2sd.cli.report import ReportingGroup, report
+from d2sd.interrupts import noting_interrupts
 
 #: Function of a command, and module unless `MODULES` has it, have its name; texts are the first sentences of its help.
 COMMANDS = {

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from d2sd.errors import D2SDError
+from d2sd.interrupts import noting_interrupts
 from d2sd.io import printable
 
 #: Exit codes: the user's input or machine, a bug in d2sd (EX_SOFTWARE), Ctrl-C.
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 70, 130
 #: How to end an error of the system, by its number.
-_FIXES = {
-    errno.ENOSPC: "free some space, and run again",
-    errno.EDQUOT: "free some space within your quota, and run again",
-    errno.EFBIG: "raise the limit of file sizes, `ulimit -f`",
-}
+_FIXES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, and run again")
+_FIXES |= {errno.EFBIG: "raise the limit of file sizes, `ulimit -f`"}
 
 
 class Reporting(click.Command):
@@ -63,30 +57,6 @@ class Reporting(click.Command):
 
 class ReportingGroup(Reporting, click.Group):
     """The same for a group."""
-
-
-@contextmanager
-def noting_interrupts() -> Iterator[Callable[[], bool]]:
-    """Yield whether Ctrl-C was pressed inside the block, where it raises KeyboardInterrupt as always.
-
-    Libraries turn that into errors of their own, or swallow it and fail later, as an import does that finds half of
-    itself imported.
-    """
-    came = list[int]()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        signal.default_int_handler(number, frame)
-
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background job ignores it
-    usual = usual and threading.current_thread() is threading.main_thread()
-    if usual:
-        signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: bool(came)
-    finally:
-        if usual:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def report(error: BaseException) -> int:
