@@ -4,6 +4,10 @@ PyYAML parses the text into nodes, and this module turns them into values. PyYAM
 (where `off` is a boolean and 12:30 an integer), keep the last of two equal keys, and do not bound aliases.
 """
 
+# PyYAML's types may be missing where a user's type checker follows these sources.
+# mypy: disable-error-code="import-untyped"
+# mypy: allow-subclassing-any
+
 from __future__ import annotations
 
 import re

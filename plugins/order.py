@@ -6,7 +6,7 @@
 Triton's own sort is a bitonic network too, but its exchanges are sums of xor, which its interpreter runs element by
 element; here they are plain sums, which wrap around and so are exact.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
 from __future__ import annotations
 

@@ -35,10 +35,10 @@ def run(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     return run
 
 
-def test_generate(run: Run) -> None:
-    lines = [line for line in run("generate.py") if line]
-    assert len(lines) == 4
-    assert all(line.endswith("tokens per step]") for line in lines[1::2])
+def test_many_at_once(run: Run) -> None:
+    lines = run("many_at_once.py")
+    assert len({line.partition(": ")[0] for line in lines}) == len(lines) == 4
+    assert all(line.endswith("tokens per step]") for line in lines)
 
 
 def test_chat_stream(run: Run) -> None:
@@ -49,7 +49,7 @@ def test_chat_stream(run: Run) -> None:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"generate", "chat_stream"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"many_at_once", "chat_stream"}
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/index.md", "docs/python.md"])

@@ -21,8 +21,9 @@ def offline_transformers() -> ModuleType:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
+    logging: Any = transformers.utils.logging  # its functions have no types
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     module: ModuleType = transformers
     return module
 

@@ -44,7 +44,7 @@ Input = str | tuple[int, ...] | list[Message]
 
 
 def prompt_inputs(prompts: Prompt | Sequence[Prompt]) -> list[Input]:
-    """Make a list of one prompt or several. Raises `RequestError` for what is no prompt."""
+    """Make a list of one prompt or several. Raises `RequestError` for another type."""
     prompts = plain(prompts, 2)
     if isinstance(prompts, (str, Mapping)) or (_is_list(prompts) and prompts and _all_integers(prompts)):
         return [_prompt(prompts, "prompt")]
@@ -54,7 +54,7 @@ def prompt_inputs(prompts: Prompt | Sequence[Prompt]) -> list[Input]:
 
 
 def conversation_inputs(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Input]:
-    """Make a list of one conversation or several. Raises `RequestError` for what is neither."""
+    """Make a list of one conversation or several. Raises `RequestError` for another type."""
     if not _is_list(messages):
         raise RequestError(
             "This is not a conversation.",
@@ -68,14 +68,14 @@ def conversation_inputs(messages: Sequence[Message] | Sequence[Sequence[Message]
 
 
 def input_of(prompt: Prompt | Sequence[Message]) -> Input:
-    """Make an input of one prompt or one conversation. Raises `RequestError` for what is neither."""
+    """Make an input of one prompt or one conversation. Raises `RequestError` for another type."""
     if _is_list(prompt) and any(isinstance(one, Mapping) for one in prompt):
         return list(cast("Sequence[Message]", prompt))
     return _prompt(plain(prompt, 2), "prompt")
 
 
 def each_params(sampling: Sampling, count: int) -> list[SamplingParams | None]:
-    """Make a list of `count` sampling parameters. Raises `RequestError` for what is not one, or one for each."""
+    """Make a list of `count` sampling parameters. Raises `RequestError` for another type or another number of them."""
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling] * count
     params: list[SamplingParams | None] = list(sampling) if _is_list(sampling) else [None]

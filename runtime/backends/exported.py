@@ -4,6 +4,9 @@ A session runs a graph with named input and output tensors: `OnnxSession` on a C
 Embedding and head stay in PyTorch, because the models share them, and so does FlexDraft's calibration network.
 """
 
+# ONNX Runtime has no types, and may be missing where a user's type checker follows these sources.
+# mypy: disable-error-code="import-untyped,import-not-found"
+
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,8 @@
 """Grammars by llguidance: JSON schemas, regular expressions and Lark grammars over the tokens of one tokenizer."""
 
+# llguidance may be missing where a user's type checker follows these sources.
+# mypy: disable-error-code="import-not-found"
+
 from __future__ import annotations
 
 import json

@@ -17,7 +17,7 @@ to q's type.
 Shapes are those of `cascade_attention/triton/kernel.py`. WIDEN is for the interpreter, whose products of bf16 are
 wrong. Triton compiles this file's functions; mypy does not know their types.
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ tiles of one weight tile run side by side, so that W is read from memory once an
 WIDEN is for the interpreter, whose products of bf16 and FP8 are wrong. Triton compiles this file's function; mypy does
 not know its types.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Exponentials are of base 2, log2(e) folded into the scale of the scores. FP8 pag
 products, as in `from_pages`, so a row's K/V are the same before and after its commit. WIDEN is for the interpreter,
 whose products of bf16 are wrong. Triton compiles this file's functions; mypy does not know their types.
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
 
 from __future__ import annotations
 

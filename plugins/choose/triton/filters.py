@@ -4,7 +4,7 @@ Of a pool in registers each logit is compared with each. Of a whole row the smal
 its order, an int32: a turn reads the row, and both ends move on to logits that are there. Weights are the integers of
 the specification, so the kept set is the same, ties included.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Gumbel noise in registers: the integers are those of `d2sd.runtime.sampling.philox`, bit for bit."""
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
 from __future__ import annotations
 

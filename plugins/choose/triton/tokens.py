@@ -7,7 +7,7 @@
 Of equal scores the smaller token is chosen; NaN is the largest of all. A best score that is NaN or infinite stands for
 no token: `d2sd.runtime.sequence.NOT_FINITE`.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The accepted path, walked from the root by one program a request. The specification:
 `d2sd.runtime.speculation.accept.accept`.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ The specifications: `boundaries.chain_branches`, `Branches.blocks` and `mask_rej
 `policy.merged_branches`, all of `d2sd.runtime.speculation`. Sums of log-probabilities are fp64, as PyTorch's on a CPU.
 Shape letters as there: B requests, K branches, S slots after the anchor; capitals with P are powers of two.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
 from __future__ import annotations
 

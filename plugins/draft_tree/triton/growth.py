@@ -3,7 +3,7 @@
 Of equal scores the one of the better parent comes first, then the earlier candidate. A level and the best nodes of
 all levels are sorted lists in registers; the other columns are stored in `scratch` until the best are known.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Shape letters as in `d2sd.runtime.speculation.tree`, whose functions are the specification. Capitals with P are sizes
 rounded up to powers of two.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 state: int64 [3, R]: anchor, context length, and whether the row is active; a step has B ≤ R rows. One program takes all
 rows: a step's first kernel may read what its last one wrote in another row.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
 from __future__ import annotations
 

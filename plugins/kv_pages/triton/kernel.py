@@ -2,7 +2,7 @@
 
 Triton compiles this file's function; mypy does not know its types.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
 from __future__ import annotations
 

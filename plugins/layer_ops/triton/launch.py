@@ -3,14 +3,17 @@
 Triton launches on the current device: callers make the tensors' device the current one, once a pass.
 """
 
+# Triton has no types, and may be missing where a user's type checker follows these sources.
+# mypy: disable-error-code="import-untyped,import-not-found"
+
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from d2sd.plugins.layer_ops.heads import Heads

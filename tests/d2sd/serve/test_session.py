@@ -69,7 +69,7 @@ def in_thread(call: Callable[[], Any]) -> tuple[Thread, list[Any]]:
 
 def request(number: int) -> tuple[str, SamplingParams]:
     prompt = " ".join(f"w{3 + (number * step) % 29}" for step in range(1, 2 + number % 5))
-    return prompt, SamplingParams(temperature=number % 2, seed=number, max_tokens=3 + number % 7)
+    return prompt, SamplingParams(temperature=number % 2, seed=number, max_tokens=3 + number % 4)
 
 
 @pytest.mark.parametrize(
