@@ -32,7 +32,8 @@ def agent_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def behaving(body: ChatBody) -> ChatBody:
-    """A chat whose answer a grammar forces, where the client leaves the form free."""
+    """A chat whose answer a grammar forces, where the client leaves the form free; the same each time."""
+    body = body if body.seed is not None else body.model_copy(update={"seed": 1})
     if body.response_format is not None or body.structured_outputs is not None:
         return body
     if body.tools and body.tool_choice != "none" and body.messages[-1].role != "tool":

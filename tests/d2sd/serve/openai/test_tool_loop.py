@@ -73,7 +73,7 @@ def test_objects_are_closed_for_clients_that_ask(agent: Running, where: str) -> 
 
 def test_parse(agent: Running) -> None:
     class City(BaseModel):
-        population: int
+        capital: bool
 
     found = agent.openai.chat.completions.parse(
         model="tiny", messages=[USER], response_format=City, temperature=1.0, seed=1

@@ -14,7 +14,7 @@ ANSWERS = ("It is 21 degrees.", "It is cold.")
 
 
 class City(BaseModel):
-    population: int
+    capital: bool
 
 
 def weather(city: Literal["Oslo", "Rome"]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import instructor
 import openai
@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 
 class City(BaseModel):
-    population: int
     capital: bool
+    country: Literal["Norway", "Italy"]
 
 
 def main(url: str) -> None:

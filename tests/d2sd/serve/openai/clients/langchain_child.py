@@ -14,7 +14,7 @@ from pydantic import BaseModel
 class City(BaseModel):
     """A city."""
 
-    population: int
+    capital: bool
 
 
 def weather(city: Literal["Oslo", "Rome"]) -> str:

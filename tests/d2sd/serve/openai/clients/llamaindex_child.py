@@ -15,7 +15,7 @@ ANSWERS = ("It is 21 degrees.", "It is cold.")
 class City(BaseModel):
     """A city."""
 
-    population: int
+    capital: bool
 
 
 def weather(city: Literal["Oslo", "Rome"]) -> str:

@@ -15,7 +15,7 @@ TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": C
 
 
 class City(BaseModel):
-    population: int
+    capital: bool
 
 
 def main(url: str) -> None:
