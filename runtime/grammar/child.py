@@ -1,7 +1,7 @@
 """The program of the process that tries grammars; `trial.py` starts it. It imports nothing of d2sd.
 
-The first line of stdin describes the tokenizer; every other line is a grammar, which is answered by a line: why it is
-refused, or "". A grammar that takes more processor time than it may is answered by the end of this process.
+The first line of stdin describes the tokenizer and is answered by "ready"; every other line is a grammar, which is
+answered by a line: why it is refused, or "". This process ends with a grammar that takes too much processor time.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ def main() -> None:
     about = json.loads(sys.stdin.readline())
     tokenizer = LLTokenizer(about["definition"], n_vocab=about["vocab_size"], eos_token=about["end_tokens"])
     _limit_memory()
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
     for line in sys.stdin:
         grammar, limits, seconds, slowest = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process, inside llguidance too

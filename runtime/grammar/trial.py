@@ -43,11 +43,14 @@ class Trial:
         self._owner = 0  # its parent: not a fork of it
 
     def problem(self, grammar: str, limits: dict[str, Any], stop: Event | None = None) -> str:
-        """Why the grammar is refused, "" if it is fine. Raises Abandoned soon after `stop` is set."""
+        """Why the grammar is refused, "" if it is fine.
+
+        Raises Abandoned soon after `stop` is set, and D2SDError if no process can be started.
+        """
         with self._lock:
             if stop is not None and stop.is_set():
                 raise Abandoned("The grammar is not needed any more.")
-            process = self._started()
+            process = self._started(stop)
             done = False
             try:
                 assert process.stdin is not None
@@ -71,21 +74,50 @@ class Trial:
             self._finalizer()
             self._process = None
 
-    def _started(self) -> subprocess.Popen[str]:
-        if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
-            process = subprocess.Popen(
-                [sys.executable, _PROGRAM],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                encoding="utf-8",
-            )
+    def _started(self, stop: Event | None) -> subprocess.Popen[str]:
+        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
+            return self._process
+        ready, reason = False, "it ends, or does not answer"
+        try:
+            process = _start()
             self._process, self._owner = process, os.getpid()
             self._finalizer = weakref.finalize(self, _end, process, self._owner)
             assert process.stdin is not None
+            assert process.stdout is not None
             process.stdin.write(self._about)
-        return self._process
+            process.stdin.flush()
+            ready = _wait(process, stop) and process.stdout.readline() == "ready\n"
+        except OSError as error:  # there is no room for a process, or it ended before it had read anything
+            reason = str(error)
+        finally:
+            if not ready:
+                self.close()
+        if not ready:
+            raise D2SDError(
+                "The process that tries grammars does not start.",
+                where=_PROGRAM,
+                found=reason,
+                fix=f"run it: {_python()} {_PROGRAM}",
+            )
+        return process
+
+
+def _python() -> str:
+    """This environment's interpreter, in a program that embeds Python too, as Triton's does."""
+    own = Path(sys.executable or "")
+    return str(own) if own.name.startswith("python") else str(Path(sys.prefix, "bin", "python3"))
+
+
+def _start() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [_python(), _PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        text=True,
+        encoding="utf-8",
+    )
 
 
 def _wait(process: subprocess.Popen[str], stop: Event | None) -> bool:

@@ -11,6 +11,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import anyio
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from d2sd.errors import RequestError
 from d2sd.serve.async_engine import AsyncEngine
+from d2sd.serve.errors import DeadlineExceeded
 from d2sd.serve.openai import errors
 from d2sd.serve.openai.bounds import Bounds, bounded_route
 from d2sd.serve.openai.formats import ChatFormat, CompletionFormat, Format
@@ -128,13 +130,26 @@ class Server:
         self.bounds.check(body)
         facts = http.scope["state"]["facts"]
         facts |= {"model": self.settings.model, "stream": body.stream}
+        deadline, begun = body.deadline or self.settings.request_timeout, time.monotonic()
+        try:
+            with anyio.fail_after(deadline):
+                prepared = await self._prepared(http, body, encode)
+        except TimeoutError:
+            raise DeadlineExceeded("The request did not begin within its deadline.", where="deadline") from None
+        if deadline is not None:
+            deadline = max(deadline - (time.monotonic() - begun), 0.001)
+        return Generation(self.engine, self.metrics, prepared, facts, deadline, watch)
+
+    async def _prepared(
+        self, http: Request, body: GenerationBody, encode: Callable[..., list[EngineRequest]]
+    ) -> list[EngineRequest]:
+        """The requests of a body, with their grammars; the client's turns come first."""
         _, form = self.requests.form(body)
         if form is not None:
             await while_connected(http.receive, self._grammars.prepare(http.scope["state"]["client"], form))
         prepared = await self.tokenizing(http, encode, body)
         self.bounds.check_requests(prepared)
-        deadline = body.deadline or self.settings.request_timeout
-        return Generation(self.engine, self.metrics, prepared, facts, deadline, watch)
+        return prepared
 
 
 async def _events(generation: Generation, shape: Format, options: StreamOptions) -> AsyncIterator[dict[str, Any]]:

@@ -181,6 +181,17 @@ def test_counting_ends_at_the_bound() -> None:
     assert not module._has_more({"a": [1, {"b": 2}], "c": "d" * 100}, 5)
 
 
+def test_a_deadline_counts_the_wait_for_the_tokenizer(server: tuple[Running, Tokenizer]) -> None:
+    running, tokenizer = server
+    tokenizer.open.clear()
+    try:
+        response = running.http.post("/v1/completions", json={"prompt": "w5", "deadline": 0.05})
+    finally:
+        tokenizer.open.set()
+    assert is_error(response, 504)["code"] == "deadline_exceeded"
+    assert running.http.post("/v1/completions", json={"prompt": "w5", "max_tokens": 1}).status_code == 200
+
+
 def test_a_full_tokenizer_refuses_and_forgets_clients_that_have_gone(server: tuple[Running, Tokenizer]) -> None:
     """The tiny engine takes 8, and 2 may wait: so 11 requests have a place, one of them with the tokenizer."""
     running, tokenizer = server

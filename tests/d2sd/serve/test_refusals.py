@@ -279,8 +279,8 @@ def test_disconnected_clients_free_their_places_and_full_queues_refuse(tiny_bund
 def test_deadlines_and_a_failed_engine(tiny_bundle: Path) -> None:
     held = Held(tiny_bundle)
     with serving(tiny_bundle, held.engine, request_timeout=5.0) as server:
-        client = connect(server, TEXT | {"deadline": 0.01, "stream": True})
-        time.sleep(0.1)
+        client = connect(server, TEXT | {"deadline": 0.5, "stream": True})
+        time.sleep(0.6)
         held.open.set()
         wait_until(lambda: server.service.live == 0)
         client.settimeout(5)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from threading import Event, Timer
 
 import pytest
 
+from d2sd.errors import D2SDError
 from d2sd.runtime.grammar import trial as module
 from d2sd.runtime.grammar.guidance import _LIMITS, _definition
 from d2sd.runtime.grammar.trial import Abandoned, Trial
@@ -90,10 +93,32 @@ def test_work_that_nobody_waits_for_ends(trial: Trial, monkeypatch: pytest.Monke
 
 
 def test_a_process_that_is_too_slow_for_the_clock_is_ended(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial.problem(regex("a+"), _LIMITS)
     monkeypatch.setattr(module, "_PATIENCE", 0.1)
     monkeypatch.setattr(module, "SECONDS", 100.0)
     assert "more than 0.1 s" in trial.problem(schema(ENDLESS), _LIMITS)
     assert trial._process is None
+
+
+def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "child.py"
+    broken.write_text("import no_such_package")
+    for name, value in (("_PROGRAM", str(broken)), ("_python", lambda: str(tmp_path / "none"))):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            with pytest.raises(D2SDError, match="does not start"):
+                trial.problem(regex("a+"), _LIMITS)
+    assert trial.problem(regex("a+"), _LIMITS) == ""
+
+
+@pytest.mark.parametrize("name", ["", "/opt/triton_python_backend_stub"])
+def test_a_program_that_embeds_python_finds_the_interpreter(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", name)
+    assert trial.problem(regex("a+"), _LIMITS) == ""
 
 
 def test_memory_is_bounded(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
