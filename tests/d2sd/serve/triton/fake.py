@@ -31,6 +31,7 @@ class Tensor:
 
 class TritonError:
     INTERNAL, INVALID_ARG, UNAVAILABLE, CANCELLED = "internal", "invalid", "unavailable", "cancelled"
+    UNSUPPORTED = "unsupported"
 
     def __init__(self, message: str, code: str) -> None:
         self.message, self.code = message, code

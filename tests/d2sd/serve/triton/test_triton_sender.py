@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from d2sd.errors import RequestError
+from d2sd.errors import D2SDError, RequestError
+from d2sd.serve.triton.errors import describe
 from d2sd.serve.triton.sender import Sender
 from tests.d2sd.serve.triton.fake import ResponseSender, pb_utils
 
@@ -21,3 +22,9 @@ def test_nothing_is_asked_of_triton_after_the_last_response() -> None:
     sender.fail(RequestError("late"))
     sender.send({"text_output": np.array([b"b"], np.object_)}, final=True)
     assert triton.sent.qsize() == 2
+
+
+def test_an_error_of_ours_keeps_its_text() -> None:
+    missing = D2SDError("Structured output needs llguidance.", fix="pip install 'd2sd[structured]'")
+    assert describe(missing) == (str(missing), "UNSUPPORTED")
+    assert describe(KeyError("x")) == ("The model failed to process the request.", "INTERNAL")
