@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import click
@@ -73,6 +74,26 @@ def test_every_page_is_in_the_navigation_once() -> None:
     listed = [page for section in sections for pages in section.values() for page in pages]
     present = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if DATED not in path.parents]
     assert sorted(listed) == sorted(present)
+
+
+def test_the_site_s_footer_names_the_version() -> None:
+    footer = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["copyright"]
+    assert footer.startswith(f"d2sd {version('d2sd')},")
+
+
+def test_rows_of_the_ledger_are_answered_or_not_yet_run() -> None:
+    """Every row has a question, a command and an answer; missing numbers are explained."""
+    text = (DOCS / "gpu.md").read_text("utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:3] > "| 0"]
+    numbered = {int(row[0]): row[1:] for row in rows if row[0].isdigit()}
+    assert len(numbered) > 20
+    assert all(len(row) == 3 and all(row) for row in numbered.values())
+    for number in set(range(1, max(numbered) + 1)) - numbered.keys():
+        assert f"Row {number} asked" in text
+    if all(row[2] == "not yet run" for row in numbered.values()):
+        assert "**Nothing on this list has run on a GPU yet.**" in text
+    else:
+        assert "Nothing on this list" not in text
 
 
 def test_the_readme_is_two_screens() -> None:

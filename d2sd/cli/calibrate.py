@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from d2sd.calibration import write_calibration
-from d2sd.cli.options import FilePath, bundle_argument, held_out_option
+from d2sd.cli.options import FilePath, bundle_argument, device_option, held_out_option
 from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.load import load_bundle
 from d2sd.convert.bundle.serving import chat_request
@@ -26,9 +26,16 @@ from d2sd.train.confidence.fit import fingerprints, fit_calibration
     "--count", type=click.IntRange(1), default=24, show_default=True, help="Prompts of each file, the last ones."
 )
 @click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True)
+@device_option
 @click.option("--out", type=FilePath, required=True, help="File to write; the recipe names it in drafters.calibration.")
 def calibrate(
-    bundle: Path, prompts: tuple[Path, ...], exclude: Path | None, count: int, max_new_tokens: int, out: Path
+    bundle: Path,
+    prompts: tuple[Path, ...],
+    exclude: Path | None,
+    count: int,
+    max_new_tokens: int,
+    device: str,
+    out: Path,
 ) -> None:
     """Fit the drafters' confidence to what BUNDLE's target accepts.
 
@@ -43,7 +50,7 @@ def calibrate(
     weights = fingerprints(loaded)
     texts = [text for path in prompts or (OWN_PROMPTS,) for text in last_prompts(path, exclude, count)]
     requests = [chat_request(loaded, text, SamplingParams(), max_new_tokens) for text in texts]
-    found = fit_calibration(loaded, weights, requests)
+    found = fit_calibration(loaded, weights, requests, device)
     write_calibration(out, found)
     for name, value in found.report.items():
         click.echo(f"{name:55}{value:g}")

@@ -67,7 +67,7 @@ def reliability(diagram: Axes, counts: Axes, lines: Sequence[tuple[Line, Sequenc
     """Draw observed over predicted acceptance into `diagram`, tokens per bin into `counts`.
 
     `lines`: method, its ten bins, their expected calibration error; a line without an error has no tokens. Bins of
-    fewer than LEAST_SAMPLES tokens are pale points beside the curve.
+    fewer than LEAST_SAMPLES tokens are pale points off the curve.
     """
     from matplotlib.ticker import LogLocator, NullLocator
 

@@ -1,7 +1,7 @@
 """The steps of an answer as events, each with its tree as SVG, and the page at / that shows them.
 
-A step has one policy for all its requests, so a policy that a visitor chooses serves steps in which the visitor's
-request is the only one: it changes no text, and nobody else's speed.
+A step has one policy for all its requests, so a policy that a visitor chooses serves only steps without other requests:
+it changes no text, and no other client's speed.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ FLAGS = {
         *("bundle", "-p", "--prompt", "--policy", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed"),
         *("--stop", "--raw", "--stats", "--show-tree", "--tree-svg", "--html", "--device", "--executor"),
     },
-    "calibrate": {"bundle", "--prompts", "--exclude", "--count", "--max-new-tokens", "--out"},
+    "calibrate": {"bundle", "--prompts", "--exclude", "--count", "--max-new-tokens", "--device", "--out"},
     "capacity": {
         *("source", "--gpu", "--rate", "--prompt-tokens", "--output-tokens", "--ttft", "--itl", "--max-batch"),
         *("--policy", "--tau", "--efficiency", "--out"),
