@@ -15,8 +15,6 @@ from typing import Any
 
 import httpx
 import pytest
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from benchmarks.attack.send import NOT_SENT, fuzz
 from benchmarks.load.answers import check_answers, reference
@@ -38,7 +36,6 @@ from d2sd.bench.latency import Slo
 from d2sd.bench.provenance import provenance
 from d2sd.errors import D2SDError
 from d2sd.serve.openai.run import listen
-from d2sd.viz import plot_style as style
 from tests.d2sd.serve.conftest import build_tiny
 from tests.d2sd.serve.http import Running, serving
 
@@ -117,25 +114,6 @@ def test_gains_are_medians_of_pairs(tmp_path: Path) -> None:
     assert cells[1].figures.seconds == 1.0
     assert markdown(result).count("| prompts, ") == 3
     assert write_plots(Result.model_validate_json(result.model_dump_json()), tmp_path) == [tmp_path / "concurrency.png"]
-
-
-def test_the_prefix_cache_s_plot_names_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    titles: list[str] = []
-    panels: list[Axes] = []
-
-    def finish(figure: Figure, title: str, path: Path) -> None:
-        titles.append(title)
-        panels.extend(figure.axes)
-
-    monkeypatch.setattr(style, "finish", finish)
-    run = Run(samples=[Sample.of(reply([(1.0, 1), (2.0, 1)], 2.0))] * 3000, seconds=1.0, cpu_seconds=1.0)
-    cells = [Cell.of(Key(Variant("auto", cached), "prefix", 1), [run], SLO) for cached in (False, True)]
-    made = Result(provenance=provenance({"name": "tiny"}, "cpu"), settings={}, slo=SLO, cells=cells)
-    write_plots(made, tmp_path)
-    assert titles == ["Prefix cache on and off: shared system prompt"]
-    names = [f"shared system prompt,\ncache {state}" for state in ("off", "on")]
-    assert [tick.get_text() for tick in panels[0].get_xticklabels()] == names
-    assert panels[1].yaxis.get_major_formatter()(12000) == "12,000"
 
 
 # -- loads -------------------------------------------------------------------------------------------------------------

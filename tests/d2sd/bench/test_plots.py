@@ -112,7 +112,7 @@ def test_acceptance_lines(tmp_path: Path, figures: list[Figure]) -> None:
     plot_acceptance(made, tmp_path)
     joint, conditional = map(curves, figures[0].axes)
     assert joint == {"chain, 8 rows": ([1, 2], [0.5, 0.5]), "d2sd, 64 rows": ([1, 2, 3], [1.0, 0.5, 0.5])}
-    assert conditional["d2sd, 64 rows"] == ([1, 2], [1.0, 0.5]), "of the 58 steps, 29 came to the third token"
+    assert conditional["d2sd, 64 rows"] == ([1.0, 2.0], [1.0, 0.5]), "of the 58 steps, 29 came to the third token"
     assert not conditional["chain, 8 rows"][0]
     plot_acceptance(result(cell("chain", [3, 1])), tmp_path)
     assert len(figures[1].axes) == 1, "an empty panel"
