@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,9 @@ def attack(plan: Plan, wanted: list[tuple[Kind, int]], plain_server: Server | No
     return {
         "seed": plan.seed,
         "servers": len(sieges),
-        "quiet": vars_of(quiet),
-        "limit_s": plan.slowdown * quiet.p50,
-        "under_attack": vars_of(
+        "quiet": asdict(quiet),
+        "limit_s": allowed(plan, quiet),
+        "under_attack": asdict(
             Delays.of([visit for phase in phases if not phase.kind.fills for visit in phase.visits])
         ),
         "answers_compared": compared,
@@ -87,18 +88,22 @@ def scene_of(plan: Plan) -> Scene:
     return Scene(config["vocab_size"], manifest["recipe"]["limits"]["max_context"])
 
 
-def vars_of(delays: Delays) -> dict[str, float]:
-    return {name: getattr(delays, name) for name in ("count", "p50", "p99", "worst")}
+def allowed(plan: Plan, quiet: Delays) -> float:
+    """Seconds that an honest client may wait for its first token.
+
+    On a machine so busy that they wait longer without an attack, their quiet p99: such a run proves less.
+    """
+    return max(plan.slowdown * quiet.p50, quiet.p99)
 
 
 def judge_delays(plan: Plan, sieges: list[Siege], quiet: Delays) -> list[str]:
     """Give every phase its honest clients and judge their delays; the faults of the whole attack."""
-    limit, judged = plan.slowdown * quiet.p50, []
+    limit, judged = allowed(plan, quiet), []
     for siege in sieges:
         for phase in siege.phases:
             phase.visits = verdicts.during(siege.visits, phase.begin, phase.end)
             bound = max(limit, plan.timeout) if phase.kind.fills else limit
-            phase.faults += verdicts.of_delays(phase.kind.name, Delays.of(phase.visits), bound)
+            phase.faults += verdicts.of_class(phase.kind.name, Delays.of(phase.visits), bound)
             judged += [] if phase.kind.fills else phase.visits
     return verdicts.of_delays("the whole attack", Delays.of(judged), limit) if judged else []
 

@@ -29,7 +29,14 @@ def _bad_words(draw: random.Random, scene: Scene) -> Case:
     """Many bad words and a long one: as a table, entries times the longest word."""
     long = (draw.choice(WORDS[:9]) + " ") * size(draw, 500, 40_000)
     many = [f"{draw.choice(WORDS)}{n}" for n in range(size(draw, 200, 60_000))]
-    return Case.of(scene.completion(draw, bad_words=draw.choice(([long, *many], many, [long] * 8, [*many, long]))))
+    return Case.of(
+        scene.completion(
+            draw,
+            bad_words=draw.choice(
+                ([long, *many], many, [long] * 8, [*many, long], ["\ud800"], ["\x00", "\ufffd", " "])
+            ),
+        )
+    )
 
 
 def _logit_bias(draw: random.Random, scene: Scene) -> Case:

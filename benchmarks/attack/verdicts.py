@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -31,6 +31,8 @@ _OF_ONE_SERVER = {
     "input_tokens_details",
     "output_tokens_details",
 }
+#: Of a class a stall is a delay above this many times the limit.
+_STALL = 3
 #: Difference of two log-probabilities that rounding may make.
 _ROUNDING = 1e-4
 
@@ -41,16 +43,18 @@ class Delays:
 
     count: int = 0
     p50: float = 0.0
+    p90: float = 0.0
     p99: float = 0.0
     worst: float = 0.0
 
     @staticmethod
     def of(visits: Sequence[Visit]) -> Delays:
-        """The p99 is the smallest delay that at least 99 % of the visits do not exceed: of few visits, the worst."""
+        """The p99 is the smallest delay that at least 99 % of the visits do not exceed: of few visits the worst."""
         found = sorted(visit.delay for visit in visits)
         if not found:
             return Delays()
-        return Delays(len(found), median(found), found[math.ceil(0.99 * len(found)) - 1], found[-1])
+        p90, p99 = (found[math.ceil(share * len(found)) - 1] for share in (0.9, 0.99))
+        return Delays(len(found), median(found), p90, p99, found[-1])
 
 
 def during(visits: Sequence[Visit], begin: float, end: float) -> list[Visit]:
@@ -71,12 +75,22 @@ def of_statuses(sent: Sequence[Sent]) -> list[str]:
 
 
 def of_delays(where: str, delays: Delays, limit: float) -> list[str]:
-    """Honest clients that waited too long, or that were not served at all."""
+    """Honest clients of a whole attack that waited too long (p99), or that were not served at all."""
     if not delays.count:
         return [f"{where}: no honest client was served"]
     if delays.p99 <= limit:
         return []
     return [f"{where}: honest clients wait {delays.p99:.2f} s for their first token (p99), {limit:.2f} s are allowed"]
+
+
+def of_class(where: str, delays: Delays, limit: float) -> list[str]:
+    """Honest clients that wait too long beside a class: many of them (p90), or one for several times the limit.
+
+    Of the few visits of one class the p99 is the worst, which chance makes long in some class of many.
+    """
+    if not delays.count or delays.p90 > limit or delays.worst > _STALL * limit:
+        return of_delays(where, replace(delays, p99=max(delays.p90, delays.worst)), limit)
+    return []
 
 
 def of_visits(visits: Sequence[Visit], texts: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.attack import plain, verdicts
-from benchmarks.attack.__main__ import attack
+from benchmarks.attack.__main__ import allowed, attack
 from benchmarks.attack.case import Case, Kind, Scene
 from benchmarks.attack.neighbours import Visit, read
 from benchmarks.attack.plan import EXPENSIVE, MALFORMED, Plan, shares
@@ -90,6 +90,20 @@ def test_one_slow_neighbour_in_a_hundred_is_allowed_two_are_not() -> None:
     assert "wait 9.00 s" in verdicts.of_delays("x", Delays.of([*quick, visit(9.0), visit(9.0)]), 0.3)[0]
     assert verdicts.of_delays("x", Delays.of([visit(0.4)]), 0.3)
     assert verdicts.of_delays("x", Delays.of([]), 0.3) == ["x: no honest client was served"]
+
+
+def test_a_class_is_blamed_for_many_delays_or_a_stall() -> None:
+    quick = [visit(0.1)] * 19
+    assert verdicts.of_class("x", Delays.of([*quick, visit(0.8)]), 0.3) == []
+    assert "wait 0.95 s" in verdicts.of_class("x", Delays.of([*quick, visit(0.95)]), 0.3)[0]
+    assert "wait 0.40 s" in verdicts.of_class("x", Delays.of([*quick, *[visit(0.4)] * 3]), 0.3)[0]
+    assert verdicts.of_class("x", Delays.of([]), 0.3)
+
+
+def test_the_limit_of_a_busy_machine_is_its_quiet_p99(tmp_path: Path) -> None:
+    plan = Plan(tmp_path, tmp_path, slowdown=3.0)
+    assert allowed(plan, Delays(100, 0.1, 0.1, 0.2, 0.9)) == pytest.approx(0.3)
+    assert allowed(plan, Delays(100, 0.1, 0.1, 0.5, 0.9)) == 0.5
 
 
 def test_a_neighbour_without_an_answer_has_waited_until_the_end() -> None:
