@@ -51,7 +51,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 @pytest.mark.subprocess
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_mypy_finds_the_users_mistakes_alone(tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     (packages,) = (tmp_path / "venv").glob("lib/*/site-packages")
