@@ -72,7 +72,7 @@ def encode_turns(
     _check_calls(turns)
     if tools or any(turn.get("tool_calls") or turn.get("role") == "tool" for turn in turns):
         try:
-            able = _abilities(tokenizer, str(tokenizer.chat_template), json.dumps(template, sort_keys=True))
+            able = _abilities(tokenizer, str(tokenizer.chat_template))
             turns = [_native(turn, able) for turn in turns] if able.calls else _written_out(turns)
             if tools and not able.tools:
                 turns, tools = _introduced(turns, tools), None
@@ -100,14 +100,14 @@ def _check_calls(turns: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-@lru_cache(maxsize=64)
-def _abilities(tokenizer: Any, chat_template: str, template: str) -> Abilities:
-    """Probe a chat template with these variables, a JSON object; `chat_template` is the text of the tokenizer's."""
+@lru_cache(maxsize=8)
+def _abilities(tokenizer: Any, chat_template: str) -> Abilities:
+    """Probe the chat template of a tokenizer, whose text is `chat_template`, once: without variables of a request."""
 
     def shows(needle: str, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None) -> bool:
         """Tell whether the text in quotes is in the prompt, neither escaped nor as Python prints it."""
         try:
-            ids = encode_chat(tokenizer, messages, json.loads(template), "chat_template", tools)
+            ids = encode_chat(tokenizer, messages, {}, "chat_template", tools)
         except RequestError:
             return False
         text = tokenizer.decode(ids)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from d2sd.convert.bundle import turns
+from d2sd.convert.bundle.chat import encode_chat
 from d2sd.convert.bundle.turns import encode_turns
 from d2sd.errors import RequestError
 from d2sd.serve.tools import parse_tool_calls
@@ -94,8 +96,8 @@ def test_a_template_that_lists_tools_but_ignores_calls() -> None:
 @pytest.mark.parametrize("template", [CHATML, QWEN, DEEPSEEK, PRINTING, LISTING])
 @pytest.mark.parametrize("content", [None, ""])
 def test_null_is_empty_text(template: str, content: str | None) -> None:
-    turns = [USER, {"role": "assistant", "content": content}, USER]
-    assert shown(template, turns) == shown(template, [USER, {"role": "assistant", "content": ""}, USER])
+    said = [USER, {"role": "assistant", "content": content}, USER]
+    assert shown(template, said) == shown(template, [USER, {"role": "assistant", "content": ""}, USER])
     assert "None" not in shown(template, [USER, ASKED | {"content": content}, RESULT, USER])
 
 
@@ -111,6 +113,21 @@ def test_arguments_that_are_no_json_are_shown_as_they_are() -> None:
     cut = CALL | {"function": {"name": "weather", "arguments": '{"city": "Os'}}
     for template in (CHATML, QWEN):
         assert json.dumps('{"city": "Os') in shown(template, [USER, ASKED | {"tool_calls": [cut]}])
+
+
+def test_a_template_is_probed_once_whatever_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered = []
+
+    def counted(*given: Any) -> list[int]:
+        rendered.append(given)
+        return encode_chat(*given)
+
+    monkeypatch.setattr(turns, "encode_chat", counted)
+    tokenizer = copy(tokens.tokenizer())
+    tokenizer.chat_template = QWEN
+    for number in range(3):
+        encode_turns(tokenizer, LOOP, {"variable": number}, "here", [TOOL])
+    assert len(rendered) == 3 + 2  # one probe for tools, one for calls
 
 
 @pytest.mark.parametrize("calls", [[5], "call", [{}], [{"function": {}}], [{"function": 5}], {"name": "f"}])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from d2sd import LLM
+from d2sd import LLM, SamplingParams
 from tests.d2sd.serve.http import Running
 from tests.d2sd.serve.openai.conftest import ANSWERS, SCHEMA
 
@@ -53,7 +53,7 @@ def test_the_python_api_takes_the_same_turns(agent_bundle: Any) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     turns = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "21"}]
     with LLM(agent_bundle) as llm:
-        assert llm.chat(turns, tools=[TOOL])[0].finish_reason in ("stop", "length")
+        assert llm.chat(turns, SamplingParams(max_tokens=2), tools=[TOOL])[0].finish_reason in ("stop", "length")
 
 
 @pytest.mark.parametrize("where", ["response_format", "tool"])
