@@ -23,6 +23,7 @@ from benchmarks.load.direct import compare_policies
 from benchmarks.load.dynamo import DynamoClient
 from benchmarks.load.figures import Figures, Sample
 from benchmarks.load.guests_http import HttpGuests
+from benchmarks.load.health import bad_lines
 from benchmarks.load.plots import write_plots
 from benchmarks.load.report import markdown
 from benchmarks.load.result import Cell, Key, Result, Run, Variant
@@ -31,7 +32,7 @@ from benchmarks.load.traffic import closed_loop, open_loop
 from benchmarks.load.triton import triton_code
 from benchmarks.load.workloads import multi_turn, shared_prefix, single
 from benchmarks.serving import Benchmark
-from benchmarks.soak import bad_lines, growth
+from benchmarks.soak import growth
 from d2sd.bench.latency import Slo
 from d2sd.bench.provenance import provenance
 from d2sd.errors import D2SDError
