@@ -35,6 +35,8 @@ from d2sd.io import read_text, write_text
 
 #: Tokens of an honest answer, and questions of the honest clients before a server that replaces another is attacked.
 _TOKENS, _REPLACED = 8, 12
+#: Parts of the result that are not printed as they are.
+_LONG = ("classes", "memory", "faults")
 
 
 def attack(plan: Plan, wanted: list[tuple[Kind, int]], plain_server: Server | None = None) -> dict[str, Any]:
@@ -152,20 +154,7 @@ def main(
     result = attack(made, shares(expensive, malformed, only))
     write_text(out / "attack.json", json.dumps(result, indent=1) + "\n")
     click.echo(table([row(one) for one in result["classes"]]))
-    click.echo(
-        {
-            name: result[name]
-            for name in (
-                "quiet",
-                "limit_s",
-                "under_attack",
-                "servers",
-                "answers_compared",
-                "honest_answers",
-                "honest_refused",
-            )
-        }
-    )
+    click.echo(json.dumps({name: value for name, value in result.items() if name not in _LONG}, indent=1))
     if result["faults"]:
         for fault, count in Counter(result["faults"]).most_common(60):
             click.echo(f"{count:4} x {fault}")

@@ -7,7 +7,6 @@ import re
 import socket
 import struct
 import time
-from collections import Counter
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -71,19 +70,6 @@ async def send(
 
     await asyncio.gather(*(sender() for _ in range(min(kind.at_once, len(numbers)))))
     return sent
-
-
-async def fuzz(url: str, seed: int, requests: int) -> tuple[Counter[str], list[str]]:
-    """A few malformed requests of every class: outcomes by name, and the faults."""
-    from benchmarks.attack import malformed, sockets, verdicts
-
-    scene, outcomes, faults = Scene(vocab=100, context=256), Counter[str](), list[str]()
-    for kind in (*malformed.KINDS, *sockets.KINDS):
-        share = -(-requests // (len(malformed.KINDS) + len(sockets.KINDS)))
-        sent = await send(url, kind, range(share), seed, scene, 60.0, 600.0)
-        outcomes.update(f"{kind.name}: {one.outcome}" for one in sent)
-        faults += verdicts.of_statuses(sent)
-    return outcomes, faults
 
 
 async def _outcome(client: httpx.AsyncClient, url: str, case: Case, timeout: float) -> tuple[str, bytes, str]:

@@ -7,15 +7,15 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
 import httpx
 
 from benchmarks.attack import verdicts
-from benchmarks.attack.case import CHAT, Kind, Scene
+from benchmarks.attack.case import CHAT, Case, Kind, Scene
 from benchmarks.attack.neighbours import Neighbours, Visit
 from benchmarks.attack.plan import Plan
 from benchmarks.attack.send import Sent, send
@@ -23,6 +23,7 @@ from benchmarks.attack.verdicts import Delays
 from benchmarks.attack.watch import Watch, kill
 from benchmarks.load.health import bad_lines, idle_pages
 from benchmarks.load.server import Server
+from d2sd.errors import D2SDError
 
 #: Series of /metrics that appear with the first request of their kind.
 _NEW_SERIES = 40
@@ -106,7 +107,8 @@ class Siege:
 
     def calm(self, count: int) -> Delays:
         """Wait for `count` quiet answers; from then on memory, metrics and pages are compared with these."""
-        self._answered(0.0, count, 60 + 10 * count)
+        if not self._answered(0.0, count, 60 + 10 * count):
+            raise D2SDError("The server does not answer its honest clients.", where=self.log)
         found = asyncio.run(idle_pages(self.server, timeout=0))
         self._series = self._count_series()
         self._pages = self.server.metrics() | found
@@ -124,6 +126,8 @@ class Siege:
         serves = self._answered(time.monotonic(), plan.clients, plan.timeout) and self._rests(plan.timeout)
         phase.end, phase.peak = time.monotonic(), self.watch.peak(phase.begin)
         phase.faults += verdicts.of_statuses(phase.sent)
+        # a body of megabytes is kept only where its answer will be compared
+        phase.sent = [one if one.answer else replace(one, case=Case()) for one in phase.sent]
         if self.watch.killed:
             phase.faults.append(f"{kind.name}: the server took {phase.peak >> 20} MiB and was killed")
         elif self._ended():
@@ -172,17 +176,17 @@ class Siege:
         while self.neighbours.since(since) < count:
             if self._ended() or time.monotonic() > last:
                 return False
-            time.sleep(0.05)
+            time.sleep(0.2)
         return True
 
     def _rests(self, timeout: float) -> bool:
         """Wait until the honest clients' requests are the only ones: what follows is not the fault of this class."""
         last = time.monotonic() + timeout
         while not self._ended() and time.monotonic() < last:
-            metrics = self.server.metrics()
-            busy = metrics["d2sd_num_requests_running"] + metrics["d2sd_num_requests_waiting"]
-            if busy <= self.plan.clients:
-                return True
+            with suppress(httpx.TransportError):  # a server that hangs or ends
+                metrics = self.server.metrics()
+                if metrics["d2sd_num_requests_running"] + metrics["d2sd_num_requests_waiting"] <= self.plan.clients:
+                    return True
             time.sleep(0.1)
         return False
 

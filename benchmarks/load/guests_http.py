@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.attack.send import fuzz
+from benchmarks.attack.fuzz import fuzz
 from benchmarks.load.client import Reply, error_of
 from benchmarks.load.guests import Guests
 

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.attack.send import NOT_SENT, fuzz
+from benchmarks.attack.fuzz import fuzz
+from benchmarks.attack.send import NOT_SENT
 from benchmarks.load.answers import check_answers, reference
 from benchmarks.load.client import HttpClient, Reply, error_of
 from benchmarks.load.direct import compare_policies
