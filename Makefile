@@ -11,7 +11,8 @@ CONSTRAINTS := constraints/tested.txt
 # Modules are compiled when first imported: compiling all of torch takes as long as installing it. Their bytecode is kept
 # even where the environment forbids it: the tests start hundreds of processes, and each would compile torch again.
 unexport PYTHONDONTWRITEBYTECODE
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS)
+# An editable install is a path, which type checkers follow too.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --config-settings editable_mode=compat
 
 .PHONY: demo test fast-tests test-slow engines lint verify gpu-suite kernels ptx consumers triton-test client-test dynamo-test dynamo-schema bench bench-serving peers fleet soak soak-steps eval train ablation train-gpu data wheel docs clean
 

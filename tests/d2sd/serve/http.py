@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from d2sd.convert.bundle.load import load_bundle
 from d2sd.convert.bundle.serving import make_engine
 from d2sd.runtime.engine import Engine
-from d2sd.serve.openai.app import create_app
+from d2sd.serve.openai.app import Server, create_app
 from d2sd.serve.openai.run import make_server
 from d2sd.serve.openai.settings import ServerSettings
 
@@ -26,7 +26,8 @@ class Running:
     """A server that accepts connections."""
 
     def __init__(self, url: str, app: FastAPI, key: str) -> None:
-        self.app, self.url, self.server = app, url, app.state.server
+        self.app, self.url = app, url
+        self.server: Server = app.state.server
         self.service, self.engine = self.server.engine, self.server.engine.engine
         self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
         self.async_openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)

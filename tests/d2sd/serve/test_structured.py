@@ -123,7 +123,7 @@ def test_one_grammar_for_a_form(llm: LLM) -> None:
 
 
 def test_a_refusal_is_remembered(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    bundle, _ = llm._open()
+    bundle, _ = llm._session.open()
     compiler, count, compiled = GrammarCompiler(bundle), 0, structured._compile
 
     def counted(*arguments: Any) -> Any:
@@ -149,7 +149,7 @@ def test_a_refusal_is_remembered(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_answers_have_shown_about_a_grammar(llm: LLM) -> None:
     """A worn one is compiled again; one whose masks take too long is refused."""
-    bundle, _ = llm._open()
+    bundle, _ = llm._session.open()
     compiler, form = GrammarCompiler(bundle), StructuredOutputsParams(regex="[ab]+")
     first = compiler.compile(form)
     first.worn = True
