@@ -215,7 +215,8 @@ class ModelRunner:
         assert verified.behind is not None
         of_rows, last = torch.arange(len(batch.anchor), device=batch.anchor.device), accepted.count - 1
         hidden = verified.behind[of_rows, accepted.path[of_rows, last]]
-        anchor = self.target.embed_tokens(accepted.tokens[of_rows, last].clamp(min=0))  # below 0: the request ends
+        # not a call of the table, which refuses numbers below 0: there the request ends, and any row will do
+        anchor = self.target.embed_tokens.weight[accepted.tokens[of_rows, last]]
         return self._flex_candidates(hidden, anchor, batch.context_len + accepted.count, batch.sampling, width)
 
     @property

@@ -134,10 +134,10 @@ FLAGS = ("ignore_eos", "include_stop_str_in_output")
 LISTS = ("stop", "bad_words", "stop_token_ids", "logit_bias")
 OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs")
 WRONG: dict[tuple[str, ...], list[Any]] = {
-    FLOATS: ["1", True, None, [1.0], 1j, b"1", np.array([0.5, 0.5]), object(), float("nan"), 10**400],
-    INTEGERS: ["1", True, 1.5, 1.0, [1], np.float64(1), np.True_, object(), float("inf")],
+    FLOATS: ["1", True, None, [1.0], 1j, b"1", np.array([0.5, 0.5]), ..., float("nan"), 10**400],
+    INTEGERS: ["1", True, 1.5, 1.0, [1], np.float64(1), np.True_, ..., float("inf")],
     FLAGS: ["yes", 1, 0.0, None, [], np.int64(1)],
-    LISTS: [5, 0.5, True, object(), None, [None], [[1]], {1: "a"}, {"a": 1}, np.array([0.5])],
+    LISTS: [5, 0.5, True, ..., None, [None], [[1]], {1: "a"}, {"a": 1}, np.array([0.5])],
     ("stop", "bad_words"): [[5], b"a", ["a", None], [b"a"], {"a"}],
     ("stop_token_ids",): ["12", [1.0], ["1"], [True], np.array(1)],
     ("logit_bias",): [[(1, 2.0)], {1.5: 1}, {1: True}, {True: 1}, {1: None}, {1: float("nan")}, {None: 1}],
