@@ -20,7 +20,7 @@ MAX_LOGPROBS = 20
 PENALTIES = 0.01, 100.0
 
 # What a request carries is bounded, because the engine's thread works on it between two steps of everybody. The bounds
-# lie far above what OpenAI's API takes (4 stop strings, 300 biases) and what users of vLLM send.
+# are far above what OpenAI's API takes (4 stop strings, 300 biases) and what users of vLLM send.
 
 #: Biases of a request: enough to ban a script from a large vocabulary; a step adds all of them.
 MAX_LOGIT_BIAS = 32_768

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from d2sd.errors import D2SDError, GenerationError
 from d2sd.runtime.grammar.grammar import Matcher, advance
 from d2sd.runtime.request import Request
 from d2sd.runtime.stats import SequenceStats
 from d2sd.runtime.text import TextStream
-
-if TYPE_CHECKING:
-    from d2sd.runtime.sampling.bias import Entries
 
 #: In place of a token: the target's logits have no largest finite number (one is NaN or +inf, or all are -inf).
 NOT_FINITE = -1
@@ -69,7 +66,7 @@ class Sequence:
     error: D2SDError | None = None  # set by append and fail
     matcher: Matcher | None = field(init=False)  # advanced by append
     stop_tokens: list[int] = field(init=False, repr=False)  # the request's, sorted
-    bias: Entries | None = field(default=None, repr=False)  # of its parameters, on the device; set by the first step
+    bias: Any = field(default=None, repr=False)  # `Entries` of its parameters, on the device; set by the first step
     stats: SequenceStats = field(default_factory=SequenceStats)
     carried: tuple[int, SequenceOf[int]] | None = field(default=None, repr=False)  # see `next_draft`; set by carry
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer, if asked; grows in append

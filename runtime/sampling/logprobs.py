@@ -60,9 +60,9 @@ def unpack_logprobs(rows: Tensor, tokens: list[int]) -> list[TokenLogprobs]:
 
 
 class PromptLogprobs(SequenceOf[TokenLogprobs]):
-    """Log-probabilities of a prompt, 16 bytes a reported token; they become objects for who reads them.
+    """Log-probabilities of a prompt, 16 bytes a reported token.
 
-    That is no work of the engine's thread, where all requests would wait for it.
+    An entry becomes an object when it is read: the engine's thread, for which all requests wait, makes none.
     """
 
     def __init__(self) -> None:
