@@ -1,13 +1,21 @@
 """Damaged inputs by the thousand: every recipe, checkpoint and bundle ends in a result or a message, never a traceback.
 
-    python benchmarks/fuzz_inputs.py recipes recipes/smollm2-135m.yaml --count 20000
-    python benchmarks/fuzz_inputs.py checkpoints PROJECT/recipe.yaml --count 3000
-    python benchmarks/fuzz_inputs.py bundles BUNDLE --count 3000
+    python -m benchmarks.fuzz_inputs recipes recipes/smollm2-135m.yaml --count 20000
+    python -m benchmarks.fuzz_inputs checkpoints PROJECT/recipe.yaml --count 3000
+    python -m benchmarks.fuzz_inputs obstacles PROJECT/recipe.yaml --count 3000
+    python -m benchmarks.fuzz_inputs outputs PROJECT/recipe.yaml --count 3000
+    python -m benchmarks.fuzz_inputs bundles BUNDLE --count 3000
+    python -m benchmarks.fuzz_inputs templates BUNDLE --count 3000
 
-Recipes and checkpoints (of a recipe whose paths lie in its own folder) go through `d2sd build --plan`; bundles through
-`d2sd inspect`, and through `d2sd generate` with hashes made to match. A fault is an internal error, an uncaught
-exception, a hang of more than 20 seconds or memory that ran out. Exit code 1 if there was one. PROJECT and BUNDLE had
-better be tiny: each is copied once, and one file of it is damaged at a time.
+    recipes, checkpoints    a damaged recipe, or a file of its folder, through `d2sd build --plan`
+    obstacles               a pipe, a device, a link or the like in place of such a file, through `build` and `convert`
+    outputs                 files, links and marks where `build` and `convert` write: nobody's file may change
+    bundles, templates      a damaged bundle, or one with a hostile chat template, through `inspect` and `generate`
+
+A fault is an internal error, an uncaught exception, a hang of more than 20 seconds, memory that ran out, a changed file
+of somebody else's or an incomplete output. Exit code 1 if there was one. PROJECT (a recipe whose paths lie in its own
+folder) and BUNDLE had better be tiny: each is copied once, and one file of it is damaged at a time. `--tiny FOLDER`
+writes both: `python -m benchmarks.fuzz_inputs all build/fuzz --tiny --count 20000` does everything.
 """
 
 from __future__ import annotations
@@ -24,14 +32,16 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 import click
 from click.testing import CliRunner
 
+from benchmarks.fuzz_places import OBSTACLES, PLACES, WORK, contents, put
 from d2sd.cli.main import main
+from d2sd.io import claim, remove
 
 HANG = 20  # seconds
 #: What is written in place of a value: valid in JSON, in YAML, or in neither.
@@ -142,20 +152,157 @@ def bundles(path: Path, draw: random.Random) -> Iterator[str | None]:
         copy = Path(shutil.copytree(path, Path(folder) / "bundle"))
         manifest = copy / "manifest.json"
         sound = manifest.read_bytes()
-        # not tokenizer*.json: the tokenizers library prints every id that a damaged vocabulary leaves out, up to 2^32
-        files = [file for file in sorted(copy.rglob("*")) if file.is_file() and not file.name.startswith("tokenizer")]
+        # not tokenizer.json: the tokenizers library prints every id that a damaged vocabulary leaves out, up to 2^24
+        files = [file for file in sorted(copy.rglob("*")) if file.is_file() and file.name != "tokenizer.json"]
         while True:
             file = manifest if draw.random() < 0.5 else draw.choice(files)
             with one_damaged(file, draw):
                 if file != manifest:
-                    values = json.loads(sound)
-                    values["files"][file.relative_to(copy).as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
-                    manifest.write_text(json.dumps(values))
+                    rehash(copy, file)
                 fault = fault_of("inspect", str(copy))
                 if file != manifest:
                     fault = fault or fault_of("generate", str(copy), "-p", "w1", "--max-new-tokens", "2")
                 manifest.write_bytes(sound)
                 yield fault
+
+
+def rehash(bundle: Path, file: Path) -> None:
+    """Write the hash of a changed file into the manifest."""
+    manifest = bundle / "manifest.json"
+    values = json.loads(manifest.read_bytes())
+    values["files"][file.relative_to(bundle).as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps(values))
+
+
+#: Parts of chat templates; `N` becomes a number.
+FRAGMENTS = (
+    *(
+        "{{ N**(N**N) }}",
+        "{% set x=[0]*10**N %}",
+        "{{ '%N0000000d'|format(1) }}",
+        "{{ 'a'|center(10**N) }}",
+        "{{ 1 / 0 }}",
+    ),
+    *("{% for i in range(99999) %}", "{% endfor %}", "{% set n.x = n.x ~ n.x %}", "{% set n = namespace(x='ab') %}"),
+    *(
+        "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ " + "(" * 999 + "1" + ")" * 999 + " }}",
+        "{{ x.y }}",
+    ),
+    *("{% if N**(N**N) %}{% endif %}", "{{ range(10**N) }}", "{{ range(99999)|map('string')|join('a'*10**N) }}", "{%"),
+    *("{% for m in messages %}{{ m.content }}{% endfor %}", "{{ raise_exception('no') }}", "{{ messages|tojson(N) }}"),
+    *(
+        "{{ strftime_now('%Y' * 10**N) }}",
+        "{% generation %}w1{% endgeneration %}",
+        "{{ ''.__class__ }}",
+        "w1 ",
+        "\x00",
+        "\ud800",
+    ),
+    *(
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ ('a' * 10**N)|sort|list|length }}",
+        "{{ lipsum(n=N) }}",
+    ),
+    *("{{ messages.append(messages) }}{{ messages|string }}", "{% include 'x' %}", "{{ (N,)*10**N }}", "{{ -N|abs }}"),
+    *(
+        "{{ 'a'*10**N|int }}",
+        "{{ [messages]*10**N|length }}",
+        "{% filter upper %}",
+        "{{ joiner('a'*10**N)() }}",
+        "{{ N|pprint }}",
+    ),
+)
+
+
+def templates(path: Path, draw: random.Random) -> Iterator[str | None]:
+    """Give a bundle a chat template of random fragments; every tenth time the bundle's own must work after it."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(shutil.copytree(path, Path(folder) / "bundle"))
+        file, manifest = copy / "target" / "tokenizer_config.json", copy / "manifest.json"
+        (copy / "target" / "chat_template.jinja").unlink(missing_ok=True)
+        kept, own = manifest.read_bytes(), json.loads(file.read_bytes())
+        values = json.loads(kept)
+        values["files"].pop("target/chat_template.jinja", None)
+        while True:
+            parts = draw.choices(FRAGMENTS, k=draw.choice((1, 1, 2, 3, 5)))
+            text = "".join(part.replace("N", str(draw.choice((0, 2, 7, 9, 10, 99)))) for part in parts)
+            file.write_text(json.dumps(own | {"chat_template": text}))
+            manifest.write_text(json.dumps(values))
+            rehash(copy, file)
+            fault = fault_of("generate", str(copy), "-p", "w1", "--max-new-tokens", "2")
+            if draw.random() < 0.1:
+                honest = CliRunner().invoke(main, ["generate", str(path), "-p", "w1", "--max-new-tokens", "2"])
+                fault = fault or (None if honest.exit_code == 0 else f"an honest template fails: {honest.stderr[:99]}")
+            yield fault and f"{fault} {text[:60]}"
+
+
+def obstacles(path: Path, draw: random.Random) -> Iterator[str | None]:
+    """Put an obstacle in place of a file of a recipe's folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(shutil.copytree(path.parent, Path(folder) / "project"))
+        victim = Path(folder) / "victim"
+        put(victim / "file", "text", victim)
+        files = [file for file in sorted(copy.rglob("*")) if file.is_file()]
+        commands = [
+            ("build", str(copy / path.name), "--plan"),
+            ("build", str(copy / path.name), "--out", f"{folder}/out"),
+        ]
+        commands += [
+            ("convert", str(copy / name), "--to", "z-lab", "-o", f"{folder}/out") for name in ("first", "second")
+        ]
+        commands += [
+            (
+                "convert",
+                str(copy / "first"),
+                "--to",
+                "speculators",
+                "--target",
+                str(copy / "target"),
+                "-o",
+                f"{folder}/out",
+            )
+        ]
+        while True:
+            file = draw.choice(files)
+            sound = file.rename(Path(folder) / "sound")
+            put(file, draw.choice(OBSTACLES), victim)
+            yield fault_of(*draw.choice(commands))
+            for left in (file, Path(folder) / "out", Path(folder) / ".out.building", Path(folder) / ".out.partial"):
+                remove(left)
+            sound.rename(file)
+
+
+def outputs(path: Path, draw: random.Random) -> Iterator[str | None]:
+    """Put obstacles where a command writes, with and without its mark; look at everything afterwards."""
+    while True:
+        with tempfile.TemporaryDirectory() as folder:
+            home, victim, command = Path(folder) / "home", Path(folder) / "victim", draw.choice(list(WORK))
+            put(victim / "file", "text", victim)
+            put(victim / "target" / "config.json", "text", victim)
+            home.mkdir()
+            marked = draw.random() < 0.5
+            if marked:
+                claim(home / WORK[command], command)
+            for _ in range(draw.choice((1, 1, 2))):
+                place = home / draw.choice(PLACES).replace("W", WORK[command])
+                with suppress(OSError):  # the other one is in the way
+                    put(place, draw.choice(OBSTACLES), victim)
+            before = contents(victim) | {
+                k: v for k, v in contents(home).items() if not marked or WORK[command] not in k
+            }
+            out, rest = home / "out", (["--plan"] if draw.random() < 0.05 else [])
+            asked = {
+                "build": ["build", str(path), "--out", str(out), *rest],
+                "convert": ["convert", str(path.parent / "first"), "--to", "z-lab", "-o", str(out)],
+            }[command]
+            fault = fault_of(*asked)
+            after = contents(victim) | contents(home)
+            if changed := sorted(name for name, data in before.items() if after.get(name) != data):
+                fault = fault or f"{command} changed {changed[0].removeprefix(folder)}"
+            if command == "build" and (out / "manifest.json").is_file():
+                fault = fault or fault_of("inspect", str(out))
+            yield fault
 
 
 @contextmanager
@@ -169,20 +316,50 @@ def one_damaged(file: Path, draw: random.Random) -> Iterator[None]:
         file.write_bytes(sound)
 
 
-KINDS = {"recipes": recipes, "checkpoints": checkpoints, "bundles": bundles}
+KINDS = {kind.__name__: kind for kind in (recipes, checkpoints, obstacles, outputs, bundles, templates)}
+
+
+def tiny(folder: Path) -> dict[str, Path]:
+    """Write a tiny project and its bundle; return the input of every kind."""
+    from tests.convert.helpers import write_project
+
+    recipe = folder / "project" / "recipe.yaml"
+    if not recipe.exists():
+        write_project(recipe.parent)
+        settings = recipe.parent / "target" / "tokenizer_config.json"
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
+    bundle = folder / "bundle"
+    if not bundle.exists():
+        made = CliRunner().invoke(main, ["build", str(recipe), "--out", str(bundle)])
+        assert made.exit_code == 0, made.output
+    return {kind: bundle if kind in ("bundles", "templates") else recipe for kind in KINDS}
 
 
 @click.command()
-@click.argument("kind", type=click.Choice(list(KINDS)))
-@click.argument("path", type=click.Path(path_type=Path, exists=True))
-@click.option("--count", default=1000, show_default=True)
-@click.option("--seconds", default=3600.0, show_default=True)
+@click.argument("kind", type=click.Choice([*KINDS, "all"]))
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option(
+    "--tiny", "is_tiny", is_flag=True, help="Write a tiny project and bundle into the folder PATH, and take these."
+)
+@click.option("--count", default=1000, show_default=True, help="Inputs, together.")
+@click.option("--seconds", default=3600.0, show_default=True, help="At most, of each kind.")
 @click.option("--seed", default=0, show_default=True)
-def fuzz(kind: str, path: Path, count: int, seconds: float, seed: int) -> None:
+def fuzz(kind: str, path: Path, is_tiny: bool, count: int, seconds: float, seed: int) -> None:
     """Damage the input at PATH in COUNT ways, for at most SECONDS, and print the faults."""
+    if kind == "all" and not is_tiny:
+        raise click.UsageError("all kinds need --tiny")
+    inputs = tiny(path) if is_tiny else {kind: path}
+    CliRunner().invoke(main, ["build", "none.yaml"])  # imports take longer than a hang
+    kinds = list(KINDS) if kind == "all" else [kind]
+    found = sum([run(one, inputs[one], count // len(kinds), seconds, seed) for one in kinds])
+    raise SystemExit(bool(found))
+
+
+def run(kind: str, path: Path, count: int, seconds: float, seed: int) -> int:
+    """Try inputs of one kind; print and count the faults."""
     faults: Counter[str] = Counter()
     cases, tried = KINDS[kind](path, random.Random(seed)), 0
-    CliRunner().invoke(main, ["build", "none.yaml"])  # imports take longer than a hang
     end = time.monotonic() + seconds
     while tried < count and time.monotonic() < end:
         tried += 1
@@ -192,7 +369,7 @@ def fuzz(kind: str, path: Path, count: int, seconds: float, seed: int) -> None:
     for fault, times in faults.most_common():
         click.echo(f"{times:6} {fault}")
     click.echo(f"{kind}: {tried} inputs, {faults.total()} faults in {len(faults)} places")
-    raise SystemExit(bool(faults))
+    return faults.total()
 
 
 if __name__ == "__main__":
