@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # An editable install is a path, which type checkers follow too.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --config-settings editable_mode=compat
 
-.PHONY: demo test fast-tests test-slow engines lint verify gpu-suite kernels ptx consumers triton-test client-test dynamo-test dynamo-schema bench bench-serving peers fleet soak soak-steps eval train ablation train-gpu data wheel docs clean
+.PHONY: demo test fast-tests test-slow engines readme lint verify gpu-suite kernels ptx consumers triton-test client-test dynamo-test dynamo-schema bench bench-serving peers fleet soak soak-steps eval train ablation train-gpu data wheel docs clean
 
 ## on a CPU: build the SmolLM2 bundle, answer a prompt with both drafters, draw it, and compare the policies
 demo: .venv/demo
@@ -44,7 +44,11 @@ test-slow: .venv/dev
 ## what CI samples, whole: TensorRT engines of all layers of SmolLM2 in fp16 and FP8 for any GPU and two architectures,
 ## kernels of trees, tokens and exact mode in every case, forty exact answers of every policy
 engines: .venv/dev
-	$(BIN)/pytest -m full --ignore=tests/ptx --ignore=tests/cuda
+	$(BIN)/pytest -m full --ignore=tests/ptx --ignore=tests/cuda --ignore=tests/test_readme.py
+
+## the README's commands as they are written, in new environments of every CPython found: ten minutes and a gigabyte each
+readme: .venv/dev
+	$(BIN)/pytest -m "" -rs tests/test_readme.py
 
 lint: .venv/dev
 	$(BIN)/ruff check

