@@ -17,9 +17,12 @@ from benchmarks.attack.send import NO_ANSWER, Sent
 _ALLOWED = {"501", "503"}
 #: Exit codes after SIGTERM: done, or ended by the signal once all answers were.
 _CLEAN = (0, -15, 143)
-#: What two servers answer differently to the same request: names, times, and what speculation counts.
+#: What two servers answer differently to the same request: names, times, what speculation counts, and seeds that they
+#: draw. A rank may change where two log-probabilities differ by less than a prompt's chunks make.
 _OF_ONE_SERVER = {
     "id",
+    "seed",
+    "rank",
     "created",
     "created_at",
     "completed_at",
