@@ -56,7 +56,19 @@ def test_token_ids_give_the_answer_of_their_text(llm: LLM) -> None:
     assert "".join(llm.stream({"prompt_token_ids": [5, 7]}, GOOD)) == text.text
 
 
-WRONG = [5, 0.5, None, True, b"w5", ..., {5}, {}, {"prompt": 5}, {"prompt_token_ids": "w5"}, {"text": "w5"}]
+WRONG: list[object] = [
+    5,
+    0.5,
+    None,
+    True,
+    b"w5",
+    ...,
+    {5},
+    {},
+    {"prompt": 5},
+    {"prompt_token_ids": "w5"},
+    {"text": "w5"},
+]
 WRONG += [{"prompt": "w5", "prompt_token_ids": [5]}, {"prompt_token_ids": None}, np.array([0.5]), np.array(5)]
 
 
