@@ -10,6 +10,7 @@ from d2sd.runtime.grammar.grammar import PathWalker, has
 from d2sd.runtime.grammar.step import StepGrammar
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sequence import NONE_LEFT
 from d2sd.runtime.speculation.accept import sample_target
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.tree import from_candidates, from_chain
@@ -108,7 +109,7 @@ def test_a_mask_of_a_smaller_or_larger_vocabulary() -> None:
         assert not any(has(row, token) for token in range(vocab_size(), size))
 
 
-def test_where_nothing_is_left_the_target_chooses_a_token_outside_the_grammar() -> None:
+def test_where_nothing_is_left_the_target_chooses_no_token() -> None:
     """The grammar allows token 0 alone, which another parameter forbids: the host must notice."""
     logits = torch.zeros(2, 1, 40)
     logits[:, :, 0] = -math.inf
@@ -116,4 +117,4 @@ def test_where_nothing_is_left_the_target_chooses_a_token_outside_the_grammar() 
     tree = from_chain(torch.tensor([[9], [9]]), torch.zeros(2, 1))
     sampling = Sampling.of([SamplingParams(), SamplingParams()], 40, "cpu")
     accepted = sample_target(tree, logits, torch.tensor([3, 3]), sampling, 1, mask)
-    assert accepted.tokens[:, 0].tolist() == [1, 1]  # 1 is the best of the other row
+    assert accepted.tokens[:, 0].tolist() == [NONE_LEFT, 1]  # 1 is the best of the other row
