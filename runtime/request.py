@@ -100,6 +100,8 @@ class Request:
     stop_visible: bool = False  # the text includes the stop string or stop token that ended it
     grammar: Grammar | None = None  # the answer is in its language, unless the length limit cuts it
     priority: int = 0  # lower values are served first
+    #: Clients take turns, so that one with many requests does not keep the others waiting. It may be a secret.
+    client: str = field(default="", repr=False)
     cache_salt: str = ""  # cached prefixes are shared among requests of the same salt only
     #: Of `Engine.choices`: serves its steps while it is the only request, so that no other one pays for the choice.
     policy: PolicyName | None = None

@@ -1,4 +1,8 @@
-"""Selects the requests of each step: by priority, then first come, first served.
+"""Selects the requests of each step: by priority, then clients in turns, each first come, first served.
+
+A client's requests get consecutive turns, the first one the turn that is served now (start-time fair queueing, Goyal et
+al., SIGCOMM 1996); a single client is served first come, first served. A client without a running request takes the
+place of the newest one of the client that has the most.
 
 A request starts with the cached pages of its longest known prefix. Without free pages the newest running request of the
 lowest priority is preempted and continued later; what is still cached of it is not computed again.
@@ -7,6 +11,7 @@ lowest priority is preempted and continued later; what is still cached of it is 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -36,8 +41,9 @@ class Scheduler:
         self.pages = PageAllocator(page_count)
         self.waiting: list[
             Sequence
-        ] = []  # next first: by priority, then by arrival; so a preempted one leads its class
+        ] = []  # next first: by priority, then by turn and arrival; so a preempted one leads its class
         self.running: list[Sequence] = []  # in the same order: the last one is preempted first
+        self._turn = 0  # of the request that was admitted last
         self._preemptions = self._queried_tokens = self._hit_tokens = self._prefill_tokens = self._steps = 0
 
     def stats(self, policy: str) -> EngineStats:
@@ -69,6 +75,9 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; raises RequestError if the pool has too few pages for it."""
         self.check(sequence.request)
+        client = sequence.request.client
+        last = max((s.turn for s in (*self.running, *self.waiting) if s.request.client == client), default=-1)
+        sequence.turn = max(self._turn, last + 1)
         insort(self.waiting, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
@@ -92,6 +101,8 @@ class Scheduler:
 
     def has_pages_ahead(self) -> bool:
         """Whether no request must be preempted for another step, whatever the launched ones commit."""
+        if self._yielding() is not None:
+            return False
         return sum(self._missing(sequence) for sequence in self.running) <= self.pages.free
 
     def schedule(self) -> Schedule:
@@ -101,14 +112,33 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence in self.running:  # not preempted on behalf of one before it
                 self._grow(sequence)
-        while self.waiting and len(self.running) < self._limits.max_batch and self._admit(self.waiting[0]):
-            insort(self.running, self.waiting.pop(0), key=_rank)
+        while self.waiting:
+            first = self.waiting[0]
+            if len(self.running) < self._limits.max_batch and self._admit(first):
+                self._turn = max(self._turn, first.turn)
+                insort(self.running, self.waiting.pop(0), key=_rank)
+            elif (one := self._yielding()) is not None:
+                one.turn = first.turn + 1
+                self._preempt(one)
+            else:
+                break
         prefill = self._prefill_chunks()
         done = {id(s): n for s, n in prefill}
         # The last token of an answer may be in a step that is not collected.
         decode = [s for s in self.running if s.pending == done.get(id(s), 0) and s.remaining > s.launched]
         self._prefill_tokens += sum(done.values())
         return Schedule(prefill, decode, self.pages.take_discarded())
+
+    def _yielding(self) -> Sequence | None:
+        """The running sequence whose place is the next waiting one's, if there is no other for it."""
+        if not self.waiting:
+            return None
+        first, counts = self.waiting[0].request, Counter(s.request.client for s in self.running)
+        client, most = max(counts.items(), key=lambda item: item[1], default=("", 0))
+        if counts[first.client] or most < 2:
+            return None
+        one = next(s for s in reversed(self.running) if s.request.client == client)
+        return one if one.request.priority >= first.priority else None
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its cached prefix and new pages for the rest; False if there are too few."""
@@ -130,7 +160,7 @@ class Scheduler:
         """
         budget, page_size = self._limits.prefill_chunk, self._limits.page_size
         chunks, in_progress = [], set[bytes]()
-        for sequence in self.running:
+        for sequence in _in_turns(self.running):
             if not budget or not sequence.pending:
                 continue
             self._share(sequence)
@@ -236,5 +266,15 @@ class Scheduler:
         sequence.pages, sequence.keyed_pages = [], 0
 
 
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    return sequence.request.priority, sequence.id
+def _rank(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.request.priority, sequence.turn, sequence.id
+
+
+def _in_turns(running: SequenceOf[Sequence]) -> list[Sequence]:
+    """The same sequences: the first of each client, then the second of each."""
+    counts, placed = Counter[str](), []
+    for sequence in running:
+        client = sequence.request.client
+        placed.append((sequence.request.priority, counts[client], sequence))
+        counts[client] += bool(sequence.pending)
+    return [sequence for *_, sequence in sorted(placed, key=lambda item: item[:2])]

@@ -57,6 +57,7 @@ class Sequence:
     request: Request
     tokens: list[int]  # prompt and answer; grows in append
     text: TextStream | None = None  # fed in append
+    turn: int = 0  # its place among the turns of all clients; set by the scheduler
     cached: int = 0  # leading tokens whose K/V is in the pools; set by the scheduler, prefill and append
     pages: list[int] = field(default_factory=list)  # set by the scheduler, as are the next two
     page_keys: list[bytes] = field(default_factory=list, repr=False)  # of the leading full pages, in the prefix cache

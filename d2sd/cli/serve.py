@@ -31,6 +31,9 @@ from d2sd.recipe import Policy
 @click.option("--request-timeout", type=Seconds(min_open=True), help="Seconds.  [default: unlimited]")
 @options.drain_option
 @click.option("--allow-origin", "origins", type=Origin, multiple=True, help="Origin of web pages (CORS); repeatable.")
+@click.option(
+    "--allow-priority", "priorities", is_flag=True, help="Serve requests of a lower `priority` before others."
+)
 @options.prefix_cache_option
 @options.policy_option
 @options.device_option

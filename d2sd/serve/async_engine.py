@@ -97,7 +97,7 @@ class AsyncEngine:
         with self._lock:
             if self._refusal is not None:
                 raise self._refusal
-            if len(self._live) + len(streams) > room:
+            if not self._has_room(requests, room):
                 raise QueueFull(
                     "Too many requests are waiting.", found=f"{len(self._live)} running and waiting",
                     expected=f"at most {room}", fix="try again later",
@@ -106,6 +106,13 @@ class AsyncEngine:
             for stream in streams:
                 self._inbox.put(("submit", stream))
         return streams
+
+    def _has_room(self, requests: Sequence[Request], room: int) -> bool:
+        """Whether the queue takes the requests: at its end it has places for clients that have none in it."""
+        live = len(self._live) + len(requests)
+        if live <= room or live > room + self.engine.limits.max_batch or len(requests) > 1:
+            return live <= room
+        return requests[0].client not in {stream.request.client for stream in self._live}
 
     def _abandon(self, stream: Stream) -> None:
         self._inbox.put(("cancel", stream))

@@ -26,9 +26,9 @@ def scheduler_of(
     return Scheduler(Limits(max_batch, 64, page_size, prefill_chunk, None, prefix_cache), BLOCK, 1 + pages)
 
 
-def sequence(number: int, prompt: int = 3, new: int = 8, priority: int = 0) -> Sequence:
+def sequence(number: int, prompt: int = 3, new: int = 8, priority: int = 0, client: str = "") -> Sequence:
     """No two have a prefix in common."""
-    request = Request(tuple(range(1000 * number, 1000 * number + prompt)), new, priority=priority)
+    request = Request(tuple(range(1000 * number, 1000 * number + prompt)), new, priority=priority, client=client)
     return Sequence(number, request, list(request.prompt))
 
 
@@ -195,6 +195,61 @@ def test_lower_priorities_are_served_first() -> None:
     assert served == [3, 1, 4, 0, 2]
 
 
+def test_clients_take_turns() -> None:
+    scheduler = scheduler_of(max_batch=2)
+    for number, client in enumerate("aaaab"):
+        scheduler.add(sequence(number, prompt=1, client=client))
+    assert ids(scheduler.schedule().decode) == [0, 4]  # its first one is as early as the other's
+    scheduler.remove(scheduler.running[-1])
+    assert ids(scheduler.schedule().decode) == [0, 1]
+    assert ids(scheduler.waiting) == [2, 3]
+
+
+def test_a_new_client_takes_a_place_of_one_with_several() -> None:
+    scheduler = scheduler_of(max_batch=3)
+    for number in range(5):
+        scheduler.add(sequence(number, prompt=1, client="a"))
+    assert ids(scheduler.schedule().decode) == [0, 1, 2]
+    scheduler.add(sequence(5, prompt=1, client="b"))
+    assert not scheduler.has_pages_ahead()  # the step that runs is read first
+    assert ids(scheduler.schedule().decode) == [0, 1, 5]
+    assert ids(scheduler.waiting) == [2, 3, 4]  # it is the next one
+    scheduler.add(sequence(6, prompt=1, client="b"))
+    assert scheduler.has_pages_ahead()
+    scheduler.add(sequence(7, prompt=1, client="c"))
+    assert ids(scheduler.schedule().decode) == [0, 5, 7]  # each client has one: nobody gives way any more
+    scheduler.add(sequence(8, prompt=1, client="d"))
+    assert scheduler.has_pages_ahead()
+    assert ids(scheduler.schedule().decode) == [0, 5, 7]
+
+
+def test_a_new_client_takes_pages_of_one_with_several() -> None:
+    scheduler = scheduler_of(pages=9)
+    for number in range(2):
+        scheduler.add(sequence(number, prompt=13, new=1, client="a"))  # 4 pages
+    scheduler.schedule()
+    scheduler.add(sequence(2, prompt=13, new=1, client="b"))
+    scheduler.schedule()
+    assert ids(scheduler.running) == [0, 2]
+    assert ids(scheduler.waiting) == [1]
+
+
+def test_a_lower_priority_takes_nobodys_place() -> None:
+    scheduler = scheduler_of(max_batch=2)
+    for number in range(2):
+        scheduler.add(sequence(number, prompt=1, client="a"))
+    scheduler.schedule()
+    scheduler.add(sequence(2, prompt=1, priority=1, client="b"))
+    assert ids(scheduler.schedule().decode) == [0, 1]
+
+
+def test_prompts_of_clients_take_turns() -> None:
+    scheduler = scheduler_of(prefill_chunk=8)
+    for number, client in enumerate("aab"):
+        scheduler.add(sequence(number, prompt=7, client=client))
+    assert [(s.id, n) for s, n in scheduler.schedule().prefill] == [(0, 6), (2, 2)]
+
+
 def test_newest_of_the_lowest_priority_makes_room_and_leads_its_class() -> None:
     scheduler = scheduler_of(page_size=4, pages=6)
     for number, priority in enumerate((2, 1, 1, 1)):
@@ -257,9 +312,11 @@ class AnyOrder(RuleBasedStateMachine):
         self.scheduler = Scheduler(self.limits, BLOCK, 1 + largest + spare)
         self.everybody: list[Sequence] = []
 
-    @rule(prompt=st.integers(1, 10), new=st.integers(1, 12), priority=st.integers(-1, 1))
-    def submit(self, prompt: int, new: int, priority: int) -> None:
-        one = sequence(len(self.everybody), prompt, new, priority)
+    @rule(
+        prompt=st.integers(1, 10), new=st.integers(1, 12), priority=st.integers(-1, 1), client=st.sampled_from("aab")
+    )
+    def submit(self, prompt: int, new: int, priority: int, client: str) -> None:
+        one = sequence(len(self.everybody), prompt, new, priority, client)
         self.everybody.append(one)
         self.scheduler.add(one)
 
@@ -290,13 +347,11 @@ class AnyOrder(RuleBasedStateMachine):
         assert sorted([*owned, *pages._free, *pages.cache._idle]) == list(range(1, self.scheduler.page_count))
 
     @invariant()
-    def queues_are_in_the_order_of_priority_and_arrival(self) -> None:
+    def queues_are_in_the_order_of_priority_turn_and_arrival(self) -> None:
         running, waiting = self.scheduler.running, self.scheduler.waiting
         for queue in (running, waiting):
-            assert queue == sorted(queue, key=lambda s: (s.request.priority, s.id))
-        for priority in (-1, 0, 1):
-            own = [s.id for s in (*running, *waiting) if s.request.priority == priority]
-            assert own == [s.id for s in self.everybody if s.finish is None and s.request.priority == priority]
+            assert queue == sorted(queue, key=lambda s: (s.request.priority, s.turn, s.id))
+        assert sorted(ids([*running, *waiting])) == [s.id for s in self.everybody if s.finish is None]
         assert len(running) <= self.limits.max_batch
         assert all(not s.pages and s.cached == 0 for s in waiting)
 

@@ -147,7 +147,8 @@ class Server:
         _, form = self.requests.form(body)
         if form is not None:
             await while_connected(http.receive, self._grammars.prepare(http.scope["state"]["client"], form))
-        prepared = await self.tokenizing(http, encode, body)
+        client = http.scope["state"]["client"]
+        prepared = [replace(one, client=client) for one in await self.tokenizing(http, encode, body)]
         self.bounds.check_requests(prepared)
         return prepared
 

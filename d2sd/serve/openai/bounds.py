@@ -60,16 +60,25 @@ class Bounds:
             raise self._too_long("tokens", f"{len(ids):,} tokens")
 
     def check_requests(self, requests: Sequence[EngineRequest]) -> None:
-        """Raise RequestError for more log-probabilities of prompts than one HTTP request may ask for."""
-        asked = sum(len(one.prompt) for one in requests if one.sampling.prompt_logprobs is not None)
-        most = max(self._settings.max_prompt_logprobs, self.tokens)  # one prompt always may
-        if asked > most:
+        """Raise RequestError for more log-probabilities than one response may have, or for a priority of its own."""
+        prompts = sum(len(one.prompt) for one in requests if one.sampling.prompt_logprobs is not None)
+        answers = sum(one.max_new_tokens for one in requests if one.sampling.logprobs is not None)
+        most = max(self._settings.max_logprobs, self.tokens)  # one prompt with its answer always may
+        if prompts + answers > most:
             raise RequestError(
-                "The request asks for the log-probabilities of too many prompt tokens.",
-                where="prompt_logprobs",
-                found=f"{asked:,} in {len(requests)} answers",
+                "The request asks for the log-probabilities of too many tokens.",
+                where="prompt_logprobs" if prompts > answers else "logprobs",
+                found=f"{prompts:,} of prompts and {answers:,} of {len(requests)} answers",
                 expected=f"at most {most:,}",
-                fix="send fewer prompts at once, or a smaller n",
+                fix="send fewer prompts at once, a smaller n or a smaller max_tokens",
+            )
+        if requests[0].priority and not self._settings.priorities:
+            raise RequestError(
+                "This server takes requests in turns.",
+                where="priority",
+                found=requests[0].priority,
+                expected=0,
+                fix="start it with --allow-priority, where its clients may overtake each other",
             )
 
     def _check_prompts(self, prompt: Any) -> None:

@@ -20,7 +20,8 @@ class ServerSettings:
     max_body: int = 4 << 20  # bytes
     max_waiting: int = 256  # requests that wait in addition to those that run
     max_choices: int = 128  # most answers of one HTTP request: prompts times n
-    max_prompt_logprobs: int = 16_384  # most prompt tokens, times answers, whose logprobs one HTTP request asks for
+    max_logprobs: int = 16_384  # most tokens, of prompts and answers, whose logprobs one HTTP request asks for
+    priorities: bool = False  # whether clients may set the priority of their requests
     request_timeout: float | None = None  # deadline of a request that has none of its own
     drain_timeout: float = 30.0  # wait for running requests at shutdown
     origins: tuple[str, ...] = ()  # web pages that may use the server (CORS); "*" is any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
 
@@ -41,7 +43,7 @@ class Tokenizer:
 
 @pytest.fixture(scope="module")
 def server(tiny_bundle: Path) -> Iterator[tuple[Running, Tokenizer]]:
-    with serving(tiny_bundle, max_choices=8, max_prompt_logprobs=70, max_waiting=2, max_body=8 << 20) as running:
+    with serving(tiny_bundle, max_choices=8, max_logprobs=70, max_waiting=2, max_body=8 << 20) as running:
         bundle = running.app.state.server.bundle
         object.__setattr__(bundle, "tokenizer", Tokenizer(bundle.tokenizer))
         yield running, bundle.tokenizer
@@ -97,11 +99,45 @@ def test_prompt_logprobs_are_bounded_over_all_answers(server: tuple[Running, Tok
     body = {"prompt": ["w5 " * 12] * 3, "n": 2, "max_tokens": 1, "prompt_logprobs": 1}
     error = is_error(running.http.post("/v1/completions", json=body), 400)
     assert error["param"] == "prompt_logprobs"
-    assert "72 in 6 answers" in error["message"]
+    assert "72 of prompts and 0 of 6 answers" in error["message"]
     assert running.http.post("/v1/completions", json=body | {"prompt": ["w5 " * 11] * 3}).status_code == 200
     assert running.http.post("/v1/completions", json=body | {"prompt": "w5 " * 35}).status_code == 200
     del body["prompt_logprobs"]
     assert running.http.post("/v1/completions", json=body).status_code == 200
+    body |= {"logprobs": 1, "prompt": "w5"}
+    assert running.http.post("/v1/completions", json=body | {"max_tokens": 35}).status_code == 200
+    assert is_error(running.http.post("/v1/completions", json=body | {"max_tokens": 36}), 400)["param"] == "logprobs"
+
+
+def test_nobody_goes_first_by_its_own_wish(server: tuple[Running, Tokenizer]) -> None:
+    running, _ = server
+    for priority in (-1, 1):
+        body = {"prompt": "w5", "max_tokens": 1, "priority": priority}
+        assert is_error(running.http.post("/v1/completions", json=body), 400)["param"] == "priority"
+    server_settings = running.server.settings
+    object.__setattr__(server_settings, "priorities", True)
+    assert running.http.post("/v1/completions", json=body).status_code == 200
+    object.__setattr__(server_settings, "priorities", False)
+
+
+def test_a_client_with_many_answers_keeps_no_other_waiting(tiny_bundle: Path) -> None:
+    with serving(tiny_bundle, api_keys=("a", "b"), max_waiting=8, max_choices=64) as running:
+
+        async def ask(key: str, n: int) -> float:
+            async with httpx.AsyncClient(base_url=running.url, timeout=60) as http:
+                body = {"prompt": "w5", "max_tokens": 40, "ignore_eos": True, "n": n}
+                answer = await http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+            return time.monotonic()
+
+        async def both() -> tuple[float, float]:
+            many = asyncio.ensure_future(ask("a", 8 + running.engine.limits.max_batch))  # the queue is full
+            while not running.engine.scheduler.waiting:
+                await asyncio.sleep(0.001)
+            return await ask("b", 1), await many
+
+        one, many = asyncio.run(both())
+        assert one < many
 
 
 def test_a_large_response_is_the_same_as_a_small_one(
