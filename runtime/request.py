@@ -29,7 +29,7 @@ MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE, MAX_BAD_TOKENS = 2_048, 1_024, 32_768
 #: Stop strings of a request, and characters of one; each new character is looked up in each string.
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1_024
 #: Stop tokens of a request, the target's own included.
-MAX_STOP_TOKENS = 4_096
+MAX_STOP_TOKENS = 8_192
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from d2sd.errors import RequestError
-from d2sd.runtime.request import MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_STOP_TOKENS
+from d2sd.runtime.request import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from d2sd.runtime.request import SamplingParams as TokenSampling
 from d2sd.serve.structured import StructuredOutputsParams
 from d2sd.serve.typed import typed
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 SEEDS = 2**64
 #: Completions of a prompt.
 MAX_COMPLETIONS = 128
+#: Stop tokens of a request besides the target's own, which the engine's bound leaves room for.
+MAX_STOP_TOKEN_IDS = 4_096
 #: Strings that a request bans, and their characters in all, checked before they are tokenized.
 MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 1_024, 32_768
 #: Seeds that are drawn are below this: they fit the signed integers of JSON readers.
@@ -98,7 +100,7 @@ class SamplingParams:
                 max(_lengths(self.stop), default=0) <= MAX_STOP_LENGTH,
                 f"{MAX_STOP_LENGTH} characters in each",
             ),
-            ("stop_token_ids", len(self.stop_token_ids) <= MAX_STOP_TOKENS, f"at most {MAX_STOP_TOKENS} tokens"),
+            ("stop_token_ids", len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, f"at most {MAX_STOP_TOKEN_IDS} tokens"),
             ("bad_words", _all_words(self.bad_words), "non-empty strings"),
             ("bad_words", len(self.bad_words) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS} strings"),
             (

@@ -348,13 +348,13 @@ def test_refused_stop_strings_and_pages() -> None:
     too_much: list[dict[str, Any]] = [
         {"stop": ("x",) * 65},
         {"stop": ("x", "y" * 1025)},
-        {"stop_tokens": frozenset(range(4097))},
+        {"stop_tokens": frozenset(range(8193))},
     ]
     for refused in too_much:
         with pytest.raises(RequestError, match="too"):
             make_engine(honest(), decode=letters).submit(replace(FINE, **refused))
     make_engine(honest(), decode=letters).submit(
-        replace(FINE, stop=("y" * 1024,) * 64, stop_tokens=frozenset(range(4096)))
+        replace(FINE, stop=("y" * 1024,) * 64, stop_tokens=frozenset(range(8192)))
     )
     engine = make_engine(honest(), pages=2)
     with pytest.raises(RequestError, match="pages"):

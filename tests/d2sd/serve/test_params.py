@@ -190,6 +190,11 @@ def test_a_stream_has_one_completion(llm: LLM) -> None:
         next(llm.stream(PROMPT, SamplingParams(n=2)))
 
 
+def test_as_many_stop_tokens_as_are_allowed(llm: LLM) -> None:
+    """The target has its own, besides."""
+    assert ids(llm, stop_token_ids=range(1000, 5096))
+
+
 @pytest.mark.parametrize(
     ("field", "largest", "one_more"),
     [
