@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 #: Most alternatives that logprobs report for a token, as in vLLM and in OpenAI's API.
 MAX_LOGPROBS = 20
-#: Bounds of the repetition penalty. A factor of 100 moves every logit of a model past all others; with 1e-4 of it left
-#: by the lowest temperature, logits up to 1e30 stay finite in fp32, which ends at 3e38.
+#: Bounds of the repetition penalty: it multiplies a logit by up to 100, and the lowest temperature by up to 1e5 more, so
+#: logits up to 1e31 stay finite in fp32, which ends at 3e38.
 PENALTIES = 0.01, 100.0
 
 # What a request carries is bounded, because the engine's thread works on it between two steps of everybody. The bounds
@@ -185,10 +185,10 @@ def _check_tokens(request: Request, vocab_size: int) -> None:
 def _check_stops(request: Request) -> None:
     """Raise RequestError for more or longer stop strings, or more stop tokens, than an engine looks for."""
     strings, tokens = len(request.stop), len(request.stop_tokens)
-    shortest, *_, longest = sorted([*map(len, request.stop)] or [1]) * 2
+    longest = max(map(len, request.stop), default=0)
     for what, where, fine, found, expected in (
         ("too many stop strings", "stop", strings <= MAX_STOP_STRINGS, strings, f"at most {MAX_STOP_STRINGS}"),
-        ("a stop string is empty", "stop", shortest > 0, None, "at least one character"),
+        ("a stop string is empty", "stop", all(request.stop), None, "at least one character"),
         ("a stop string is too long", "stop", longest <= MAX_STOP_LENGTH, longest, f"{MAX_STOP_LENGTH} characters"),
         ("too many stop tokens", "stop_token_ids", tokens <= MAX_STOP_TOKENS, tokens, f"at most {MAX_STOP_TOKENS}"),
     ):
