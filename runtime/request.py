@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 #: Most alternatives that logprobs report for a token, as in vLLM and in OpenAI's API.
 MAX_LOGPROBS = 20
-#: Bounds of the repetition penalty: it multiplies a logit by up to 100, and the lowest temperature by up to 1e5 more, so
+#: Bounds of the repetition penalty: it multiplies a logit by up to 100, the lowest temperature by up to 1e5 more, so
 #: logits up to 1e31 stay finite in fp32, which ends at 3e38.
 PENALTIES = 0.01, 100.0
 
