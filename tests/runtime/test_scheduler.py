@@ -312,9 +312,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.scheduler = Scheduler(self.limits, BLOCK, 1 + largest + spare)
         self.everybody: list[Sequence] = []
 
-    @rule(
-        prompt=st.integers(1, 10), new=st.integers(1, 12), priority=st.integers(-1, 1), client=st.sampled_from("aab")
-    )
+    @rule(prompt=st.integers(1, 10), new=st.integers(1, 12), priority=st.integers(-1, 1), client=st.sampled_from("aab"))
     def submit(self, prompt: int, new: int, priority: int, client: str) -> None:
         one = sequence(len(self.everybody), prompt, new, priority, client)
         self.everybody.append(one)
