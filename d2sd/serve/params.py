@@ -93,7 +93,7 @@ class SamplingParams:
             ("seed", self.seed is None or 0 <= self.seed < SEEDS, "0 .. 2^64 - 1, or None"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more"),
             ("n", 1 <= self.n <= MAX_COMPLETIONS, f"1 .. {MAX_COMPLETIONS}"),
-            ("stop", _all_words(self.stop), "non-empty strings"),
+            ("stop", _all_words(self.stop), "non-empty strings of Unicode"),
             ("stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings"),
             (
                 "stop",
@@ -101,7 +101,7 @@ class SamplingParams:
                 f"{MAX_STOP_LENGTH} characters in each",
             ),
             ("stop_token_ids", len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, f"at most {MAX_STOP_TOKEN_IDS} tokens"),
-            ("bad_words", _all_words(self.bad_words), "non-empty strings"),
+            ("bad_words", _all_words(self.bad_words), "non-empty strings of Unicode"),
             ("bad_words", len(self.bad_words) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS} strings"),
             (
                 "bad_words",
@@ -167,7 +167,10 @@ def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
 
 
 def _all_words(words: Sequence[str]) -> bool:
-    return all(isinstance(word, str) and word for word in words)
+    try:  # the tokenizer takes no half of a surrogate pair
+        return all(isinstance(word, str) and word.encode() for word in words)
+    except UnicodeEncodeError:
+        return False
 
 
 def _lengths(words: Sequence[str]) -> list[int]:

@@ -127,6 +127,7 @@ class _TextLines(logging.Formatter):
             facts = json.loads(record.getMessage())
             tokens = f", {facts['completion_tokens']} tokens" if "completion_tokens" in facts else ""
             message = f"{facts['method']} {facts['path']} {facts['status']}{tokens}, {facts['seconds']:.2f} s"
+            message = message.replace("\n", " ")  # of a path: it would look like another line of the log
             record = logging.makeLogRecord(record.__dict__ | {"msg": message, "args": ()})
         return printable(super().format(record))  # a path may hold what moves the cursor
 

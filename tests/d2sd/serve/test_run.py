@@ -38,6 +38,13 @@ def test_an_address_that_is_none_blames_the_host(host: str) -> None:
     assert "--port" not in str(caught.value.fix)
 
 
+def test_a_path_adds_no_line_to_the_log() -> None:
+    facts = {"method": "GET", "path": "/a\n12:00:00 INFO forged \x1b[31m", "status": 404, "seconds": 0.5}
+    record = logging.LogRecord(access.name, logging.INFO, "", 1, json.dumps(facts), None, None)
+    line = run._TextLines("%(message)s").format(record)
+    assert line == "GET /a 12:00:00 INFO forged \N{REPLACEMENT CHARACTER}[31m 404, 0.50 s"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="not Linux")
 def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
