@@ -267,10 +267,11 @@ def claim(folder: Path, run: str) -> None:
     marker = folder / MARKER
     # the mark alone is of a run that wrote nothing, or of another process that is claiming the folder now
     others = sorted(path.name for path in folder.iterdir() if not path.name.startswith(MARKER))
-    if not others:
+    owner = read_json(marker, error=BuildError, what="mark of the folder's run") if marker.exists() else None
+    if not others and (owner is None or (isinstance(owner, dict) and owner.keys() == {"d2sd"})):
         write_json(marker, {"d2sd": run})
         return
-    if not marker.exists():
+    if owner is None:
         raise BuildError(
             "The folder holds files that this run did not write.",
             where=folder,
@@ -278,7 +279,6 @@ def claim(folder: Path, run: str) -> None:
             expected="an empty folder, or this run's own",
             fix=fix,
         )
-    owner = read_json(marker, error=BuildError, what="mark of the folder's run")
     if owner != {"d2sd": run}:
         raise BuildError(
             "The folder belongs to another run.", where=marker, found=owner, expected={"d2sd": run}, fix=fix

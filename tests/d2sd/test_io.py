@@ -294,11 +294,16 @@ def _marked_by_a_link(folder: Path) -> None:
     (folder / MARKER).symlink_to(folder.with_name("elsewhere") / MARKER)
 
 
+def _other_json(folder: Path) -> None:
+    folder.mkdir()
+    (folder / MARKER).write_text('{"mine": 1}')
+
+
 def _dangling(folder: Path) -> None:
     folder.symlink_to(folder.with_name("none"))
 
 
-@pytest.mark.parametrize("prepare", [_file, _files, _link, _link_below, _marked_by_a_link, _dangling])
+@pytest.mark.parametrize("prepare", [_file, _files, _link, _link_below, _marked_by_a_link, _other_json, _dangling])
 def test_what_others_left_in_the_place_of_a_folder_is_not_touched(
     tmp_path: Path, prepare: Callable[[Path], None]
 ) -> None:
