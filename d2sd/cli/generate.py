@@ -7,26 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
+from d2sd.bench.answers import write_answers, write_pictures
 from d2sd.bench.speculation_table import show_stats
 from d2sd.cli.options import FilePath, backend_option, bundle_argument, device_option, policy_option
 from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.backends import BackendName
 from d2sd.convert.bundle.load import load_bundle
 from d2sd.convert.bundle.serving import chat_request, make_engine
-from d2sd.io import check_writable, write_text
+from d2sd.io import check_writable
 from d2sd.progress import bar
 from d2sd.recipe import Policy
-from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.text import TextStream
-from d2sd.viz.page import page
 from d2sd.viz.record import Recording
-from d2sd.viz.svg import standalone
-from d2sd.viz.terminal import draw_tree
-from d2sd.viz.words import caption
 
 
 @click.command(cls=Reporting)
@@ -82,9 +77,9 @@ def generate(
         text = partial(decode, skip_special_tokens=True)
         engine.record_trace = True
         recordings = {s: Recording(p, decode, TextStream(text)) for s, p in zip(sequences, prompts, strict=True)}
-    _write(engine, dict(zip(sequences, prompts, strict=True)), recordings)
+    write_answers(engine, dict(zip(sequences, prompts, strict=True)), recordings)
     if recordings:
-        _picture(list(recordings.values()), show_tree, tree_svg, html)
+        write_pictures(list(recordings.values()), show_tree, tree_svg, html)
     if stats:
         baseline = make_engine(loaded, policy="off", device=device, backend=backend, max_batch=batch)
         # the same requests to the same lengths: the batch shrinks and the context grows as they did above
@@ -92,44 +87,3 @@ def generate(
             for output in baseline.stream(requests):
                 advance(len(output.tokens))
         show_stats([s.stats for s in sequences], engine.stats, engine.clock, baseline.clock)
-
-
-def _write(engine: Engine, prompts: dict[Sequence, str], recordings: dict[Sequence, Recording]) -> None:
-    """Run to the end and print the answers in the order of their prompts: the first that is unfinished streams."""
-    waiting = dict.fromkeys(prompts, "")  # answers that are not printed in full -> text that is not printed yet
-    started: Sequence | None = None
-    while engine.busy:
-        for output in engine.step():
-            waiting[output.sequence] += output.text
-            if output.sequence in recordings and engine.trace is not None:
-                recordings[output.sequence].add(engine.trace, output)
-        while waiting:
-            sequence = next(iter(waiting))
-            if sequence is not started and len(prompts) > 1:
-                click.secho(f"> {prompts[sequence]}", dim=True)
-            started = sequence
-            click.echo(waiting[sequence], nl=False)
-            waiting[sequence] = ""
-            if sequence.finish is None:
-                break
-            del waiting[sequence]
-            click.echo("\n" if len(prompts) > 1 else "")
-            if sequence.finish == "length":
-                limit = (
-                    f"[length limit of {sequence.request.max_new_tokens} tokens reached: --max-new-tokens raises it]"
-                )
-                click.secho(limit, err=True, dim=True)
-
-
-def _picture(recordings: list[Recording], show_tree: bool, tree_svg: Path | None, html: Path | None) -> None:
-    """Draw the tree of the step that accepted most, and write the page of all steps."""
-    best = max(recordings, key=lambda recording: len(recording.turns[recording.best].pieces))
-    step = best.turns[best.best].step
-    if show_tree:
-        Console().print(draw_tree(step))
-    if tree_svg is not None:
-        write_text(tree_svg, standalone(step, caption(step, best.best + 1, len(best.turns))))
-        click.echo(f"tree of the best step: {tree_svg}", err=True)
-    if html is not None:
-        write_text(html, page(recordings))
-        click.echo(f"page of all steps: {html}", err=True)
