@@ -20,13 +20,13 @@ from benchmarks.load.replayed import Check, check
 from d2sd.bench.fleet.profile import profile
 from d2sd.bench.fleet.routing import ROUTER_MODES
 from d2sd.bench.provenance import provenance
-from d2sd.cli.bench import Listed
 from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
 from d2sd.convert.bundle.load import load_bundle
 from d2sd.errors import D2SDError
 from d2sd.extras import require_plots
 from d2sd.io import write_text
+from d2sd.option_types import Listed
 from d2sd.progress import bar
 from d2sd.recipe import Policy
 from d2sd.runtime.request import Limits

@@ -40,13 +40,13 @@ from benchmarks.load.traffic import closed_loop, open_loop
 from benchmarks.load.workloads import Conversation
 from d2sd.bench.latency import Slo
 from d2sd.bench.provenance import provenance
-from d2sd.cli.bench import Listed
 from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
 from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.errors import D2SDError
 from d2sd.extras import require_plots
 from d2sd.io import write_text
+from d2sd.option_types import Listed
 from d2sd.progress import bar
 from d2sd.schema import read_model
 

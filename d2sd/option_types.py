@@ -6,9 +6,11 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
+
+from d2sd.recipe import Policy
 
 
 class _FilePath(click.Path):
@@ -63,3 +65,32 @@ def not_empty(context: click.Context, parameter: click.Parameter, value: tuple[s
         message = f"{parameter.envvar} is empty; unset it to serve without keys."
         raise click.BadParameter(message, context, parameter)
     return value
+
+
+class Listed(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of Click only
+    """Values separated by commas, each of one type."""
+
+    name = "list"
+
+    def __init__(self, one: Any) -> None:
+        self.one = click.types.convert_type(one)
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
+        """Convert every value."""
+        if isinstance(value, list):
+            return value
+        return [self.one.convert(part.strip(), param, ctx) for part in str(value).split(",")]
+
+
+class Method(click.ParamType):  # type: ignore[type-arg]
+    """A policy, or policy:rows."""
+
+    name = "policy[:rows]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Raise a usage error unless the value is a policy or policy:rows."""
+        policy, colon, rows = str(value).partition(":")
+        click.Choice(get_args(Policy)).convert(policy, param, ctx)
+        if colon and not (re.fullmatch("[0-9]{1,4}", rows) and 2 <= int(rows) <= 4096):
+            self.fail(f"the rows of {str(value)[:80]!r} must be an integer from 2 to 4096, as in chain:16", param, ctx)
+        return str(value)

@@ -11,7 +11,7 @@ from tests.wheel import FOLDERS, ROOT, run
 
 pytestmark = pytest.mark.subprocess
 #: Suffixes of package data.
-DATA_FILES = {".yaml", ".css", ".js", ".html", ".jinja", ".j2", ".c", ".h", ".json", ".safetensors"}
+DATA_FILES = {".yaml", ".css", ".js", ".html", ".svg", ".jinja", ".j2", ".c", ".h", ".json", ".safetensors"}
 
 
 def test_the_wheel_holds_every_module_and_data_file_and_nothing_else(wheel: Path) -> None:

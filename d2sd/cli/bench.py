@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,41 +21,13 @@ from d2sd.convert.bundle.backends import BackendName
 from d2sd.convert.bundle.load import load_bundle
 from d2sd.convert.bundle.serving import can_run
 from d2sd.extras import require_plots
+from d2sd.option_types import Listed, Method
 from d2sd.progress import bar
 from d2sd.recipe import Policy
 
 #: What `--quick` measures where an option is not given.
 QUICK_METHODS: tuple[Policy, ...] = ("chain", "ddtree", "hybrid", "auto")
 QUICK = {"rows": [64], "temperatures": [0.0], "per_set": 4, "max_new_tokens": 32}
-
-
-class Listed(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of Click only
-    """Values separated by commas, each of one type."""
-
-    name = "list"
-
-    def __init__(self, one: Any) -> None:
-        self.one = click.types.convert_type(one)
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
-        """Convert every value."""
-        if isinstance(value, list):
-            return value
-        return [self.one.convert(part.strip(), param, ctx) for part in str(value).split(",")]
-
-
-class Method(click.ParamType):  # type: ignore[type-arg]
-    """A policy, or policy:rows."""
-
-    name = "policy[:rows]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Raise a usage error unless the value is a policy or policy:rows."""
-        policy, colon, rows = str(value).partition(":")
-        click.Choice(get_args(Policy)).convert(policy, param, ctx)
-        if colon and not (re.fullmatch("[0-9]{1,4}", rows) and 2 <= int(rows) <= 4096):
-            self.fail(f"the rows of {str(value)[:80]!r} must be an integer from 2 to 4096, as in chain:16", param, ctx)
-        return str(value)
 
 
 class Quick(Reporting):

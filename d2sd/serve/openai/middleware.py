@@ -32,7 +32,7 @@ _PROBES = {"/health", "/live", "/ready", "/metrics"}
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
-#: Seconds after which the kernel has ended a connection that nobody reads.
+#: Seconds after which the kernel has ended a connection whose client reads nothing.
 _GONE = 60.0
 #: Of a body that is refused, at most this much is read, for at most this long.
 _DISCARD_BYTES, _DISCARD_SECONDS = 64 << 20, 5.0

@@ -21,6 +21,7 @@ from tests.convert.helpers import add_calibration, write_project
 #: A new knob belongs into the recipe. Change this only with a reason that a reviewer accepts.
 FLAGS = {
     "bench": {
+        "--quick",
         *("bundle", "--methods", "--rows", "--prompts", "--temperatures", "--concurrency", "--per-set"),
         *("--max-new-tokens", "--repeat", "--seed", "--device", "--executor", "--out", "--plan", "--compare"),
     },
@@ -46,7 +47,15 @@ FLAGS = {
     "serve": {
         *("bundle", "--host", "--port", "--api-key", "--model", "--max-batch", "--max-waiting", "--max-body"),
         *("--prefix-cache", "--no-prefix-cache"),
-        *("--request-timeout", "--drain-timeout", "--allow-origin", "--policy", "--device", "--executor"),
+        *(
+            "--request-timeout",
+            "--drain-timeout",
+            "--allow-origin",
+            "--allow-priority",
+            "--policy",
+            "--device",
+            "--executor",
+        ),
     },
     "train": {"recipe", "--work", "--out", "--plan"},
     "triton": {"bundle", "-o", "--out", "--name", "--gpu", "--batched", "--set"},

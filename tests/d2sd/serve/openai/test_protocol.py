@@ -118,7 +118,7 @@ def test_messages_of_any_client_are_accepted(server: Running) -> None:
     ("body", "param", "said"),
     [
         (CHAT | {"n": 200}, "n", "found: 200"),
-        (TEXT | {"prompt": ["w5"] * 9}, "prompt", "9, with n = 1"),
+        (TEXT | {"prompt": ["w5"] * 9}, "prompt", "found: 9"),
         (TEXT | {"prompt": []}, "prompt", "number of prompts"),
         (CHAT | {"logprobs": True, "top_logprobs": 25}, "top_logprobs", "0 .. 20"),
         (CHAT | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize is not a variable"),
