@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # An editable install is a path, which type checkers follow too.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --config-settings editable_mode=compat
 
-.PHONY: demo test fast-tests test-slow engines readme lint verify gpu-suite kernels ptx consumers triton-test client-test dynamo-test dynamo-schema bench bench-serving peers fleet soak soak-steps eval train ablation train-gpu data wheel docs clean
+.PHONY: demo test fast-tests test-slow engines readme lint verify gpu-suite kernels ptx consumers triton-test client-test dynamo-test dynamo-schema bench bench-serving peers fleet soak soak-steps differential attack eval train ablation train-gpu data wheel docs clean
 
 ## on a CPU: build the SmolLM2 bundle, answer a prompt with both drafters, draw it, and compare the policies
 demo: .venv/demo
@@ -208,6 +208,17 @@ soak: $(FACE_READY)
 STEPS := 100000
 soak-steps: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.runtime.soak $(STEPS)
+
+## 100,000 steps of tiny engines with random requests, parameters at their bounds and broken weights, each answer against
+## plain decoding alone: some forty minutes of a core; SEED=1
+SEED := 0
+differential: .venv/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.runtime.differential $(STEPS) --seed $(SEED)
+
+## 5,000 malformed and 300 expensive requests beside honest clients: nobody waits, no memory grows, no answer changes
+attack: .venv/demo
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.attack $(BUNDLE) --malformed 5000 --expensive 300 --seed $(SEED) \
+	  --timeout 45 --out build/attack
 
 ## train a pair from prompts to a measured folder on a CPU: hours, resumable
 TRAINING := training/smollm2-135m

@@ -72,19 +72,19 @@ async def visits(url: str, bodies: Sequence[dict[str, Any]], clients: int, pause
     """Run the clients until they are cancelled; a question that is open then is written without an answer."""
     draw = random.Random()
 
-    async def one(client: HttpClient, number: int) -> None:
-        while True:
-            visit = Visit(draw.randrange(len(bodies)), time.monotonic())
-            try:
-                await ask(client, number, bodies[visit.body], visit)
-            finally:
-                visit.end = time.monotonic()
-                out.write(json.dumps(asdict(visit)) + "\n")
-                out.flush()
-            await asyncio.sleep(draw.expovariate(1 / pause))
+    async def one(number: int) -> None:
+        async with HttpClient(url, address=f"127.0.0.{2 + number}") as client:  # a client of its own to the server
+            while True:
+                visit = Visit(draw.randrange(len(bodies)), time.monotonic())
+                try:
+                    await ask(client, number, bodies[visit.body], visit)
+                finally:
+                    visit.end = time.monotonic()
+                    out.write(json.dumps(asdict(visit)) + "\n")
+                    out.flush()
+                await asyncio.sleep(draw.expovariate(1 / pause))
 
-    async with HttpClient(url) as client:
-        await asyncio.gather(*(one(client, number) for number in range(clients)))
+    await asyncio.gather(*(one(number) for number in range(clients)))
 
 
 async def until_signal(url: str, bodies: Sequence[dict[str, Any]], clients: int, pause: float, out: TextIO) -> None:

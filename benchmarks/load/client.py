@@ -56,9 +56,11 @@ class HttpClient(httpx.AsyncClient):
         "return_token_ids": True,
     }
 
-    def __init__(self, url: str, *, connections: int = 256, timeout: float = 600) -> None:
+    def __init__(self, url: str, *, connections: int = 256, timeout: float = 600, address: str | None = None) -> None:
+        """`address` is the one to connect from."""
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-        super().__init__(base_url=url, limits=limits, timeout=timeout)
+        transport = httpx.AsyncHTTPTransport(limits=limits, local_address=address)
+        super().__init__(base_url=url, transport=transport, timeout=timeout)
         self.always: dict[str, Any] = {}  # in every body
 
     def error_of(self, body: bytes, status: int) -> dict[str, Any]:
