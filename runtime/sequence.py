@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from d2sd.errors import D2SDError, GenerationError
+from d2sd.errors import D2SDError, GenerationError, UnexpectedError
 from d2sd.runtime.grammar.grammar import Matcher, advance
 from d2sd.runtime.request import Request
 from d2sd.runtime.stats import SequenceStats
@@ -119,7 +119,7 @@ class Sequence:
     def _problem(self, token: int) -> GenerationError | None:
         """Advance the grammar by a token; why the answer cannot go on with it, or None if it can."""
         if token == NOT_FINITE:
-            return GenerationError(
+            return UnexpectedError(
                 "The target's logits are not finite numbers.", where="logits", found="NaN or infinity",
                 fix="check the target's weights, and whether they overflow at this precision",
             )  # fmt: skip
