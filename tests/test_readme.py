@@ -222,5 +222,5 @@ def test_the_readme_as_it_is(version: str, tmp_path: Path) -> None:
     said = place.run(f"{' && '.join(holding('make demo'))} && command -v d2sd", place.clone)
     assert said.strip().endswith(str(place.clone / ".venv/bin/d2sd"))
     assert "def is_palindrome" in said
-    assert (place.clone / "build/demo/tree.svg").read_text().startswith("<svg")
+    assert "<svg" in (place.clone / "build/demo/tree.svg").read_text()
     assert "0 differ." in said
