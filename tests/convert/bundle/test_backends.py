@@ -171,13 +171,13 @@ def test_a_benchmark_says_what_it_ran(bundle: Bundle, tmp_path: Path, monkeypatc
     monkeypatch.setattr("d2sd.bench.run.write_plots", lambda result, folder: [])
     (tmp_path / "words.jsonl").write_text('{"id": "a", "turns": ["w1 w5 w9"]}\n{"id": "b", "turns": ["w7"]}\n')
     small = ["--methods", "hybrid:8", "--temperatures", "0", "--max-new-tokens", "8"]
-    found = {}
+    out, found = tmp_path / "out", {}
     for runner in ("torch", "onnx"):
         # one folder: cells of another executor are not taken for finished
-        chosen = [*small, "--prompts", str(tmp_path / "words.jsonl"), "--out", str(tmp_path), "--executor", runner]
+        chosen = [*small, "--prompts", str(tmp_path / "words.jsonl"), "--out", str(out), "--executor", runner]
         ended = CliRunner().invoke(main, ["bench", str(bundle.path), *chosen])
         assert ended.exit_code == 0, ended.output
-        found[runner] = load_result(tmp_path / "result.json")
+        found[runner] = load_result(out / "result.json")
     assert [result.provenance.device for result in found.values()] == ["cpu", "cpu, onnx"]
     taus = [[metrics.tau(cell) for cell in result.cells] for result in found.values()]
     assert taus[0] == taus[1]
