@@ -153,13 +153,15 @@ class Scheduler:
         return True
 
     def _prefill_chunks(self) -> list[tuple[Sequence, int]]:
-        """Chunks of at most `limits.prefill_chunk` tokens together.
+        """Chunks of at most `limits.prefill_chunk` tokens together, shared alike among the clients that are running.
 
         A sequence waits one step for a page that one before it computes in this step: requests that arrive together
         compute a shared prefix once.
         """
         budget, page_size = self._limits.prefill_chunk, self._limits.page_size
         chunks, in_progress = [], set[bytes]()
+        clients = {sequence.request.client for sequence in self.running}
+        left = dict.fromkeys(clients, max(budget // max(1, len(clients)), min(budget, page_size)))
         for sequence in _in_turns(self.running):
             if not budget or not sequence.pending:
                 continue
@@ -167,9 +169,11 @@ class Scheduler:
             keys, (first, written) = self._prefix_keys(sequence), divmod(sequence.cached, page_size)
             if not written and in_progress.intersection(keys[first : first + 1]):
                 continue
-            if chunk := min(sequence.pending, budget):
+            client = sequence.request.client
+            if chunk := min(sequence.pending, budget, left[client]):
                 chunks.append((sequence, chunk))
                 budget -= chunk
+                left[client] -= chunk
                 in_progress.update(keys[first : (sequence.cached + chunk) // page_size])
         return chunks
 

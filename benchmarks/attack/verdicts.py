@@ -161,7 +161,9 @@ def of_answer(where: str, answer: bytes, plain: bytes | None) -> list[str]:
 
 
 def _comparable(answer: bytes) -> Any:
-    """An answer's JSON; of a stream, the text, finish reason and seed of every choice."""
+    """An answer's JSON; of a stream, the text, finish reason and seed of every choice, or its last event's response."""
+    if answer.startswith(b"event: "):
+        return json.loads(answer.rstrip().rpartition(b"data: ")[2]).get("response")
     if not answer.startswith(b"data: "):
         return json.loads(answer)
     choices: dict[int, dict[str, Any]] = {}

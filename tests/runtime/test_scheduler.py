@@ -247,7 +247,7 @@ def test_prompts_of_clients_take_turns() -> None:
     scheduler = scheduler_of(prefill_chunk=8)
     for number, client in enumerate("aab"):
         scheduler.add(sequence(number, prompt=7, client=client))
-    assert [(s.id, n) for s, n in scheduler.schedule().prefill] == [(0, 6), (2, 2)]
+    assert [(s.id, n) for s, n in scheduler.schedule().prefill] == [(0, 4), (2, 4)]  # half of the chunk each
 
 
 def test_newest_of_the_lowest_priority_makes_room_and_leads_its_class() -> None:

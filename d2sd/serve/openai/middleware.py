@@ -32,8 +32,6 @@ _PROBES = {"/health", "/live", "/ready", "/metrics"}
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
-#: Seconds after which the kernel has ended a connection whose client reads nothing.
-_GONE = 60.0
 #: Of a body that is refused, at most this much is read, for at most this long.
 _DISCARD_BYTES, _DISCARD_SECONDS = 64 << 20, 5.0
 
@@ -79,11 +77,6 @@ class Entrance:
                 await self._admit(scope, headers, receive, sending)
             except _Gone:
                 facts["status"] = 499
-                with anyio.move_on_after(
-                    _GONE
-                ):  # until the server has noticed too: it would log an incomplete response
-                    while (await receive())["type"] != "http.disconnect":
-                        pass
             except Exception as error:  # a bug: everything else has been answered
                 status, body, _ = describe(error)
                 if not facts["status"]:
