@@ -137,7 +137,7 @@ def _log_to_stderr() -> None:
     handler = logging.StreamHandler(sys.stderr)
     text = _TextLines("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
     handler.setFormatter(text if sys.stderr.isatty() else _JsonLines())
-    # Of a request whose connection is gone: uvicorn tells only the last of several requests sent at once that it is.
+    # It is logged for a request whose connection is gone: of several requests sent at once only the last learns that.
     logging.getLogger("uvicorn.error").addFilter(lambda record: "without completing response" not in str(record.msg))
     for name in ("d2sd", "uvicorn"):
         logger = logging.getLogger(name)
