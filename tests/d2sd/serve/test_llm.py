@@ -109,7 +109,8 @@ def test_a_stream_that_is_closed_leaves_the_batch(llm: LLM) -> None:
     next(stream)
     stream.close()
     until(lambda: llm.stats.steps > 0)
-    assert list(llm.stream(PROMPTS[1])) == list(llm.stream(PROMPTS[1]))
+    # a reader that comes late gets pieces of several steps as one
+    assert "".join(llm.stream(PROMPTS[1])) == "".join(llm.stream(PROMPTS[1]))
     until(lambda: idle(llm))
 
 
