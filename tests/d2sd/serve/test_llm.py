@@ -90,9 +90,9 @@ def test_chat_applies_the_template_to_every_message(llm: LLM) -> None:
 @pytest.mark.parametrize("prompt", ["w5 w7", [USER]], ids=["text", "messages"])
 def test_stream_adds_up_to_the_whole_completion(llm: LLM, prompt: Any) -> None:
     whole: Completion = (llm.generate if isinstance(prompt, str) else llm.chat)(prompt)[0]
-    pieces = list(llm.stream(prompt))
-    assert len(pieces) > 1
-    assert "".join(pieces) == whole.text
+    streams = [list(llm.stream(prompt)) for _ in range(5)]
+    assert ["".join(pieces) for pieces in streams] == [whole.text] * 5
+    assert max(map(len, streams)) > 1  # a reader that comes late may get all steps as one piece
 
 
 def test_streams_share_the_batch(llm: LLM) -> None:
