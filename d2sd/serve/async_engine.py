@@ -110,9 +110,10 @@ class AsyncEngine:
     def _has_room(self, requests: Sequence[Request], room: int) -> bool:
         """Whether the queue takes the requests: at its end it has places for clients that have none in it."""
         live = len(self._live) + len(requests)
-        if live <= room or live > room + self.engine.limits.max_batch or len(requests) > 1:
-            return live <= room
-        return requests[0].client not in {stream.request.client for stream in self._live}
+        if live <= room:
+            return True
+        is_new = requests[0].client not in {stream.request.client for stream in self._live}
+        return is_new and len(requests) == 1 and live <= room + self.engine.limits.max_batch
 
     def _abandon(self, stream: Stream) -> None:
         self._inbox.put(("cancel", stream))
