@@ -153,14 +153,14 @@ class Scheduler:
         return True
 
     def _prefill_chunks(self) -> list[tuple[Sequence, int]]:
-        """Chunks of at most `limits.prefill_chunk` tokens together, shared alike among the clients that are running.
+        """Chunks of at most `limits.prefill_chunk` tokens together, shared alike among the clients with prompts.
 
-        A sequence waits one step for a page that one before it computes in this step: requests that arrive together
+        What they leave of it completes the shortest prompts. A sequence waits one step for a page that one before it computes in this step: requests that arrive together
         compute a shared prefix once.
         """
         budget, page_size = self._limits.prefill_chunk, self._limits.page_size
         chunks, in_progress = [], set[bytes]()
-        clients = {sequence.request.client for sequence in self.running}
+        clients = {sequence.request.client for sequence in self.running if sequence.pending}
         left = dict.fromkeys(clients, max(budget // max(1, len(clients)), min(budget, page_size)))
         for sequence in _in_turns(self.running):
             if not budget or not sequence.pending:
@@ -175,6 +175,11 @@ class Scheduler:
                 budget -= chunk
                 left[client] -= chunk
                 in_progress.update(keys[first : (sequence.cached + chunk) // page_size])
+        rests = sorted((s.pending - chunk, at) for at, (s, chunk) in enumerate(chunks))
+        for rest, at in rests:
+            if rest <= budget:
+                chunks[at] = chunks[at][0], chunks[at][1] + rest
+                budget -= rest
         return chunks
 
     def _share(self, sequence: Sequence) -> None:

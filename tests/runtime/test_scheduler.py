@@ -250,6 +250,20 @@ def test_prompts_of_clients_take_turns() -> None:
     assert [(s.id, n) for s, n in scheduler.schedule().prefill] == [(0, 4), (2, 4)]  # half of the chunk each
 
 
+def test_what_a_client_leaves_of_the_chunk_completes_the_shortest_prompt() -> None:
+    scheduler = scheduler_of(prefill_chunk=12)
+    for number, prompt in enumerate((20, 2, 6)):
+        scheduler.add(sequence(number, prompt=1 + prompt, client=str(number)))
+    assert [(s.id, n) for s, n in scheduler.schedule().prefill] == [(0, 4), (1, 2), (2, 6)]
+
+
+def test_clients_without_prompts_take_no_share_of_the_chunk() -> None:
+    scheduler = scheduler_of(prefill_chunk=8)
+    scheduler.add(sequence(0, prompt=1, client="a"))
+    scheduler.add(sequence(1, prompt=20, client="b"))
+    assert [(s.id, n) for s, n in scheduler.schedule().prefill] == [(1, 8)]
+
+
 def test_newest_of_the_lowest_priority_makes_room_and_leads_its_class() -> None:
     scheduler = scheduler_of(page_size=4, pages=6)
     for number, priority in enumerate((2, 1, 1, 1)):
