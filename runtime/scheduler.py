@@ -153,33 +153,26 @@ class Scheduler:
         return True
 
     def _prefill_chunks(self) -> list[tuple[Sequence, int]]:
-        """Chunks of at most `limits.prefill_chunk` tokens together, shared alike among the clients with prompts.
+        """Chunks of at most `limits.prefill_chunk` tokens together: the shortest prompt first, of each client's next.
 
-        What they leave of it completes the shortest prompts. A sequence waits one step for a page that one before it computes in this step: requests that arrive together
-        compute a shared prefix once.
+        Every client with a prompt gets a quarter of an equal share at least. A sequence waits one step for a page that
+        one before it computes in this step: requests that arrive together compute a shared prefix once.
         """
         budget, page_size = self._limits.prefill_chunk, self._limits.page_size
         chunks, in_progress = [], set[bytes]()
-        clients = {sequence.request.client for sequence in self.running if sequence.pending}
-        left = dict.fromkeys(clients, max(budget // max(1, len(clients)), min(budget, page_size)))
-        for sequence in _in_turns(self.running):
-            if not budget or not sequence.pending:
-                continue
+        prompts = _in_turns([sequence for sequence in self.running if sequence.pending])
+        clients = list(dict.fromkeys(sequence.request.client for sequence in prompts))
+        least = dict.fromkeys(clients, max(1, budget // (4 * max(1, len(clients)))))
+        for sequence in prompts:
             self._share(sequence)
             keys, (first, written) = self._prefix_keys(sequence), divmod(sequence.cached, page_size)
             if not written and in_progress.intersection(keys[first : first + 1]):
                 continue
-            client = sequence.request.client
-            if chunk := min(sequence.pending, budget, left[client]):
+            own = min(budget, least.pop(sequence.request.client, 0))
+            if chunk := min(sequence.pending, max(own, budget - sum(least.values()))):
                 chunks.append((sequence, chunk))
                 budget -= chunk
-                left[client] -= chunk
                 in_progress.update(keys[first : (sequence.cached + chunk) // page_size])
-        rests = sorted((s.pending - chunk, at) for at, (s, chunk) in enumerate(chunks))
-        for rest, at in rests:
-            if rest <= budget:
-                chunks[at] = chunks[at][0], chunks[at][1] + rest
-                budget -= rest
         return chunks
 
     def _share(self, sequence: Sequence) -> None:
@@ -280,10 +273,10 @@ def _rank(sequence: Sequence) -> tuple[int, int, int]:
 
 
 def _in_turns(running: SequenceOf[Sequence]) -> list[Sequence]:
-    """The same sequences: the first of each client, then the second of each."""
+    """The same sequences: the first of each client, the one with the shortest prompt before; then the second of each."""
     counts, placed = Counter[str](), []
     for sequence in running:
         client = sequence.request.client
-        placed.append((sequence.request.priority, counts[client], sequence))
-        counts[client] += bool(sequence.pending)
-    return [sequence for *_, sequence in sorted(placed, key=lambda item: item[:2])]
+        placed.append((sequence.request.priority, counts[client], sequence.pending, sequence))
+        counts[client] += 1
+    return [sequence for *_, sequence in sorted(placed, key=lambda item: item[:3])]

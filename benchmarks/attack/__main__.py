@@ -74,6 +74,7 @@ def attack(plan: Plan, wanted: list[tuple[Kind, int]], plain_server: Server | No
         "under_attack": asdict(
             Delays.of([visit for phase in phases if not phase.kind.fills for visit in phase.visits])
         ),
+        "every_class": asdict(Delays.of([visit for phase in phases for visit in phase.visits])),
         "answers_compared": compared,
         "honest_answers": sum(visit.complete for siege in sieges for visit in siege.visits),
         "honest_refused": sum(visit.refused for siege in sieges for visit in siege.visits),

@@ -246,15 +246,22 @@ def test_a_lower_priority_takes_nobodys_place() -> None:
 def test_prompts_of_clients_take_turns() -> None:
     scheduler = scheduler_of(prefill_chunk=8)
     for number, client in enumerate("aab"):
-        scheduler.add(sequence(number, prompt=7, client=client))
-    assert [(s.id, n) for s, n in scheduler.schedule().prefill] == [(0, 4), (2, 4)]  # half of the chunk each
+        scheduler.add(sequence(number, prompt=6, client=client))
+    assert [(s.id, n) for s, n in scheduler.schedule().prefill] == [(0, 5), (2, 3)]  # the second of `a` comes last
 
 
-def test_what_a_client_leaves_of_the_chunk_completes_the_shortest_prompt() -> None:
+def test_the_shortest_prompt_is_computed_first_and_the_longest_gets_its_least() -> None:
     scheduler = scheduler_of(prefill_chunk=12)
-    for number, prompt in enumerate((20, 2, 6)):
+    for number, prompt in enumerate((20, 13, 6)):
         scheduler.add(sequence(number, prompt=1 + prompt, client=str(number)))
-    assert [(s.id, n) for s, n in scheduler.schedule().prefill] == [(0, 4), (1, 2), (2, 6)]
+    assert [(s.id, n) for s, n in scheduler.schedule().prefill] == [(2, 6), (1, 5), (0, 1)]
+
+
+def test_prompts_of_more_clients_than_the_chunk_has_tokens() -> None:
+    scheduler = scheduler_of(prefill_chunk=2)
+    for number in range(4):
+        scheduler.add(sequence(number, prompt=3, client=str(number)))
+    assert [(s.id, n) for s, n in scheduler.schedule().prefill] == [(0, 1), (1, 1)]
 
 
 def test_clients_without_prompts_take_no_share_of_the_chunk() -> None:

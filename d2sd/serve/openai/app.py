@@ -148,9 +148,18 @@ class Server:
         if form is not None:
             await while_connected(http.receive, self._grammars.prepare(http.scope["state"]["client"], form))
         client = http.scope["state"]["client"]
+        if isinstance(body, CompletionBody):
+            body = await self._encoded(http, body)
         prepared = [replace(one, client=client) for one in await self.tokenizing(http, encode, body)]
         self.bounds.check_requests(prepared)
         return prepared
+
+    async def _encoded(self, http: Request, body: CompletionBody) -> CompletionBody:
+        """The same body with the token ids of its prompts, each in a turn of its own: many take seconds together."""
+        if isinstance(body.prompt, str) or not any(isinstance(one, str) for one in body.prompt):
+            return body
+        prompts = [await self.tokenizing(http, self.requests.encode_prompt, one) for one in body.prompt]
+        return body.model_copy(update={"prompt": prompts})
 
 
 async def _events(generation: Generation, shape: Format, options: StreamOptions) -> AsyncIterator[dict[str, Any]]:

@@ -53,8 +53,7 @@ class RequestMaker:
         prompts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else list(body.prompt)
         if prompts and isinstance(prompts[0], int):
             prompts = [prompts]
-        tokenizer = self._bundle.tokenizer
-        encoded = [encode_prompt(tokenizer, p) if isinstance(p, str) else p for p in prompts]
+        encoded = [self.encode_prompt(p) if isinstance(p, str) else p for p in prompts]
         return self._requests(body, encoded, {"logprobs": body.logprobs})
 
     def form(self, body: GenerationBody) -> tuple[str, StructuredOutputsParams | None]:
@@ -68,8 +67,12 @@ class RequestMaker:
     def encode(self, body: TokenizeBody) -> list[int]:
         """Token ids of a prompt, or of a conversation in the chat template."""
         if body.prompt is not None:
-            return encode_prompt(self._bundle.tokenizer, body.prompt)
+            return self.encode_prompt(body.prompt)
         return self._encode_chat(body)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a prompt."""
+        return encode_prompt(self._bundle.tokenizer, text)
 
     def _encode_chat(self, body: ChatBody | TokenizeBody) -> list[int]:
         bundle = self._bundle

@@ -157,11 +157,12 @@ def test_a_large_response_is_the_same_as_a_small_one(
     [
         {"prompt": "w5", "stop": [1] * 200_000},
         {"messages": [{}] * 200_000},
+        {"prompt": "w5", "logit_bias": {str(n): None for n in range(20_000)}},
         {"prompt": [[[5]] * 100] * 1300},
         {f"field{n}": 1 for n in range(300)},
         [1] * 200_000,
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_a_body_of_very_many_values_is_refused_before_their_types_are_checked(
     server: tuple[Running, Tokenizer], body: Any
