@@ -273,7 +273,7 @@ def _rank(sequence: Sequence) -> tuple[int, int, int]:
 
 
 def _in_turns(running: SequenceOf[Sequence]) -> list[Sequence]:
-    """The same sequences: the first of each client, the one with the shortest prompt before; then the second of each."""
+    """The same sequences: the first of each client, shortest prompt first; then the second of each."""
     counts, placed = Counter[str](), []
     for sequence in running:
         client = sequence.request.client

@@ -136,9 +136,8 @@ def bounded_route(max_context: int) -> type[APIRoute]:
                 rest = [one for name, one in fields.items() if name not in _OF_TOKENS]
                 if len(fields) <= _FIELDS and not _has_more(rest, most) and not _has_more(value, most_tokens):
                     return value
-            raise HTTPException(
-                400, f"The body has too many values: at most {most:,} ({most_tokens:,} of tokens), and {_FIELDS} fields."
-            )
+            bounds = f"at most {most:,} ({most_tokens:,} of tokens), and {_FIELDS} fields"
+            raise HTTPException(400, f"The body has too many values: {bounds}.")
 
     class Route(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
