@@ -13,6 +13,8 @@ from d2sd.io import read_json
 
 #: No vocabulary comes near it. The tokenizers library prints every id that is missing below the largest.
 _MAX_ID = 1 << 24
+#: Characters of a special token; the library takes seconds for each of 100,000.
+_MAX_TOKEN = 4096
 
 
 def offline_transformers() -> ModuleType:
@@ -31,6 +33,8 @@ def offline_transformers() -> ModuleType:
 def load_tokenizer(directory: Path) -> Any:
     """Read the tokenizer of a checkpoint folder, and try it. Raises `CheckpointError`."""
     _check_ids(directory / "tokenizer.json")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        _check_special_tokens(directory / name)
     try:
         tokenizer = offline_transformers().AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -69,3 +73,18 @@ def _check_ids(file: Path) -> None:
         raise CheckpointError(
             "A token id is out of range.", where=file, found=too_large[0], expected=f"below {_MAX_ID:,}"
         )
+
+
+def _check_special_tokens(file: Path) -> None:
+    """Raise CheckpointError for a special token so long that it must be damage."""
+    values = read_json(file, error=CheckpointError, what="tokenizer") if file.is_file() else None
+    pending = [value for name, value in values.items() if "token" in name] if isinstance(values, dict) else []
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str) and len(one) > _MAX_TOKEN:
+            raise CheckpointError(
+                "A special token is too long.", where=file, found=f"{len(one):,} characters: {one[:20]}...",
+                expected=f"at most {_MAX_TOKEN:,}",
+            )  # fmt: skip
+        if isinstance(one, dict | list):
+            pending += one.values() if isinstance(one, dict) else one

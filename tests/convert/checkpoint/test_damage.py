@@ -178,6 +178,14 @@ def test_a_token_id_out_of_range_is_named(project: Path) -> None:
         load_tokenizer(project / "target")
 
 
+@pytest.mark.parametrize("value", ["x" * 100_000, {"content": "x" * 100_000}], ids=("text", "mapping"))
+def test_a_special_token_of_many_characters_is_refused_at_once(project: Path, value: object) -> None:
+    """The tokenizers library would take most of a minute for it."""
+    edit_json(project / "target" / "tokenizer_config.json", "eos_token", value)
+    with pytest.raises(CheckpointError, match=r"too long(.|\n)*tokenizer_config.json(.|\n)*100,000 characters"):
+        load_tokenizer(project / "target")
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
