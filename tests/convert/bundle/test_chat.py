@@ -121,4 +121,4 @@ def test_text_that_is_not_unicode_is_refused(folder: Path) -> None:
     with pytest.raises(RequestError, match=r"not Unicode(.|\n)*messages\[0\]\.content"):
         encode_chat(known, [{"role": "user", "content": "w1 \ud800"}], {}, "here")
     with pytest.raises(RequestError, match="not Unicode"):
-        encode_chat(tokenizer(folder, "{{ '\ud800' }}"), [{"role": "user", "content": "w1"}], {}, "here")
+        encode_chat(tokenizer(folder, "{{ '\\ud800' }}"), [{"role": "user", "content": "w1"}], {}, "here")
