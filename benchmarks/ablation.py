@@ -27,9 +27,9 @@ from d2sd.bench.result import Cell, Key, Result, Settings, save
 from d2sd.bench.tables import provenance as told
 from d2sd.bench.tables import span
 from d2sd.bench.views import pool
+from d2sd.bundle.load import Bundle, load_bundle
+from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.cli.report import Reporting
-from d2sd.convert.bundle.load import Bundle, load_bundle
-from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.errors import D2SDError
 from d2sd.modeling.drafter import Drafter
 from d2sd.progress import bar

@@ -20,9 +20,9 @@ from benchmarks.load.replayed import Check, check
 from d2sd.bench.fleet.profile import profile
 from d2sd.bench.fleet.routing import ROUTER_MODES
 from d2sd.bench.provenance import provenance
+from d2sd.bundle.load import load_bundle
 from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
-from d2sd.convert.bundle.load import load_bundle
 from d2sd.errors import D2SDError
 from d2sd.extras import require_plots
 from d2sd.io import write_text

@@ -19,10 +19,10 @@ from typing import Any
 
 import click
 
+from d2sd.build.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
+from d2sd.bundle.load import Bundle, load_bundle
+from d2sd.bundle.serving import can_run, chat_request, make_engine
 from d2sd.cli.report import Reporting
-from d2sd.convert.bundle.load import Bundle, load_bundle
-from d2sd.convert.bundle.serving import can_run, chat_request, make_engine
-from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
 from d2sd.errors import D2SDError
 from d2sd.io import write_text
 from d2sd.policies import NAMES, PolicyName

@@ -17,8 +17,8 @@ from typing import TypeVar
 
 import click
 
+from d2sd.bundle.load import load_bundle
 from d2sd.cli.report import Reporting
-from d2sd.convert.bundle.load import load_bundle
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter

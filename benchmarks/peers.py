@@ -32,10 +32,10 @@ from benchmarks.cpu.ours import engines
 from benchmarks.cpu.result import Figures, Result, floors
 from benchmarks.cpu.transformers_peer import DTYPES, transformers_peers
 from d2sd.bench.provenance import provenance
+from d2sd.bundle.load import Bundle, load_bundle
+from d2sd.bundle.serving import chat_request
 from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
-from d2sd.convert.bundle.load import Bundle, load_bundle
-from d2sd.convert.bundle.serving import chat_request
 from d2sd.errors import D2SDError
 from d2sd.extras import install_line, require_plots
 from d2sd.io import write_text

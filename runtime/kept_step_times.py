@@ -18,7 +18,7 @@ from d2sd.errors import D2SDError
 from d2sd.io import write_text
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.buckets import buckets
-from d2sd.runtime.captured import DecodeSteps
+from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.request import Limits
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.step_times import Forecast, StepTimes, measure_step_times

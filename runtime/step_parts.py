@@ -13,9 +13,9 @@ from d2sd.policies import FirstPass, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch, prefill_inputs
 from d2sd.runtime.buckets import bucket
-from d2sd.runtime.captured import DecodeSteps
+from d2sd.runtime.cuda_graphs.handover import Link
+from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.decode import Committed, StepResult
-from d2sd.runtime.handover import Link
 from d2sd.runtime.memory import free_memory, plan_kv_memory
 from d2sd.runtime.policy_selector import Begun, PolicySelector
 from d2sd.runtime.request import Limits

@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[1]
 #: The foundation: the single files of d2sd/.
 FOUNDATION = tuple(sorted(path.stem for path in (ROOT / "d2sd").glob("*.py") if path.stem != "__init__"))
 STEPS: tuple[tuple[str, ...], ...] = (
-    FOUNDATION, ("plugins",), ("modeling",), ("runtime",), ("convert", "integrations"), ("train", "serve", "bench"),
-    ("cli",),
+    FOUNDATION, ("plugins",), ("modeling",), ("runtime",), ("convert", "integrations"), ("bundle",), ("build",),
+    ("train", "serve", "bench"), ("cli",),
 )  # fmt: skip
 #: Allowed within a step.
 ROOMS = (*chain(*STEPS[1:]), "viz")

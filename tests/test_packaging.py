@@ -29,7 +29,7 @@ def test_the_wheel_holds_every_module_and_data_file_and_nothing_else(wheel: Path
 
 def test_nothing_but_d2sd_is_importable(python: Path, tmp_path: Path) -> None:
     program = (
-        "import importlib.util as u, d2sd, d2sd.convert.build.pipeline, d2sd.modeling.decoder\n"
+        "import importlib.util as u, d2sd, d2sd.build.pipeline, d2sd.modeling.decoder\n"
         f"print([n for n in {FOLDERS} if u.find_spec(n)], d2sd.__file__)"
     )
     out = run(python, "-c", program, folder=tmp_path)

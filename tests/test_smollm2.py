@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from d2sd.convert.bundle.load import Bundle, load_bundle
-from d2sd.convert.bundle.serving import chat_request, make_engine
-from d2sd.convert.validate.drafter_config import check_drafter_config
-from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
+from d2sd.build.validate.drafter_config import check_drafter_config
+from d2sd.build.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
+from d2sd.bundle.load import Bundle, load_bundle
+from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.errors import BuildError
 from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.recipe import Policy

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from d2sd.convert.bundle.load import load_bundle
+from d2sd.bundle.load import load_bundle
 from d2sd.convert.engines.build import build_engines
 from d2sd.convert.engines.profiles import make_profiles
 from d2sd.convert.engines.worker import Job

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.cpu.contestant import Key, Limits, Passed, Tokens
-from d2sd.convert.bundle.load import Bundle, assemble, load_bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.bundle.load import Bundle, assemble, load_bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError
 from d2sd.manifest import Manifest
 from d2sd.progress import bar

@@ -30,10 +30,10 @@ from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import linear_names, round_to_fp8
 from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.policies import FACTS, FirstPass, PolicyName
-from d2sd.runtime.backends.graphs import CudaGraphs
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.captured import DecodeSteps
+from d2sd.runtime.cuda_graphs.capture import CudaGraphs
+from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.request import Limits, SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.carried import carried_draft

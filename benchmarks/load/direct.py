@@ -21,8 +21,8 @@ from benchmarks.load.client import Reply
 from benchmarks.load.server import Server
 from benchmarks.load.traffic import closed_loop
 from benchmarks.load.workloads import Conversation, own_prompts, single
-from d2sd.convert.bundle.load import Bundle, load_bundle
-from d2sd.convert.bundle.serving import chat_request, make_engine
+from d2sd.bundle.load import Bundle, load_bundle
+from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.errors import D2SDError
 from d2sd.progress import bar
 from d2sd.recipe import Policy

@@ -20,8 +20,8 @@ from d2sd.bench.fleet.costs import EngineCosts, WorkerModel
 from d2sd.bench.fleet.simulate import Fleet, Simulation
 from d2sd.bench.fleet.worker import Stream
 from d2sd.bench.latency import Spread, token_latencies
-from d2sd.convert.bundle.load import Bundle
-from d2sd.convert.bundle.serving import candidate_policies, make_engine
+from d2sd.bundle.load import Bundle
+from d2sd.bundle.serving import candidate_policies, make_engine
 from d2sd.recipe import Policy
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.policy_selector import PolicySelector

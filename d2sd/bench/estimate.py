@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from d2sd.bench.views import ADAPTIVE, PLAIN
-from d2sd.convert.bundle.serving import chat_request, make_engine
+from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.progress import bar
 from d2sd.runtime.request import SamplingParams
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from d2sd.bench.matrix import Matrix
-    from d2sd.convert.bundle.backends import BackendName
-    from d2sd.convert.bundle.load import Bundle
+    from d2sd.bundle.backends import BackendName
+    from d2sd.bundle.load import Bundle
     from d2sd.recipe import Policy
 
 #: Tokens of the answers that are timed, after as many of warm-up as are left out.

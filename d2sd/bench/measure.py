@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from d2sd.bench.result import Cell, Difference, Key, Response
-from d2sd.convert.validate.near_ties import TIE_TOLERANCE, first_mismatch
+from d2sd.build.validate.near_ties import TIE_TOLERANCE, first_mismatch
 from d2sd.policies import DrafterName
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.observe import observe

@@ -16,9 +16,9 @@ from d2sd.bench.plots import write_plots
 from d2sd.bench.provenance import provenance
 from d2sd.bench.result import Cell, Key, Result, ResultError, Settings, save
 from d2sd.bench.tables import tables
-from d2sd.convert.bundle.backends import BackendName
-from d2sd.convert.bundle.serving import chat_request, make_engine
-from d2sd.convert.validate.near_ties import top2_margin
+from d2sd.build.validate.near_ties import top2_margin
+from d2sd.bundle.backends import BackendName
+from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.errors import D2SDError
 from d2sd.io import claim, write_text
 from d2sd.progress import bar
@@ -28,7 +28,7 @@ from d2sd.schema import read_model
 
 if TYPE_CHECKING:
     from d2sd.bench.matrix import Matrix
-    from d2sd.convert.bundle.load import Bundle
+    from d2sd.bundle.load import Bundle
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.policy_selector import PolicySelector
 

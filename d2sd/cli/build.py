@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
+from d2sd.build import pipeline
+from d2sd.build.plan import make_plan
+from d2sd.build.tables import show_plan
 from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
-from d2sd.convert.build import pipeline
-from d2sd.convert.build.plan import make_plan
-from d2sd.convert.build.tables import show_plan
 from d2sd.progress import bar
 from d2sd.recipe import load_recipe
 

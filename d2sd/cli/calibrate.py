@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
+from d2sd.bundle.load import load_bundle
+from d2sd.bundle.serving import chat_request
 from d2sd.calibration import write_calibration
 from d2sd.cli.options import FilePath, bundle_argument, device_option, held_out_option
 from d2sd.cli.report import Reporting
-from d2sd.convert.bundle.load import load_bundle
-from d2sd.convert.bundle.serving import chat_request
 from d2sd.io import check_writable
 from d2sd.progress import bar
 from d2sd.prompts import OWN_PROMPTS, last_prompts

@@ -10,11 +10,11 @@ import click
 
 from d2sd.bench.answers import write_answers, write_pictures
 from d2sd.bench.speculation_table import show_stats
+from d2sd.bundle.backends import BackendName
+from d2sd.bundle.load import load_bundle
+from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.cli.options import FilePath, backend_option, bundle_argument, device_option, policy_option
 from d2sd.cli.report import Reporting
-from d2sd.convert.bundle.backends import BackendName
-from d2sd.convert.bundle.load import load_bundle
-from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.io import check_writable
 from d2sd.progress import bar
 from d2sd.recipe import Policy

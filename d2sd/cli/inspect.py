@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
+from d2sd.build.tables import show_manifest
+from d2sd.bundle.files import verify_files
 from d2sd.cli.options import bundle_argument
 from d2sd.cli.report import Reporting
-from d2sd.convert.build.tables import show_manifest
-from d2sd.convert.bundle.files import verify_files
 from d2sd.manifest import load_manifest
 from d2sd.progress import bar
 

@@ -6,7 +6,7 @@ from typing import get_args
 
 import click
 
-from d2sd.convert.bundle.backends import BackendName, check_device
+from d2sd.bundle.backends import BackendName, check_device
 from d2sd.option_types import FilePath as FilePath  # for all commands
 from d2sd.option_types import Seconds
 from d2sd.recipe import Policy

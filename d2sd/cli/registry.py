@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
+from d2sd.bundle.registry.pull import pull as pull_bundle
+from d2sd.bundle.registry.push import push as push_bundle
 from d2sd.cli.options import FilePath, bundle_argument
 from d2sd.cli.report import Reporting
-from d2sd.convert.bundle.registry.pull import pull as pull_bundle
-from d2sd.convert.bundle.registry.push import push as push_bundle
 from d2sd.progress import bar
 
 _plain_http = click.option("--plain-http", is_flag=True, help="Without TLS; loopback addresses need no flag.")

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
+from d2sd.bundle.backends import BackendName
 from d2sd.cli import options
 from d2sd.cli.report import Reporting
-from d2sd.convert.bundle.backends import BackendName
 from d2sd.errors import D2SDError
 from d2sd.extras import require
 from d2sd.option_types import Name

@@ -17,7 +17,7 @@ from d2sd.serve.prompts import conversation_inputs, input_of, prompt_inputs
 from d2sd.serve.session import Options, Session
 
 if TYPE_CHECKING:
-    from d2sd.convert.bundle.backends import BackendName
+    from d2sd.bundle.backends import BackendName
     from d2sd.recipe import Policy
     from d2sd.runtime.request import Request
     from d2sd.runtime.stats import SequenceStats

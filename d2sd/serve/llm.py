@@ -17,7 +17,7 @@ from d2sd.serve.session import Options, Session
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from d2sd.convert.bundle.backends import BackendName
+    from d2sd.bundle.backends import BackendName
     from d2sd.recipe import Policy
     from d2sd.runtime.stats import SequenceStats
     from d2sd.serve.completion import Completion

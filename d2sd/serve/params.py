@@ -15,7 +15,7 @@ from d2sd.serve.structured import StructuredOutputsParams
 from d2sd.serve.typed import typed
 
 if TYPE_CHECKING:
-    from d2sd.convert.bundle.load import Bundle
+    from d2sd.bundle.load import Bundle
     from d2sd.runtime.request import Request
 
 #: Seeds are below this; the i-th of n completions has the seed (seed + i) modulo it.

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from typing_extensions import TypedDict
 
-from d2sd.convert.bundle.serving import chat_request
+from d2sd.bundle.serving import chat_request
 from d2sd.errors import RequestError
 from d2sd.runtime.request import Request
 from d2sd.serve.params import SamplingParams, with_params
 from d2sd.serve.typed import named, plain, typed
 
 if TYPE_CHECKING:
-    from d2sd.convert.bundle.load import Bundle
+    from d2sd.bundle.load import Bundle
     from d2sd.runtime.grammar.grammar import Grammar
 
 

@@ -14,9 +14,9 @@ from weakref import finalize
 
 from pydantic import Field
 
-from d2sd.convert.bundle.backends import BackendName, check_device
-from d2sd.convert.bundle.load import load_bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.bundle.backends import BackendName, check_device
+from d2sd.bundle.load import load_bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError, RequestError
 from d2sd.progress import bar
 from d2sd.recipe import Policy
@@ -29,7 +29,7 @@ from d2sd.serve.structured import GrammarCompiler
 from d2sd.serve.typed import typed
 
 if TYPE_CHECKING:
-    from d2sd.convert.bundle.load import Bundle
+    from d2sd.bundle.load import Bundle
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.request import Request
     from d2sd.runtime.sequence import Sequence as Finished

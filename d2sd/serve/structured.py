@@ -16,7 +16,7 @@ from d2sd.runtime.grammar.guidance import GuidanceGrammar, GuidanceTokenizer
 from d2sd.serve.schemas import text_with_options, with_options
 
 if TYPE_CHECKING:
-    from d2sd.convert.bundle.load import Bundle
+    from d2sd.bundle.load import Bundle
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from d2sd.convert.bundle.turns import TOOL_CALL, TOOL_CALL_END
+from d2sd.bundle.turns import TOOL_CALL, TOOL_CALL_END
 from d2sd.errors import RequestError
 from d2sd.runtime.grammar.guidance import SPACING
 from d2sd.serve.schemas import with_options

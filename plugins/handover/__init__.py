@@ -1,6 +1,6 @@
 """The state that a captured step leaves to the next, on CUDA: one program before a step, and one after it.
 
-The specification is `d2sd.runtime.handover`, which asks here whether a kernel takes its call.
+The specification is `d2sd.runtime.cuda_graphs.handover`, which asks here whether a kernel takes its call.
 """
 
 from __future__ import annotations

@@ -23,14 +23,14 @@ from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.packed import pack, reduced_head
 from d2sd.modeling.rows import Chunks, CommittedRows, ContextRows, Rows
 from d2sd.plugins import choose
-from d2sd.runtime.backends.graphs import Capture, CudaGraphs
-from d2sd.runtime.backends.pending_context import MAX_PENDING_ROWS, PendingContext
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.cuda_graphs.capture import Capture, CudaGraphs
+from d2sd.runtime.cuda_graphs.context import StaticContext
+from d2sd.runtime.drafting.context import MAX_PENDING_ROWS, PendingContext
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.draft import WIDTH, Branches, Draft, candidates
 from d2sd.runtime.speculation.tree import Tree
-from d2sd.runtime.static_context import StaticContext
 
 # Shape letters: B requests, M pages a request (both buckets), G block size γ, S = γ - 1
 # slots, K branches, N nodes, E hidden, V tokens, Vd of them in a draft vocabulary.

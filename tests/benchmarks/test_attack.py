@@ -21,8 +21,8 @@ from benchmarks.attack.send import NO_ANSWER, NOT_SENT, Sent
 from benchmarks.attack.verdicts import Delays
 from benchmarks.attack.watch import Watch
 from benchmarks.load.server import Server
-from d2sd.convert.bundle.load import load_bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.bundle.load import load_bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError
 from tests.d2sd.serve.conftest import TEMPLATE, build_tiny
 from tests.d2sd.serve.http import serving

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from d2sd.convert.build import build
+from d2sd.build import build
 from d2sd.convert.checkpoint.drafter import write_drafter
 from d2sd.modeling.config import Family, Role
 from d2sd.modeling.decoder import Decoder

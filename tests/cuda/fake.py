@@ -35,8 +35,8 @@ from d2sd.policies import FirstPass, PolicyName
 from d2sd.runtime.backends import model_runner
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.captured import captured_step
-from d2sd.runtime.handover import Handover, Link
+from d2sd.runtime.cuda_graphs.handover import Handover, Link
+from d2sd.runtime.cuda_graphs.steps import captured_step
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.calibration import Calibration

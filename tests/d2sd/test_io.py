@@ -345,7 +345,7 @@ def test_an_error_of_writing_names_the_folder_where_it_happened(tmp_path: Path) 
 
 
 def test_one_variable_moves_all_that_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from d2sd.convert.bundle import step_times
+    from d2sd.bundle import step_times
     from d2sd.plugins.cpu import compiler
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))

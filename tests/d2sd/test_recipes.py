@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from d2sd.build.plan import GPUS, Plan, make_plan
+from d2sd.bundle.load import load_bundle
 from d2sd.cli.main import main
-from d2sd.convert.build.plan import GPUS, Plan, make_plan
-from d2sd.convert.bundle.load import load_bundle
 from d2sd.recipe import load_recipe
 from d2sd.train_recipe import TrainRecipe, load_train_recipe
 from tests.convert.shrunken import CHECKPOINTS, write_headers, write_shrunken

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from d2sd.convert.build.sources import located, sources_of
+from d2sd.build.sources import located, sources_of
 from d2sd.errors import RecipeError
 from d2sd.prompt_sets import prompt_sets
 from d2sd.recipe import load_recipe

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from d2sd.runtime.backends.model_runner import ModelRunner
-from d2sd.runtime.captured import DecodeSteps
+from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.kept_step_times import kept_step_times
 from d2sd.runtime.request import Limits
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Off, Policy

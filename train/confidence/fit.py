@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from d2sd.bundle.load import Bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.calibration import CalibrationFile
-from d2sd.convert.bundle.load import Bundle
-from d2sd.convert.bundle.serving import make_engine
 from d2sd.convert.checkpoint.drafter import fingerprint
 from d2sd.convert.checkpoint.flex import flex_fingerprint
 from d2sd.errors import D2SDError

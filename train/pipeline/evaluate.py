@@ -9,8 +9,8 @@ from functools import cached_property
 
 import torch
 
-from d2sd.convert.bundle.load import Bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.bundle.load import Bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.convert.checkpoint.flex import with_vocabulary
 from d2sd.convert.checkpoint.weights import fill
 from d2sd.modeling.decoder import Decoder

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from d2sd.convert.build.plan import Part, make_plan
-from d2sd.convert.build.sources import located
+from d2sd.build.plan import Part, make_plan
+from d2sd.build.sources import located
 from d2sd.manifest import NAME
 from d2sd.modeling.config import DecoderConfig
 from d2sd.policies import DrafterName

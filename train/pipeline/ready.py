@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from d2sd.convert.build.sources import obtained
+from d2sd.build.sources import obtained
 from d2sd.convert.checkpoint.drafter import check_compatible, check_drafter_tensors, load_drafter, read_drafter_config
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DecoderConfig, DrafterConfig

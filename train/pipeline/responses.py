@@ -17,9 +17,9 @@ from typing import Any, TextIO
 
 from pydantic import BaseModel, Field, JsonValue, NonNegativeInt, RootModel
 
-from d2sd.convert.bundle.chat import render_chat
-from d2sd.convert.bundle.load import Bundle
-from d2sd.convert.bundle.serving import chat_request, make_engine
+from d2sd.bundle.chat import render_chat
+from d2sd.bundle.load import Bundle
+from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.errors import D2SDError
 from d2sd.io import write_json
 from d2sd.progress import Progress

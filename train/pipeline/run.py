@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from d2sd.convert.bundle.load import Bundle, load_bundle
+from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.convert.checkpoint.drafter import write_drafter
 from d2sd.convert.checkpoint.flex import write_flex
 from d2sd.extras import install_line, require_plots

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from d2sd.convert.build import build
-from d2sd.convert.bundle.load import Bundle, load_bundle
+from d2sd.build import build
+from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.errors import D2SDError
 from d2sd.manifest import NAME, load_manifest
 from d2sd.progress import Progress

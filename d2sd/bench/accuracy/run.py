@@ -14,15 +14,15 @@ from d2sd.bench.accuracy.result import Accuracy, Metric, Outcome, count_differen
 from d2sd.bench.accuracy.scoring import Scorer
 from d2sd.bench.accuracy.tasks import TaskName, documents
 from d2sd.bench.provenance import provenance
-from d2sd.convert.bundle.load import load_bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.bundle.load import load_bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.io import check_writable, sha256
 from d2sd.manifest import load_manifest
 from d2sd.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from d2sd.convert.bundle.backends import BackendName
-    from d2sd.convert.bundle.load import Bundle
+    from d2sd.bundle.backends import BackendName
+    from d2sd.bundle.load import Bundle
     from d2sd.recipe import Policy
     from d2sd.runtime.engine import Engine
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from d2sd.convert.bundle.chat import render_chat
+from d2sd.bundle.chat import render_chat
 from d2sd.errors import RequestError
 from d2sd.progress import Progress, silent
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.stats import SequenceStats
 
 if TYPE_CHECKING:
-    from d2sd.convert.bundle.load import Bundle
+    from d2sd.bundle.load import Bundle
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.sequence import Sequence as Running
 

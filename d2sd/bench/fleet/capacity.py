@@ -20,9 +20,9 @@ from d2sd.bench.fleet.outcome import FleetFigures, figures
 from d2sd.bench.fleet.roofline import Roofline, arithmetic_costs
 from d2sd.bench.fleet.simulate import Fleet, Simulation
 from d2sd.bench.latency import Slo
-from d2sd.convert.build.plan import GPUS, Plan, make_plan
-from d2sd.convert.bundle.load import CALIBRATION
-from d2sd.convert.bundle.serving import forecasts_flex
+from d2sd.build.plan import GPUS, Plan, make_plan
+from d2sd.bundle.load import CALIBRATION
+from d2sd.bundle.serving import forecasts_flex
 from d2sd.errors import D2SDError
 from d2sd.manifest import NAME, load_manifest
 from d2sd.policies import BY_FLEX, FACTS

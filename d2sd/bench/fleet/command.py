@@ -12,7 +12,7 @@ from d2sd.bench.fleet.capacity import Demand, compute, read_plan
 from d2sd.bench.fleet.roofline import EFFICIENCY
 from d2sd.bench.fleet.sheet import Sheet
 from d2sd.bench.latency import Slo
-from d2sd.convert.build.plan import GPUS
+from d2sd.build.plan import GPUS
 from d2sd.errors import D2SDError
 from d2sd.io import write_text
 from d2sd.recipe import Policy

@@ -12,8 +12,8 @@ import torch
 from d2sd.bench.fleet.accepted import mean_length, shares
 from d2sd.bench.fleet.costs import EngineCosts, PolicyCosts, StepCosts, load_costs, save_costs
 from d2sd.bench.provenance import provenance
-from d2sd.convert.bundle.load import Bundle
-from d2sd.convert.bundle.serving import chat_request, make_engine
+from d2sd.bundle.load import Bundle
+from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.errors import D2SDError
 from d2sd.progress import Progress, silent
 from d2sd.prompts import OWN_PROMPTS, read_prompts

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from d2sd.bench.fleet.accepted import capped_geometric
 from d2sd.bench.fleet.costs import EngineCosts, PolicyCosts, StepCosts
-from d2sd.convert.build.plan import Part, Plan
-from d2sd.convert.bundle.serving import candidate_policies
+from d2sd.build.plan import Part, Plan
+from d2sd.bundle.serving import candidate_policies
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.errors import D2SDError
 from d2sd.modeling.config import DecoderConfig, DrafterConfig, FlexConfig
@@ -44,7 +44,7 @@ class GpuPeaks:
     fp8: float
 
 
-#: By the names of `d2sd.convert.build.plan.GPUS`.
+#: By the names of `d2sd.build.plan.GPUS`.
 PEAKS = {
     "H100": GpuPeaks(3.35e12, 67e12, 989e12, 1979e12),
     "H200": GpuPeaks(4.8e12, 67e12, 989e12, 1979e12),

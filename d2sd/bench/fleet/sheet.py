@@ -8,7 +8,7 @@ from d2sd.bench.fleet.capacity import REQUESTS, SHARE, Demand, Option
 from d2sd.bench.fleet.roofline import LAYER_SECONDS, PEAKS
 from d2sd.bench.latency import Spread
 from d2sd.bench.markdown import table
-from d2sd.convert.build.plan import GPUS
+from d2sd.build.plan import GPUS
 
 
 class Sheet(BaseModel):

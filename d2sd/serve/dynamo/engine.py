@@ -23,7 +23,7 @@ from d2sd.serve.openai.metrics import Metrics, RequestTimer
 from d2sd.serve.stream import Stream, merge
 
 if TYPE_CHECKING:
-    from d2sd.convert.bundle.load import Bundle
+    from d2sd.bundle.load import Bundle
     from d2sd.runtime.engine import Engine
     from d2sd.serve.dynamo.settings import WorkerSettings
 

@@ -13,7 +13,7 @@ from d2sd.serve.params import SamplingParams, with_params
 from d2sd.serve.structured import GrammarCompiler, StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from d2sd.convert.bundle.load import Bundle
+    from d2sd.bundle.load import Bundle
 
 #: Sampling options that `SamplingParams` has under the same name; the numbers among them arrive as float32.
 _NUMBERS = (

@@ -8,14 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from d2sd.convert.bundle.load import load_bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.bundle.load import load_bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.extras import require
 from d2sd.progress import bar
 from d2sd.serve.dynamo.engine import DynamoEngine
 
 if TYPE_CHECKING:
-    from d2sd.convert.bundle.load import Bundle
+    from d2sd.bundle.load import Bundle
     from d2sd.runtime.engine import Engine
     from d2sd.serve.dynamo.settings import WorkerSettings
 

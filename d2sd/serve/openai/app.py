@@ -44,7 +44,7 @@ from d2sd.serve.turns import Turns
 from d2sd.viz.nodes import token_text
 
 if TYPE_CHECKING:
-    from d2sd.convert.bundle.load import Bundle
+    from d2sd.bundle.load import Bundle
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.request import Request as EngineRequest
     from d2sd.serve.openai.settings import ServerSettings

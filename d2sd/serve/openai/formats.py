@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from d2sd.convert.bundle.turns import TOOL_CALL
+from d2sd.bundle.turns import TOOL_CALL
 from d2sd.serve.openai.protocol import ChatBody, GenerationBody
 from d2sd.serve.openai.responses import EventStream
 from d2sd.serve.tools import ToolCall, parse_tool_calls

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from d2sd.convert.bundle.chat import encode_prompt
-from d2sd.convert.bundle.turns import encode_turns
+from d2sd.bundle.chat import encode_prompt
+from d2sd.bundle.turns import encode_turns
 from d2sd.errors import RequestError
 from d2sd.runtime.request import MAX_LOGPROBS, Request
 from d2sd.serve.openai.protocol import ChatBody, CompletionBody, GenerationBody, TokenizeBody, conversation
@@ -15,7 +15,7 @@ from d2sd.serve.structured import GrammarCompiler, StructuredOutputsParams
 from d2sd.serve.tools import tool_grammar
 
 if TYPE_CHECKING:
-    from d2sd.convert.bundle.load import Bundle
+    from d2sd.bundle.load import Bundle
 
 #: Fields that bodies and `SamplingParams` share as they are.
 _SHARED = {field.name for field in fields(SamplingParams)} & set(GenerationBody.model_fields)

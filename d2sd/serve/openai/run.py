@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from d2sd.convert.bundle.load import load_bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.bundle.load import load_bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError
 from d2sd.io import printable
 from d2sd.progress import bar

@@ -26,7 +26,7 @@ from d2sd.viz.text import asset
 from d2sd.viz.words import counted, rescue, story
 
 if TYPE_CHECKING:
-    from d2sd.convert.bundle.load import Bundle
+    from d2sd.bundle.load import Bundle
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.speculation.policy import Policy
 

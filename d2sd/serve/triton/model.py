@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import triton_python_backend_utils as pb_utils
 
-from d2sd.convert.bundle.load import load_bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.bundle.load import load_bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError, RequestError
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.openai.generation import Generation

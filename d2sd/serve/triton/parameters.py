@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from d2sd.convert.bundle.backends import BackendName
+from d2sd.bundle.backends import BackendName
 from d2sd.errors import D2SDError
 from d2sd.recipe import Policy
 

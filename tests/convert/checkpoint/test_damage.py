@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from d2sd.convert.build import build
-from d2sd.convert.build.plan import make_plan
-from d2sd.convert.bundle.chat import encode_chat
+from d2sd.build import build
+from d2sd.build.plan import make_plan
+from d2sd.bundle.chat import encode_chat
 from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.convert.checkpoint.weights import INDEX, open_tensors, read_headers, write_tensors
 from d2sd.errors import CheckpointError

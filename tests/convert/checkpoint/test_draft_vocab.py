@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from d2sd.convert.build import build
-from d2sd.convert.build.plan import make_plan
-from d2sd.convert.bundle.load import load_bundle
+from d2sd.build import build
+from d2sd.build.plan import make_plan
+from d2sd.bundle.load import load_bundle
 from d2sd.convert.checkpoint.draft_vocab import NAME
 from d2sd.convert.checkpoint.drafter import (
     check_drafter_tensors,

@@ -1,5 +1,5 @@
 """The whole loop over FP8 graphs in ONNX Runtime writes what the models alone would have written. Of other graphs:
-tests/convert/bundle/test_backends.py.
+tests/d2sd/bundle/test_backends.py.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 from d2sd.bench import metrics
 from d2sd.bench.measure import measure_cell
 from d2sd.bench.result import Cell, Key
-from d2sd.convert.validate.near_ties import TIE_TOLERANCE
+from d2sd.build.validate.near_ties import TIE_TOLERANCE
 from d2sd.policies import PolicyName
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.observe import StepObservation, observe

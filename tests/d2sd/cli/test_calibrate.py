@@ -9,10 +9,10 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from d2sd.bundle.load import Bundle, load_bundle
+from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.calibration import load_calibration
 from d2sd.cli.main import main
-from d2sd.convert.bundle.load import Bundle, load_bundle
-from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.convert.checkpoint.drafter import fingerprint
 from d2sd.policies import PolicyName
 from d2sd.prompts import read_prompts

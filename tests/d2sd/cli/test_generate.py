@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-import d2sd.convert.validate.checks as checks
+import d2sd.build.validate.checks as checks
 from d2sd.bench.speculation_table import show_stats
+from d2sd.bundle.load import Bundle, load_bundle
+from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.cli.main import main
-from d2sd.convert.bundle.load import Bundle, load_bundle
-from d2sd.convert.bundle.serving import chat_request, make_engine
 from d2sd.errors import BuildError, D2SDError
 from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.runtime.request import SamplingParams

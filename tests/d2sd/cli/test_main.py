@@ -211,7 +211,7 @@ def test_what_the_system_refuses_is_a_message_too(recipe: Path, monkeypatch: pyt
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(13, "Permission denied", "/somewhere")
 
-    monkeypatch.setattr("d2sd.convert.build.pipeline.build", refuse)
+    monkeypatch.setattr("d2sd.build.pipeline.build", refuse)
     failed = invoke(build, recipe)
     assert (failed.exit_code, failed.stderr) == (2, "error: Permission denied\n  where: /somewhere\n")
 
@@ -220,7 +220,7 @@ def test_an_interrupted_command_ends_with_130(recipe: Path, monkeypatch: pytest.
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("d2sd.convert.build.pipeline.build", interrupt)
+    monkeypatch.setattr("d2sd.build.pipeline.build", interrupt)
     assert invoke(main, "build", recipe).exit_code == 130
 
 

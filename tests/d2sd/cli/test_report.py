@@ -16,11 +16,11 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 from rich.table import Table
 
+from d2sd.build.tables import show_table
 from d2sd.cli.bench import bench
 from d2sd.cli.main import main
 from d2sd.cli.options import device_option
 from d2sd.cli.report import Reporting, ReportingGroup
-from d2sd.convert.build.tables import show_table
 from d2sd.errors import D2SDError
 from d2sd.io import printable
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from d2sd.convert.build.pipeline import build
-from d2sd.convert.bundle.load import Bundle, load_bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.build.pipeline import build
+from d2sd.bundle.load import Bundle, load_bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.modeling.decoder import Decoder
 from d2sd.recipe import load_recipe
 from d2sd.runtime.engine import Engine

@@ -14,8 +14,8 @@ import httpx
 import openai
 from fastapi import FastAPI
 
-from d2sd.convert.bundle.load import load_bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.bundle.load import load_bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.runtime.engine import Engine
 from d2sd.serve.openai.app import Server, create_app
 from d2sd.serve.openai.run import make_server

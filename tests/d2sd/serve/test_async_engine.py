@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from d2sd.convert.bundle.load import Bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.bundle.load import Bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.errors import GenerationError, RequestError
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from d2sd import LLM, Completion, SamplingParams
-from d2sd.convert.bundle.load import load_bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.bundle.load import load_bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.errors import BundleError, D2SDError, RequestError
 from d2sd.recipe import Policy
 from d2sd.runtime.request import Request

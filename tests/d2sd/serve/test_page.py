@@ -19,8 +19,8 @@ from xml.etree import ElementTree
 import httpx
 import pytest
 
-from d2sd.convert.bundle.load import Bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.bundle.load import Bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.serve.openai import app, spans
 from d2sd.serve.openai.trace import choices, page
 from tests.d2sd.serve.http import Running, serving, wait_until

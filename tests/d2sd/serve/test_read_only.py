@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from d2sd import LLM, SamplingParams
-from d2sd.convert.bundle.load import load_bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.bundle.load import load_bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.serve.dynamo.engine import DynamoEngine
 from d2sd.serve.dynamo.settings import WorkerSettings
 from d2sd.serve.triton.parameters import Parameters

@@ -15,8 +15,8 @@ from typing import Any
 import openai
 import pytest
 
-from d2sd.convert.bundle.load import load_bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.bundle.load import load_bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.runtime.sequence import Output
 from tests.d2sd.serve.http import Running, serving, wait_until
 

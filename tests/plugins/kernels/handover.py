@@ -1,4 +1,4 @@
-"""The kernels of the handover against `d2sd.runtime.handover`, and against loops over rows: equal to the bit."""
+"""The handover's kernels against `runtime/cuda_graphs/handover.py`, and against loops over rows: equal to the bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from d2sd.plugins import handover as kernels
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.handover import STOP_TOKENS, Handover, Link
+from d2sd.runtime.cuda_graphs.handover import STOP_TOKENS, Handover, Link
 from d2sd.runtime.sequence import NOT_FINITE
 from d2sd.runtime.speculation.accept import Accepted
 from tests.plugins.kernels import calls

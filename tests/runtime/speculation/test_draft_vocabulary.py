@@ -20,10 +20,10 @@ from d2sd.runtime.batch import Batch
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.draft import Branches, Draft, candidates
-from tests.runtime import test_capturable
 from tests.runtime.backends.test_model_runner import TABLE, TEXTS, prefilled
+from tests.runtime.cuda_graphs import test_capture as test_capturable
+from tests.runtime.cuda_graphs.test_capture import HOT, check_same, layers_of_pytorch, record, running  # noqa: F401, a fixture
 from tests.runtime.helpers import BLOCK, BRANCHES, STEADY, copies, expected, plain, some_requests
-from tests.runtime.test_capturable import HOT, check_same, layers_of_pytorch, record, running  # noqa: F401, a fixture
 from tests.runtime.test_lossless import DRAFTING, WAYS
 
 Ids = tuple[int, ...] | None

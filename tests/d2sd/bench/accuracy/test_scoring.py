@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from d2sd.bench.accuracy.scoring import Scorer
-from d2sd.convert.bundle.load import Bundle, load_bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.bundle.load import Bundle, load_bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.errors import RequestError
 from d2sd.recipe import Policy
 from tests.d2sd.serve.conftest import build_tiny

@@ -12,8 +12,8 @@ from d2sd.bench.accuracy.harness import require_lm_eval, run_task
 from d2sd.bench.accuracy.result import Accuracy, Metric, Outcome, count_different
 from d2sd.bench.accuracy.scoring import Scorer
 from d2sd.bench.provenance import provenance
-from d2sd.convert.bundle.load import load_bundle
-from d2sd.convert.bundle.serving import make_engine
+from d2sd.bundle.load import load_bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError
 from tests.d2sd.serve.conftest import build_tiny
 

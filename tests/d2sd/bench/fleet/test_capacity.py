@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from d2sd.bench.fleet.capacity import read_plan
+from d2sd.build.plan import GPUS
 from d2sd.cli.main import main
-from d2sd.convert.build.plan import GPUS
 from tests.convert.helpers import add_calibration, write_project
 from tests.d2sd.serve.conftest import build_tiny
 

@@ -8,7 +8,7 @@ import pytest
 
 from d2sd.bench.fleet.accepted import mean_length
 from d2sd.bench.fleet.roofline import LAYER_SECONDS, PEAKS, Roofline, arithmetic_costs
-from d2sd.convert.build.plan import GPUS, Part, Plan
+from d2sd.build.plan import GPUS, Part, Plan
 from d2sd.errors import D2SDError
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
 from d2sd.recipe import Recipe

@@ -10,10 +10,10 @@ import torch
 import yaml
 from click.testing import CliRunner
 
+from d2sd.bundle.load import load_bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.calibration import load_calibration
 from d2sd.cli.main import main
-from d2sd.convert.bundle.load import load_bundle
-from d2sd.convert.bundle.serving import make_engine
 from d2sd.convert.checkpoint.flex import load_flex
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.errors import RecipeError

@@ -11,9 +11,9 @@ import torch
 from click.testing import CliRunner
 
 from d2sd.bench.result import load_result
+from d2sd.bundle.load import load_bundle
 from d2sd.calibration import load_calibration
 from d2sd.cli.main import main
-from d2sd.convert.bundle.load import load_bundle
 from d2sd.convert.checkpoint.drafter import (
     check_compatible,
     check_drafter_tensors,

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from d2sd.bundle.load import Bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.cli.main import main
-from d2sd.convert.bundle.load import Bundle
-from d2sd.convert.bundle.serving import make_engine
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.sequence import Output
 from d2sd.serve.async_engine import AsyncEngine

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2sd.convert.bundle.load import load_bundle
+from d2sd.bundle.load import load_bundle
 from d2sd.errors import RequestError
 from d2sd.serve.dynamo.requests import RequestReader, capacity, depends_on_prompt, restored
 from tests.d2sd.serve.dynamo.test_engine import message

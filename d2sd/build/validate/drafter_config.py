@@ -1,0 +1,155 @@
+"""Checks that a drafter's config fits its target, by comparing it with other readings of the config.
+
+A layer id that is off by one, or another mask, raises no error: the drafter loads, runs and is accepted less often.
+Only acceptance shows it, so plain decoding's answers are drafted under each reading (`drafter_predictions.py`).
+
+Layer ids are written as "output of layer i" or, counting the embedding, as i + 1 (`convert/checkpoint/layer_ids.py`). A
+mask is a row of the target's embedding, and trainers choose different ones: the tokenizer's mask token
+(ModelOpt, SpecForge), the first id after the tokenizer (z-lab's Qwen3 drafters: 151669), a reserved token (Llama 3),
+the padding token, often itself the end of text, or a row that no token uses.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence as SequenceOf
+from math import comb
+from typing import Any
+
+from d2sd.build.validate.drafter_predictions import Hypothesis, Predictions, evaluate_configs
+from d2sd.bundle.load import Bundle
+from d2sd.errors import BuildError
+from d2sd.modeling.config import DrafterConfig
+from d2sd.progress import Progress, silent
+from d2sd.runtime.sequence import Sequence
+
+#: Another reading fails the build if it commits this many times more tokens a step; below, the build prints a hint.
+_RATIO = 1.05
+#: And if it passes a sign test at this level, which is far below that of a single test of independent trials, because
+#: neighbouring tokens are correlated and several readings are tested.
+_CHANCE = 1e-4
+#: Below this many tokens a step a drafter is almost never accepted: one draft in ten steps.
+_NEVER = 1.1
+#: How to read the figures of the check.
+EXPLANATION = (
+    "tokens a step of each drafter under each reading of its config, on the same few tokens; more is better",
+    f"a build fails where another reading commits {_RATIO} times as many as the declared one or more, and a sign test",
+    "token by token rules out chance; a smaller difference, either way, says nothing about so few tokens",
+)
+
+
+def check_drafter_config(bundle: Bundle, plain: SequenceOf[Sequence], progress: Progress = silent) -> dict[str, Any]:
+    """Tokens a step of each drafter under each reading; `plain` are finished requests of plain decoding.
+
+    Raises BuildError if another reading is clearly better than the declared one. Prints a warning if one is slightly
+    better, and if a drafter is almost never accepted.
+    """
+    named = (("first", bundle.first), ("second", bundle.second))
+    drafters = {name: drafter for name, drafter in named if drafter is not None}
+    if not plain:  # no prompt fits the context
+        return {}
+    tried = {name: candidate_configs(drafter.config, bundle.tokenizer) for name, drafter in drafters.items()}
+    found = evaluate_configs(bundle, drafters, {name: some for name, (some, _) in tried.items()}, plain, progress)
+    figures: dict[str, Any] = {}
+    for name, ((declared, *others), left_out) in tried.items():
+        guesses = found[name]
+        longest = guesses[declared].mean
+        better = [reading for reading in others if sign_test(guesses[reading], guesses[declared])]
+        best = max(better, key=lambda reading: guesses[reading].mean, default=declared)
+        if best is not declared and guesses[best].mean >= _RATIO * longest:
+            raise _wrong_config(bundle, name, declared, best, guesses)
+        if guesses[best].mean > longest:
+            print(
+                f"the {name} drafter may not match its config: it commits {guesses[best].mean:.3f} tokens a "
+                f"step with {best.name}, {longest:.3f} as declared",
+                file=sys.stderr,
+            )
+        if guesses[declared].mean < _NEVER:
+            print(
+                f"the {name} drafter is almost never accepted: {guesses[declared].mean:.2f} tokens a step on the "
+                "check prompts, and no other reading of its config is clearly better",
+                file=sys.stderr,
+            )
+        figures[name] = {
+            "positions": len(guesses[declared].lengths),
+            "tokens a step": {reading.name: guesses[reading].mean for reading in (declared, *others)},
+            "left out": left_out,
+        }
+    return figures
+
+
+def candidate_configs(config: DrafterConfig, tokenizer: Any) -> tuple[list[Hypothesis], dict[str, str]]:
+    """List the readings to test, the declared one first and the others with one change each, and why some cannot run.
+
+    `tokenizer` is the target's transformers tokenizer.
+    """
+    ids, mask = config.target_layer_ids, config.mask_token_id
+    found, left_out = [Hypothesis("as declared", ids, mask)], {}
+    for name, step in (("layer ids minus one", -1), ("layer ids plus one", 1)):
+        moved = tuple(i + step for i in ids)
+        outside = [i for i in moved if not 0 <= i < config.num_target_layers]
+        if outside:
+            left_out[name] = f"the target has no layer {outside[0]}"
+        else:
+            found.append(Hypothesis(name, moved, mask))
+    seen: set[int | None] = {None, mask}
+    for what, token in _masks(tokenizer, config.vocab_size).items():
+        if token in seen or token is None:
+            continue
+        seen.add(token)
+        name = f"mask {token} ({what})"
+        if token >= config.vocab_size:
+            left_out[name] = f"the vocabulary ends at {config.vocab_size - 1}"
+        elif token in (config.draft_vocabulary or ()):
+            left_out[name] = "it is in the draft vocabulary"
+        else:
+            found.append(Hypothesis(name, ids, token))
+    return found, left_out
+
+
+def _masks(tokenizer: Any, vocab_size: int) -> dict[str, int | None]:
+    """Candidate mask ids by origin; None where the tokenizer has no such token."""
+    added = sorted((token, text.lower()) for text, token in tokenizer.get_added_vocab().items())
+
+    def spelled(word: str) -> int | None:
+        return next((token for token, text in added if word in text), None)
+
+    mask = tokenizer.mask_token_id
+    return {
+        "the tokenizer's mask token": spelled("mask") if mask is None else mask,
+        "the first id after the tokenizer": len(tokenizer),
+        "the padding token": tokenizer.pad_token_id,
+        "the end of text": tokenizer.eos_token_id,
+        "the first reserved token": spelled("reserved"),
+        "the last id of the vocabulary": vocab_size - 1,
+    }
+
+
+def sign_test(one: Predictions, other: Predictions) -> bool:
+    """Sign test over tokens: whether `one` predicts significantly more tokens better than `other` than it does worse.
+
+    Tokens, not steps: one hard token ends every step that reaches it, up to γ - 1, and would count each time.
+    """
+    won, lost = int((one.hits > other.hits).sum()), int((one.hits < other.hits).sum())
+    chance = sum(comb(won + lost, n) for n in range(won, won + lost + 1)) / 2 ** (won + lost)
+    return bool(chance <= _CHANCE)
+
+
+def _wrong_config(
+    bundle: Bundle, name: str, declared: Hypothesis, better: Hypothesis, guesses: dict[Hypothesis, Predictions]
+) -> BuildError:
+    """The error for a key of the drafter's config that has the wrong value."""
+    source = getattr(bundle.recipe.drafters, name)
+    folder = f"the recipe's drafters.{name}" if source.path is None else bundle.recipe.path(source.path)
+    config = f"{folder}/config.json"
+    if better.layer_ids != declared.layer_ids:
+        key, found, expected = "target_layer_ids", f"{list(declared.layer_ids)}", f"{list(better.layer_ids)}"
+        fix = "set it to these ids, where i is the output of layer i; d2sd convert reads formats that count differently"
+    else:
+        key, found, expected = "mask_token_id", f"{declared.mask}", f"{better.mask}"
+        fix = "set it to the id that the drafter was trained with"
+    return BuildError(
+        f"The {name} drafter does not fit: acceptance rises from {guesses[declared].mean:.2f} to "
+        f"{guesses[better].mean:.2f} tokens a step with {better.name}.",
+        where=f"{config}: dflash_config.{key}", found=found, expected=expected, fix=fix,
+    )  # fmt: skip

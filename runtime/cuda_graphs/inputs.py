@@ -1,0 +1,98 @@
+"""The inputs of captured decode steps: tensors on the device that keep their addresses, filled by one copy a step."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from itertools import cycle
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.cuda_graphs.handover import Link
+from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.speculation.draft import Draft
+
+T = TypeVar("T", Batch, Sampling, Link)
+
+#: Bytes: addresses that are multiples of it let a kernel load 16 bytes at a time, and TensorRT requires them.
+_ALIGNMENT = 256
+
+
+class StaticInputs:
+    """Static inputs of a batch bucket: tensors on the device that one copy from a pinned buffer fills.
+
+    Two such buffers take turns: a step is packed while the copy of the one before it may not have begun.
+    """
+
+    @torch.inference_mode(False)  # else only callers in inference mode could load values
+    def __init__(self, batch: Batch, draft: Draft | None, pages: int, device: str) -> None:
+        """Shapes and types are those of `batch` and `draft`, but the page table has `pages` columns."""
+        size = len(batch.anchor)
+        wide = replace(batch, page_table=batch.page_table.new_zeros(size, pages))
+        like = _tensors(wide, Link.pack([], size), draft)
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like]
+
+        def buffer(**where: Any) -> tuple[Tensor, list[Tensor]]:
+            whole = torch.zeros(sum(sizes), dtype=torch.uint8, **where)
+            return whole, [_view(part, tensor) for part, tensor in zip(torch.split(whole, sizes), like, strict=True)]
+
+        self._hosts = cycle([buffer(pin_memory=device.startswith("cuda")) for _ in range(2)])
+        self._device, inputs = buffer(device=device)
+        own, inputs = _refilled(batch, inputs)
+        sampling, inputs = _refilled(batch.sampling, inputs)
+        self._batch = replace(own, sampling=sampling)
+        self.link, inputs = _refilled(Link.pack([], size), inputs)
+        self.draft = Draft(*inputs) if inputs else None
+
+    def batch(self, sampling: Sampling) -> Batch:
+        """The inputs as a batch that samples in the way of `sampling`.
+
+        Filters that no request uses keep all tokens, so one graph serves every combination of them.
+        """
+        filtered = sampling.any_filter
+        own = replace(
+            self._batch.sampling, any_sampled=sampling.any_sampled, any_top_p=filtered, any_top_k=filtered,
+            any_min_p=filtered,
+        )  # fmt: skip
+        return replace(self._batch, sampling=own)
+
+    def load(self, batch: Batch, link: Link, draft: Draft | None) -> None:
+        """Copy the values of these host tensors to the device; does not wait.
+
+        At most one step whose inputs were loaded before may still be running.
+        """
+        host, slots = next(self._hosts)
+        for slot, tensor in zip(slots, _tensors(batch, link, draft), strict=True):
+            if slot.shape != tensor.shape:  # a narrower page table
+                slot.zero_()
+            slot[tuple(map(slice, tensor.shape))] = tensor
+        self._device.copy_(host, non_blocking=True)
+
+    def clear(self) -> None:
+        """Make every row padding, which commits nothing."""
+        self._device.zero_()
+
+
+def _tensors(batch: Batch, link: Link, draft: Draft | None) -> list[Tensor]:
+    """The tensors of a step's inputs."""
+    own = [value for state in (batch, batch.sampling, link) for _, value in _fields(state)]
+    return own if draft is None else [*own, draft.tokens, draft.logprob]
+
+
+def _refilled(state: T, tensors: list[Tensor]) -> tuple[T, list[Tensor]]:
+    """The same state with the leading ones of other tensors, and the rest of them."""
+    names = [name for name, _ in _fields(state)]
+    values: dict[str, Any] = dict(zip(names, tensors, strict=False))
+    return replace(state, **values), tensors[len(names) :]
+
+
+def _fields(state: Batch | Sampling | Link) -> list[tuple[str, Tensor]]:
+    values = ((field.name, getattr(state, field.name)) for field in fields(state))
+    return [(name, value) for name, value in values if isinstance(value, Tensor)]
+
+
+def _view(part: Tensor, like: Tensor) -> Tensor:
+    """The leading bytes of `part` as a tensor like `like`."""
+    return part[: like.nbytes].view(like.dtype).view(like.shape)

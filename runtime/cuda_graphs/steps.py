@@ -1,0 +1,197 @@
+"""Runs decode steps: on CUDA as graphs, one launch a step, else operator by operator.
+
+    host tensors of a batch -> one pinned buffer -> one copy -> static inputs -> graph -> one tensor that the host reads
+
+A graph holds a whole step, from the first draft to the K/V of the committed tokens in the target's pages. Their K/V in
+the drafters' pages is made by the next step's drafts (`static_context.py`). The state of requests whose tokens the host
+has not read comes from the step before it (`handover.py`), so the engine launches it while that one runs. There is one
+for each (policy, batch bucket, kind of sampling), captured by `warm_up` or at its first use; the page table always has
+the width of the longest context, because attention reads `context_len` tokens of it. A drafter that the policy does not
+run stays behind: what it must catch up with is copied into its queue.
+
+Batches whose shapes vary take the other path on CUDA too: those with a grammar, log-probabilities, biases or penalties
+(`Batch.has_static_shapes`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from d2sd.errors import D2SDError
+from d2sd.plugins.dispatch import NO_FALLBACK
+from d2sd.policies import FirstPass
+from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.buckets import bucket
+from d2sd.runtime.cuda_graphs.context import StaticContext
+from d2sd.runtime.cuda_graphs.handover import Handover, Link
+from d2sd.runtime.cuda_graphs.inputs import StaticInputs
+from d2sd.runtime.decode import Committed, StepResult, Timer, decode_step
+from d2sd.runtime.request import Limits, SamplingParams
+from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.carried import carried_draft
+from d2sd.runtime.speculation.draft import Draft
+from d2sd.runtime.speculation.policy import Policy
+from d2sd.runtime.speculation.prompt_lookup import lookup_draft
+
+#: The kinds of sampling that have graphs of their own; see `StaticInputs.batch`.
+_KINDS = SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)
+
+
+class DecodeSteps:
+    """The decode steps of one engine: one model runner with its pools allocated, one calibration."""
+
+    def __init__(self, runner: ModelRunner, limits: Limits, calibration: Calibration | None = None) -> None:
+        self._runner, self._calibration = runner, calibration
+        self._pages = bucket(limits.pages_for(limits.max_context + runner.block_size))
+        self._inputs: dict[tuple[int, int], StaticInputs] = {}  # by batch bucket, and candidates of a host's draft
+        self._graphs: dict[tuple[object, ...], _Graph] = {}
+        self._most = bucket(limits.max_batch)
+        self._handover = Handover(self._most, runner.block_size, runner.device)
+        self._context: StaticContext | None = None  # what the step before committed, from the first capture on
+        self.refused = False  # a capture failed: nothing is captured any more
+
+    def run(
+        self, policy: Policy, batch: Batch, host_draft: Draft | None = None, timer: Timer = nullcontext,
+        link: Link | None = None,
+    ) -> StepResult:  # fmt: skip
+        """`decode_step` of tensors on the host; the next call may overwrite its result (`fetch`).
+
+        `link` says which rows follow from the call before, which `can_capture` must allow; None: no row does, and the
+        answers have no end. Raises D2SDError if CUDA cannot capture the step, under `D2SD_NO_FALLBACK=1`; else that is
+        a warning.
+        """
+        host_draft = host_draft or self._no_draft(policy, len(batch.anchor))
+        graph = self._graph(policy, batch, host_draft)
+        if graph is None:
+            if self._context is not None:
+                self._runner.settle()
+                self._runner.sync_drafters(policy.required_drafters)
+            device = self._runner.device
+            draft = host_draft and Draft(host_draft.tokens.to(device), host_draft.logprob.to(device))
+            return decode_step(self._runner, policy, batch.to(device), self._calibration, draft, timer)
+        with timer("decode"):
+            size = len(batch.anchor)
+            graph.inputs.load(batch, Link.pack([], size) if link is None else link, host_draft)
+            if self._context is not None and not self._runner.take_left(policy.required_drafters, size):
+                self._runner.sync_drafters(policy.required_drafters)
+                self._context.clear()
+            graph.replay()
+            if self._context is not None:
+                self._runner.leave(self._context.part(size, graph.result.accepted.path.shape[1]))
+        return graph.result
+
+    def fetch(self, result: StepResult) -> Callable[[], list[Committed]]:
+        """Begin to copy the tokens of the last `run` to the host; the function returned waits for them.
+
+        Its `result.packed` may be overwritten by then.
+        """
+        if self._runner.capture is None or self.refused:
+            return result.read  # nothing overwrites it
+        wait = self._runner.capture.fetch(result.packed)
+        return lambda: result.unpack(wait())
+
+    def can_capture(self, policy: Policy, batch: Batch) -> bool:
+        """Whether `run` has a graph for this step, without a draft of the host; captures the first of its kind."""
+        return self._graph(policy, batch, None) is not None
+
+    def warm_up(self, served: Iterable[tuple[Policy, int]]) -> None:
+        """Capture the graphs of these policies and batch buckets for all kinds of sampling; nothing on a CPU.
+
+        Before the first request, so that none waits; graphs of smaller batches fit in the memory of larger ones.
+        """
+        if self._runner.capture is None:
+            return
+        for policy, size in sorted(served, key=lambda pair: -pair[1]):
+            draft = self._no_draft(policy, size)
+            for kind in _KINDS:
+                batch = Batch.dummy(size, 1, 0, self._runner.vocab_size, self._runner.device, kind)
+                self._graph(policy, batch, draft)
+
+    def _no_draft(self, policy: Policy, size: int) -> Draft | None:
+        """No proposals, for a policy that takes its first draft from the host."""
+        slots = self._runner.block_size - 1
+        if policy.first_pass is FirstPass.PROMPT_LOOKUP:
+            return lookup_draft([], slots, size)
+        return (
+            carried_draft([], slots, self._runner.flex_width, size) if policy.first_pass is FirstPass.CARRIED else None
+        )
+
+    def _graph(self, policy: Policy, batch: Batch, draft: Draft | None) -> _Graph | None:
+        """The graph of this step, captured now if it is the first of its kind; None if it runs without."""
+        if self._runner.capture is None or self.refused or not batch.has_static_shapes:
+            return None
+        size, sampling = len(batch.anchor), batch.sampling
+        key = (policy, size, sampling.any_sampled, sampling.any_filter)
+        if key not in self._graphs:
+            width = 0 if draft is None else draft.tokens.shape[-1]
+            inputs = self._inputs.get((size, width))
+            if inputs is None:
+                inputs = StaticInputs(batch, draft, self._pages, self._runner.device)
+                self._inputs[size, width] = inputs
+            try:
+                self._graphs[key] = self._captured(policy, inputs, sampling)
+            except Exception as error:  # of PyTorch, Triton or TensorRT
+                self.refused = True
+                _refuse(error)
+                return None
+        return self._graphs[key]
+
+    def _captured(self, policy: Policy, inputs: StaticInputs, sampling: Sampling) -> _Graph:
+        assert self._runner.capture is not None
+        given = inputs.batch(sampling)
+        self._context = self._context or self._runner.static_context(self._most, self._pages)
+        kept = nullcontext() if self._context is None else self._context.kept()
+
+        def run() -> StepResult:
+            state = self._handover, self._context
+            return captured_step(self._runner, policy, given, inputs.link, *state, self._calibration, inputs.draft)
+
+        inputs.clear()  # what runs before the capture then writes to the scratch page alone
+        with self._runner.queues_kept(), self._handover.kept(), kept:
+            result, replay = self._runner.capture(run)
+        return _Graph(inputs, result, replay)
+
+
+def captured_step(
+    runner: ModelRunner, policy: Policy, batch: Batch, link: Link, handover: Handover, context: StaticContext | None,
+    calibration: Calibration | None = None, draft: Draft | None = None, timer: Timer = nullcontext,
+) -> StepResult:  # fmt: skip
+    """What a graph holds: `decode_step`, what it takes from the step before it, and what it leaves to the next."""
+    with timer("handover"):
+        batch = handover.begin(batch, link)
+    if context is not None:
+        runner.join(context.rows(len(batch.anchor)), policy.required_drafters)
+    result = decode_step(runner, policy, batch, calibration, draft, timer)
+    with timer("handover"):
+        handover.end(batch, link, result)
+        committed = runner.take_committed()
+        if context is not None and committed is not None:
+            context.store(committed)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A captured step; `result` is in the graph's memory."""
+
+    inputs: StaticInputs
+    result: StepResult
+    replay: Callable[[], None]
+
+
+def _refuse(error: Exception) -> None:
+    """Say that steps run without graphs; an error where falling back is forbidden."""
+    cause = error.__context__ or error  # the end of a failed capture raises an error of its own
+    reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
+    if os.environ.get(NO_FALLBACK) == "1":
+        raise D2SDError(
+            "The decode step cannot be captured as a CUDA graph.", where=f"{NO_FALLBACK}=1", found=reason,
+            fix=f"unset {NO_FALLBACK} to launch its operators one by one, slower",
+        ) from error  # fmt: skip
+    print(f"d2sd: decode steps run without CUDA graphs: {reason}", file=sys.stderr, flush=True)

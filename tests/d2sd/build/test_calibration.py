@@ -1,0 +1,304 @@
+"""A calibration that the recipe names: copied, verified, loaded; refused where it is not of these drafters."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from d2sd.build import build
+from d2sd.bundle.load import load_bundle
+from d2sd.calibration import load_calibration, write_calibration
+from d2sd.convert.checkpoint.drafter import fingerprint, load_drafter, write_drafter
+from d2sd.errors import BuildError, BundleError, D2SDError
+from d2sd.recipe import load_recipe
+from tests.convert.helpers import add_calibration, calibration_of, edit_json, edit_tensors, tree_bytes, write_project
+from tests.tiny import tiny_decoder, tiny_drafter
+
+NAME = "calibration/calibration.json"
+STAGES = ["fetch", "target", "drafter_first", "drafter_second", "calibration", "check"]
+
+
+def run(recipe: Path, output: Path, **options: Any) -> dict[str, bytes]:
+    build(load_recipe(recipe), output, validate=False, **options)
+    return tree_bytes(output)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A project whose recipe names a calibration of its drafters."""
+    path = write_project(tmp_path / "project")
+    add_calibration(path)
+    return path
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def edit_recipe(recipe: Path, drafters: dict[str, Any]) -> None:
+    recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"drafters": drafters}))
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read(recipe: Path, tmp_path: Path) -> None:
+    folder = recipe.parent
+    calibration = calibration_of(folder / "first", folder / "second")
+    write_calibration(tmp_path / "a.json", calibration)
+    assert load_calibration(tmp_path / "a.json") == calibration
+    lines = (tmp_path / "a.json").read_text().splitlines()
+    assert [lines[0], lines[-1]] == ["{", "}"]
+    assert [line.split('"')[1] for line in lines[1:-1]] == list(json.loads((tmp_path / "a.json").read_text()))
+
+
+def test_it_is_copied_verified_and_loaded(recipe: Path, out: Path) -> None:
+    found = run(recipe, out / "tiny")
+    assert found[NAME] == recipe.with_name("calibration.json").read_bytes()
+    manifest = json.loads(found["manifest.json"])
+    assert NAME in manifest["files"]
+    bundle = load_bundle(out / "tiny")
+    assert bundle.calibration == load_calibration(recipe.with_name("calibration.json"))
+    changed = bytearray(found[NAME])
+    changed[len(changed) // 2] ^= 1
+    (out / "tiny" / NAME).write_bytes(changed)
+    with pytest.raises(BundleError, match=rf"changed(.|\n)*{NAME}"):
+        load_bundle(out / "tiny")
+    (out / "tiny" / NAME).unlink()
+    with pytest.raises(BundleError, match=rf"missing(.|\n)*{NAME}"):
+        load_bundle(out / "tiny")
+
+
+def test_without_one_there_is_none(tmp_path: Path, out: Path) -> None:
+    assert NAME not in run(write_project(tmp_path / "project"), out / "tiny")
+    assert load_bundle(out / "tiny").calibration is None
+
+
+def test_the_same_bytes_anywhere(recipe: Path, out: Path, tmp_path: Path) -> None:
+    first = run(recipe, out / "tiny")
+    shutil.move(recipe.parent, tmp_path / "moved")
+    assert run(tmp_path / "moved" / "recipe.yaml", out / "other") == first
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def on(key: str, value: Any) -> Callable[[Path], object]:
+    return lambda path: edit_json(path, key, value)
+
+
+def on_table(key: str, change: Callable[[Any], object]) -> Callable[[Path], object]:
+    def damage(path: Path) -> None:
+        values = json.loads(path.read_text())
+        change(values[key])
+        path.write_text(json.dumps(values))
+
+    return damage
+
+
+def wider(path: Path) -> None:
+    """One that would fit blocks of 5 and says so."""
+    folder = path.parent
+    write_calibration(path, calibration_of(folder / "first", folder / "second", slots=4))
+
+
+def becomes_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def not_positive(table: Any) -> None:
+    table[1][0][2][1] = 0.0
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "missing": (Path.unlink, ("cannot be read",)),
+    "a folder": (becomes_a_folder, ("cannot be read",)),
+    "not JSON": (lambda p: p.write_text("{"), ("damaged",)),
+    "not text": (lambda p: p.write_bytes(b"\xff\xfe"), ("damaged",)),
+    "no mapping": (lambda p: p.write_text("[]"), ("damaged",)),
+    "another version": (on("d2sd_calibration", 2), ("d2sd_calibration",)),
+    "unknown key": (on("extra", 1), ("extra",)),
+    "no drafters": (on("drafters", ...), ("drafters",)),
+    "no fingerprint of the first": (on("drafters", [None, None]), ("drafters.0",)),
+    "a head without its tokens a step": (on("flex", "ab"), ("flex", "tau of flex")),
+    "nothing at all": (on("drafters", [None, None]), ("drafters.0", "flex")),
+    "no fingerprint of the first alone": (on("drafters", [None, "ab"]), ("drafters.1",)),
+    "not a number": (on("report", {"prompts": "many"}), ("report.prompts",)),
+    "NaN": (lambda p: p.write_text(p.read_text().replace("0.5", "NaN", 1)), ("slope",)),
+    "another temperature": (on("tau", {"0.5": {}}), ("tau",)),
+    "blocks of one": (on("block_size", 1), ("block_size",)),
+    "one temperature": (on_table("slope", lambda t: t.pop()), ("slope", "[2, 2, 3, 2]")),
+    "one drafter at T = 1": (on_table("offset", lambda t: t[1].pop()), ("offset", "[2, 2, 3, 2]")),
+    "a distance too many": (on_table("slope", lambda t: t[0][1].append([1.0, 1.0])), ("slope", "[2, 2, 3, 2]")),
+    "one kind": (on_table("offset", lambda t: t[1][1][2].pop()), ("offset", "[2, 2, 3, 2]")),
+    "empty": (on("slope", []), ("slope", "[2, 2, 3, 2]")),
+    "another block size": (wider, ("block_size", "5", "4")),
+    "a slope that turns the order round": (on_table("slope", not_positive), ("slope",)),
+    "no gain at T = 1": (on("tau.1", ...), ("tau",)),
+    "a policy's gain at T = 0 alone": (on("tau.1.chain", ...), ("tau", "chain")),
+    "no rows": (on("tau.0.ddtree", []), ("tau of ddtree",)),
+    "less than the bonus token": (on("tau.0.ddtree", [1.0, 0.5]), ("tau.0.ddtree.1", "0.5")),
+}
+
+
+@pytest.mark.parametrize(("damage", "told"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_damage_is_named_before_anything_is_written(
+    recipe: Path, out: Path, damage: Callable[[Path], object], told: tuple[str, ...]
+) -> None:
+    damage(recipe.with_name("calibration.json"))
+    with pytest.raises(D2SDError) as caught:
+        run(recipe, out / "tiny")
+    for part in ("calibration.json", *told):
+        assert part in str(caught.value)
+    assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_of_another_drafter(recipe: Path, out: Path, name: str) -> None:
+    """A bundle that was there stays; what was built is kept for the next run, which a calibration of these ends."""
+    before = run(recipe, out / "tiny")
+    edit_tensors(recipe.parent / name / "model.safetensors", norm__weight=torch.ones(32))
+    with pytest.raises(BuildError) as caught:
+        run(recipe, out / "tiny")
+    for part in (f"another {name} drafter", "calibration.json", "d2sd calibrate"):
+        assert part in str(caught.value)
+    assert tree_bytes(out / "tiny") == before
+    with pytest.raises(BuildError):
+        run(recipe, out / "new")
+    assert sorted(path.name for path in out.iterdir()) == [".new.building", ".tiny.building", "tiny"]
+    assert not (out / ".new.building" / "bundle" / "calibration").exists()
+    add_calibration(recipe)
+    assert run(recipe, out / "tiny") == run(recipe, out / "new") != before
+
+
+def test_the_drafters_may_not_be_swapped(tmp_path: Path, out: Path) -> None:
+    recipe = write_project(tmp_path / "project")
+    edit_tensors(recipe.parent / "second/model.safetensors", norm__weight=torch.ones(32))  # else they are alike
+    path = add_calibration(recipe)
+    first, second = json.loads(path.read_text())["drafters"]
+    edit_json(path, "drafters", [second, first])
+    with pytest.raises(BuildError, match="another first drafter"):
+        run(recipe, out / "tiny")
+
+
+def test_of_a_pair_serves_its_first_alone_but_not_the_reverse(recipe: Path, out: Path) -> None:
+    pair = {"first": {"path": "first"}, "second": {"path": "second"}}
+    named = {"calibration": "calibration.json"}
+    edit_recipe(recipe, {"first": {"path": "first"}} | named)
+    assert NAME in run(recipe, out / "alone")
+    add_calibration(recipe)  # now of the first alone
+    edit_recipe(recipe, pair | named)
+    with pytest.raises(BuildError, match="another second drafter"):
+        run(recipe, out / "pair")
+
+
+# -- stages ------------------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Not an Exception, as a signal is none."""
+
+
+@pytest.mark.parametrize("last", STAGES)
+def test_stopped_after_any_stage_it_resumes_to_the_same_bytes(recipe: Path, out: Path, last: str) -> None:
+    seen: list[str] = []
+
+    def stop(stage: str) -> None:
+        seen.append(stage)
+        if stage == last:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(recipe, out / "tiny", finished=stop)
+    assert seen == STAGES[: STAGES.index(last) + 1]
+    done = out / ".tiny.building" / "bundle" / NAME
+    assert done.exists() == (last in ("calibration", "check"))
+    assert run(recipe, out / "tiny") == run(recipe, out / "whole")
+
+
+def test_killed_while_it_is_written(recipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(path: Path, calibration: object) -> None:
+        path.write_text("{")
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("d2sd.build.pipeline.write_calibration", half)
+        with pytest.raises(Killed):
+            run(recipe, out / "tiny")
+    assert run(recipe, out / "tiny") == run(recipe, out / "whole")
+
+
+def test_drafters_that_changed_on_the_way_are_held_against_it_again(recipe: Path, out: Path) -> None:
+    """The stage was finished, for other drafters."""
+
+    def stop(stage: str) -> None:
+        if stage == "calibration":
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(recipe, out / "tiny", finished=stop)
+    edit_tensors(recipe.parent / "second/model.safetensors", norm__weight=torch.ones(32))
+    with pytest.raises(BuildError, match="another second drafter"):
+        run(recipe, out / "tiny")
+
+
+def test_one_that_changed_or_went_on_the_way(recipe: Path, out: Path) -> None:
+    def stop(stage: str) -> None:
+        if stage == "check":
+            raise Killed
+
+    changes: dict[str, Callable[[Path], object]] = {
+        "changed": on("report", {"prompts": 3}),
+        "gone": lambda path: edit_recipe(recipe, {"first": {"path": "first"}}),
+    }
+    for name, change in changes.items():
+        with pytest.raises(Killed):
+            run(recipe, out / name, finished=stop)
+        change(recipe.with_name("calibration.json"))
+        assert run(recipe, out / name) == run(recipe, out / f"{name}, whole")
+    assert load_bundle(out / "changed").calibration is not None
+    assert load_bundle(out / "gone").calibration is None
+
+
+# -- fingerprints ------------------------------------------------------------------------------------------------------
+
+
+def test_a_fingerprint_is_the_same_in_fp32_and_bf16(tmp_path: Path, out: Path) -> None:
+    """Drafters come in bf16: what was calibrated on the bundle in fp32 is taken for the one in bf16."""
+    recipe = write_project(tmp_path / "project")
+    for name in ("first", "second"):
+        drafter = load_drafter(recipe.parent / name, torch.bfloat16)
+        write_drafter(recipe.parent / name, drafter.config, drafter.state_dict())
+    expected = load_calibration(add_calibration(recipe)).drafters
+    for precision in ("fp32", "bf16"):
+        build(load_recipe(recipe, [f"precision={precision}"]), out / precision, validate=False)
+        bundle = load_bundle(out / precision)
+        assert bundle.first is not None
+        assert bundle.second is not None
+        assert {p.dtype for p in bundle.first.parameters()} == {bundle.target.embed_tokens.weight.dtype}
+        assert (fingerprint(bundle.first), fingerprint(bundle.second)) == expected
+
+
+def test_a_fingerprint_is_of_every_weight() -> None:
+    def drafter() -> Any:
+        return tiny_drafter(tiny_decoder().config)
+
+    whole = fingerprint(drafter())
+    assert fingerprint(drafter()) == whole
+    seen = {whole}
+    for name in drafter().state_dict():
+        changed = drafter()
+        changed.state_dict()[name].view(-1)[-1] += 1
+        seen.add(fingerprint(changed))
+    assert len(seen) == 1 + len(drafter().state_dict())
+    assert fingerprint(tiny_drafter(tiny_decoder().config, role="variable_prefix", seed=2)) not in seen

@@ -1,0 +1,145 @@
+"""A recipe with a FlexDraft head: its bundle, what it serves, and heads that do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from d2sd.build import build
+from d2sd.build.plan import make_plan
+from d2sd.bundle.load import Bundle, load_bundle
+from d2sd.bundle.serving import can_run, candidate_policies, make_engine
+from d2sd.convert.checkpoint.flex import load_flex
+from d2sd.errors import BundleError, CheckpointError, D2SDError, RecipeError
+from d2sd.manifest import Engines, load_manifest
+from d2sd.recipe import Policy, load_recipe
+from d2sd.runtime.request import Request, SamplingParams
+from tests.convert.helpers import add_flex, edit_json, tree_bytes, write_project
+
+REQUESTS = [
+    Request((5, 9, 1, 33), 12, SamplingParams(seed=1)), Request((60, 3), 16, SamplingParams(1.0, seed=2)),
+]  # fmt: skip
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """The target and the head alone."""
+    path = write_project(tmp_path / "project", drafters={})
+    add_flex(path)
+    return path
+
+
+def made(recipe: Path, *, validate: bool = False) -> Bundle:
+    output = recipe.parent.parent / "bundle"
+    build(load_recipe(recipe), output, validate=validate)
+    return load_bundle(output)
+
+
+def test_a_bundle_with_a_head_alone(recipe: Path) -> None:
+    """Every check of a build, the same bytes from a head of its own, and the text of plain decoding."""
+    bundle = made(recipe, validate=True)
+    assert bundle.flex is not None
+    assert bundle.flex.norm is bundle.target.norm
+    folder = recipe.parent / "flex"
+    files = {f"drafter_flex/{name}": content for name, content in tree_bytes(folder).items()}
+    assert files.items() <= tree_bytes(bundle.path).items()
+    manifest = load_manifest(bundle.path)
+    assert manifest.flex is not None
+    assert manifest.flex.parameters == sum(p.numel() for p in load_flex(folder, torch.float32).parameters())
+    assert (manifest.flex.split_layer, manifest.flex.num_layers, manifest.flex.block_size) == (2, 1, 4)
+    greedy: Any = manifest.checks["greedy"]
+    assert greedy["flex"]["equal_to_plain_decoding"] > 0
+    assert [name for name in ("off", "lookup", "flex", "auto", "chain", "hybrid") if can_run(bundle, name)] == [
+        "off", "lookup", "flex", "auto",
+    ]  # fmt: skip
+    names: tuple[Policy, ...] = ("off", "flex", "auto")
+    engines = [make_engine(bundle, policy=name) for name in names]
+    assert [str(engine.policy) for engine in engines] == ["off", "flex of 4 rows", "flex_tree of 16 rows"]
+    off, *others = ([s.answer for s in engine.generate(REQUESTS)] for engine in engines)
+    assert others == [off, off]
+
+
+def test_beside_drafters_auto_takes_what_is_forecast(tmp_path: Path) -> None:
+    path = write_project(tmp_path / "project")
+    add_flex(path, policy="auto")
+    bundle = made(path)
+    assert str(make_engine(bundle).policy) == "hybrid of 16 rows"
+    assert [s.answer for s in make_engine(bundle, policy="flex").generate(REQUESTS)] == [
+        s.answer for s in make_engine(bundle, policy="off").generate(REQUESTS)
+    ]
+
+
+def test_who_cannot_run_it(tmp_path: Path, recipe: Path) -> None:
+    bundle = made(recipe)
+    with pytest.raises(BundleError, match="neither graphs nor engines"):
+        make_engine(bundle, policy="flex", backend="onnx")
+    with pytest.raises(BundleError, match=r"no parallel mode[\s\S]*choose flex"):
+        make_engine(bundle, policy="flex_parallel", backend="onnx")
+    by_graphs = candidate_policies(bundle.recipe.tree, 0, "auto", 4, flex=True, parallel=False)
+    assert {policy.name for policy in by_graphs} == {"off", "flex", "flex_tree"}
+    older = Engines(
+        builder="tensorrt-rtx", version="1", plugin_abi="1", compute=(), profiles={"target": []}, plugins={}
+    )
+    object.__setattr__(bundle, "manifest", bundle.manifest.model_copy(update={"engines": older}))
+    for backend in ("onnx", "tensorrt"):
+        for policy in ("flex", "auto"):
+            with pytest.raises(
+                BundleError, match=r"neither a graph nor an engine of its FlexDraft[\s\S]*build it again"
+            ):
+                make_engine(bundle, policy=policy, backend=backend)
+    plain = write_project(tmp_path / "plain" / "project", tree={"policy": "off", "block_size": 4, "branches": 3})
+    with pytest.raises(BundleError, match="FlexDraft head"):
+        make_engine(made(plain), policy="flex")
+    with pytest.raises(RecipeError, match=r"needs drafters\.flex"):
+        load_recipe(plain, ["tree.policy=flex"])
+
+
+def test_an_anchored_head_drafts_in_sequential_mode_alone(tmp_path: Path) -> None:
+    """The text of plain decoding; parallel mode is refused by the build, and where it is served, and no candidate."""
+    path = write_project(tmp_path / "project", drafters={})
+    add_flex(path, anchored=True)
+    bundle = made(path, validate=True)
+    assert bundle.flex is not None
+    assert bundle.flex.config.anchored
+    greedy: Any = bundle.manifest.checks["greedy"]
+    assert greedy["flex"]["equal_to_plain_decoding"] == greedy["flex"]["prompts"]
+    assert "flex_parallel" not in greedy
+    with pytest.raises(BundleError, match="anchored FlexDraft head has no parallel mode"):
+        make_engine(bundle, policy="flex_parallel")
+    with pytest.raises(RecipeError, match="anchored FlexDraft head has no parallel mode"):
+        make_plan(load_recipe(path, ["tree.policy=flex_parallel"]))
+    off, *others = (
+        [s.answer for s in make_engine(bundle, policy=name).generate(REQUESTS)] for name in ("off", "flex", "flex_tree")
+    )
+    assert others == [off, off]
+
+
+UNFIT: dict[str, tuple[str, Any, str]] = {
+    "another target": ("hidden_size", 16, "another target"),
+    "split out of range": ("num_hidden_layers", 3, "split layer"),
+    "no calibration": ("flexdraft_config.enable_anchor_bias_logits", False, "calibration"),
+    "another block": ("block_size", 8, "another block size"),
+}
+
+
+@pytest.mark.parametrize(("key", "value", "what"), UNFIT.values(), ids=UNFIT)
+def test_a_head_that_does_not_fit_leaves_nothing(recipe: Path, key: str, value: Any, what: str) -> None:
+    edit_json(recipe.parent / "flex" / "config.json", key, value)
+    with pytest.raises(CheckpointError, match=what):
+        make_plan(load_recipe(recipe))
+    with pytest.raises(D2SDError, match=what):
+        made(recipe)
+    assert [path.name for path in recipe.parent.parent.iterdir()] == ["project"]
+
+
+def test_a_released_head_is_written_in_full(recipe: Path) -> None:
+    """The block under the release's key becomes the one that its loader reads."""
+    config = recipe.parent / "flex" / "config.json"
+    values = json.loads(config.read_text())
+    edit_json(config, "dflash_config", values["flexdraft_config"] | {"target_layer_ids": [2]})
+    edit_json(config, "flexdraft_config", ...)
+    assert json.loads((made(recipe).path / "drafter_flex" / "config.json").read_text()) == values

@@ -1,0 +1,94 @@
+"""Plans: the memory of models whose source checkpoint is FP8, and targets that cannot be planned."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from d2sd.build.plan import Plan, make_plan
+from d2sd.convert.checkpoint.drafter import drafter_shapes, read_drafter_config, write_drafter
+from d2sd.convert.checkpoint.fp8_inputs import NAME
+from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.quantization import KEY, Quantization, described
+from d2sd.convert.checkpoint.target import parse_target_config, target_shapes
+from d2sd.convert.checkpoint.weights import Shapes, stored_as
+from d2sd.errors import CheckpointError
+from d2sd.recipe import load_recipe
+from tests.convert.helpers import edit_json, write_project
+
+_TYPES = {"unquantized": torch.bfloat16, "FP8": torch.float8_e4m3fn, "scale": torch.float32}
+
+
+def test_a_target_stretched_by_yarn_is_explained(tmp_path: Path) -> None:
+    """Qwen3's way to long contexts; the public drafters were trained without it."""
+    recipe = write_project(tmp_path / "project")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    edit_json(tmp_path / "project" / "target" / "config.json", "rope_scaling", yarn)
+    with pytest.raises(CheckpointError, match=r"its positions \(RoPE\) differ") as caught:
+        make_plan(load_recipe(recipe))
+    told = str(caught.value)
+    assert 'found: {"rope_theta": 10000.0, "rope_scaling": null}' in told
+    assert 'expected: {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0' in told
+    assert "fix: remove the scaling from the target's config.json, and serve contexts of up to 128 tokens" in told
+
+
+def test_an_architecture_that_is_not_run_comes_with_a_way_on(tmp_path: Path) -> None:
+    recipe = write_project(tmp_path / "project")
+    edit_json(tmp_path / "project" / "target" / "config.json", "model_type", "gpt_oss")
+    with pytest.raises(CheckpointError, match=r"not supported(.|\n)*gpt_oss(.|\n)*qwen3(.|\n)*fix: choose a target"):
+        make_plan(load_recipe(recipe))
+
+
+def test_fp8_at_its_source_is_one_byte_and_its_scales_are_no_parameters(tmp_path: Path) -> None:
+    recipe = write_project(tmp_path, precision="bf16")
+    before = make_plan(load_recipe(recipe))
+    by_recipe = make_plan(load_recipe(recipe, ["fp8={kv: true}"]))
+    make_target_fp8(tmp_path / "target")
+    make_drafter_fp8(tmp_path / "first")
+    make_drafter_fp8(tmp_path / "second")
+    found = make_plan(load_recipe(recipe))
+    assert figures(found) == figures(by_recipe)
+    (tmp_path / "second" / NAME).unlink()
+    stored = make_plan(load_recipe(recipe)).parts
+    # fc (64 x 32) and 2 layers of q (32 x 32), k and v (32 x 16)
+    assert stored[2].weight_bytes == found.parts[2].weight_bytes + 64 * 32 + 2 * (32 * 32 + 2 * 32 * 16)
+    assert stored[:2] == found.parts[:2]
+    assert [part.parameters for part in found.parts] == [part.parameters for part in before.parts]
+    # 3 layers of q and o (32 x 32), k and v (32 x 16) and three of the MLP (32 x 64) are a byte less each
+    assert found.parts[0].weight_bytes == before.parts[0].weight_bytes - 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    # fc (64 x 32), and 2 layers of the same
+    layers = 64 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    assert found.parts[1].weight_bytes == before.parts[1].weight_bytes - layers
+    assert [part.kv_token_bytes for part in before.parts] == [2 * 3 * 16 * 2, 2 * 2 * 16 * 2, 2 * 2 * 16 * 2]
+    assert [part.kv_token_bytes for part in found.parts] == [2 * 3 * 16, 2 * 2 * 16 * 2, 2 * 2 * 16 * 2]
+
+
+def figures(plan: Plan) -> list[tuple[int, int, int, int]]:
+    return [(part.parameters, part.weight_bytes, part.kv_token_bytes, plan.kv_bytes(part)) for part in plan.parts]
+
+
+def ones(shapes: Shapes) -> dict[str, Tensor]:
+    return {name: torch.ones(shape).to(_TYPES[stored_as(name, shapes)]) for name, shape in shapes.items()}
+
+
+def make_target_fp8(folder: Path) -> None:
+    quantization = Quantization(("lm_head",), True, ("test", "1"))
+    shapes = target_shapes(parse_target_config(HFConfig.read(folder)), quantization)
+    named = {
+        "model." + re.sub(r"\b([kv])_cache\.", r"\1_proj.\1_", name): tensor for name, tensor in ones(shapes).items()
+    }
+    save_file(named, folder / "model.safetensors")
+    edit_json(folder / "config.json", KEY, described(quantization)[1])
+
+
+def make_drafter_fp8(folder: Path) -> None:
+    quantization = Quantization(("fc", "*.q_proj", "*.k_proj", "*.v_proj"), False, ("test", "1"))
+    config = read_drafter_config(folder)
+    shapes = drafter_shapes(config, quantization)
+    wide = [name.removesuffix(".weight") for name in shapes if re.search(r"(fc|[qkv]_proj)\.weight$", name)]
+    write_drafter(folder, config, ones(shapes), quantization, dict.fromkeys(wide, 1.0))

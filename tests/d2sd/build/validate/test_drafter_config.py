@@ -1,0 +1,353 @@
+"""A drafter whose config has wrong layer ids or a wrong mask is refused at build; a correct one passes.
+
+The drafter is trained to reproduce the target's answers to four prompts, and the build checks it on them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner, Result
+
+from d2sd.build.validate.drafter_config import candidate_configs, check_drafter_config, sign_test
+from d2sd.build.validate.drafter_predictions import Predictions, evaluate_configs
+from d2sd.bundle.load import load_bundle
+from d2sd.bundle.serving import chat_request, make_engine
+from d2sd.cli.build import build
+from d2sd.cli.inspect import inspect
+from d2sd.convert.checkpoint.drafter import write_drafter
+from d2sd.errors import BuildError
+from d2sd.modeling.config import DrafterConfig
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafter import Drafter
+from d2sd.prompts import read_prompts
+from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sequence import Sequence
+from d2sd.train.data.features import TrainingData
+from d2sd.train.data.responses import Response
+from d2sd.train.init_from_target import first_drafter
+from d2sd.train.loop import Trainer
+from d2sd.train_recipe import Geometry
+from tests.convert.helpers import edit_json, tree_bytes, write_project, write_target_dir
+from tests.tiny import greedy_text, random_tokens, tiny_decoder, tiny_drafter
+from tests.train.helpers import settings
+
+TAPS, MASK, BLOCK, TOKENS = (1, 2), 63, 4, 24
+PROMPTS = 4
+ROLES: dict[str, Any] = {"first": {}, "second": {"role": "variable_prefix", "prefix_weight_base": 0.9}}
+
+
+@cache
+def target() -> Decoder:
+    return tiny_decoder(layers=4)
+
+
+@cache
+def answers() -> list[Response]:
+    # from 31 on: the tokenizer reads w2, the end of text, in w24 too
+    prompts = (31 + random_tokens(target(), PROMPTS, 5, seed=3) // 2).tolist()
+    return [Response(f"a{i}", ids, greedy_text(target(), ids, TOKENS)) for i, ids in enumerate(prompts)]
+
+
+def learnt(folder: Path, seed: int) -> Drafter:
+    """A drafter that knows the answers; it reads the outputs of the two middle layers."""
+    rows = []
+    for answer in answers():
+        out = target().full_pass(torch.tensor([answer.prompt_ids + answer.response_ids]), aux_layer_ids=TAPS)
+        rows.append(torch.cat([out.features, out.hidden], -1)[0])
+    data = TrainingData(answers(), len(TAPS), rows.__getitem__)
+    geometry = Geometry(layers=1, block_size=BLOCK, mask_token_id=MASK, target_layer_ids=list(TAPS))
+    drafter = first_drafter(geometry, target(), data, seed)
+    long = settings(steps=120, learning_rate=1e-2, blocks=16, negatives=16, save_every=100)
+    Trainer(target(), drafter, data, long).run(folder, lambda step, said: None)
+    return drafter
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project folder. Its second drafter has learnt what a first one learns: the check asks the same of both."""
+    folder = tmp_path_factory.mktemp("fit") / "project"
+    changes = {"prompts": "prompts.jsonl", "tokens": TOKENS, "min_tau": 1.5}
+    write_project(folder, checks=changes, limits={"max_batch": 8, "max_context": 64, "prefill_chunk": 8})
+    shutil.rmtree(folder / "target")
+    write_target_dir(folder / "target", target())
+    for seed, (name, role) in enumerate(ROLES.items()):
+        shutil.rmtree(folder / name)
+        drafter = learnt(folder.with_name(f"training {name}"), seed)
+        write_drafter(folder / name, replace(drafter.config, **role), drafter.state_dict())
+    told = [{"id": a.id, "turns": [" ".join(f"w{token}" for token in a.prompt_ids)]} for a in answers()]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
+    return folder
+
+
+@pytest.fixture
+def project(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "project"))
+
+
+def run(project: Path, *overrides: str) -> tuple[Result, Path]:
+    out = project.with_name("out") / "tiny"
+    asked = [argument for override in overrides for argument in ("--set", override)]
+    return CliRunner().invoke(build, [str(project / "recipe.yaml"), "--out", str(out), *asked]), out
+
+
+def checks(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "manifest.json").read_text())["checks"]
+    return found
+
+
+def test_a_drafter_that_fits_passes_with_the_same_figures_every_time(project: Path) -> None:
+    built, out = run(project)
+    assert built.exit_code == 0, built.output
+    assert built.stderr == ""
+    found = checks(out)
+    assert found["greedy"]["chain"]["tau"] > 2.5
+    for name in ("first", "second"):
+        fit = found["fit"][name]
+        best, *others = fit["tokens a step"].values()
+        assert list(fit["tokens a step"])[:3] == ["as declared", "layer ids minus one", "layer ids plus one"]
+        assert best > 2.5
+        assert max(others) < best, "and so a build that took another for better would be wrong"
+        assert 80 < fit["positions"] <= PROMPTS * TOKENS
+    shown = CliRunner().invoke(inspect, [str(out)]).stdout
+    for line in (f"greedy, chain: equal_to_plain_decoding {PROMPTS}, prompts {PROMPTS}, tau", "fit, first: positions"):
+        assert f"check          {line} " in shown
+    assert f"check          fit, second, tokens a step: as declared {best}, layer ids minus one " in shown
+    assert "check          fit, first, left out: mask 64 (the first id after the tokenizer): the vocabulary" in shown
+    before = tree_bytes(out)
+    shutil.rmtree(out)
+    run(project)
+    assert tree_bytes(out) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "word"), [("first", [2, 3], "minus"), ("first", [0, 1], "plus"), ("second", [2, 3], "minus")]
+)
+def test_layer_ids_that_are_off_by_one_are_named_with_the_right_ones(
+    project: Path, name: str, ids: list[int], word: str
+) -> None:
+    edit_json(project / name / "config.json", "dflash_config.target_layer_ids", ids)
+    built, out = run(project)
+    assert built.exit_code == 2
+    rises = (
+        rf"The {name} drafter does not fit: acceptance rises from [12]\.\d\d to 3\.\d\d tokens a step with layer ids"
+    )
+    assert re.search(rf"{rises} {word} one\.", built.stderr)
+    for line in (
+        f"where: {project / name / 'config.json'}: dflash_config.target_layer_ids", f"found: {ids}", "expected: [1, 2]",
+    ):  # fmt: skip
+        assert line in built.stderr
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_a_wrong_mask_is_named_with_the_right_one(project: Path, name: str) -> None:
+    edit_json(project / name / "config.json", "dflash_config.mask_token_id", 5)
+    built, out = run(project)
+    assert built.exit_code == 2
+    assert f"The {name} drafter does not fit" in built.stderr
+    assert "tokens a step with mask 63 (the last id of the vocabulary)." in built.stderr
+    assert f"{project / name / 'config.json'}: dflash_config.mask_token_id\n  found: 5\n  expected: 63" in built.stderr
+    assert not out.exists()
+
+
+def test_a_chain_below_min_tau_fails_the_build(project: Path) -> None:
+    built, out = run(project, "checks.min_tau=3.99")
+    assert built.exit_code == 2
+    assert "where: recipe: checks.min_tau" in built.stderr
+    assert "expected: at least 3.99" in built.stderr
+    assert not out.exists()
+
+
+def test_a_rarely_accepted_drafter_is_reported_and_built(tmp_path: Path) -> None:
+    built, out = run(write_project(tmp_path / "project").parent)
+    assert built.exit_code == 0, built.output
+    told = built.stderr.splitlines()
+    assert [line.split(":")[0] for line in told] == [
+        f"the {name} drafter is almost never accepted" for name in ("first", "second")
+    ]
+    for line, name in zip(told, ("first", "second"), strict=True):
+        assert f": {checks(out)['fit'][name]['tokens a step']['as declared']:.2f} tokens a step" in line
+
+
+def test_a_plain_target_has_nothing_to_fit(tmp_path: Path) -> None:
+    _, out = run(write_project(tmp_path / "project", drafters={}, tree={"policy": "off"}).parent)
+    assert checks(out) == {"greedy": {}, "fit": {}}
+
+
+def test_where_no_prompt_fits_the_context_nothing_is_tried(tmp_path: Path) -> None:
+    small: dict[str, Any] = {"limits": {"max_batch": 2, "max_context": 16}, "sampling": {"max_new_tokens": 4}}
+    _, out = run(write_project(tmp_path / "project", **small, checks={"count": 1}).parent)
+    found = checks(out)
+    assert (found["greedy"]["chain"]["prompts"], found["fit"]) == (0, {})
+
+
+def test_the_recipe_says_how_much_is_tried(project: Path) -> None:
+    values = yaml.safe_load((project / "recipe.yaml").read_text())
+    values["checks"] |= {"count": 2, "tokens": 8}
+    (project / "recipe.yaml").write_text(yaml.safe_dump(values))
+    _, out = run(project)
+    found = checks(out)
+    assert found["greedy"]["chain"].items() >= {"prompts": 2, "tokens_each": 8}.items()
+    assert found["fit"]["first"]["positions"] == 2 * 8
+
+
+def test_from_the_places_of_its_steps_a_served_chain_commits_as_much(project: Path) -> None:
+    """The check drafts in pages and blocks of its own making; what serves such a config is the oracle."""
+    _, out = run(project)
+    bundle = load_bundle(out)
+    prompts = [text for _, text in read_prompts(project / "prompts.jsonl")]
+    requests = [chat_request(bundle, text, SamplingParams(), TOKENS) for text in prompts]
+    plain = make_engine(bundle, policy="off").generate(requests)
+    drafters = {name: drafter for name, drafter in (("first", bundle.first), ("second", bundle.second)) if drafter}
+    tried = {name: candidate_configs(drafter.config, bundle.tokenizer)[0] for name, drafter in drafters.items()}
+    before = [drafter.config for drafter in drafters.values()]
+    found = evaluate_configs(bundle, drafters, tried, plain)
+    assert [drafter.config for drafter in drafters.values()] == before, "the bundle stays as it was"
+    means = []
+    for name, drafter in drafters.items():
+        for reading, guesses in found[name].items():
+            drafter.config = replace(drafter.config, target_layer_ids=reading.layer_ids, mask_token_id=reading.mask)
+            alone = make_engine(replace(bundle, first=drafter, second=None), policy="chain")
+            lengths = torch.split(guesses.lengths, [len(sequence.answer) for sequence in plain])
+            for sequence, ahead in zip(alone.generate(requests), lengths, strict=True):
+                assert steps_over(ahead.tolist()) == sequence.stats.steps, (name, reading)
+            means.append(guesses.mean)
+    assert len(set(means)) == len(means) == 2 * 4, "no two are alike, so none was taken for another"
+
+
+def steps_over(lengths: list[int]) -> int:
+    """Steps of a chain that commits so many tokens from each place."""
+    steps = place = 0
+    while place < len(lengths):
+        place += lengths[place]
+        steps += 1
+    return steps
+
+
+def test_of_several_better_readings_the_best_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    worst = guesses(0, 40, length=100)[0]
+    better = [guesses(40, length=length)[0] for length in (150, 200, 180)]
+    asked = config(), tokenizer(64, {}, pad=7)
+    found = dict(zip(candidate_configs(*asked)[0], [worst, *better], strict=True))
+    monkeypatch.setattr("d2sd.build.validate.drafter_config.evaluate_configs", lambda *given: {"first": found})
+    recipe = SimpleNamespace(drafters=SimpleNamespace(first=SimpleNamespace(path="mine")), path=Path)
+    bundle: Any = SimpleNamespace(
+        first=SimpleNamespace(config=asked[0]), second=None, tokenizer=asked[1], recipe=recipe
+    )
+    with pytest.raises(BuildError, match=r"from 100\.00 to 200\.00 tokens a step with layer ids plus one"):
+        check_drafter_config(bundle, [cast("Sequence", None)])
+
+
+# --- What is tried ---------------------------------------------------------------------------------------------------
+
+
+def tokenizer(size: int, added: dict[str, int], **known: int) -> Any:
+    class Stub(SimpleNamespace):
+        def __len__(self) -> int:
+            return size
+
+    fields = {f"{name}_token_id": known.get(name) for name in ("mask", "pad", "eos")}
+    return Stub(get_added_vocab=lambda: added, **fields)
+
+
+def config(**changes: Any) -> DrafterConfig:
+    return replace(tiny_drafter(target().config, target_layer_ids=TAPS).config, **changes)
+
+
+@pytest.mark.parametrize(
+    ("known", "vocab", "masks"),
+    [
+        (tokenizer(60, {}, pad=50, eos=52), 64, [60, 50, 52, 63]),  # Qwen3, in small: an embedding longer than needed
+        (tokenizer(64, {"<|reserved_special_token_0|>": 58, "<|eot_id|>": 61}, eos=61), 64, [61, 58, 63]),  # Llama 3
+        (tokenizer(60, {"<|MASK|>": 59}), 64, [59, 60, 63]),  # SpecForge adds one
+        (tokenizer(60, {"<|MASK|>": 59}, mask=58, pad=7, eos=7), 64, [58, 60, 7, 63]),
+    ],
+)  # fmt: skip
+def test_masks_come_from_where_trainers_take_them(known: Any, vocab: int, masks: list[int]) -> None:
+    found, _ = candidate_configs(config(vocab_size=vocab, mask_token_id=1), known)
+    assert [reading.mask for reading in found] == [1, 1, 1, *masks]
+    assert {reading.layer_ids for reading in found[3:]} == {TAPS}
+    again, _ = candidate_configs(config(vocab_size=vocab, mask_token_id=masks[0]), known)
+    assert [reading.mask for reading in again[3:]] == masks[1:], "what is declared is not tried twice"
+
+
+def test_what_cannot_be_run_is_left_out_with_the_reason() -> None:
+    known = tokenizer(64, {}, pad=7)
+    found, left_out = candidate_configs(
+        config(target_layer_ids=(0, 3), mask_token_id=63, draft_vocabulary=(6, 7)), known
+    )
+    assert [reading.name for reading in found] == ["as declared"]
+    assert left_out == {
+        "layer ids minus one": "the target has no layer -1",
+        "layer ids plus one": "the target has no layer 4",
+        "mask 64 (the first id after the tokenizer)": "the vocabulary ends at 63",
+        "mask 7 (the padding token)": "it is in the draft vocabulary",
+    }
+
+
+# --- What is clear ---------------------------------------------------------------------------------------------------
+
+
+def guesses(won: int, lost: int = 0, same: int = 0, *, length: int = 2) -> tuple[Predictions, Predictions]:
+    """Two readings of which the first wins and loses so many tokens; its steps are of `length`, the other's of 100."""
+    hits = torch.tensor([1] * won + [0] * lost + [3] * same)
+    other = torch.tensor([0] * won + [1] * lost + [3] * same)
+    steps = torch.full_like(hits, 100)
+    return Predictions(steps * 0 + length, hits), Predictions(steps, other)
+
+
+@pytest.mark.parametrize(
+    ("won", "lost", "same", "clear"),
+    [
+        (14, 0, 40, True),  # 2^-14 = 0.6e-4
+        (13, 0, 40, False),  # 2^-13 = 1.2e-4
+        (40, 10, 0, True),
+        (40, 20, 0, False),
+        (0, 0, 40, False),
+        (0, 40, 0, False),
+    ],
+)
+def test_what_chance_would_not_do(won: int, lost: int, same: int, clear: bool) -> None:
+    assert sign_test(*guesses(won, lost, same)) == clear
+
+
+def one_other(monkeypatch: pytest.MonkeyPatch, declared: Predictions, other: Predictions) -> Any:
+    """A bundle of one drafter, of which two readings say this."""
+    asked = config(target_layer_ids=(0, 1), draft_vocabulary=(7, 9)), tokenizer(64, {}, pad=7)
+    found = candidate_configs(*asked)[0]
+    assert [reading.name for reading in found] == ["as declared", "layer ids plus one"]
+    said = dict(zip(found, [declared, other], strict=True))
+    monkeypatch.setattr("d2sd.build.validate.drafter_config.evaluate_configs", lambda *given: {"first": said})
+    recipe = SimpleNamespace(drafters=SimpleNamespace(first=SimpleNamespace(path="mine")), path=Path)
+    return SimpleNamespace(first=SimpleNamespace(config=asked[0]), second=None, tokenizer=asked[1], recipe=recipe)
+
+
+def test_a_slightly_better_config_is_reported_without_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, declared = guesses(40, length=104)
+    check_drafter_config(one_other(monkeypatch, declared, other), [cast("Sequence", None)])
+    assert "commits 104.000 tokens a step with layer ids plus one, 100.000 as declared" in capsys.readouterr().err
+    other, declared = guesses(40, length=105)
+    with pytest.raises(BuildError, match=r"from 100\.00 to 105\.00"):
+        check_drafter_config(one_other(monkeypatch, declared, other), [cast("Sequence", None)])
+
+
+@pytest.mark.parametrize(("won", "lost", "length"), [(13, 0, 200), (40, 0, 99), (40, 30, 200)])
+def test_an_unclear_difference_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], won: int, lost: int, length: int
+) -> None:
+    other, declared = guesses(won, lost, length=length)
+    check_drafter_config(one_other(monkeypatch, declared, other), [cast("Sequence", None)])
+    assert capsys.readouterr().err == ""
