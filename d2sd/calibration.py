@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from d2sd.errors import CheckpointError
 from d2sd.io import write_text
+from d2sd.policies import FACTS, FirstPass
 from d2sd.schema import read_model
 
 NAME = "calibration.json"
@@ -43,7 +44,8 @@ class CalibrationFile(BaseModel):
         for policy in sorted(self.tau["0"].keys() | self.tau["1"].keys()):
             if not all(curves.get(policy) for curves in self.tau.values()):
                 raise ValueError(f"tau of {policy} is missing or empty at a temperature")
-        for policy in ("flex", "flex_tree"):
+        of_flex = [name for name, facts in FACTS.items() if facts.forecast_by and facts.first_pass is FirstPass.FLEX]
+        for policy in of_flex:
             if (self.flex is None) != (policy not in self.tau["0"]):
                 raise ValueError(f"flex, a head's fingerprint, and tau of {policy} belong together: both, or neither")
         if self.drafters[0] is None and self.drafters[1] is not None:

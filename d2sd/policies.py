@@ -60,6 +60,14 @@ class PolicyFacts:
     first_pass: FirstPass = FirstPass.DRAFTER
     second_pass: DrafterRole | None = None  # the drafter of the branches; None: no second pass
     grows: bool = False  # its tree can use more nodes than one block
+    proven: bool = False  # a build compares its answers with plain decoding's
+    #: The policy whose recorded trees forecast its tokens a step; None: `auto` never chooses it.
+    forecast_by: PolicyName | None = None
+
+    @property
+    def roles(self) -> tuple[DrafterRole, ...]:
+        """The drafters that a bundle must have for it."""
+        return (DrafterRole.FLEX,) if self.first_pass in BY_FLEX else self.required_drafters
 
     @property
     def first_drafter(self) -> DrafterRole:
@@ -80,14 +88,14 @@ FACTS: Mapping[PolicyName, PolicyFacts] = MappingProxyType(
     {
         "off": PolicyFacts(FirstPass.NONE),
         "lookup": PolicyFacts(FirstPass.PROMPT_LOOKUP),
-        "chain": PolicyFacts(),
+        "chain": PolicyFacts(proven=True, forecast_by="ddtree"),
         "samples": PolicyFacts(grows=True),
         "reanchor": PolicyFacts(second_pass=DrafterRole.FIRST, grows=True),
-        "d2sd": PolicyFacts(second_pass=DrafterRole.SECOND, grows=True),
-        "ddtree": PolicyFacts(grows=True),
-        "hybrid": PolicyFacts(second_pass=DrafterRole.SECOND, grows=True),
-        "flex": PolicyFacts(FirstPass.FLEX),
-        "flex_tree": PolicyFacts(FirstPass.FLEX, grows=True),
-        "flex_parallel": PolicyFacts(FirstPass.CARRIED),
+        "d2sd": PolicyFacts(second_pass=DrafterRole.SECOND, grows=True, proven=True),
+        "ddtree": PolicyFacts(grows=True, forecast_by="ddtree"),
+        "hybrid": PolicyFacts(second_pass=DrafterRole.SECOND, grows=True, proven=True, forecast_by="hybrid"),
+        "flex": PolicyFacts(FirstPass.FLEX, proven=True, forecast_by="flex_tree"),
+        "flex_tree": PolicyFacts(FirstPass.FLEX, grows=True, proven=True, forecast_by="flex_tree"),
+        "flex_parallel": PolicyFacts(FirstPass.CARRIED, proven=True, forecast_by="flex_tree"),
     }
 )

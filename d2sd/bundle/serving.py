@@ -10,18 +10,18 @@ from d2sd.bundle.backends import BackendName, make_runner
 from d2sd.bundle.chat import Messages, encode_prompt
 from d2sd.bundle.turns import encode_turns
 from d2sd.errors import BundleError, RequestError
-from d2sd.policies import BY_FLEX, FACTS, FirstPass
+from d2sd.policies import BY_FLEX, FACTS, DrafterRole, FirstPass
 from d2sd.progress import bar
 from d2sd.recipe import Policy, Tree
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
     from d2sd.calibration import CalibrationFile
-    from d2sd.policies import PolicyName
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.policy_selector import PolicySelector
     from d2sd.runtime.request import Request, SamplingParams
     from d2sd.runtime.speculation.policy import Policy as TreePolicy
+    from d2sd.runtime.step_times import Forecast
 
 #: Node budgets that `auto` compares: throughput is flat around the optimum. A tile of the CPU kernels has twelve rows.
 _ROWS = (4, 8, 12, 16, 24, 32, 64)
@@ -92,9 +92,7 @@ def make_engine(
     if selector is not None:
         engine.selector = selector
     elif len(candidates) > 1 and file is not None:
-        curves = {name: (file.tau["0"][name], file.tau["1"][name]) for name in file.tau["0"]}
-        if "flex" in curves:  # both modes draft the same
-            curves["flex_parallel"] = curves["flex"]
+        curves = forecasts(file)
         with bar("measuring step costs", len(buckets(engine.limits.max_batch))) as advance:
             engine.enable_auto(candidates, curves, advance, step_times(bundle, engine, candidates, backend))
     return engine
@@ -106,11 +104,8 @@ def can_run(bundle: Bundle, name: Policy) -> bool:
     """
     if name == "flex_parallel" and bundle.flex is not None and bundle.flex.config.anchored:
         return False
-    by_flex = name != "auto" and FACTS[name].first_pass in BY_FLEX
-    if by_flex or (name == "auto" and bundle.flex is not None):
-        return bundle.flex is not None
-    needed = 1 if name == "auto" else len(FACTS[name].required_drafters)
-    return sum(drafter is not None for drafter in (bundle.first, bundle.second)) >= needed
+    has = {role for role, one in zip(DrafterRole, (bundle.first, bundle.second, bundle.flex), strict=True) if one}
+    return bool(has) if name == "auto" else has.issuperset(FACTS[name].roles)
 
 
 def forecasts_flex(drafters: int, calibration: CalibrationFile | None) -> bool:
@@ -127,21 +122,33 @@ def candidate_policies(
     """
     from d2sd.runtime.speculation.policy import make_policy
 
-    def made(name: PolicyName, rows: int) -> TreePolicy:
-        return make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=rows)
-
     if name != "auto":
-        return [made(name, rows)]
-    found = [made("off", 1)]
-    if flex:
-        sizes = [size for size in _ROWS if size < min(rows, tree.block_size)]
-        found += [made("flex_parallel", size) for size in (*sizes, rows) if parallel]
-        found.append(made("flex", rows))
-        found += [made("flex_tree", size) for size in _ROWS if size <= rows]
-    if drafters:
-        trees: list[PolicyName] = ["ddtree"] if drafters == 1 else ["ddtree", "hybrid"]
-        found.append(made("chain", rows))
-        found += [made(tree, size) for size in _ROWS if size <= rows for tree in trees]
+        return [make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=rows)]
+    roles = {*list(DrafterRole)[:drafters], *([DrafterRole.FLEX] if flex else [])}
+    found = [make_policy("off", block_size=tree.block_size, branches=tree.branches, row_budget=1)]
+    for kind, facts in FACTS.items():
+        carried = facts.first_pass is FirstPass.CARRIED
+        if facts.forecast_by is None or not roles.issuperset(facts.roles) or (carried and not parallel):
+            continue
+        sizes = [size for size in _ROWS if size <= rows] if facts.grows else [rows]
+        if carried:  # every row of it is followed by a block of mask rows
+            sizes = [*(size for size in _ROWS if size < min(rows, tree.block_size)), rows]
+        found += [
+            make_policy(kind, block_size=tree.block_size, branches=tree.branches, row_budget=size) for size in sizes
+        ]
+    found.sort(key=lambda one: (one.first_pass is not FirstPass.CARRIED, len(one.required_drafters)))
+    return sorted(found, key=lambda one: one.num_nodes)  # of equal nodes, the one with more drafters is the last
+
+
+def forecasts(file: CalibrationFile) -> Forecast:
+    """Tokens a step by nodes of every policy that `auto` may choose: its own curve, or that of one with equal trees."""
+    found = dict[str, tuple[list[float], list[float]]]()
+    for name, facts in FACTS.items():
+        if facts.forecast_by is None:
+            continue
+        equal = [one for one, o in FACTS.items() if (o.forecast_by, o.grows) == (facts.forecast_by, facts.grows)]
+        if (known := next((one for one in equal if one in file.tau["0"]), None)) is not None:
+            found[name] = file.tau["0"][known], file.tau["1"][known]
     return found
 
 

@@ -17,7 +17,7 @@ flex_parallel  the step before -                                a chain; one pas
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from d2sd.runtime.speculation.boundaries import chain_branches, log_rejected, tr
 from d2sd.runtime.speculation.draft import WIDTH, Branches, Draft
 from d2sd.runtime.speculation.growth import best_first_tree
 from d2sd.runtime.speculation.tree import Tree
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,11 @@ class Policy:
         """The drafters that this policy runs."""
         return FACTS[self.name].required_drafters
 
+    @classmethod
+    def sized(cls, block_size: int, branches: int, rows: int) -> Self:
+        """The policy with at most `rows` nodes. Raises RecipeError if a block has fewer boundaries than `branches`."""
+        return cls(rows)
+
     def branches(self, batch: Batch, first: Draft) -> Branches:
         """Restart points of the second pass; only for policies that have one."""
         raise NotImplementedError
@@ -78,6 +86,11 @@ class Policy:
 class Off(Policy):
     name = "off"
 
+    @classmethod
+    def sized(cls, block_size: int, branches: int, rows: int) -> Self:
+        """One node, whatever the arguments."""
+        return cls(1)
+
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         anchor = batch.anchor[:, None]
         return tree.from_chain(anchor, torch.zeros_like(anchor, dtype=torch.float32))
@@ -85,6 +98,11 @@ class Off(Policy):
 
 class _Chained(Policy):
     """The likeliest token of every slot of the first draft."""
+
+    @classmethod
+    def sized(cls, block_size: int, branches: int, rows: int) -> Self:
+        """At most a block."""
+        return cls(min(rows, block_size))
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         assert first is not None
@@ -107,6 +125,11 @@ class Samples(Policy):
     topk = WIDTH
     uses_probabilities = False
 
+    @classmethod
+    def sized(cls, block_size: int, branches: int, rows: int) -> Self:
+        """At most the nodes of the chain and all samples."""
+        return cls(min(rows, 1 + (branches + 1) * (block_size - 1)), branches)
+
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         assert first is not None
         slots = torch.arange(first.tokens.shape[1], device=batch.anchor.device)
@@ -124,6 +147,18 @@ class Samples(Policy):
 
 class _Branched(Policy):
     """Adds the first draft and then the branches, sorted by boundary score, until the node budget is full."""
+
+    @classmethod
+    def sized(cls, block_size: int, branches: int, rows: int) -> Self:
+        """At most the nodes of the chain and all branches."""
+        if not 1 <= branches < block_size:
+            raise RecipeError(
+                "the number of branches exceeds the boundaries of a block",
+                where="tree.branches",
+                found=branches,
+                expected=f"1 .. {block_size - 1} at block size {block_size}",
+            )
+        return cls(min(rows, tree.max_nodes(block_size, branches)), branches)
 
     def branches(self, batch: Batch, first: Draft) -> Branches:
         return chain_branches(first, self.num_branches)
@@ -164,6 +199,11 @@ class FlexTree(_OnePass):
 class Hybrid(Policy):
     name = "hybrid"
     topk = WIDTH
+
+    @classmethod
+    def sized(cls, block_size: int, branches: int, rows: int) -> Self:
+        """Exactly `rows` nodes."""
+        return cls(rows, branches)
 
     def branches(self, batch: Batch, first: Draft) -> Branches:
         return tree_branches(batch.anchor, first, self.num_branches)
@@ -228,18 +268,4 @@ def make_policy(name: PolicyName, *, block_size: int, branches: int, row_budget:
             "the node budget is out of range", where="tree.row_budget",
             found=row_budget, expected=f"2 .. {MAX_NODES}", fix="change it, or set tree.policy to off",
         )  # fmt: skip
-    if not 1 <= branches < block_size and kind in (D2SD, Reanchor):
-        raise RecipeError(
-            "the number of branches exceeds the boundaries of a block", where="tree.branches",
-            found=branches, expected=f"1 .. {block_size - 1} at block size {block_size}",
-        )  # fmt: skip
-    if kind is Off:
-        return Off(1)
-    if kind in (Chain, Lookup, Flex, FlexParallel):
-        return kind(min(row_budget, block_size))
-    if kind in (DDTree, FlexTree):
-        return kind(row_budget)
-    if kind is Hybrid:
-        return Hybrid(row_budget, branches)
-    limit = 1 + (branches + 1) * (block_size - 1) if kind is Samples else tree.max_nodes(block_size, branches)
-    return kind(min(row_budget, limit), branches)
+    return kind.sized(block_size, branches, row_budget)

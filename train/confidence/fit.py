@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from d2sd.bundle.load import Bundle
-from d2sd.bundle.serving import make_engine
+from d2sd.bundle.serving import can_run, make_engine
 from d2sd.calibration import CalibrationFile
 from d2sd.convert.checkpoint.drafter import fingerprint
 from d2sd.convert.checkpoint.flex import flex_fingerprint
 from d2sd.errors import D2SDError
-from d2sd.policies import DrafterRole, PolicyName
+from d2sd.policies import FACTS, DrafterRole, FirstPass, PolicyName
 from d2sd.progress import bar
 from d2sd.runtime.observe import NodeOutcome, StepObservation, run_observed
 from d2sd.runtime.request import Request, SamplingParams
@@ -67,20 +67,15 @@ def fit_calibration(
     roles: list[DrafterRole] = []
     for key, temperature in _REGIMES:
         tau[key], nodes, roles = {}, [], []
-        if bundle.first is not None:
-            one = watch(bundle, "ddtree", requests, temperature, device)
-            tau[key] |= {"chain": _chain_gain(one), "ddtree": _tree_gain(one)}
-            nodes, roles = _all(one), [DrafterRole.FIRST]
-        if bundle.first is not None and bundle.second is not None:
-            both = watch(bundle, "hybrid", requests, temperature, device)
-            tau[key]["hybrid"] = _tree_gain(both)
-            nodes += [node for node in _all(both) if node.drafter == DrafterRole.SECOND]
-            roles.append(DrafterRole.SECOND)
-        if bundle.flex is not None:
-            own = watch(bundle, "flex_tree", requests, temperature, device)
-            tau[key] |= {"flex": _chain_gain(own), "flex_tree": _tree_gain(own)}
-            nodes += _all(own)
-            roles.append(DrafterRole.FLEX)
+        for watched in dict.fromkeys(facts.forecast_by for facts in FACTS.values()):
+            if watched is None or not can_run(bundle, watched):
+                continue
+            steps = watch(bundle, watched, requests, temperature, device)
+            for policy, facts in FACTS.items():
+                if facts.forecast_by == watched and facts.first_pass is not FirstPass.CARRIED:
+                    tau[key][policy] = _tree_gain(steps) if facts.grows else _chain_gain(steps)
+            nodes += [node for node in _all(steps) if node.drafter not in roles]
+            roles += [role for role in FACTS[watched].roles if role not in roles]
         outcomes.append(nodes)
     report: dict[str, float] = {"prompts": len(requests), "max_new_tokens": max(r.max_new_tokens for r in requests)}
     source = bundle.first or bundle.flex

@@ -10,7 +10,7 @@ from d2sd.build.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_ma
 from d2sd.bundle.load import Bundle
 from d2sd.bundle.serving import can_run, chat_request, make_engine
 from d2sd.errors import BuildError
-from d2sd.policies import PolicyName
+from d2sd.policies import FACTS
 from d2sd.progress import Progress, silent
 from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.recipe import Recipe
@@ -34,7 +34,7 @@ def check_bundle(bundle: Bundle, progress: Progress = silent) -> dict[str, Any]:
     sequences = make_engine(bundle, policy="off").generate(requests)
     plain = [s.answer for s in sequences]
     fit = check_drafter_config(bundle, sequences, progress)
-    compared: tuple[PolicyName, ...] = ("chain", "d2sd", "hybrid", "flex", "flex_tree", "flex_parallel")
+    compared = [name for name, facts in FACTS.items() if facts.proven]
     figures: dict[str, Any] = {}
     for policy in compared:
         if not can_run(bundle, policy):
