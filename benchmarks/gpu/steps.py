@@ -117,7 +117,7 @@ def step(one: Step, note: Note, device: str = "cuda") -> dict[str, Any]:
 
     def run() -> torch.Tensor:
         runner.sync_drafters(policy.required_drafters)
-        return steps.run(policy, inputs, draft).packed
+        return steps.run(policy, inputs, draft, graph=steps.graph_for(policy, inputs, draft)).packed
 
     runner.capture = None
     expected = run().clone()

@@ -50,24 +50,46 @@ class DecodeSteps:
         self._runner, self._calibration = runner, calibration
         self._pages = bucket(limits.pages_for(limits.max_context + runner.block_size))
         self._inputs: dict[tuple[int, int], StaticInputs] = {}  # by batch bucket, and candidates of a host's draft
-        self._graphs: dict[tuple[object, ...], _Graph] = {}
+        self._graphs: dict[tuple[object, ...], Graph] = {}
         self._most = bucket(limits.max_batch)
         self._handover = Handover(self._most, runner.block_size, runner.device)
         self._context: StaticContext | None = None  # what the step before committed, from the first capture on
         self.refused = False  # a capture failed: nothing is captured any more
 
+    def graph_for(self, policy: Policy, batch: Batch, host_draft: Draft | None = None) -> Graph | None:
+        """The graph of this step, captured now if it is the first of its kind; None if it runs without one.
+
+        Raises D2SDError if CUDA cannot capture the step, under `D2SD_NO_FALLBACK=1`; else that is a warning.
+        """
+        if self._runner.capture is None or self.refused or not batch.has_static_shapes:
+            return None
+        size, sampling = len(batch.anchor), batch.sampling
+        key = (policy, size, sampling.any_sampled, sampling.any_filter)
+        if key not in self._graphs:
+            draft = host_draft or self._no_draft(policy, size)
+            width = 0 if draft is None else draft.tokens.shape[-1]
+            inputs = self._inputs.get((size, width))
+            if inputs is None:
+                inputs = StaticInputs(batch, draft, self._pages, self._runner.device)
+                self._inputs[size, width] = inputs
+            try:
+                self._graphs[key] = self._captured(policy, inputs, sampling)
+            except Exception as error:  # of PyTorch, Triton or TensorRT
+                self.refused = True
+                _refuse(error)
+                return None
+        return self._graphs[key]
+
     def run(
         self, policy: Policy, batch: Batch, host_draft: Draft | None = None, timer: Timer = nullcontext,
-        link: Link | None = None,
+        link: Link | None = None, *, graph: Graph | None,
     ) -> StepResult:  # fmt: skip
-        """`decode_step` of tensors on the host; the next call may overwrite its result (`fetch`).
+        """`decode_step` of tensors on the host: replays `graph`, which is `graph_for` this step, or runs operator by
+        operator. The next call may overwrite its result (`fetch`).
 
-        `link` says which rows follow from the call before, which `can_capture` must allow; None: no row does, and the
-        answers have no end. Raises D2SDError if CUDA cannot capture the step, under `D2SD_NO_FALLBACK=1`; else that is
-        a warning.
+        `link` says which rows follow from the call before. None: rows are independent and never finish (timing).
         """
         host_draft = host_draft or self._no_draft(policy, len(batch.anchor))
-        graph = self._graph(policy, batch, host_draft)
         if graph is None:
             if self._context is not None:
                 self._runner.settle()
@@ -96,10 +118,6 @@ class DecodeSteps:
         wait = self._runner.capture.fetch(result.packed)
         return lambda: result.unpack(wait())
 
-    def can_capture(self, policy: Policy, batch: Batch) -> bool:
-        """Whether `run` has a graph for this step, without a draft of the host; captures the first of its kind."""
-        return self._graph(policy, batch, None) is not None
-
     def warm_up(self, served: Iterable[tuple[Policy, int]]) -> None:
         """Capture the graphs of these policies and batch buckets for all kinds of sampling; nothing on a CPU.
 
@@ -108,10 +126,8 @@ class DecodeSteps:
         if self._runner.capture is None:
             return
         for policy, size in sorted(served, key=lambda pair: -pair[1]):
-            draft = self._no_draft(policy, size)
             for kind in _KINDS:
-                batch = Batch.dummy(size, 1, 0, self._runner.vocab_size, self._runner.device, kind)
-                self._graph(policy, batch, draft)
+                self.graph_for(policy, Batch.dummy(size, 1, 0, self._runner.vocab_size, self._runner.device, kind))
 
     def _no_draft(self, policy: Policy, size: int) -> Draft | None:
         """No proposals, for a policy that takes its first draft from the host."""
@@ -122,27 +138,7 @@ class DecodeSteps:
             carried_draft([], slots, self._runner.flex_width, size) if policy.first_pass is FirstPass.CARRIED else None
         )
 
-    def _graph(self, policy: Policy, batch: Batch, draft: Draft | None) -> _Graph | None:
-        """The graph of this step, captured now if it is the first of its kind; None if it runs without."""
-        if self._runner.capture is None or self.refused or not batch.has_static_shapes:
-            return None
-        size, sampling = len(batch.anchor), batch.sampling
-        key = (policy, size, sampling.any_sampled, sampling.any_filter)
-        if key not in self._graphs:
-            width = 0 if draft is None else draft.tokens.shape[-1]
-            inputs = self._inputs.get((size, width))
-            if inputs is None:
-                inputs = StaticInputs(batch, draft, self._pages, self._runner.device)
-                self._inputs[size, width] = inputs
-            try:
-                self._graphs[key] = self._captured(policy, inputs, sampling)
-            except Exception as error:  # of PyTorch, Triton or TensorRT
-                self.refused = True
-                _refuse(error)
-                return None
-        return self._graphs[key]
-
-    def _captured(self, policy: Policy, inputs: StaticInputs, sampling: Sampling) -> _Graph:
+    def _captured(self, policy: Policy, inputs: StaticInputs, sampling: Sampling) -> Graph:
         assert self._runner.capture is not None
         given = inputs.batch(sampling)
         self._context = self._context or self._runner.static_context(self._most, self._pages)
@@ -155,7 +151,7 @@ class DecodeSteps:
         inputs.clear()  # what runs before the capture then writes to the scratch page alone
         with self._runner.queues_kept(), self._handover.kept(), kept:
             result, replay = self._runner.capture(run)
-        return _Graph(inputs, result, replay)
+        return Graph(inputs, result, replay)
 
 
 def captured_step(
@@ -177,7 +173,7 @@ def captured_step(
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph:
+class Graph:
     """A captured step; `result` is in the graph's memory."""
 
     inputs: StaticInputs

@@ -14,10 +14,9 @@ from d2sd.modeling.decoder import DecoderOutput
 from d2sd.modeling.rows import Chunks, Rows
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.decode import decode_step
-from d2sd.runtime.engine import Engine
+from d2sd.runtime.engine import Engine, Launched
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.runtime.step_parts import Launched
 from tests.runtime.helpers import BLOCK, honest, make_engine
 
 #: Operators whose result has the shape of its data, or is a number on the host.

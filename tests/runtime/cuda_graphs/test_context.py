@@ -130,8 +130,7 @@ def test_what_a_policy_does_not_take_is_queued_once() -> None:
     for step in range(16):
         engine.policy = make_policy(names[step % 4], block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
         engine.step()
-    while engine._launched is not None:
-        engine.collect()
+    engine.collect(engine._launched)
     check_pages(runner, torch.tensor(sequence.pages), sequence.tokens[: sequence.cached])
 
 

@@ -222,7 +222,7 @@ def test_the_device_ends_answers_like_the_host() -> None:
 def test_a_capture_that_fails_leaves_nothing_in_the_queues(monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of memory after the commit: the rows that it queued are of no request."""
     engine, _ = captured(honest(), "chain", max_batch=1)
-    packed, graph_of, queued = decode._packed, engine.steps._graph, list[list[int]]()
+    packed, graph_of, queued = decode._packed, engine.steps.graph_for, list[list[int]]()
 
     def fail_once(*_: object) -> NoReturn:
         monkeypatch.setattr("d2sd.runtime.decode._packed", packed)
@@ -235,7 +235,7 @@ def test_a_capture_that_fails_leaves_nothing_in_the_queues(monkeypatch: pytest.M
         return found
 
     monkeypatch.setattr("d2sd.runtime.decode._packed", fail_once)
-    monkeypatch.setattr(engine.steps, "_graph", graph)
+    monkeypatch.setattr(engine.steps, "graph_for", graph)
     request = Request((5, 6, 7), 4, GREEDY)
     assert [s.answer for s in engine.generate([request])] == [expected(request)]
     assert engine.steps.refused
