@@ -86,7 +86,7 @@ def decode_step(
 ) -> StepResult:
     """Draft, verify and commit 1 .. γ tokens for every request of `batch`.
 
-    The pending context of the policy's drafters must be flushed (`ModelRunner.sync_drafters`). `calibration` maps the
+    The context of the policy's drafters must be in their pages (`DrafterContext.inject`). `calibration` maps the
     drafters' probabilities to acceptance probabilities. `host_draft` [B, S, M] is the first draft of policies that take
     it from the host: `lookup_draft` or `carried_draft`.
     """

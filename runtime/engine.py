@@ -191,7 +191,7 @@ class Engine:
         """Admit waiting requests and prefill one chunk budget; returns the sequences ready to decode."""
         with self.clock.stage("prefill"):
             schedule = self.scheduler.schedule()
-            self.runner.forget(schedule.discarded)
+            self.runner.context.drop(schedule.discarded)
             if schedule.prefill:
                 self._prefill(schedule.prefill)
         return schedule.decode
@@ -206,7 +206,7 @@ class Engine:
         self._prefilled = True
 
     def prepare(self, sequences: list[Sequence]) -> tuple[Batch, Draft | None]:
-        """Select this step's policy, which is `in_force` then, flush its drafters' pending context and pack its inputs.
+        """Select this step's policy, which is `in_force` then, and pack its inputs.
 
         Also returns the first draft of a policy that takes it from the host. Runs on the host, outside the captured
         graph: its shapes vary per step.
@@ -217,10 +217,8 @@ class Engine:
         if self.selector is not None and self._chosen is None:
             context, remaining = (fmean(n) for n in zip(*((s.cached, s.remaining) for s in sequences), strict=True))
             self.policy = self.selector.choose(
-                bucket(len(sequences)), _temperature(sequences), context, remaining, self.runner.pending
+                bucket(len(sequences)), _temperature(sequences), context, remaining, self.runner.context.pending_rows
             )
-        with self.clock.stage("commit"):
-            self.runner.sync_drafters(self.in_force.required_drafters)
         batch = Batch.pack(sequences, self.runner.vocab_size, self.runner.device)
         slots, size = self.runner.block_size - 1, len(batch.anchor)
         if self.in_force.first_pass is FirstPass.PROMPT_LOOKUP:

@@ -138,7 +138,6 @@ def _time(runner: ModelRunner, policy: Policy, batch: Batch, steps: DecodeSteps,
     for _ in range(1 + _REPEATS):
         _wait(runner)
         start = clock()
-        runner.sync_drafters(policy.required_drafters)
         steps.run(policy, batch, graph=steps.graph_for(policy, batch))
         _wait(runner)
         taken.append(clock() - start)

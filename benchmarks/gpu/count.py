@@ -20,17 +20,15 @@ def count(one: Step) -> list[Launch]:
     meter = Meter(CONTEXT, (VOCABULARY, *([one.drafted] if one.drafted else [])))
     with without_gpu(meter):
         runner, policy = made(one, "meta"), one.make_policy()
-        for pool in (runner._target_pool, *runner._pools):
+        for pool in runner.pools:
             meter.known(KV, pool.k, pool.v)
         batch, draft = requests(one, runner).to("meta"), host_draft(one)
         draft = draft and Draft(draft.tokens.to("meta"), draft.logprob.to("meta"))
         packed, handover = Link.pack([], len(batch.anchor)), Handover(len(batch.anchor), runner.block_size, "meta")
         link = Link(*(getattr(packed, field.name).to("meta") for field in fields(Link)))
-        tables = runner._slots, runner._same_block, runner._masks
-        meter.known(ACTIVATIONS, *_tensors(batch, link, draft), handover._state, handover._steps, *tables)
-        context = runner.static_context(*batch.page_table.shape)
-        if context is not None:
-            meter.known(ACTIVATIONS, *context.tensors)
+        meter.known(ACTIVATIONS, *_tensors(batch, link, draft), handover._state, handover._steps, *runner.constants)
+        runner.context.reserve(*batch.page_table.shape)
+        meter.known(ACTIVATIONS, *runner.context.memory)
         with meter:
-            captured_step(runner, policy, batch, link, handover, context, draft=draft, timer=meter.stage)
+            captured_step(runner, policy, batch, link, handover, draft=draft, timer=meter.stage)
     return meter.launches

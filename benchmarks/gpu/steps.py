@@ -116,7 +116,6 @@ def step(one: Step, note: Note, device: str = "cuda") -> dict[str, Any]:
     inputs, draft, steps = requests(one, runner), host_draft(one), DecodeSteps(runner, LIMITS)
 
     def run() -> torch.Tensor:
-        runner.sync_drafters(policy.required_drafters)
         return steps.run(policy, inputs, draft, graph=steps.graph_for(policy, inputs, draft)).packed
 
     runner.capture = None

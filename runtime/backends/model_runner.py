@@ -6,8 +6,7 @@ value back to the host, so a decode step from `draft_first` to `commit` can be c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +24,7 @@ from d2sd.modeling.rows import Chunks, CommittedRows, ContextRows, Rows
 from d2sd.plugins import choose
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.capture import Capture, CudaGraphs
-from d2sd.runtime.cuda_graphs.context import StaticContext
-from d2sd.runtime.drafting.context import MAX_PENDING_ROWS, PendingContext
+from d2sd.runtime.drafting.context import DrafterContext
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.draft import WIDTH, Branches, Draft, candidates
@@ -35,7 +33,7 @@ from d2sd.runtime.speculation.tree import Tree
 # Shape letters: B requests, M pages a request (both buckets), G block size γ, S = γ - 1
 # slots, K branches, N nodes, E hidden, V tokens, Vd of them in a draft vocabulary.
 
-#: Blocks of a request in one pass for which tables are made ahead; a pass of more makes larger ones.
+#: Block count whose tables are precomputed; larger passes grow them.
 MOST_BLOCKS = 16
 
 
@@ -96,7 +94,6 @@ class ModelRunner:
         #: Captures decode steps; None: their operators are launched one by one.
         self.capture: Capture | None = CudaGraphs(self.device) if weight.device.type == "cuda" else None
         self._drafters = [d for d in (first, second) if d is not None]
-        self._joined: dict[int, CommittedRows] = {}  # by drafter, what its next pass injects
         if weight.device.type == "cpu":
             pack(target)
         else:
@@ -111,7 +108,7 @@ class ModelRunner:
         # Most candidates that a slot can have in both drafts, because both become one tree.
         self._widest = min([self.vocab_size, *(len(d.draft_ids) for d in self._drafters if d.draft_ids is not None)])
         self._aux_layer_ids = first.config.target_layer_ids if first else ()
-        # What no step changes is made once: on CUDA each operator is a launch.
+        # Constants, built once: every op is a kernel launch on CUDA.
         self._slots = self._same_block = torch.empty(0, device=self.device)
         self._rows_of_blocks(MOST_BLOCKS)
         mask_token = first.config.mask_token_id if first else 0
@@ -120,14 +117,15 @@ class ModelRunner:
     def allocate(self, pages: int, page_size: int) -> None:
         """Allocate the K/V pools. Raises RecipeError if they do not fit in the device's memory."""
         try:
-            self._target_pool, *self._pools = self._make_pools(pages, page_size, self.device)
+            self.pools = self._make_pools(pages, page_size, self.device)
         except RuntimeError:  # raised by PyTorch's allocators; on CUDA a subclass of it
             raise RecipeError(
                 "The K/V pools do not fit in memory.", where="limits",
                 found=f"{pages:,} pages of {self.page_bytes(page_size):,} bytes",
                 fix="set limits.kv_memory, such as 0.8, or lower limits.max_batch or limits.max_context",
             ) from None  # fmt: skip
-        self._pending = [PendingContext(*pair) for pair in zip(self._drafters, self._pools, strict=True)]
+        self._target_pool, *self._pools = self.pools
+        self.context = DrafterContext(self._drafters, self._pools, self._dtype)
 
     @property
     def pool_pages(self) -> int:
@@ -145,17 +143,9 @@ class ModelRunner:
             for model in models
         ]
 
-    def static_context(self, requests: int, pages: int) -> StaticContext | None:
-        """Memory for what a captured step commits for the drafters, if there are any; `pages` a request."""
-        if not self._drafters:
-            return None
-        width = len(self._aux_layer_ids) * self.target.config.body.hidden_size
-        page_size = self._target_pool.page_size
-        return StaticContext(requests, pages, self.block_size, width, page_size, self._dtype, self.device)
-
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:
-        """Compute and commit chunks of B prompts in one pass: `tokens [N]` are theirs one behind the other.
+        """Compute and commit chunks of B prompts in one pass: `tokens [N]` are the chunks, concatenated.
 
         `lengths` are their numbers of tokens, of requests with `page_table [B, M]` and `context_len [B]` tokens before
         the chunk. Returns the target's hidden states [N, E], ready for the head.
@@ -163,7 +153,7 @@ class ModelRunner:
         rows = Chunks.of(lengths, page_table, context_len, self._target_pool.page_size)
         out: DecoderOutput = self.target(tokens[None], rows, self._target_pool, self._aux_layer_ids)
         self._target_pool.write_rows(out.k[:, 0], out.v[:, 0], rows.pages, rows.positions[0])
-        self.queue(ContextRows(out.features[0], rows.positions[0], rows.pages), range(self.drafters))
+        self.context.add(ContextRows(out.features[0], rows.positions[0], rows.pages))
         return out.hidden[0]
 
     @torch.inference_mode()
@@ -241,7 +231,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
-        """Append the accepted path to every model's pages."""
+        """Append the accepted path to the target's pages, and its features to the context of the drafters."""
         path = accepted.path  # [B, G]
         steps = self._slots[: path.shape[1]]
         keep = (steps < accepted.count[:, None]) & batch.active[:, None]
@@ -249,83 +239,18 @@ class ModelRunner:
         out = verified.rows
         positions = batch.context_len[:, None] + steps
         self._target_pool.write(out.k, out.v, batch.page_table, positions, keep, path)
-        self._queue_features(out.features[of_rows, path], batch.page_table, positions, keep)
+        features, page_size = out.features[of_rows, path], self._target_pool.page_size
+        self.context.add(CommittedRows(features, batch.page_table, positions, keep, page_size))
 
-    def _queue_features(self, features: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor) -> None:
-        """Queue the features of committed rows; their K/V is computed before the drafters run next."""
-        committed = CommittedRows(features, page_table, positions, keep, self._target_pool.page_size)
-        for pending in self._pending:
-            pending.push(committed)
-
-    @torch.inference_mode()
-    def sync_drafters(self, drafters: Collection[int]) -> None:
-        """Flush the pending context of these drafters, which are about to run.
-
-        Other drafters stay behind until `MAX_PENDING_ROWS`: one flush for many steps reads their weights once. Not
-        captured in a CUDA graph.
-        """
-        for which, pending in enumerate(self._pending):
-            if which in drafters or pending.holds(MAX_PENDING_ROWS):
-                pending.flush()
-
-    @torch.inference_mode()
-    def take_committed(self) -> CommittedRows | None:
-        """The context that the last `commit` queued, out of the queues again; None without drafters."""
-        taken = [pending.pop() for pending in self._pending]
-        return taken[0] if taken else None
-
-    @contextmanager
-    def queues_kept(self) -> Iterator[None]:
-        """What is queued inside is taken out of the queues again, wherever it fails."""
-        with ExitStack() as stack:
-            stack.callback(self._joined.clear)
-            for pending in self._pending:
-                stack.enter_context(pending.kept())
-            yield
-
-    def join(self, context: CommittedRows, drafters: Collection[int]) -> None:
-        """The next pass of each of these drafters also injects `context`."""
-        self._joined.update(dict.fromkeys(drafters, context))
-
-    def leave(self, context: CommittedRows) -> None:
-        """`PendingContext.leave`, of all drafters."""
-        for pending in self._pending:
-            pending.leave(context)
-
-    @torch.inference_mode()
-    def settle(self) -> None:
-        """`PendingContext.settle`, of all drafters: before a step that runs without a graph."""
-        for pending in self._pending:
-            pending.settle()
-
-    @torch.inference_mode()
-    def take_left(self, drafters: Collection[int], requests: int) -> bool:
-        """Whether a captured step of these drafters, over a batch of `requests`, takes what the one before it left.
-
-        What it does not take is queued, for all drafters or for those that it does not run.
-        """
-        taken = all(self._pending[which].has_left(requests) for which in drafters)
-        for which, pending in enumerate(self._pending):
-            if taken and which in drafters:
-                pending.take()
-            pending.settle()
-        return taken
-
-    @torch.inference_mode()
-    def queue(self, context: ContextRows, drafters: Collection[int]) -> None:
-        """Queue `context` for these drafters; it is kept, not copied."""
-        for which in drafters:
-            self._pending[which].push(context)
+    @property
+    def constants(self) -> list[Tensor]:
+        """Tensors that no step changes."""
+        return [self._slots, self._same_block, self._masks]
 
     @property
     def drafters(self) -> int:
         """How many there are."""
         return len(self._drafters)
-
-    @property
-    def pending(self) -> list[int]:
-        """Rows of context that each drafter must catch up with; an upper bound."""
-        return [pending.rows for pending in self._pending]
 
     @torch.inference_mode()
     def compute_context(self, drafter: int, rows: int) -> None:
@@ -335,23 +260,18 @@ class ModelRunner:
         features = torch.zeros(1, rows, width, dtype=self._dtype, device=self.device)
         model.context_keys_values(features, torch.arange(rows, device=self.device)[None])
 
-    def forget(self, pages: Sequence[int]) -> None:
-        """Drop queued features of `pages`, whose K/V is not needed any more; call it before they are written again."""
-        for pending in self._pending:
-            pending.drop(pages)
-
     def _draft(self, which: int, batch: Batch, blocks: Tensor) -> Tensor:
         """blocks [B, K, G], masked from each other -> logits [B, K, G-1, V or Vd] of slots 1 .. γ-1, in
         fp32, or in the head's own type where kernels read them.
         """
-        assert not self._pending[which].behind, "call sync_drafters first"
+        context = self.context.take(which)
         drafter, pool = self._drafters[which], self._pools[which]
         _, count, size = blocks.shape
         slots, same_block = self._rows_of_blocks(count)
         attn_mask = same_block.expand(len(blocks), -1, -1)
         positions = batch.context_len[:, None] + slots
         rows = Rows(positions, attn_mask, batch.page_table, batch.context_len)
-        embedded, context = self.target.embed_tokens(blocks.flatten(1)), self._joined.pop(which, None)
+        embedded = self.target.embed_tokens(blocks.flatten(1))
         if context is None:
             hidden = drafter.draft(embedded, rows, pool)
         else:
@@ -361,7 +281,7 @@ class ModelRunner:
         return logits if choose.use_kernels(logits) else logits.float()
 
     def _rows_of_blocks(self, count: int) -> tuple[Tensor, Tensor]:
-        """Of the rows of `count` blocks, one behind the other: the slot of each [T], and who is in its block [T, T]."""
+        """Slot index [T] and same-block mask [T, T] of `count` concatenated blocks."""
         rows = count * self.block_size
         if rows > len(self._slots):  # tables for any number of blocks begin with those of fewer
             number = torch.arange(rows, device=self.device)

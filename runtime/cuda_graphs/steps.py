@@ -3,11 +3,11 @@
     host tensors of a batch -> one pinned buffer -> one copy -> static inputs -> graph -> one tensor that the host reads
 
 A graph holds a whole step, from the first draft to the K/V of the committed tokens in the target's pages. Their K/V in
-the drafters' pages is made by the next step's drafts (`static_context.py`). The state of requests whose tokens the host
-has not read comes from the step before it (`handover.py`), so the engine launches it while that one runs. There is one
-for each (policy, batch bucket, kind of sampling), captured by `warm_up` or at its first use; the page table always has
-the width of the longest context, because attention reads `context_len` tokens of it. A drafter that the policy does not
-run stays behind: what it must catch up with is copied into its queue.
+the drafters' pages is made by the next step's drafts (`drafting/context.py`). The state of requests whose tokens the
+host has not read comes from the step before it (`handover.py`), so the engine launches it while that one runs. There is
+one for each (policy, batch bucket, kind of sampling), captured by `warm_up` or at its first use; the page table always
+has the width of the longest context, because attention reads `context_len` tokens of it. Drafters that the policy does
+not run get this context through their queue.
 
 Batches whose shapes vary take the other path on CUDA too: those with a grammar, log-probabilities, biases or penalties
 (`Batch.has_static_shapes`).
@@ -27,7 +27,6 @@ from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.buckets import bucket
-from d2sd.runtime.cuda_graphs.context import StaticContext
 from d2sd.runtime.cuda_graphs.handover import Handover, Link
 from d2sd.runtime.cuda_graphs.inputs import StaticInputs
 from d2sd.runtime.decode import Committed, StepResult, Timer, decode_step
@@ -53,7 +52,6 @@ class DecodeSteps:
         self._graphs: dict[tuple[object, ...], Graph] = {}
         self._most = bucket(limits.max_batch)
         self._handover = Handover(self._most, runner.block_size, runner.device)
-        self._context: StaticContext | None = None  # what the step before committed, from the first capture on
         self.refused = False  # a capture failed: nothing is captured any more
 
     def graph_for(self, policy: Policy, batch: Batch, host_draft: Draft | None = None) -> Graph | None:
@@ -91,21 +89,16 @@ class DecodeSteps:
         """
         host_draft = host_draft or self._no_draft(policy, len(batch.anchor))
         if graph is None:
-            if self._context is not None:
-                self._runner.settle()
-                self._runner.sync_drafters(policy.required_drafters)
+            with timer("commit"):
+                self._runner.context.inject(policy.required_drafters)
             device = self._runner.device
             draft = host_draft and Draft(host_draft.tokens.to(device), host_draft.logprob.to(device))
             return decode_step(self._runner, policy, batch.to(device), self._calibration, draft, timer)
         with timer("decode"):
-            size = len(batch.anchor)
+            size, length = graph.result.accepted.path.shape
             graph.inputs.load(batch, Link.pack([], size) if link is None else link, host_draft)
-            if self._context is not None and not self._runner.take_left(policy.required_drafters, size):
-                self._runner.sync_drafters(policy.required_drafters)
-                self._context.clear()
-            graph.replay()
-            if self._context is not None:
-                self._runner.leave(self._context.part(size, graph.result.accepted.path.shape[1]))
+            with self._runner.context.replay(size, length, policy.required_drafters):
+                graph.replay()
         return graph.result
 
     def fetch(self, result: StepResult) -> Callable[[], list[Committed]]:
@@ -141,34 +134,31 @@ class DecodeSteps:
     def _captured(self, policy: Policy, inputs: StaticInputs, sampling: Sampling) -> Graph:
         assert self._runner.capture is not None
         given = inputs.batch(sampling)
-        self._context = self._context or self._runner.static_context(self._most, self._pages)
-        kept = nullcontext() if self._context is None else self._context.kept()
+        self._runner.context.reserve(self._most, self._pages)
 
         def run() -> StepResult:
-            state = self._handover, self._context
-            return captured_step(self._runner, policy, given, inputs.link, *state, self._calibration, inputs.draft)
+            return captured_step(
+                self._runner, policy, given, inputs.link, self._handover, self._calibration, inputs.draft
+            )
 
         inputs.clear()  # what runs before the capture then writes to the scratch page alone
-        with self._runner.queues_kept(), self._handover.kept(), kept:
+        with self._runner.context.preserved(), self._handover.kept():
             result, replay = self._runner.capture(run)
         return Graph(inputs, result, replay)
 
 
 def captured_step(
-    runner: ModelRunner, policy: Policy, batch: Batch, link: Link, handover: Handover, context: StaticContext | None,
+    runner: ModelRunner, policy: Policy, batch: Batch, link: Link, handover: Handover,
     calibration: Calibration | None = None, draft: Draft | None = None, timer: Timer = nullcontext,
 ) -> StepResult:  # fmt: skip
     """What a graph holds: `decode_step`, what it takes from the step before it, and what it leaves to the next."""
     with timer("handover"):
         batch = handover.begin(batch, link)
-    if context is not None:
-        runner.join(context.rows(len(batch.anchor)), policy.required_drafters)
+        runner.context.begin(len(batch.anchor), policy.required_drafters)
     result = decode_step(runner, policy, batch, calibration, draft, timer)
     with timer("handover"):
         handover.end(batch, link, result)
-        committed = runner.take_committed()
-        if context is not None and committed is not None:
-            context.store(committed)
+        runner.context.end()
     return result
 
 

@@ -1,125 +1,239 @@
-"""Deferred drafter-KV injection.
+"""The context of the drafters: features of committed tokens, from the step that commits them to the drafters' pages.
 
-Target features of committed tokens are queued and projected to K/V in one batched GEMM right before the drafter runs.
-One GEMM then covers many steps. Rows of a page are written before the drafter reads the page, whichever request reads
-it: a page that the prefix cache hands on may still have rows in the queue.
+A drafter's K/V of a committed token is a product of the target's features of it. No pass needs it before the drafter
+runs again, so it is made as late as that, in one product of many rows. Each row is, for each drafter, in one of three
+states:
 
-What a captured step commits stays in the step's own memory at first (`leave`): the next captured step injects it in the
-passes that draft (`take`), or it is copied into the queue (`settle`).
+                    add, of a prompt chunk or a step without a graph
+                                     |
+                                     v          inject, replay: before the drafter runs,
+    step replayed                 QUEUED ---- or with MAX_PENDING_ROWS rows in the queue ----> INJECTED
+         |                           ^                                                            ^
+         |                           | anything else: add, drop, inject, another batch,           |
+         v                           | a drafter that the next graph does not run                 |
+       LEFT -------------------------+                                                            |
+         |                                                                                        |
+         +--- replay of a graph with as many requests that runs the drafter ----------------------+
 
-On a CPU, padding and rows of pages that were given up (`drop`) are not computed. On CUDA that would need a device sync:
-padding goes to the scratch page 0, and rows of dropped pages are written in the order of the queue, so a page's last
-owner wins.
+QUEUED: on the host's queue of the drafter, in tensors of its own. LEFT: in the memory that the graphs share, which the
+next replay overwrites; newer than all that is queued. INJECTED: in the drafter's pages. A graph injects in the passes
+that draft: both read the drafter's weights once. The next step may serve other requests: rows have the page table they
+were committed with.
+
+Rows of a page are written before the drafter reads the page, whichever request reads it: a page that the prefix cache
+hands on may still have rows in the queue. On a CPU, padding and rows of pages that were given up (`drop`) are not
+computed. On CUDA that would need a device sync: padding goes to the scratch page 0, and rows of dropped pages are
+written in the order of the queue, so a page's last owner wins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from d2sd.modeling.drafter import DraftModel
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import CommittedRows, ContextRows
 
-# Shape letters: B requests, T rows, M pages a request, E hidden, n auxiliary layers, R rows of all requests.
+# Shape letters: B requests, T rows of each, G block size γ, M pages a request, R rows of all requests, n auxiliary
+# layers, E hidden.
 
-#: Queued rows, padding included, at which the queue is flushed: a row holds n·E numbers, 12 kB for SmolLM2.
+#: Queued rows, padding included, at which a queue is flushed: a row holds n·E numbers, 12 kB for SmolLM2.
 MAX_PENDING_ROWS = 4096
 
 
-class PendingContext:
-    """The queue of one drafter, oldest first."""
+class DrafterContext:
+    """The context of all drafters of a runner, whose pages are in `pools`; the states are above."""
 
-    def __init__(self, drafter: DraftModel, pool: KVPool) -> None:
-        self._drafter, self._pool = drafter, pool
-        self._on_cpu = pool.k.device.type == "cpu"
-        self._queue: list[tuple[int, CommittedRows | ContextRows]] = []  # with the number of the push
-        self._pushes = 0
-        self._dropped: dict[int, int] = {}  # page -> pushes before it was dropped, for pages dropped since `_compact`
-        self._left: CommittedRows | None = None  # of a captured step, newer than the queue
-        self.rows = 0  # upper bound: padding and rows of dropped pages are counted until `_compact`
+    def __init__(self, drafters: Sequence[DraftModel], pools: Sequence[KVPool], dtype: torch.dtype) -> None:
+        """`dtype` is that of the features."""
+        self._queues = [_Queue(*pair) for pair in zip(drafters, pools, strict=True)]
+        self._configs, self._pools, self._dtype = [drafter.config for drafter in drafters], pools, dtype
+        self._on_cpu = all(pool.k.device.type == "cpu" for pool in pools)
+        self._memory: CommittedRows | None = None  # of the captured steps, G rows a request
+        self._left: CommittedRows | None = None  # rows LEFT in that memory
+        self._to_inject: dict[int, CommittedRows] | None = None  # by drafter; None: not inside a captured step
+        self._committed: CommittedRows | None = None  # by the captured step
 
-    def push(self, entry: CommittedRows | ContextRows) -> None:
-        """Queue rows.
+    @property
+    def pending_rows(self) -> list[int]:
+        """Rows QUEUED for each drafter; an upper bound."""
+        return [queue.rows for queue in self._queues]
 
-        The tensors are kept, not copied: those of a captured step, which overwrites them when it runs again, must be
-        taken back (`pop`).
+    def add(self, rows: CommittedRows | ContextRows, drafters: Collection[int] | None = None) -> None:
+        """Queue the rows for these drafters, or all. In a captured step, `end` leaves them in the graphs' memory.
+
+        The tensors are kept, not copied.
         """
-        self.settle()
-        self._queue.append((self._pushes, entry))
-        self._pushes += 1
-        self.rows += (entry.keep if isinstance(entry, CommittedRows) else entry.pages).numel()
+        if self._to_inject is not None:
+            assert isinstance(rows, CommittedRows)
+            self._committed = rows
+            return
+        self._queue_left()
+        for which, queue in enumerate(self._queues):
+            if drafters is None or which in drafters:
+                queue.push(rows)
 
-    def pop(self) -> CommittedRows:
-        """Take back what was queued last, by a commit."""
-        _, entry = self._queue.pop()
-        assert isinstance(entry, CommittedRows)
-        self.rows -= entry.keep.numel()
-        return entry
+    @torch.inference_mode()
+    def inject(self, drafters: Collection[int]) -> None:
+        """Inject all rows of these drafters, which are about to run without a graph.
+
+        Other drafters stay behind until `MAX_PENDING_ROWS`: one product for many steps reads their weights once.
+        """
+        self._queue_left()
+        self._flush(drafters)
+
+    def take(self, drafter: int) -> CommittedRows | None:
+        """Rows that the pass of a drafter must inject: of its first pass in a captured step; otherwise None."""
+        if self._to_inject is not None:
+            return self._to_inject.pop(drafter, None)
+        assert not self._queues[drafter].rows, "call inject first"
+        assert self._left is None, "call inject first"
+        return None
+
+    @torch.inference_mode()
+    def drop(self, pages: Sequence[int]) -> None:
+        """Drop the rows of these pages, whose K/V is not needed any more; call it before they are written again."""
+        if pages and self._on_cpu:
+            self._queue_left()
+            for queue in self._queues:
+                queue.drop(pages)
+
+    # -- captured steps ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    def reserve(self, requests: int, pages: int) -> None:
+        """Allocate the memory that graphs of up to `requests` requests share, once; `pages` a request."""
+        if self._memory is not None or not self._queues:
+            return
+        config, pool = self._configs[0], self._pools[0]
+        device, width = pool.k.device, len(config.target_layer_ids) * config.body.hidden_size
+        places = torch.zeros(requests, config.block_size, dtype=torch.long, device=device)
+        self._memory = CommittedRows(
+            features=torch.zeros(*places.shape, width, dtype=self._dtype, device=device),
+            page_table=torch.zeros(requests, pages, dtype=torch.long, device=device),
+            positions=places, keep=torch.zeros_like(places, dtype=torch.bool), page_size=pool.page_size,
+        )  # fmt: skip
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The tensors of the memory that graphs share; none before `reserve`."""
+        return [] if self._memory is None else self._memory.tensors
+
+    def begin(self, requests: int, drafters: Collection[int]) -> None:
+        """Begin a captured step of these drafters: each injects the rows LEFT in its first pass (`take`).
+
+        All rows of the memory, kept or not: shapes do not depend on the policy of the step before.
+        """
+        self._to_inject = {}
+        if self._memory is not None:
+            self._to_inject = dict.fromkeys(drafters, self._part(requests, self._memory.keep.shape[1]))
+
+    @torch.inference_mode()
+    def end(self) -> None:
+        """End a captured step: copy the rows that it added into the memory."""
+        committed, self._committed, self._to_inject = self._committed, None, None
+        if committed is None or self._memory is None:
+            return
+        requests, length = committed.keep.shape
+        if length < self._memory.keep.shape[1]:
+            self._memory.keep[:requests, length:].zero_()
+        for slot, tensor in zip(self._part(requests, length).tensors, committed.tensors, strict=True):
+            slot.copy_(tensor)
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """What is queued inside is taken out of the queue again."""
-        length, rows = len(self._queue), self.rows
-        left, self._left = self._left, None
+    def replay(self, requests: int, length: int, drafters: Collection[int]) -> Iterator[None]:
+        """Around the replay of a graph that runs these drafters over `requests` and commits up to `length` rows of
+        each: prepares what it injects, and notes what it leaves.
+        """
+        if self._memory is None:
+            yield
+            return
+        with torch.inference_mode():
+            taken = drafters if self._left is not None and len(self._left.keep) == requests else ()
+            self._queue_left(but=taken)
+            self._flush(drafters)
+            if drafters and not taken:
+                self._memory.keep.zero_()
+        yield
+        self._left = self._part(requests, length)
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Captured steps that run inside find no rows LEFT, and change the state of none; also after an error."""
+        before = [tensor.clone() for tensor in self.memory]
+        if self._memory is not None:
+            self._memory.keep.zero_()
         try:
             yield
         finally:
-            del self._queue[length:]
-            self.rows, self._left = rows, left
+            self._to_inject = self._committed = None
+            for tensor, value in zip(self.memory, before, strict=True):
+                tensor.copy_(value)
 
-    def leave(self, rows: CommittedRows) -> None:
-        """Note rows in memory that the next captured step overwrites, newer than all that is queued. They are copied
-        into the queue before anything newer, unless that step takes them (`take`).
-        """
-        self._left = rows
+    # -- transitions ---------------------------------------------------------------------------------------------------
 
-    @property
-    def behind(self) -> bool:
-        """Whether rows wait, queued or left."""
-        return self.rows > 0 or self._left is not None
-
-    def has_left(self, requests: int) -> bool:
-        """Whether the rows left are those of so many requests."""
-        return self._left is not None and len(self._left.keep) == requests
-
-    def take(self) -> None:
-        """Forget the rows left: a captured step computes them."""
-        self._left = None
-
-    def settle(self) -> None:
-        """Copy the rows left, if there are any, into the queue."""
+    def _queue_left(self, but: Collection[int] = ()) -> None:
+        """LEFT -> QUEUED, in a copy, for all drafters but those of a graph that injects them."""
         left, self._left = self._left, None
-        if left is not None:
+        queues = [queue for which, queue in enumerate(self._queues) if which not in but]
+        if left is not None and queues:
             features, page_table, positions, keep = (tensor.clone() for tensor in left.tensors)
-            self.push(CommittedRows(features, page_table, positions, keep, left.page_size))
+            for queue in queues:
+                queue.push(CommittedRows(features, page_table, positions, keep, left.page_size))
+
+    def _flush(self, drafters: Collection[int]) -> None:
+        """QUEUED -> INJECTED, of these drafters and of long queues."""
+        for which, queue in enumerate(self._queues):
+            if which in drafters or queue.holds(MAX_PENDING_ROWS, compact=self._on_cpu):
+                queue.flush(compact=self._on_cpu)
+
+    def _part(self, requests: int, length: int) -> CommittedRows:
+        """View of the first T = `length` rows of the first requests in the memory."""
+        assert self._memory is not None
+        features, page_table, positions, keep = (tensor[:requests] for tensor in self._memory.tensors)
+        return CommittedRows(
+            features[:, :length], page_table, positions[:, :length], keep[:, :length], self._memory.page_size
+        )
+
+
+class _Queue:
+    """The rows QUEUED for one drafter, oldest first."""
+
+    def __init__(self, drafter: DraftModel, pool: KVPool) -> None:
+        self._drafter, self._pool = drafter, pool
+        self._entries: list[tuple[int, CommittedRows | ContextRows]] = []  # with the number of the push
+        self._pushes = 0
+        self._dropped: dict[int, int] = {}  # page -> pushes before it was dropped, for pages dropped since `compact`
+        self.rows = 0  # upper bound: padding and rows of dropped pages are counted until `compact`
+
+    def push(self, entry: CommittedRows | ContextRows) -> None:
+        self._entries.append((self._pushes, entry))
+        self._pushes += 1
+        self.rows += (entry.keep if isinstance(entry, CommittedRows) else entry.pages).numel()
 
     def drop(self, pages: Sequence[int]) -> None:
-        """Drop the rows that are queued for these pages; rows pushed later are kept."""
-        if pages and self._on_cpu:
-            self.settle()
-        if self._on_cpu and self._queue:
+        """Note that rows pushed so far for these pages are not to be computed."""
+        if self._entries:
             self._dropped.update(dict.fromkeys(pages, self._pushes))
 
-    def holds(self, rows: int) -> bool:
-        """Whether so many rows are queued; on a CPU only rows that will be computed count."""
-        if self.rows >= rows and self._on_cpu:
-            self._compact()
+    def holds(self, rows: int, *, compact: bool) -> bool:
+        """Whether so many rows are queued; with `compact` only rows that will be computed count."""
+        if self.rows >= rows and compact:
+            self.compact()
         return self.rows >= rows
 
-    def flush(self) -> None:
-        """Compute the K/V of all rows in one GEMM and write it to the pages."""
-        if self._on_cpu:
-            self._compact()
-        parts = [_rows_of(entry) for _, entry in self._queue]
-        self._queue, self.rows = [], 0
-        if parts:
-            self.inject(parts)
-
-    def inject(self, parts: Sequence[ContextRows]) -> None:
-        """Compute the K/V of these rows, padding included, and write it in their order: shapes depend on theirs."""
+    def flush(self, *, compact: bool) -> None:
+        """Compute the K/V of all rows in one product and write it to the pages, in the order of the queue."""
+        if compact:
+            self.compact()
+        parts = [_rows_of(entry) for _, entry in self._entries]
+        self._entries, self.rows = [], 0
+        if not parts:
+            return
         features, positions = parts[0].features, parts[0].positions
         if len(parts) > 1:
             features = torch.cat([part.features for part in parts])
@@ -131,18 +245,18 @@ class PendingContext:
         ):
             self._pool.write_rows(keys, values, part.pages, part.positions)
 
-    def _compact(self) -> None:
+    def compact(self) -> None:
         """Replace the queue by the rows that are to be computed. Reads which these are: not on CUDA."""
         parts: list[ContextRows] = []
         dropped_at = torch.zeros(self._pool.k.shape[1], dtype=torch.long)
         dropped_at[list(self._dropped)] = torch.tensor(list(self._dropped.values()), dtype=torch.long)
-        for number, entry in self._queue:
+        for number, entry in self._entries:
             rows = _rows_of(entry)
             (chosen,) = ((rows.pages > 0) & (dropped_at[rows.pages] <= number)).nonzero(as_tuple=True)
             parts.append(ContextRows(*(tensor[chosen] for tensor in rows)))
         merged = ContextRows(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))) if parts else None
         self.rows = len(merged.pages) if merged else 0
-        self._queue = [(self._pushes - 1, merged)] if merged and self.rows else []
+        self._entries = [(self._pushes - 1, merged)] if merged and self.rows else []
         self._dropped = {}
 
 

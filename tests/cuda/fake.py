@@ -185,10 +185,10 @@ def steps(
         draft = draft and Draft(draft.tokens.to("cuda"), draft.logprob.to("cuda"))
         handover, packed = Handover(size, BLOCK, made.device), Link.pack([], size)
         link = Link(*(getattr(packed, field.name).to("cuda") for field in fields(Link)))
-        context = made.static_context(*batch.page_table.shape)
+        made.context.reserve(*batch.page_table.shape)
         for _ in range(2):
             with watch:
                 watch.launches.clear()
                 watch.copies.clear()
-                captured_step(made, policy, batch, link, handover, context, calibration, draft, watch.stage)
+                captured_step(made, policy, batch, link, handover, calibration, draft, watch.stage)
     return watch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
 from functools import cache
@@ -154,7 +155,7 @@ def all_pages(engine: Engine) -> int:
 
 
 def poison(runner: ModelRunner, pages: int | slice) -> None:
-    for pool in (runner._target_pool, *runner._pools):
+    for pool in runner.pools:
         pool.k[:, pages] = torch.nan
         pool.v[:, pages] = torch.nan
 
@@ -166,10 +167,31 @@ def committed(pool: KVPool, table: Tensor, length: int) -> tuple[Tensor, Tensor]
     return pool.k[:, page, slot], pool.v[:, page, slot]
 
 
+def afterwards(owner: object, name: str, then: Callable[..., None]) -> None:
+    """Call `then` with the arguments of the owner's method after each call of it."""
+    method = getattr(owner, name)
+
+    def both(*arguments: object) -> None:
+        method(*arguments)
+        then(*arguments)
+
+    setattr(owner, name, both)
+
+
+def poison_what_is_given_up(runner: ModelRunner) -> None:
+    """Pages hold NaN until they are written, and again when they are dropped."""
+
+    def dropped(pages: SequenceOf[int]) -> None:
+        for page in pages:
+            poison(runner, slice(page, page + 1))
+
+    poison(runner, slice(None))
+    afterwards(runner.context, "drop", dropped)
+
+
 def sync_drafters(runner: ModelRunner) -> None:
     """Bring all drafters' pages up to date, which otherwise waits until they draft."""
-    runner.settle()
-    runner.sync_drafters(range(len(runner._pools)))
+    runner.context.inject(range(runner.drafters))
 
 
 def check_pages(runner: ModelRunner, table: Tensor, tokens: list[int]) -> None:
@@ -177,10 +199,10 @@ def check_pages(runner: ModelRunner, table: Tensor, tokens: list[int]) -> None:
     sync_drafters(runner)
     target, *drafters, _ = models()
     out = target.full_pass(torch.tensor([tokens]), aux_layer_ids=runner._aux_layer_ids)
-    k, v = committed(runner._target_pool, table, len(tokens))
+    k, v = committed(runner.pools[0], table, len(tokens))
     torch.testing.assert_close(k, out.k[:, 0], atol=1e-4, rtol=0)
     torch.testing.assert_close(v, out.v[:, 0], atol=1e-4, rtol=0)
-    for drafter, pool in zip(drafters, runner._pools, strict=True):
+    for drafter, pool in zip(drafters, runner.pools[1:], strict=True):
         keys, values = drafter.context_keys_values(out.features, torch.arange(len(tokens))[None])
         k, v = committed(pool, table, len(tokens))
         torch.testing.assert_close(k, keys[:, 0], atol=1e-4, rtol=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from d2sd.runtime.batch import Batch
 from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.tree import Tree
 from tests.runtime.cheating import CheatingRunner
-from tests.runtime.helpers import poison
+from tests.runtime.helpers import afterwards, poison, poison_what_is_given_up
 
 
 class NaNPages(CheatingRunner):
@@ -19,12 +19,8 @@ class NaNPages(CheatingRunner):
 
     def allocate(self, pages: int, page_size: int) -> None:
         super().allocate(pages, page_size)
-        poison(self, slice(None))
-
-    def forget(self, pages: Sequence[int]) -> None:
-        super().forget(pages)
-        for page in pages:
-            poison(self, slice(page, page + 1))
+        poison_what_is_given_up(self)
+        afterwards(self.context, "inject", lambda drafters: poison(self, 0))
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:
         hidden = super().prefill(tokens, lengths, page_table, context_len)
@@ -33,10 +29,6 @@ class NaNPages(CheatingRunner):
 
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         super().commit(batch, verified, accepted)
-        poison(self, 0)
-
-    def sync_drafters(self, drafters: Collection[int]) -> None:
-        super().sync_drafters(drafters)
         poison(self, 0)
 
     def verify(self, batch: Batch, tree: Tree) -> Verified:

@@ -35,6 +35,7 @@ from tests.runtime.helpers import (
     honest,
     make_engine,
     poison,
+    poison_what_is_given_up,
 )
 from tests.runtime.knowing import Knowing
 from tests.runtime.recorded_graphs import RecordedGraphs
@@ -128,12 +129,7 @@ class Poisoned(Knowing):
 
     def allocate(self, pages: int, page_size: int) -> None:
         super().allocate(pages, page_size)
-        poison(self, slice(None))
-
-    def forget(self, pages: SequenceOf[int]) -> None:
-        super().forget(pages)
-        for page in pages:
-            poison(self, slice(page, page + 1))
+        poison_what_is_given_up(self)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import get_args
@@ -26,6 +26,7 @@ from d2sd.runtime.stats import SequenceStats
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.helpers import (
     BLOCK,
+    afterwards,
     all_pages,
     cheater,
     check_pages,
@@ -248,7 +249,7 @@ def test_half_precision_runs(dtype: torch.dtype, policy: PolicyName) -> None:
     requests = some_requests()
     sequences = engine.generate(requests)
     assert [len(s.answer) for s in sequences] == [r.max_new_tokens for r in requests]
-    assert runner._target_pool.k.dtype == runner._pools[1].v.dtype == dtype
+    assert runner.pools[0].k.dtype == runner.pools[2].v.dtype == dtype
     pairs = [pair for s in sequences for pair in zip(s.answer, expected(s.request), strict=True)]
     assert sum(a == b for a, b in pairs) > len(pairs) / 4
 
@@ -308,6 +309,7 @@ class Poisoned(ModelRunner):
     def allocate(self, pages: int, page_size: int) -> None:
         super().allocate(pages, page_size)
         poison(self, slice(None))
+        afterwards(self.context, "inject", lambda drafters: poison(self, 0))
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:
         hidden = super().prefill(tokens, lengths, page_table, context_len)
@@ -316,10 +318,6 @@ class Poisoned(ModelRunner):
 
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         super().commit(batch, verified, accepted)
-        poison(self, 0)
-
-    def sync_drafters(self, drafters: Collection[int]) -> None:
-        super().sync_drafters(drafters)
         poison(self, 0)
 
     def draft_first(self, batch: Batch, width: int) -> Draft:

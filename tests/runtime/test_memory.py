@@ -104,7 +104,7 @@ def engine_of(kv_memory: Any) -> Engine:
 
 def test_pools_are_as_large_as_planned() -> None:
     engine = engine_of("100KiB")
-    pools = (engine.runner._target_pool, *engine.runner._pools)
+    pools = engine.runner.pools
     assert sum(pool.k.nbytes + pool.v.nbytes for pool in pools) == engine.memory.total_bytes <= 100 * 1024
     assert engine.memory.total_bytes + engine.memory.page_bytes > 100 * 1024
     assert {pool.k.shape[1] for pool in pools} == {1 + all_pages(engine)}

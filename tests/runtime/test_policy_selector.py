@@ -282,10 +282,14 @@ class Scripted:
     pool_pages: int = 8
     capture: None = None
 
-    def sync_drafters(self, drafters: Collection[int]) -> None:
+    @property
+    def context(self) -> Scripted:
+        return self
+
+    def inject(self, drafters: Collection[int]) -> None:
         self.settled = tuple(drafters)
 
-    def forget(self, pages: Sequence[int]) -> None:
+    def drop(self, pages: Sequence[int]) -> None:
         raise AssertionError("there are no requests")
 
     def _pass(self, batch: Batch, drafter: int, *shape: int) -> Draft:
@@ -414,7 +418,7 @@ def test_real_models_are_measured_on_page_0_alone(page_size: int) -> None:
     found = time_steps(runner, (OFF, *trees), {p.name: ([99.0], [99.0]) for p in trees}, engine.limits)
     assert found.keys() == {(policy, size) for policy in (OFF, *trees) for size in (1, 2, 4)}
     assert min(found.values()) > 0
-    for pool in (runner._target_pool, *runner._pools):
+    for pool in runner.pools:
         assert not pool.k[:, 1:].any()
         assert not pool.v[:, 1:].any()
     requests = some_requests()[:3]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from d2sd.policies import NAMES, PolicyName
-from d2sd.runtime.backends import model_runner as module
 from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.drafting import context as module
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.sequence import Sequence as Running
@@ -113,13 +113,12 @@ def test_drafters_find_pages_whose_rows_are_still_pending(cuda: bool, monkeypatc
     monkeypatch.setattr(module, "MAX_PENDING_ROWS", 10**9)
     runner = nan_pages()
     engine = make_engine(runner, "off", max_batch=3, pages=40)
-    for pending in runner._pending:
-        pending._on_cpu = not cuda
+    runner.context._on_cpu = not cuda
     check(engine, first_turns(), seed=1)
     check(engine, second_turns()[:4], seed=1)
-    rows = [pending.rows for pending in runner._pending]
+    rows = runner.context.pending_rows
     assert min(rows) > 100
-    assert runner._pools[0].k.isnan().all(), "no drafter's K/V has been written"
+    assert runner.pools[1].k.isnan().all(), "no drafter's K/V has been written"
     engine.policy = make_engine(cheater(()), "hybrid").policy
     running = [engine.submit(r) for r in (first_turns()[0], first_turns()[6], second_turns()[2])]
     while not all(one.stats.steps for one in running):
@@ -139,8 +138,7 @@ def test_pages_are_evicted_and_reused_while_rows_are_pending(cuda: bool, monkeyp
     monkeypatch.setattr(module, "MAX_PENDING_ROWS", 10**9)
     runner = cheater((*first_turns(), *second_turns()))
     engine = make_engine(runner, "off", max_batch=2, pages=14)
-    for pending in runner._pending:
-        pending._on_cpu = not cuda
+    runner.context._on_cpu = not cuda
     check(engine, second_turns()[4:], seed=1)
     running = [engine.submit(replace(r, prompt=r.prompt[1:])) for r in second_turns()[:2]]
     for _ in range(6):
@@ -174,6 +172,6 @@ def test_hits_differ_from_misses_in_the_last_bits_only() -> None:
             engine.step()
         (running,) = engine.scheduler.running
         assert running.stats.cached_tokens == 12 * first
-        pool = runner._target_pool
+        pool = runner.pools[0]
         pools.append(torch.stack([pool.k[:, running.pages[:5]], pool.v[:, running.pages[:5]]]))
     assert (pools[0] - pools[1]).abs().max() <= 1e-5 * pools[0].abs().max()

@@ -64,6 +64,7 @@ def one_step(engine: Engine) -> tuple[Batch, StepResult]:
     for row in range(3):
         engine.submit(Request((row + 1, 7, row + 1, 7), 20, SamplingParams(0.5 * row, seed=row)))
     batch, host_draft = engine.prepare(engine.admit())
+    engine.runner.context.inject(engine.policy.required_drafters)
     return batch, decode_step(engine.runner, engine.policy, batch, engine.calibration, host_draft)
 
 

@@ -91,7 +91,7 @@ def _prefilled_runner(bundle: Bundle, drafters: SequenceOf[Drafter], plain: Sequ
         for start in range(0, len(sequence.tokens), chunk):
             tokens = torch.tensor(sequence.tokens[start : start + chunk])
             runner.prefill(tokens, [len(tokens)], torch.tensor([[page]]), torch.tensor([start]))
-    runner.sync_drafters(range(len(drafters)))
+    runner.context.inject(range(len(drafters)))
     return runner
 
 

@@ -30,8 +30,8 @@ def answers(policy: PolicyName, dtype: torch.dtype) -> tuple[torch.dtype, list[l
     made = make_policy(policy, block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
     engine = Engine(runner, made, Limits(max_batch=4, max_context=64, page_size=4, prefill_chunk=8))
     sequences = engine.generate(some_requests())
-    assert {pool.k.dtype for pool in runner._pools} == {dtype}, "drafters keep their own dtype"
-    stored = runner._target_pool.k.dtype
+    assert {pool.k.dtype for pool in runner.pools[1:]} == {dtype}, "drafters keep their own dtype"
+    stored = runner.pools[0].k.dtype
     return stored, [s.answer for s in sequences], [s.stats.accepted for s in sequences]
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
-from d2sd.runtime.backends import model_runner as module
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.drafting import context as module
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.accept import Accepted
@@ -210,7 +210,7 @@ def test_prefill_commits_the_context(ready: tuple[ModelRunner, Batch]) -> None:
     runner, _ = ready
     for row, text in enumerate(TEXTS):
         check_pages(runner, TABLE[row], text[:-1])
-    for pool in (runner._target_pool, *runner._pools):  # and nothing else: what was not written is NaN
+    for pool in runner.pools:  # and nothing else: what was not written is NaN
         assert int(pool.k[0, :, :, 0, 0].isfinite().sum()) == sum(len(text) - 1 for text in TEXTS)
 
 
@@ -218,23 +218,23 @@ def test_drafters_pages_are_paid_before_they_draft(monkeypatch: pytest.MonkeyPat
     """Prefill owes them their K/V; a drafter that is not run stays in debt until the debt is long."""
     runner, batch = prefilled(TEXTS[:2], TABLE[:2], paid=False)
     settled, _ = prefilled(TEXTS[:2], TABLE[:2])
-    with pytest.raises(AssertionError, match="sync_drafters"):
+    with pytest.raises(AssertionError, match="inject"):
         runner.draft_first(batch, WIDTH)
-    runner.sync_drafters((0,))
+    runner.context.inject((0,))
     one, other = (e.draft_first(batch, WIDTH) for e in (runner, settled))
     assert torch.equal(one.tokens, other.tokens)
     torch.testing.assert_close(one.logprob, other.logprob, atol=1e-5, rtol=1e-5)
-    assert runner._pools[0].k[:, 5, 0].isfinite().all()
-    assert runner._pools[1].k[:, 5, 0].isnan().all()
+    assert runner.pools[1].k[:, 5, 0].isfinite().all()
+    assert runner.pools[2].k[:, 5, 0].isnan().all()
     branches = branches_behind(one, LENGTHS[:2])
-    runner.sync_drafters((1,))
+    runner.context.inject((1,))
     second, other_second = (e.draft_second(batch, branches, 1, WIDTH) for e in (runner, settled))
     assert torch.equal(second.tokens, other_second.tokens)
     monkeypatch.setattr(module, "MAX_PENDING_ROWS", 64)
     for _ in range(9):  # 8 rows each
         runner.prefill(torch.zeros(8, dtype=torch.long), [8], TABLE[2:], torch.tensor([0]))
-        runner.sync_drafters(())
-    assert runner._pools[1].k[:, 3, 0].isfinite().all()
+        runner.context.inject(())
+    assert runner.pools[2].k[:, 3, 0].isfinite().all()
 
 
 def test_commit_appends_the_path_and_nothing_else(ready: tuple[ModelRunner, Batch]) -> None:
@@ -242,7 +242,7 @@ def test_commit_appends_the_path_and_nothing_else(ready: tuple[ModelRunner, Batc
     tree = tree_of(batch)
     verified = runner.verify(batch, tree)
     sync_drafters(runner)
-    before = [(p.k.clone(), p.v.clone()) for p in (runner._target_pool, *runner._pools)]
+    before = [(p.k.clone(), p.v.clone()) for p in runner.pools]
     deepest = tree.depth.argmax(1)
     paths = [tree.attn_mask[b, n].nonzero().flatten().tolist() for b, n in enumerate(deepest.tolist())]
     paths = [paths[0], paths[1][:2], paths[2]]
@@ -257,7 +257,7 @@ def test_commit_appends_the_path_and_nothing_else(ready: tuple[ModelRunner, Batc
     for row in (0, 1):
         start = len(TEXTS[row]) - 1
         written |= {(int(TABLE[row, p // PAGE]), p % PAGE) for p in range(start, start + len(paths[row]))}
-    for pool, (k, v) in zip((runner._target_pool, *runner._pools), before, strict=True):
+    for pool, (k, v) in zip(runner.pools, before, strict=True):
         same = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
         for page in range(10):
             for slot in range(PAGE):
@@ -298,7 +298,7 @@ def test_prompts_in_one_call_are_committed_as_if_alone() -> None:
         assert done[row] == len(text)
         check_pages(runner, TABLE[row], text)
         written |= {(int(TABLE[row, p // PAGE]), p % PAGE) for p in range(len(text))}
-    for pool in (runner._target_pool, *runner._pools):
+    for pool in runner.pools:
         for page, slot in {(page, slot) for page in range(10) for slot in range(PAGE)} - written:
             assert pool.k[:, page, slot].isnan().all()
             assert pool.v[:, page, slot].isnan().all()

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from d2sd.modeling.drafter import Drafter
 from d2sd.policies import PolicyName
-from d2sd.runtime.backends import model_runner as module
-from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.backends.model_runner import ModelRunner, Verified
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.drafting import context as module
 from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.policy import Chain, Policy
 from tests.runtime.helpers import BLOCK, check_pages, copies, expected, make_engine, some_requests, sync_drafters
 
@@ -20,16 +22,16 @@ from tests.runtime.helpers import BLOCK, check_pages, copies, expected, make_eng
 class Eager(ModelRunner):
     """Pays at once."""
 
-    def _queue_features(self, *arguments: Tensor) -> None:
-        super()._queue_features(*arguments)
+    def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
+        super().commit(batch, verified, accepted)
         sync_drafters(self)
 
 
 def owed(runner: ModelRunner) -> list[int]:
     """Rows owed to each drafter, without padding and what was dropped. The queues stay as they are."""
-    copied = [copy(debts) for debts in runner._pending]
+    copied = [copy(debts) for debts in runner.context._queues]
     for debts in copied:
-        debts._compact()
+        debts.compact()
     return [debts.rows for debts in copied]
 
 
@@ -52,7 +54,7 @@ def test_pages_hold_what_they_would_had_it_been_paid_at_once(policy: PolicyName,
         if requests and step % 2 == 0:
             sequences.append(engine.submit(requests.pop(0)))
         engine.step()
-        most = max(most, *(debts.rows for debts in runner._pending))
+        most = max(most, *runner.context.pending_rows)
         for sequence in engine.scheduler.running:
             for page in sequence.pages:
                 request_keys.setdefault(page, set()).add(sequence.id)

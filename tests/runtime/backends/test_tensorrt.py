@@ -122,12 +122,12 @@ def test_pools_are_bound_where_they_lie(tmp_path: Path) -> None:
     """Every layer of every pool, in every launch but those that compute K/V alone."""
     made = runner(tmp_path)
     serve(made, "d2sd").generate(some_requests()[:3])
-    pools = {"target": made._target_pool, "first": made._pools[0], "second": made._pools[1]}
+    pools = {"target": made.pools[0], "first": made.pools[1], "second": made.pools[2]}
     _check_bound(pools)
     for graph in GRAPHS.values():
         graph.launches.clear()
     serve(made, "flex").generate(some_requests()[:3])
-    _check_bound({"target": made._target_pool, "flex": made._target_pool.from_layer(1)})
+    _check_bound({"target": made.pools[0], "flex": made.pools[0].from_layer(1)})
 
 
 def _check_bound(pools: dict[str, KVPool]) -> None:

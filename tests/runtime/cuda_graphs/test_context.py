@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import CommittedRows
 from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
-from d2sd.runtime.cuda_graphs.context import StaticContext
+from d2sd.runtime.drafting.context import DrafterContext
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, check_pages, copies, expected, make_engine
 from tests.runtime.recorded_graphs import RecordedGraphs
+from tests.tiny import tiny_decoder, tiny_drafter
 
 WIDTH, PAGES = 3, 5
 
@@ -30,40 +37,67 @@ def committed(requests: int, length: int, start: int) -> CommittedRows:
     return CommittedRows(features, table, places, torch.ones(requests, length, dtype=torch.bool), page_size=4)
 
 
-def static(requests: int = 4) -> StaticContext:
-    return StaticContext(requests, PAGES, BLOCK, WIDTH, 4, torch.float32, "cpu")
+def static(requests: int = 4) -> DrafterContext:
+    """The context of one drafter with features of this width; its memory is reserved."""
+    body = replace(tiny_decoder().config.body, hidden_size=WIDTH, num_layers=1)
+    config = replace(tiny_drafter(tiny_decoder().config, block_size=BLOCK).config, body=body, target_layer_ids=(0,))
+    drafter = cast(Drafter, SimpleNamespace(config=config))
+    context = DrafterContext([drafter], [KVPool.for_body(body, 8, 4, torch.float32, "cpu")], torch.float32)
+    context.reserve(requests, PAGES)
+    return context
+
+
+def store(context: DrafterContext, rows: CommittedRows) -> None:
+    """What a captured step does that commits these rows."""
+    context.begin(len(rows.keep), ())
+    context.add(rows)
+    context.end()
+
+
+def found_by(context: DrafterContext, requests: int) -> CommittedRows:
+    """The rows that a captured step over so many requests injects."""
+    context.begin(requests, (0,))
+    rows = context.take(0)
+    assert context.take(0) is None, "in its first pass only"
+    context.end()
+    assert rows is not None
+    return rows
 
 
 def test_rows_of_a_shallower_step_are_the_first() -> None:
     """The others are not kept, whatever was there before."""
     context = static()
-    context.store(committed(2, BLOCK, 100))
-    context.store(committed(2, 3, 7))
-    rows, part = context.rows(2), context.part(2, 3)
+    store(context, committed(2, BLOCK, 100))
+    store(context, committed(2, 3, 7))
+    rows = found_by(context, 2)
     assert rows.keep.tolist() == [[True] * 3 + [False] * (BLOCK - 3)] * 2
-    for found, given in zip(part.tensors, committed(2, 3, 7).tensors, strict=True):
-        assert torch.equal(found, given)
+    wanted = committed(2, 3, 7)
+    assert torch.equal(rows.page_table, wanted.page_table)
+    assert torch.equal(rows.features[:, :3], wanted.features)
+    assert torch.equal(rows.positions[:, :3], wanted.positions)
     assert rows.positions.shape == (2, BLOCK)
 
 
-def test_rows_keep_their_addresses() -> None:
+def test_rows_keep_their_addresses_and_are_kept_once() -> None:
+    """A replay over another batch finds none."""
     context = static()
-    before = [tensor.data_ptr() for tensor in context.rows(3).tensors]
-    context.store(committed(3, BLOCK, 1))
-    context.clear()
-    assert [tensor.data_ptr() for tensor in context.rows(3).tensors] == before
-    assert not context.rows(3).keep.any()
+    before = [tensor.data_ptr() for tensor in found_by(context, 3).tensors]
+    store(context, committed(3, BLOCK, 1))
+    with context.replay(3, BLOCK, (0,)):
+        pass
+    assert [tensor.data_ptr() for tensor in found_by(context, 3).tensors] == before
+    assert not found_by(context, 3).keep.any()
 
 
 def test_what_runs_before_a_capture_changes_nothing() -> None:
     context = static()
-    context.store(committed(2, BLOCK, 9))
-    with context.kept():
-        assert not context.rows(4).keep.any()
-        context.store(committed(4, BLOCK, 50))
-    assert torch.equal(context.rows(2).positions, committed(2, BLOCK, 9).positions)
-    assert context.rows(4).keep[:2].all()
-    assert not context.rows(4).keep[2:].any()
+    store(context, committed(2, BLOCK, 9))
+    with context.preserved():
+        assert not found_by(context, 4).keep.any()
+        store(context, committed(4, BLOCK, 50))
+    assert torch.equal(found_by(context, 2).positions, committed(2, BLOCK, 9).positions)
+    assert found_by(context, 4).keep[:2].all()
+    assert not found_by(context, 4).keep[2:].any()
 
 
 class Watched(ModelRunner):
@@ -73,9 +107,18 @@ class Watched(ModelRunner):
         super().__init__(*copies()[:3])
         self.taken: list[bool] = []
 
-    def take_left(self, drafters: object, requests: int) -> bool:
-        self.taken.append(super().take_left(drafters, requests))  # type: ignore[arg-type]
-        return self.taken[-1]
+    def allocate(self, pages: int, page_size: int) -> None:
+        super().allocate(pages, page_size)
+        replay = self.context.replay
+
+        @contextmanager
+        def noted(requests: int, length: int, drafters: Collection[int]) -> Iterator[None]:
+            left = self.context._left
+            with replay(requests, length, drafters):
+                self.taken.append(left is not None and bool(self.context.memory[3].any()))
+                yield
+
+        self.context.replay = noted  # type: ignore[method-assign]
 
 
 def engine_of(policy: PolicyName, **settings: int) -> tuple[Engine, Watched]:
@@ -94,7 +137,7 @@ def test_a_step_takes_what_the_one_before_it_left(policy: PolicyName) -> None:
     sequence = engine.submit(request(20, 1))
     while engine.busy:
         engine.step()
-        assert all(pending.rows == 0 for which, pending in enumerate(runner._pending) if policy == "d2sd" or not which)
+        assert not any(runner.context.pending_rows[: 2 if policy == "d2sd" else 1])
     assert sequence.answer == expected(sequence.request)
     assert runner.taken == [False] + [True] * (len(runner.taken) - 1)
     assert len(runner.taken) > 5
@@ -160,27 +203,53 @@ def runner_with_pages() -> ModelRunner:
     return runner
 
 
-def test_rows_left_are_older_than_what_is_pushed_later(injected: list[tuple[int, ...]]) -> None:
-    runner = runner_with_pages()
-    pending, memory = runner._pending[0], left([1, 2], 1)
-    pending.leave(memory)
-    pending.flush()
-    assert injected == []
-    assert pending.behind
-    pending.push(left([9], 2))
-    memory.positions.fill_(99)  # the next step overwrites it
-    pending.flush()
+def leave(context: DrafterContext, rows: CommittedRows) -> None:
+    """Replay a graph that commits these rows."""
+    with context.replay(len(rows.keep), rows.keep.shape[1], ()):
+        store(context, rows)
+
+
+def test_rows_left_are_older_than_what_is_added_later(injected: list[tuple[int, ...]]) -> None:
+    """They are copied: the next step overwrites them."""
+    context = runner_with_pages().context
+    context.reserve(1, 4)
+    leave(context, left([1, 2], 1))
+    assert context.pending_rows == [0, 0]
+    context.add(left([9], 2))
+    context.memory[2].fill_(99)
+    context.inject((0,))
     assert injected == [(1, 2, 9)]
-    assert not pending.behind
+    assert context.pending_rows == [0, 3], "the second drafter did not run"
+
+
+def test_a_graph_takes_the_rows_left_for_its_drafters_alone(injected: list[tuple[int, ...]]) -> None:
+    """What is queued before them is injected first; the other drafter has both in its queue."""
+    context = runner_with_pages().context
+    context.reserve(1, 4)
+    context.add(left([1], 1))
+    leave(context, left([2, 3], 1))
+    with context.replay(1, 2, (0,)):
+        assert injected == [(1,)]
+        assert context.memory[3][:, :2].all()
+    assert context.pending_rows == [0, 3]
+
+
+def test_a_graph_over_another_batch_finds_no_rows(injected: list[tuple[int, ...]]) -> None:
+    context = runner_with_pages().context
+    context.reserve(2, 4)
+    leave(context, left([1, 2], 1))
+    with context.replay(2, 2, (0, 1)):
+        assert injected == [(1, 2)] * 2
+        assert not context.memory[3].any()
 
 
 def test_rows_left_are_dropped_with_their_page(injected: list[tuple[int, ...]]) -> None:
-    runner = runner_with_pages()
-    pending = runner._pending[0]
-    pending.leave(left([1, 2], 1))
-    pending.drop([1])
-    pending.push(left([3], 1))
-    pending.flush()
+    context = runner_with_pages().context
+    context.reserve(1, 4)
+    leave(context, left([1, 2], 1))
+    context.drop([1])
+    context.add(left([3], 1))
+    context.inject((0,))
     assert injected == [(3,)]
 
 
@@ -190,7 +259,7 @@ def test_a_draft_does_not_run_before_what_was_left() -> None:
     engine.step()
     engine.step()
     batch = engine.prepare(engine.scheduler.running)[0]
-    with pytest.raises(AssertionError, match="sync_drafters"):
+    with pytest.raises(AssertionError, match="inject"):
         runner.draft_first(batch, 1)
 
 
@@ -213,8 +282,7 @@ def test_a_capture_that_fails_leaves_no_context_to_inject(capfd: pytest.CaptureF
     engine, runner = engine_of("chain", max_batch=1)
 
     def refused(run: object) -> None:
-        assert runner._joined == {}
-        runner.join(static().rows(1), (0, 1))
+        runner.context.begin(1, (0, 1))
         raise RuntimeError("no graph")
 
     runner.capture = refused  # type: ignore[assignment]
@@ -222,5 +290,5 @@ def test_a_capture_that_fails_leaves_no_context_to_inject(capfd: pytest.CaptureF
     while engine.busy:
         engine.step()
     assert "no graph" in capfd.readouterr().err
-    assert runner._joined == {}
+    assert runner.context._to_inject is None
     assert sequence.answer == expected(sequence.request)

@@ -199,7 +199,7 @@ def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> No
     vocabularies = IDS, IDS[::2]
     target, *drafters, _ = copies()
     small = ModelRunner(target, *map(narrowed, drafters, vocabularies))
-    small._target_pool, small._pools, small._pending = whole._target_pool, whole._pools, whole._pending
+    small._target_pool, small._pools, small.context = whole._target_pool, whole._pools, whole.context
     width = len(IDS[::2])
 
     def wanted(which: int, logits: Tensor) -> Draft:

@@ -256,7 +256,7 @@ def test_training_forward_equals_the_serving_executor(which: int, anchor: int) -
     sampling = Sampling.of([SamplingParams()], TARGET.config.vocab_size, "cpu")
     batch = Batch(text.tokens[anchor : anchor + 1], page_table, torch.tensor([anchor]), torch.tensor([True]), sampling)
     branches = torch.where(torch.arange(BLOCK) < visible[:, None], packed.tokens[0], drafter.config.mask_token_id)
-    runner.sync_drafters((which,))
+    runner.context.inject((which,))
     served = runner._draft(which, batch, branches[None])[0]
     torch.testing.assert_close(trained, served, rtol=0, atol=1e-4)
     if which == 0:
