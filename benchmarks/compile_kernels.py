@@ -23,26 +23,26 @@ from d2sd.plugins.batch_invariant.triton.linear import linear_kernel
 from d2sd.plugins.cascade_attention.triton import launch as attention
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, pack_mask_kernel
 from d2sd.plugins.cascade_attention.triton.tiles import chunk_warps, select_tile
-from d2sd.plugins.choose.triton import launch as choices
-from d2sd.plugins.choose.triton.drafts import pool_kernel, segments_kernel
-from d2sd.plugins.choose.triton.filters import threshold_kernel
-from d2sd.plugins.choose.triton.tokens import combine_kernel, scores_kernel
-from d2sd.plugins.draft_tree.triton import launch as trees
-from d2sd.plugins.draft_tree.triton.accept import accept_kernel
-from d2sd.plugins.draft_tree.triton.branches import (
-    blocks_kernel,
-    boundaries_kernel,
-    branches_kernel,
-    mask_rejected_kernel,
-)
-from d2sd.plugins.draft_tree.triton.growth import grow_kernel
-from d2sd.plugins.draft_tree.triton.nodes import candidates_kernel, chain_kernel
+from d2sd.plugins.choice.triton import launch as choices
+from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel
+from d2sd.plugins.choice.triton.filters import threshold_kernel
+from d2sd.plugins.choice.triton.tokens import combine_kernel, scores_kernel
 from d2sd.plugins.handover.triton import launch as handover
 from d2sd.plugins.handover.triton.kernel import begin_kernel, end_kernel
 from d2sd.plugins.kv_pages.triton import launch as pages
 from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
 from d2sd.plugins.layer_ops.triton import kernel as layer_kernels
 from d2sd.plugins.layer_ops.triton import launch as layers
+from d2sd.plugins.trees.triton import launch as trees
+from d2sd.plugins.trees.triton.accept import accept_kernel
+from d2sd.plugins.trees.triton.branches import (
+    blocks_kernel,
+    boundaries_kernel,
+    branches_kernel,
+    mask_rejected_kernel,
+)
+from d2sd.plugins.trees.triton.growth import grow_kernel
+from d2sd.plugins.trees.triton.nodes import candidates_kernel, chain_kernel
 
 KV_HEADS, GROUP, PAGE = 8, 4, 16  # Qwen3-8B's and Llama-3.1-8B's; they change addresses, not tiles
 FP8 = "fp8e4nv"

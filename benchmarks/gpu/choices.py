@@ -25,7 +25,7 @@ from benchmarks.gpu import timing
 from benchmarks.gpu.call import Wrong
 from benchmarks.gpu.cases import Case, Note, said
 from benchmarks.gpu.timing import Times
-from d2sd.plugins import choose, draft_tree
+from d2sd.plugins import choice, trees
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.accept import Accepted, accept, sample_target
@@ -57,7 +57,7 @@ class Both:
 def on_kernels(on: bool, *, stable: bool = False) -> Iterator[None]:
     """Kernels or specification; `stable`: `topk` takes the first of equal values, which it leaves open."""
     with ExitStack() as stack:
-        for module in (draft_tree, choose):
+        for module in (trees, choice):
             stack.enter_context(patch.object(module, "use_kernels", lambda *_: on))
         if stable:
             stack.enter_context(patch.object(Tensor, "topk", _first_of_equals))
@@ -179,7 +179,7 @@ def draft(inputs: Inputs, vocab: int, width: int, params: SamplingParams) -> Bot
     sampling, context = inputs.sampling(params, vocab), inputs.context()
 
     def run() -> Draft:
-        given = logits if choose.use_kernels(logits) else logits.float()
+        given = logits if choice.use_kernels(logits) else logits.float()
         return candidates(given, context, sampling, width)
 
     return Both(run, partial(same_draft, 0.0 if sampling.is_argmax else NEAR_TIES))
@@ -195,7 +195,7 @@ def target(inputs: Inputs, vocab: int, params: SamplingParams) -> Both:
     sampling, context = inputs.sampling(params, vocab), inputs.context()
 
     def run() -> Accepted:
-        given = logits if choose.use_kernels(logits) else logits.float()
+        given = logits if choice.use_kernels(logits) else logits.float()
         return sample_target(tree, given, context, sampling, SIZE)
 
     return Both(run, same_path)
@@ -207,12 +207,12 @@ NUCLEUS = SamplingParams(0.8, seed=7, top_p=0.9, top_k=40)
 
 def cases() -> Iterator[Case]:
     """Trees first: they do not depend on the vocabulary."""
-    trees: dict[str, Callable[..., Both]] = {
+    of_trees: dict[str, Callable[..., Both]] = {
         "accept": acceptance, "chain 16": chain, f"merge {BRANCHES + 1}x{SIZE} to {NODES}": merge,
         f"grow {NODES}": partial(growth, branches=0), f"grow {NODES} of {BRANCHES} branches": partial(
             growth, branches=BRANCHES),
     }  # fmt: skip
-    for name, make in trees.items():
+    for name, make in of_trees.items():
         for batch in BATCHES:
             yield (
                 f"choices/{name} x{batch}",

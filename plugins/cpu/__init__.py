@@ -8,8 +8,6 @@
     trees.h       draft trees, acceptance, committed K/V
     compiler.py   finds a C compiler and builds the library, once per machine
     library.py    the library's structures and functions
-    trees.py      draft trees and acceptance
-    pages.py      writes committed K/V into pages
 
 A row's result depends neither on the other rows of its pass nor on the number of threads: sums are made in the order of
 inputs and positions, whatever the tiles. Where no C compiler is found the models run as PyTorch operators.

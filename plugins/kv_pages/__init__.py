@@ -1,4 +1,4 @@
-"""The paged K/V write: `reference.py` is the specification, `triton/` the kernel, `plugins/cpu/pages.py` the CPU's.
+"""The paged K/V write: `reference.py` is the specification, `triton/` the kernel, `plugins/kv_pages/cpu.py` the CPU's.
 
 `write_pages` picks the implementation by the rules of `d2sd.plugins.dispatch`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from d2sd.plugins import dispatch
-from d2sd.plugins.cpu import pages as cpu
+from d2sd.plugins.kv_pages import cpu
 from d2sd.plugins.kv_pages.reference import write_pages_reference
 
 __all__ = ["write_pages"]

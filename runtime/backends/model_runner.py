@@ -21,7 +21,7 @@ from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.packed import pack, reduced_head
 from d2sd.modeling.rows import Chunks, CommittedRows, ContextRows, Rows
-from d2sd.plugins import choose
+from d2sd.plugins import choice
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.capture import Capture, CudaGraphs
 from d2sd.runtime.drafting.context import DrafterContext
@@ -216,7 +216,7 @@ class ModelRunner:
         return min(WIDTH, self.vocab_size if self.flex.draft_ids is None else len(self.flex.draft_ids))
 
     def _node_logits(self, hidden: Tensor) -> Tensor:
-        return (self.target.raw_logits if choose.use_kernels(hidden) else self.target.logits)(hidden)
+        return (self.target.raw_logits if choice.use_kernels(hidden) else self.target.logits)(hidden)
 
     def _flex_candidates(
         self, hidden: Tensor, anchor: Tensor, context_len: Tensor, sampling: Sampling, width: int
@@ -278,7 +278,7 @@ class ModelRunner:
             hidden = drafter.inject_and_draft(context, embedded, rows, pool)
         # contiguous: on a view PyTorch multiplies batch by batch, 60 times slower in bf16 on a CPU
         logits = self._heads[which](hidden.view(len(blocks), count, size, -1)[:, :, 1:].contiguous())
-        return logits if choose.use_kernels(logits) else logits.float()
+        return logits if choice.use_kernels(logits) else logits.float()
 
     def _rows_of_blocks(self, count: int) -> tuple[Tensor, Tensor]:
         """Slot index [T] and same-block mask [T, T] of `count` concatenated blocks."""

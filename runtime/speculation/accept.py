@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from d2sd.plugins import choose, draft_tree
-from d2sd.plugins.cpu import trees as cpu
+from d2sd.plugins import choice, trees
+from d2sd.plugins.trees import cpu
 from d2sd.runtime.sampling.sample import Sampling, best_token, token_scores
 from d2sd.runtime.sequence import NONE_LEFT, NOT_FINITE
 from d2sd.runtime.speculation.tree import Tree
@@ -50,8 +50,8 @@ class Accepted:
 
 def accept(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
     """Accept along `chosen` [B, N], the target's choice after each node; paths have at most `longest` nodes (γ)."""
-    if draft_tree.use_kernels(chosen):
-        from d2sd.plugins.draft_tree.triton.launch import accept_triton
+    if trees.use_kernels(chosen):
+        from d2sd.plugins.trees.triton.launch import accept_triton
 
         return Accepted(*accept_triton(tree.tokens, tree.parent, tree.valid, tree.branch_id, chosen, longest))
     if cpu.supported(chosen):
@@ -93,8 +93,8 @@ def sample_target(
     Without `static_shapes` the paths that have ended are left out of the levels below, which reads back from the
     device: then a step chooses no more rows than plain decoding chooses for the same tokens.
     """
-    if mask is None and not sampling.changes_logits and choose.use_kernels(logits):
-        from d2sd.plugins.choose.triton.launch import choose_triton
+    if mask is None and not sampling.changes_logits and choice.use_kernels(logits):
+        from d2sd.plugins.choice.triton.launch import choose_triton
 
         chosen = choose_triton(logits, context_len, tree.depth, sampling if sampling.any_sampled else None)
         return accept(tree, chosen, longest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from d2sd.plugins import draft_tree
+from d2sd.plugins import trees
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.growth import best_first_tree
 from d2sd.runtime.speculation.tree import Tree
@@ -33,8 +33,8 @@ def chain_branches(first: Draft, count: int) -> Branches:
 
     If "everything accepted" is among them, its branch keeps the whole draft and adds no node.
     """
-    if draft_tree.use_kernels(first.tokens, count):
-        from d2sd.plugins.draft_tree.triton.launch import boundaries_triton
+    if trees.use_kernels(first.tokens, count):
+        from d2sd.plugins.trees.triton.launch import boundaries_triton
 
         length, rejected = boundaries_triton(first.top1, first.confidence, count)
         return Branches(first.top1[:, None].expand(-1, count, -1), length, rejected)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from d2sd.plugins import choose, draft_tree
+from d2sd.plugins import choice, trees
 from d2sd.runtime.sampling.filters import apply_filters
 from d2sd.runtime.sampling.philox import gumbel_at
 from d2sd.runtime.sampling.sample import Sampling
@@ -59,8 +59,8 @@ class Branches:
 
     def blocks(self, anchor: Tensor, mask_token_id: int) -> Tensor:
         """The drafter's input [B, K, γ]: anchor, kept tokens, masks."""
-        if draft_tree.use_kernels(anchor):
-            from d2sd.plugins.draft_tree.triton.launch import blocks_triton
+        if trees.use_kernels(anchor):
+            from d2sd.plugins.trees.triton.launch import blocks_triton
 
             return blocks_triton(anchor, self.tokens, self.prefix_len, mask_token_id)
         slots = torch.arange(self.tokens.shape[-1], device=anchor.device)
@@ -72,8 +72,8 @@ class Branches:
 
         A rejected token outside the draft vocabulary needs no mask.
         """
-        if draft_tree.use_kernels(logits) and logits.is_contiguous():
-            from d2sd.plugins.draft_tree.triton.launch import mask_rejected_triton
+        if trees.use_kernels(logits) and logits.is_contiguous():
+            from d2sd.plugins.trees.triton.launch import mask_rejected_triton
 
             mask_rejected_triton(logits, self.rejected, self.prefix_len, ids)
             return logits
@@ -106,8 +106,8 @@ def candidates(logits: Tensor, context_len: Tensor, sampling: Sampling, width: i
     """
     size = logits.shape[-1]
     pool_size = min(width if sampling.is_argmax else CANDIDATE_POOL, size)
-    if not sampling.changes_logits and choose.use_kernels(logits):
-        from d2sd.plugins.choose.triton.launch import candidates_triton
+    if not sampling.changes_logits and choice.use_kernels(logits):
+        from d2sd.plugins.choice.triton.launch import candidates_triton
 
         sampled = sampling if sampling.any_sampled else None
         return Draft(*candidates_triton(logits, context_len, min(width, size), pool_size, ids, sampled))

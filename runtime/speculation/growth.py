@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from d2sd.plugins import draft_tree
-from d2sd.plugins.cpu import trees as cpu
+from d2sd.plugins import trees
+from d2sd.plugins.trees import cpu
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.tree import Tree, from_scored_nodes
 
@@ -34,8 +34,8 @@ def best_first_tree(
     count = 0 if branches is None else branches.prefix_len.shape[1]
     restarts = None if branches is None else (branches.tokens, branches.prefix_len)
     redrafted = None if second is None else (second.tokens, second.logprob)
-    if draft_tree.use_kernels(anchor, count):
-        from d2sd.plugins.draft_tree.triton.launch import growth_triton
+    if trees.use_kernels(anchor, count):
+        from d2sd.plugins.trees.triton.launch import growth_triton
 
         return Tree(*growth_triton(anchor, first.tokens, first.logprob, rows, restarts, redrafted))
     if cpu.supported(anchor) and count <= cpu.MOST_BRANCHES:

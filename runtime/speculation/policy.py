@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from d2sd.errors import RecipeError
-from d2sd.plugins import draft_tree
+from d2sd.plugins import trees
 from d2sd.policies import FACTS, MAX_NODES, DrafterRole, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sampling.philox import gumbel_at
@@ -228,8 +228,8 @@ def merged_branches(anchor: Tensor, first: Draft, branches: Branches, second: Dr
     """anchor [B], first [B, S, M], branches that keep a prefix [B, K, S] each, second [B, K, S, M] -> at most `budget`
     nodes: of the first draft's likeliest tokens, then of each branch.
     """
-    if draft_tree.use_kernels(anchor):
-        from d2sd.plugins.draft_tree.triton.launch import branches_triton
+    if trees.use_kernels(anchor):
+        from d2sd.plugins.trees.triton.launch import branches_triton
 
         drafts = (first.top1, first.confidence), branches.tokens, branches.prefix_len, (second.top1, second.confidence)
         return Tree(*branches_triton(anchor, *drafts, budget))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from d2sd.plugins import draft_tree
+from d2sd.plugins import trees
 
 # Shape letters: B requests, C candidates, G block size γ, N nodes (the node budget), F nodes before the budget.
 
@@ -44,8 +44,8 @@ def max_nodes(block_size: int, branches: int) -> int:
 
 def from_chain(tokens: Tensor, score: Tensor) -> Tree:
     """A chain of one candidate [B, N] with path scores [B, N]; it ends before the first score of -inf."""
-    if draft_tree.use_kernels(tokens):
-        from d2sd.plugins.draft_tree.triton.launch import chain_triton
+    if trees.use_kernels(tokens):
+        from d2sd.plugins.trees.triton.launch import chain_triton
 
         return Tree(*chain_triton(tokens, score))
     batch, size = tokens.shape
@@ -58,8 +58,8 @@ def from_chain(tokens: Tensor, score: Tensor) -> Tree:
 
 def from_candidates(candidates: Tensor, score: Tensor, budget: int) -> Tree:
     """candidates [B, C, G], all with the same slot 0, and their path scores [B, C, G] -> at most `budget` nodes."""
-    if draft_tree.use_kernels(candidates):
-        from d2sd.plugins.draft_tree.triton.launch import candidates_triton
+    if trees.use_kernels(candidates):
+        from d2sd.plugins.trees.triton.launch import candidates_triton
 
         return Tree(*candidates_triton(candidates, score, budget))
     batch, count, size = candidates.shape

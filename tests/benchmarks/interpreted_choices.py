@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.gpu import choices, timing
 from benchmarks.gpu.call import Wrong
-from d2sd.plugins.choose.triton import launch as tokens
-from d2sd.plugins.draft_tree.triton import launch as trees
+from d2sd.plugins.choice.triton import launch as tokens
+from d2sd.plugins.trees.triton import launch as trees
 
 
 def once(run: Callable[[], Any]) -> tuple[float, bool]:

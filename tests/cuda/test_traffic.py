@@ -25,8 +25,8 @@ from benchmarks.gpu.traffic import KV, LOGITS, WEIGHTS, Launch, Meter, read, wri
 
 ROOT = Path(__file__).parents[2]
 KERNELS = (
-    "cascade_attention.triton.kernel", "choose.triton.drafts", "choose.triton.filters", "choose.triton.tokens",
-    "draft_tree.triton.accept", "draft_tree.triton.branches", "draft_tree.triton.growth", "draft_tree.triton.nodes",
+    "cascade_attention.triton.kernel", "choice.triton.drafts", "choice.triton.filters", "choice.triton.tokens",
+    "trees.triton.accept", "trees.triton.branches", "trees.triton.growth", "trees.triton.nodes",
     "handover.triton.kernel", "kv_pages.triton.kernel", "layer_ops.triton.kernel",
 )  # fmt: skip
 

@@ -9,9 +9,8 @@ from torch import Tensor
 from d2sd.modeling.fp8 import Fp8Cache
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.plugins.cpu import library
-from d2sd.plugins.cpu import pages as cpu
 from d2sd.plugins.fp8 import from_pages, to_pages
-from d2sd.plugins.kv_pages import write_pages
+from d2sd.plugins.kv_pages import cpu, write_pages
 from d2sd.plugins.kv_pages.reference import write_pages_reference
 
 # Two layers, two requests of three pages of 4; places interleave. The second request's last place is past its table.

@@ -18,14 +18,14 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from d2sd.plugins.batch_invariant.triton import launch as invariant
 from d2sd.plugins.cascade_attention import ChunkMask, PagedContext
 from d2sd.plugins.cascade_attention.triton import launch as attention
-from d2sd.plugins.choose.triton import launch as choices
-from d2sd.plugins.draft_tree.triton import launch as trees
+from d2sd.plugins.choice.triton import launch as choices
 from d2sd.plugins.handover.triton import launch as handover
 from d2sd.plugins.kv_pages.triton import launch as pages
 from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
 from d2sd.plugins.layer_ops import Heads
 from d2sd.plugins.layer_ops.triton import kernel as layer_kernels
 from d2sd.plugins.layer_ops.triton import launch as layers
+from d2sd.plugins.trees.triton import launch as trees
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "compile_kernels.py"))
 triton.runtime.driver.set_active(

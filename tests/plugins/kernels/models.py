@@ -12,7 +12,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import Fp8Cache, kv_scales
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.rows import Rows
-from d2sd.plugins import dispatch, draft_tree, layer_ops
+from d2sd.plugins import dispatch, layer_ops, trees
 from d2sd.runtime.speculation.policy import merged_branches
 from d2sd.runtime.speculation.tree import Tree
 from tests.plugins.kernels import calls
@@ -82,10 +82,10 @@ def test_mask_rows_over_kernels_are_the_heads(monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_kernels_none_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparisons of kernels with what runs without them compare two things."""
-    monkeypatch.setattr("d2sd.plugins.draft_tree.triton.launch.branches_kernel", None)
+    monkeypatch.setattr("d2sd.plugins.trees.triton.launch.branches_kernel", None)
     drafts = drafted(torch.Generator().manual_seed(1), 2, 1, 3)
-    monkeypatch.setattr(draft_tree, "use_kernels", lambda *_: False)
+    monkeypatch.setattr(trees, "use_kernels", lambda *_: False)
     assert isinstance(merged_branches(torch.arange(5), *drafts, 4), Tree)
-    monkeypatch.setattr(draft_tree, "use_kernels", lambda *_: True)
+    monkeypatch.setattr(trees, "use_kernels", lambda *_: True)
     with pytest.raises(TypeError):
         merged_branches(torch.arange(5), *drafts, 4)

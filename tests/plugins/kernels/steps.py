@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from d2sd.plugins import choose, draft_tree
+from d2sd.plugins import choice, trees
 from d2sd.policies import PolicyName
 from tests.plugins.kernels import calls
 from tests.runtime.helpers import cheater, expected, make_engine, run_staggered, some_requests
@@ -24,8 +24,8 @@ def test_texts_are_those_of_plain_decoding(policy: PolicyName, monkeypatch: pyte
         used.append(x)
         return True
 
-    monkeypatch.setattr(draft_tree, "use_kernels", use)
-    monkeypatch.setattr(choose, "use_kernels", use)
+    monkeypatch.setattr(trees, "use_kernels", use)
+    monkeypatch.setattr(choice, "use_kernels", use)
     requests = [replace(request, max_new_tokens=5) for request in some_requests()[:2]]
     engine = make_engine(cheater(requests), policy, row_budget=7)
     sequences = run_staggered(engine, requests)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.plugins import draft_tree
+from d2sd.plugins import trees
 from d2sd.runtime.speculation.accept import Accepted, accept
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.growth import best_first_tree
@@ -50,9 +50,9 @@ def stable_topk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def both(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any], *given: Any) -> tuple[Any, Any]:
     """The specification's result, and the kernels'."""
-    monkeypatch.setattr(draft_tree, "use_kernels", lambda *_: False)
+    monkeypatch.setattr(trees, "use_kernels", lambda *_: False)
     expected = make(*given)
-    monkeypatch.setattr(draft_tree, "use_kernels", lambda *_: True)
+    monkeypatch.setattr(trees, "use_kernels", lambda *_: True)
     return expected, make(*(there(x) for x in given))
 
 
@@ -149,7 +149,7 @@ def test_nothing_proposed_and_everything_certain(monkeypatch: pytest.MonkeyPatch
 def test_acceptance(count: int, size: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(1)
     for vocab in (1, 2, 3):
-        monkeypatch.setattr(draft_tree, "use_kernels", lambda *_: False)
+        monkeypatch.setattr(trees, "use_kernels", lambda *_: False)
         tokens = random_candidates(draw, count, size, vocab)
         tree = from_candidates(tokens, torch.zeros(tokens.shape), budget)
         chosen = torch.randint(0, vocab, (3, budget), generator=draw)

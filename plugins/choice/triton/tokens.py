@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from d2sd.plugins.choose.triton.noise import gumbel_of_run
+from d2sd.plugins.choice.triton.noise import gumbel_of_run
 from d2sd.plugins.order import ABSENT, ascending_of, pack_entry, place_of, score_of
 
 _NOT_FINITE = tl.constexpr(-1)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from d2sd.plugins.choose.triton.filters import exp, kept_of_pool
-from d2sd.plugins.choose.triton.noise import gumbel_of_tokens
+from d2sd.plugins.choice.triton.filters import exp, kept_of_pool
+from d2sd.plugins.choice.triton.noise import gumbel_of_tokens
 from d2sd.plugins.order import ABSENT, ascending_of, largest, pack_entry, pack_order, place_of, score_of
 
 

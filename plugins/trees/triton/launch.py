@@ -8,15 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from d2sd.plugins.draft_tree.triton.accept import accept_kernel
-from d2sd.plugins.draft_tree.triton.branches import (
+from d2sd.plugins.trees.triton.accept import accept_kernel
+from d2sd.plugins.trees.triton.branches import (
     blocks_kernel,
     boundaries_kernel,
     branches_kernel,
     mask_rejected_kernel,
 )
-from d2sd.plugins.draft_tree.triton.growth import grow_kernel
-from d2sd.plugins.draft_tree.triton.nodes import candidates_kernel, chain_kernel
+from d2sd.plugins.trees.triton.growth import grow_kernel
+from d2sd.plugins.trees.triton.nodes import candidates_kernel, chain_kernel
 
 # Shape letters: B requests, N nodes, C candidates, G slots with the anchor, S without it, K branches, M candidates of a
 # slot.

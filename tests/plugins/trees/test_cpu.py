@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d2sd.plugins.cpu import library, trees
+from d2sd.plugins.cpu import library
+from d2sd.plugins.trees import cpu as trees
 from d2sd.runtime.speculation.accept import accept_reference
 from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.growth import best_first_tree_reference

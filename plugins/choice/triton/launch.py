@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from d2sd.plugins.choose.triton.drafts import pool_kernel, segments_kernel
-from d2sd.plugins.choose.triton.filters import threshold_kernel
-from d2sd.plugins.choose.triton.tokens import combine_kernel, scores_kernel
+from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel
+from d2sd.plugins.choice.triton.filters import threshold_kernel
+from d2sd.plugins.choice.triton.tokens import combine_kernel, scores_kernel
 
 # Shape letters: B requests, K branches, S slots, N nodes, R rows of logits, M candidates of a slot, V vocabulary.
 

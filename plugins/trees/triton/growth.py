@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from d2sd.plugins.draft_tree.triton.nodes import store_mask
 from d2sd.plugins.order import ABSENT, largest, merged, pack_entry, place_of, score_of
+from d2sd.plugins.trees.triton.nodes import store_mask
 
 
 @triton.jit
