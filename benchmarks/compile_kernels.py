@@ -33,6 +33,7 @@ from d2sd.plugins.kv_pages.triton import launch as pages
 from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
 from d2sd.plugins.layer_ops.triton import kernel as layer_kernels
 from d2sd.plugins.layer_ops.triton import launch as layers
+from d2sd.plugins.shared.sizes import power
 from d2sd.plugins.trees.triton import launch as trees
 from d2sd.plugins.trees.triton.accept import accept_kernel
 from d2sd.plugins.trees.triton.branches import (
@@ -103,7 +104,7 @@ def write_variant(kind: str, stored: str, path: bool) -> Variant:
     )  # fmt: skip
 
 
-#: A tree's columns, as `Columns.outputs` gives them.
+#: A tree's columns, as `outputs` gives them.
 COLUMNS = {
     **dict.fromkeys(("tokens", "parent", "depth", "branch_id"), "*i64"),
     "valid": "*u1", "score": "*fp32", "attn_mask": "*u1", "num_merged": "*i64",
@@ -240,7 +241,7 @@ def choice_variants(vocab: int) -> Iterator[Variant]:
     )  # fmt: skip
     yield Variant(
         f"combine {vocab}", combine_kernel, {"partial": "*i64", "chosen": "*i64"},
-        {"BLOCKS": blocks, "BLOCKSP": choices.power(blocks)}, 1,
+        {"BLOCKS": blocks, "BLOCKSP": power(blocks)}, 1,
     )  # fmt: skip
 
 

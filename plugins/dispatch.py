@@ -1,7 +1,8 @@
-"""Selects the implementation of an op: its Triton kernel, or its PyTorch reference.
+"""Selects the implementation of an op: its Triton kernel, the compiled CPU library, or its PyTorch reference.
 
-CPU tensors take the reference. CUDA tensors take the kernel. Where a CUDA device cannot run it, the reference runs and
-a warning is printed once to stderr; under `D2SD_NO_FALLBACK=1` that is an error, so that no benchmark measures it.
+CPU tensors take the compiled library where it has the op, else the reference. CUDA tensors take the kernel. Where a
+CUDA device cannot run it, the reference runs and a warning is printed once to stderr; under `D2SD_NO_FALLBACK=1` that
+is an error, so that no benchmark measures it.
 """
 
 # Triton has no types, and may be missing where a user's type checker follows these sources.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+from enum import Enum
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -20,6 +22,7 @@ from packaging.version import Version
 
 from d2sd.errors import D2SDError
 from d2sd.extras import install_line
+from d2sd.plugins.cpu import library as compiled
 
 #: Head sizes the kernels take: multiples of this (the smallest K of a tensor-core product), up to LARGEST_HEAD.
 HEAD_STEP = 16
@@ -35,27 +38,48 @@ FENCE_CAPABILITY = (9, 0)
 NO_FALLBACK = "D2SD_NO_FALLBACK"
 
 
-def use_triton(pages: torch.Tensor) -> bool:
-    """Whether ops over these pages [..., D] run as Triton kernels.
+class Implementation(Enum):
+    """What runs an op."""
 
-    Raises `D2SDError` for CUDA pages that the kernels do not take, under `D2SD_NO_FALLBACK=1`.
+    TRITON = "the kernels of its folder triton/"
+    LIBRARY = "its cpu.py, over the compiled library of d2sd.plugins.cpu"
+    REFERENCE = "its specification in PyTorch"
+
+
+def pick(
+    op: str, x: torch.Tensor, *, pages: bool = False, loaded: bool = False, reason: str | None = None,
+    library: bool = False,
+) -> Implementation:  # fmt: skip
+    """The implementation of `op` over tensors like `x`: how every op of d2sd.plugins chooses.
+
+    Args:
+        op: what falls back, for the report.
+        pages: x is K/V pages [..., D], of which the kernel takes some head sizes and types.
+        loaded: the device was checked when the model was loaded (`use_fused_layers`), so that CUDA is the kernel.
+        reason: why the kernel does not take this call.
+        library: whether the compiled library has this op and takes this call.
+
+    Raises:
+        D2SDError: a CUDA device runs no kernel, under `D2SD_NO_FALLBACK=1`.
     """
-    if pages.device.type != "cuda":
-        return False
-    reason = unsupported(pages.shape[-1], pages.dtype, torch.cuda.get_device_capability(pages.device))
-    return reason is None or _fall_back("attention", reason)
+    if use_kernels(op, x, pages=pages, loaded=loaded, reason=reason):
+        return Implementation.TRITON
+    if library and x.device.type == "cpu" and compiled.available():
+        return Implementation.LIBRARY
+    return Implementation.REFERENCE
 
 
-def use_kernels(x: torch.Tensor, what: str, reason: str | None = None) -> bool:
-    """Whether `what`, an op without heads and pages over tensors like `x`, runs as a Triton kernel.
-
-    `reason`: why its kernel does not take this call. Raises `D2SDError` where a CUDA device runs no kernel, under
-    `D2SD_NO_FALLBACK=1`.
-    """
+def use_kernels(
+    op: str, x: torch.Tensor, *, pages: bool = False, loaded: bool = False, reason: str | None = None
+) -> bool:
+    """Whether `pick` takes the kernels; arguments as there."""
     if x.device.type != "cuda":
         return False
-    reason = reason or _unsupported_device(torch.cuda.get_device_capability(x.device))
-    return reason is None or _fall_back(what, reason)
+    if loaded:
+        return True
+    capability = torch.cuda.get_device_capability(x.device)
+    reason = reason or (unsupported(x.shape[-1], x.dtype, capability) if pages else _unsupported_device(capability))
+    return reason is None or _fall_back(op, reason)
 
 
 def use_fp8_gemm(x: torch.Tensor) -> bool:

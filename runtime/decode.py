@@ -18,18 +18,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
 from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.grammar.step import OFFERED, SPARE, StepGrammar, TreePaths
 from d2sd.runtime.sampling.logprobs import pack_logprobs, unpack_logprobs
 from d2sd.runtime.sequence import TokenLogprobs
-from d2sd.runtime.speculation.accept import Accepted, sample_target
+from d2sd.runtime.speculation.accept import sample_target
 from d2sd.runtime.speculation.calibration import Calibration, uncalibrated
 from d2sd.runtime.speculation.carried import pack_draft
-from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import Policy
-from d2sd.runtime.speculation.tree import Tree
 
 #: Gives a context manager that times the stage of this name.
 Timer = Callable[[str], AbstractContextManager[object]]

@@ -10,6 +10,7 @@ from statistics import fmean
 import torch
 
 from d2sd.errors import D2SDError, RequestError
+from d2sd.plugins.trees import Draft
 from d2sd.policies import FirstPass, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch, prefill_inputs
@@ -25,7 +26,6 @@ from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.carried import carried_draft
-from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
 from d2sd.runtime.stats import Clock, EngineStats

@@ -11,11 +11,7 @@ from d2sd.runtime.grammar.grammar import Matcher, advance
 from d2sd.runtime.request import Request
 from d2sd.runtime.stats import SequenceStats
 from d2sd.runtime.text import TextStream
-
-#: In place of a token: the target's logits have no largest finite number (one is NaN or +inf, or all are -inf).
-NOT_FINITE = -1
-#: In place of a token: the request's parameters and grammar leave no token with a finite score.
-NONE_LEFT = -2
+from d2sd.token_codes import NONE_LEFT, NOT_FINITE
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

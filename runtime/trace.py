@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
 from d2sd.runtime.sequence import Sequence
-from d2sd.runtime.speculation.accept import Accepted
-from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import Policy
-from d2sd.runtime.speculation.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)

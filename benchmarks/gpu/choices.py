@@ -25,13 +25,12 @@ from benchmarks.gpu import timing
 from benchmarks.gpu.call import Wrong
 from benchmarks.gpu.cases import Case, Note, said
 from benchmarks.gpu.timing import Times
-from d2sd.plugins import choice, trees
+from d2sd.plugins import choice, dispatch
+from d2sd.plugins.choice import candidates
+from d2sd.plugins.trees import Accepted, Branches, Draft, Tree, accept, best_first_tree, from_candidates, from_chain
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
-from d2sd.runtime.speculation.accept import Accepted, accept, sample_target
-from d2sd.runtime.speculation.draft import Branches, Draft, candidates
-from d2sd.runtime.speculation.growth import best_first_tree
-from d2sd.runtime.speculation.tree import Tree, from_candidates, from_chain
+from d2sd.runtime.speculation.accept import sample_target
 
 # Shape letters as in d2sd.runtime.speculation. A block of 16 and 7 branches; hybrid's width and the default budget.
 
@@ -57,8 +56,7 @@ class Both:
 def on_kernels(on: bool, *, stable: bool = False) -> Iterator[None]:
     """Kernels or specification; `stable`: `topk` takes the first of equal values, which it leaves open."""
     with ExitStack() as stack:
-        for module in (trees, choice):
-            stack.enter_context(patch.object(module, "use_kernels", lambda *_: on))
+        stack.enter_context(patch.object(dispatch, "use_kernels", lambda *_, **__: on))
         if stable:
             stack.enter_context(patch.object(Tensor, "topk", _first_of_equals))
         yield
@@ -179,7 +177,7 @@ def draft(inputs: Inputs, vocab: int, width: int, params: SamplingParams) -> Bot
     sampling, context = inputs.sampling(params, vocab), inputs.context()
 
     def run() -> Draft:
-        given = logits if choice.use_kernels(logits) else logits.float()
+        given = logits if choice.reads_any_type(logits) else logits.float()
         return candidates(given, context, sampling, width)
 
     return Both(run, partial(same_draft, 0.0 if sampling.is_argmax else NEAR_TIES))
@@ -195,7 +193,7 @@ def target(inputs: Inputs, vocab: int, params: SamplingParams) -> Both:
     sampling, context = inputs.sampling(params, vocab), inputs.context()
 
     def run() -> Accepted:
-        given = logits if choice.use_kernels(logits) else logits.float()
+        given = logits if choice.reads_any_type(logits) else logits.float()
         return sample_target(tree, given, context, sampling, SIZE)
 
     return Both(run, same_path)

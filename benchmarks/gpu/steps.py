@@ -29,6 +29,7 @@ from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import linear_names, round_to_fp8
 from d2sd.plugins.dispatch import NO_FALLBACK
+from d2sd.plugins.trees import Draft
 from d2sd.policies import FACTS, FirstPass, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
@@ -37,7 +38,6 @@ from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.request import Limits, SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.carried import carried_draft
-from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy, make_policy
 
 #: Tokens of context of every request, and of a page.

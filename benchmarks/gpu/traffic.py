@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from d2sd.modeling import fp8, product
-from d2sd.plugins import dispatch, layer_ops
+from d2sd.plugins import dispatch
 from d2sd.plugins.cascade_attention import mask
 from d2sd.plugins.cascade_attention.triton.launch import pack_mask_triton
 
@@ -270,10 +270,10 @@ def without_gpu(meter: Meter) -> Iterator[None]:
         meter.kernel(kernel, *args, **options)
 
     with ExitStack() as stack:
-        for name in ("use_triton", "use_kernels", "use_fused_layers"):
+        for name in ("use_kernels", "use_fused_layers"):
             stack.enter_context(patch.object(dispatch, name, lambda *_, **__: True))
         for owner, name, value in (
-            (fp8, "use_fp8_gemm", lambda _: True), (layer_ops, "_on_kernels", lambda _: True),
+            (fp8, "use_fp8_gemm", lambda _: True),
             (product, "_equal", lambda _: True),
             (mask, "pack_mask_bits", pack_mask_triton), (JITFunction, "run", launched),
             (torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=PROCESSORS)),

@@ -15,17 +15,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from d2sd.plugins import dispatch
 from d2sd.plugins.batch_invariant.reference import key_order_reference, linear_reference
 from d2sd.plugins.cascade_attention.context import PagedContext
 from d2sd.plugins.cascade_attention.reference import cascade_attention_reference
+from d2sd.plugins.dispatch import Implementation
 
 __all__ = ["attention", "key_order", "linear"]
 
+OP = "batch-invariant ops"
+
 # Shape letters: B requests, T rows, R rows of all requests, Hq/Hkv query and K/V heads, D head size.
-
-
-def _on_kernels(x: Tensor) -> bool:
-    return x.device.type == "cuda"
 
 
 def linear(
@@ -41,7 +41,7 @@ def linear(
         dtype: of the result; by default x's.
     """
     dtype = dtype or x.dtype
-    if not _on_kernels(x):
+    if dispatch.pick(OP, x, loaded=True) is Implementation.REFERENCE:
         return linear_reference(x, weight, bias, scales, dtype)
     from d2sd.plugins.batch_invariant.triton.launch import linear_triton
 
@@ -53,7 +53,7 @@ def key_order(attn_mask: Tensor) -> Tensor:
 
     In a tree or a chunk the n-th of them is the key at position context_len + n. The other numbers are undefined.
     """
-    if not _on_kernels(attn_mask):
+    if dispatch.pick(OP, attn_mask, loaded=True) is Implementation.REFERENCE:
         return key_order_reference(attn_mask)
     from d2sd.plugins.batch_invariant.triton.launch import key_order_triton
 
@@ -64,7 +64,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, context: PagedContext, attn_mask: Tensor, order: Tensor | None
 ) -> Tensor:
     """`cascade_attention`; `order` is `key_order(attn_mask)`, or None where the mask is causal: a prompt's chunk."""
-    if not _on_kernels(q):
+    if dispatch.pick(OP, q, loaded=True) is Implementation.REFERENCE:
         return cascade_attention_reference(q, k, v, context, attn_mask)
     from d2sd.plugins.batch_invariant.triton.launch import attention_triton
 

@@ -20,6 +20,7 @@ from d2sd.plugins.cascade_attention.chunks import ChunkMask
 from d2sd.plugins.cascade_attention.context import PagedContext
 from d2sd.plugins.cascade_attention.mask import AttnMask
 from d2sd.plugins.cascade_attention.reference import cascade_attention_reference, chunks_reference
+from d2sd.plugins.dispatch import Implementation
 from d2sd.plugins.fp8 import to_pages
 
 __all__ = ["AttnMask", "ChunkMask", "PagedContext", "cascade_attention"]
@@ -54,7 +55,7 @@ def cascade_attention(
         D2SDError: the tensors are on a CUDA device whose kernel does not take them, under `D2SD_NO_FALLBACK=1`.
     """
     mask = AttnMask(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
-    if not dispatch.use_triton(context.k_pages):
+    if dispatch.pick("attention", context.k_pages, pages=True) is Implementation.REFERENCE:
         if isinstance(mask, ChunkMask):
             out = chunks_reference(q, k, v, context, mask)
         else:

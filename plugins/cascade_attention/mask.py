@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from d2sd.plugins import dispatch
 from d2sd.plugins.cascade_attention.chunks import counters
+from d2sd.plugins.dispatch import Implementation
 
 #: Columns a word.
 WORD = 32
@@ -39,8 +40,8 @@ class AttnMask:
 
 
 def pack_mask_bits(attn_mask: Tensor) -> Tensor:
-    """[B, T, T] bool -> [B, T, ceil(T/32)] int32; on CUDA with Triton in one kernel."""
-    if attn_mask.device.type == "cuda" and find_spec("triton") is not None:
+    """[B, T, T] bool -> [B, T, ceil(T/32)] int32; on CUDA in one kernel."""
+    if dispatch.pick("attention", attn_mask, loaded=True) is Implementation.TRITON:
         from d2sd.plugins.cascade_attention.triton.launch import pack_mask_triton
 
         return pack_mask_triton(attn_mask)

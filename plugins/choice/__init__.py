@@ -1,7 +1,11 @@
-"""From logits to tokens on CUDA: the target's choice after every row, and the candidates of a draft.
+"""From logits to tokens: the target's choice after every row, and the candidates of a draft.
 
-The specification and the CPU path are `d2sd.runtime.sampling.sample` and `d2sd.runtime.speculation.draft`, which ask
-here whether a kernel takes their call.
+parameters.py  what both read of a request's sampling parameters
+reference.py   the specification in plain PyTorch, and the CPU path
+philox.py      noise as a function of seed, position and token
+filters.py     min-p, top-k and top-p
+triton/        the kernels and their launchers
+cpu.py         the greedy choice by the compiled library
 """
 
 from __future__ import annotations
@@ -9,8 +13,65 @@ from __future__ import annotations
 from torch import Tensor
 
 from d2sd.plugins import dispatch
+from d2sd.plugins.choice import cpu
+from d2sd.plugins.choice.parameters import SamplingTensors
+from d2sd.plugins.choice.reference import (
+    best_token,
+    candidates_reference,
+    choose_reference,
+    pool_size_of,
+    sampled_scores,
+)
+from d2sd.plugins.dispatch import Implementation
+from d2sd.plugins.trees.types import Draft
+
+__all__ = [
+    "WIDTH", "SamplingTensors", "best_token", "candidates", "choose", "reads_any_type", "sampled_scores",
+]  # fmt: skip
+
+# Shape letters: B requests, K branches, S slots, N nodes, M candidates a slot, V vocabulary, Vd draft vocabulary:
+# logits [..., Vd] belong to the ascending `ids [Vd]`. Tokens are the target's ids everywhere.
+
+OP = "the choice of tokens"
+#: Candidates of every slot in policies that draft siblings.
+WIDTH = 16
 
 
-def use_kernels(logits: Tensor) -> bool:
-    """Whether tokens are chosen by the kernels of `triton/`; see `dispatch.use_kernels`."""
-    return dispatch.use_kernels(logits, "the choice of tokens")
+def reads_any_type(x: Tensor) -> bool:
+    """Whether logits on x's device need not be fp32, and sampling costs no more at all nodes than along one path: on
+    CUDA, where kernels choose.
+    """
+    return dispatch.pick(OP, x) is Implementation.TRITON
+
+
+def choose(logits: Tensor, context_len: Tensor, depth: Tensor, sampling: SamplingTensors) -> Tensor:
+    """The target's token [B, N] after each node: logits [B, N, V], depth [B, N]; context_len [B], the root's position.
+
+    `NOT_FINITE` where the best score is not finite. Parameters that change the logits are the caller's to apply.
+    """
+    picked = dispatch.pick(OP, logits, library=not sampling.any_sampled)
+    if picked is Implementation.TRITON:
+        from d2sd.plugins.choice.triton.launch import choose_triton
+
+        return choose_triton(logits, context_len, depth, sampling if sampling.any_sampled else None)
+    if picked is Implementation.LIBRARY:
+        return cpu.best_token_cpu(logits.float())
+    return choose_reference(logits, context_len, depth, sampling)
+
+
+def candidates(
+    logits: Tensor, context_len: Tensor, sampling: SamplingTensors, width: int, ids: Tensor | None = None
+) -> Draft:
+    """The `width` likeliest tokens of every slot: logits [B, K, S, V or Vd] -> [B, K, S, M].
+
+    When the target samples, it takes argmax(logits / T + g) with noise g that depends on seed, position and token
+    alone. Drafts are ranked by scores with the same g ("drafter-invariant" coupling, Daliri et al., arXiv 2408.07978):
+    the output does not change, and more drafts are accepted. Penalties, filters and noise are applied to the
+    CANDIDATE_POOL likeliest tokens only. Probabilities are normalised over the draft vocabulary.
+    """
+    if not sampling.changes_logits and dispatch.pick(OP, logits) is Implementation.TRITON:
+        from d2sd.plugins.choice.triton.launch import candidates_triton
+
+        sampled, pool = sampling if sampling.any_sampled else None, pool_size_of(logits, sampling, width)
+        return candidates_triton(logits, context_len, min(width, logits.shape[-1]), pool, ids, sampled)
+    return candidates_reference(logits, context_len, sampling, width, ids)

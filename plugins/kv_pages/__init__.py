@@ -1,4 +1,4 @@
-"""The paged K/V write: `reference.py` is the specification, `triton/` the kernel, `plugins/kv_pages/cpu.py` the CPU's.
+"""The paged K/V write: `reference.py` is the specification, `triton/` the kernel, `cpu.py` the CPU's.
 
 `write_pages` picks the implementation by the rules of `d2sd.plugins.dispatch`.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from d2sd.plugins import dispatch
+from d2sd.plugins.dispatch import Implementation
 from d2sd.plugins.kv_pages import cpu
 from d2sd.plugins.kv_pages.reference import write_pages_reference
 
@@ -41,8 +42,9 @@ def write_pages(
     Raises:
         D2SDError: the pages are on a CUDA device whose kernel does not take them, under `D2SD_NO_FALLBACK=1`.
     """
-    write = cpu.write_pages_cpu if cpu.supported(k, v, k_pages) else write_pages_reference
-    if dispatch.use_triton(k_pages):
+    picked = dispatch.pick("attention", k_pages, pages=True, library=cpu.supported(k, v, k_pages))
+    write = cpu.write_pages_cpu if picked is Implementation.LIBRARY else write_pages_reference
+    if picked is Implementation.TRITON:
         from d2sd.plugins.kv_pages.triton.launch import write_pages_triton
 
         write = write_pages_triton

@@ -21,24 +21,24 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from d2sd.plugins import dispatch
+from d2sd.plugins.dispatch import Implementation
 from d2sd.plugins.layer_ops import reference
 from d2sd.plugins.layer_ops.heads import Heads
 
 __all__ = ["Heads", "add_rms_norm", "qk_norm_rope", "quantize", "rope_tables", "silu_mul"]
 
+OP = "unfused layers"
+
 # Shape letters: R rows of all requests, E hidden, I intermediate, L layers, Hq/Hkv query and K/V heads, D head size.
 
 
 def _implementation(x: Tensor) -> ModuleType:
-    if not _on_kernels(x):
+    if dispatch.pick(OP, x, loaded=True) is Implementation.REFERENCE:
         return reference
     from d2sd.plugins.layer_ops.triton import launch
 
     return launch
-
-
-def _on_kernels(x: Tensor) -> bool:
-    return x.device.type == "cuda"
 
 
 def add_rms_norm(

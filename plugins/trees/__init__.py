@@ -1,8 +1,12 @@
-"""Draft trees on CUDA: growing and merging one, and accepting along it, as one program a request.
+"""Draft trees: growing one from drafts, merging branches into one, restarting a second pass, accepting along one.
 
-The specification and the CPU path are `d2sd.runtime.speculation.{tree,growth,accept}`, which ask here whether a kernel
-takes their call. Results are theirs to the bit; of nodes with equal scores, which `topk` gives in any order, the kernel
-takes the one of the better parent first, then the earlier candidate.
+    types.py       drafts, branches, trees and accepted paths
+    reference/     the specification in plain PyTorch, and the CPU path
+    triton/        the kernels, one program a request, and their launchers
+    cpu.py         growth and acceptance by the compiled library
+
+All implementations return the same bits; of nodes with equal scores, which `topk` gives in any order, the kernels and
+the library take the one of the better parent first, then the earlier candidate.
 """
 
 from __future__ import annotations
@@ -10,12 +14,147 @@ from __future__ import annotations
 from torch import Tensor
 
 from d2sd.plugins import dispatch
+from d2sd.plugins.dispatch import Implementation
+from d2sd.plugins.trees import cpu
+from d2sd.plugins.trees.reference.accept import accept_reference
+from d2sd.plugins.trees.reference.branches import (
+    branches_of_nodes,
+    chain_branches_reference,
+    mask_rejected_reference,
+    merged_branches_reference,
+    restart_blocks_reference,
+)
+from d2sd.plugins.trees.reference.growth import best_first_tree_reference
+from d2sd.plugins.trees.reference.nodes import (
+    from_candidates_reference,
+    from_chain_reference,
+    max_nodes,
+    replace_rows,
+    with_anchor,
+)
+from d2sd.plugins.trees.types import Accepted, Branches, Draft, Tree
 
-#: Branches of one tree: a bit each in a word of 64.
+__all__ = [
+    "Accepted", "Branches", "Draft", "Tree", "accept", "best_first_tree", "chain_branches", "from_candidates",
+    "from_chain", "mask_rejected", "max_nodes", "merged_branches", "replace_rows", "restart_blocks", "tree_branches",
+    "with_anchor",
+]  # fmt: skip
+
+# Shape letters: B requests, K branches, S = γ - 1 slots, M candidates a slot, C candidate chains, G block size γ, N
+# nodes, V vocabulary, Vd draft vocabulary: logits [..., Vd] belong to the ascending `ids [Vd]`.
+
+OP = "the draft tree"
+#: Branches of one tree that the kernels take: a bit each in a word of 64.
 MOST_BRANCHES = 62
 
 
-def use_kernels(x: Tensor, branches: int = 0) -> bool:
-    """Whether trees over tensors like `x` are made by the kernels of `triton/`; see `dispatch.use_kernels`."""
+def _pick(x: Tensor, branches: int = 0, *, library: bool = False) -> Implementation:
     reason = None if branches <= MOST_BRANCHES else f"{branches} branches, more than {MOST_BRANCHES}"
-    return dispatch.use_kernels(x, "the draft tree", reason)
+    return dispatch.pick(OP, x, reason=reason, library=library)
+
+
+def from_chain(tokens: Tensor, score: Tensor) -> Tree:
+    """A chain of one candidate [B, N] with path scores [B, N]; it ends before the first score of -inf."""
+    if _pick(tokens) is Implementation.TRITON:
+        from d2sd.plugins.trees.triton.launch import chain_triton
+
+        return chain_triton(tokens, score)
+    return from_chain_reference(tokens, score)
+
+
+def from_candidates(candidates: Tensor, score: Tensor, budget: int) -> Tree:
+    """candidates [B, C, G], all with the same slot 0, and their path scores [B, C, G] -> at most `budget` nodes."""
+    if _pick(candidates) is Implementation.TRITON:
+        from d2sd.plugins.trees.triton.launch import candidates_triton
+
+        return candidates_triton(candidates, score, budget)
+    return from_candidates_reference(candidates, score, budget)
+
+
+def merged_branches(anchor: Tensor, first: Draft, branches: Branches, second: Draft, budget: int) -> Tree:
+    """anchor [B], first [B, S, M], branches that keep a prefix [B, K, S] each, second [B, K, S, M] -> at most `budget`
+    nodes: of the first draft's likeliest tokens, then of each branch.
+    """
+    if _pick(anchor) is Implementation.TRITON:
+        from d2sd.plugins.trees.triton.launch import branches_triton
+
+        drafts = (first.top1, first.confidence), branches.tokens, branches.prefix_len, (second.top1, second.confidence)
+        return branches_triton(anchor, *drafts, budget)
+    return merged_branches_reference(anchor, first, branches, second, budget)
+
+
+def best_first_tree(
+    anchor: Tensor, first: Draft, rows: int, branches: Branches | None = None, second: Draft | None = None
+) -> Tree:
+    """anchor [B], first [B, S, M] and, after the prefixes of K branches, second [B, K, S, M] -> `rows` nodes.
+
+    Nodes are sorted by score, so a smaller tree is a prefix of a larger one.
+    """
+    count = 0 if branches is None else branches.prefix_len.shape[1]
+    picked = _pick(anchor, count, library=count <= cpu.MOST_BRANCHES)
+    if picked is Implementation.TRITON:
+        from d2sd.plugins.trees.triton.launch import growth_triton
+
+        restarts = None if branches is None else (branches.tokens, branches.prefix_len)
+        redrafted = None if second is None else (second.tokens, second.logprob)
+        return growth_triton(anchor, first.tokens, first.logprob, rows, restarts, redrafted)
+    grow = cpu.best_first_tree_cpu if picked is Implementation.LIBRARY else best_first_tree_reference
+    return grow(anchor, first, rows, branches, second)
+
+
+def chain_branches(first: Draft, count: int) -> Branches:
+    """D²SD: restart at the `count` likeliest boundaries, best first, with the draft at each presumed rejected.
+
+    If "everything accepted" is among them, its branch keeps the whole draft and adds no node.
+    """
+    if _pick(first.tokens, count) is Implementation.TRITON:
+        from d2sd.plugins.trees.triton.launch import boundaries_triton
+
+        length, rejected = boundaries_triton(first.top1, first.confidence, count)
+        return Branches(first.top1[:, None].expand(-1, count, -1), length, rejected)
+    return chain_branches_reference(first, count)
+
+
+def tree_branches(anchor: Tensor, first: Draft, count: int) -> Branches:
+    """Restart at nodes of the first pass's best-first tree, not only along its best chain.
+
+    The first pass predicts each slot's marginal only; after a node the second pass conditions on the whole path to it.
+    A node u of the best chain scores its boundary score P(u)(1 - c), the probability that the chain ends there; any
+    other node scores P(u), since none of its continuations was conditioned on it. The root is left out: there the
+    second pass would have the same context as the first.
+    """
+    # Of K + S nodes the root and at most S - 1 others are on the chain, so the K best of the rest are among them.
+    inner = Draft(first.tokens[:, :-1], first.logprob[:, :-1])  # after slot S nothing is left to draft
+    return branches_of_nodes(best_first_tree(anchor, inner, count + first.top1.shape[1]), first, count)
+
+
+def restart_blocks(branches: Branches, anchor: Tensor, mask_token_id: int) -> Tensor:
+    """The second drafter's input [B, K, γ]: anchor [B], kept tokens, masks."""
+    if _pick(anchor) is Implementation.TRITON:
+        from d2sd.plugins.trees.triton.launch import blocks_triton
+
+        return blocks_triton(anchor, branches.tokens, branches.prefix_len, mask_token_id)
+    return restart_blocks_reference(branches, anchor, mask_token_id)
+
+
+def mask_rejected(branches: Branches, logits: Tensor, ids: Tensor | None = None) -> Tensor:
+    """Mask each branch's rejected token in slot `prefix_len` of logits [B, K, S, V or Vd], in place.
+
+    A rejected token outside the draft vocabulary needs no mask.
+    """
+    if _pick(logits) is Implementation.TRITON and logits.is_contiguous():
+        from d2sd.plugins.trees.triton.launch import mask_rejected_triton
+
+        mask_rejected_triton(logits, branches.rejected, branches.prefix_len, ids)
+        return logits
+    return mask_rejected_reference(branches, logits, ids)
+
+
+def accept(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
+    """Accept along `chosen` [B, N], the target's choice after each node; paths have at most `longest` nodes (γ)."""
+    picked = _pick(chosen, library=True)
+    if picked is Implementation.TRITON:
+        from d2sd.plugins.trees.triton.launch import accept_triton
+
+        return accept_triton(tree.tokens, tree.parent, tree.valid, tree.branch_id, chosen, longest)
+    return (cpu.accept_cpu if picked is Implementation.LIBRARY else accept_reference)(tree, chosen, longest)

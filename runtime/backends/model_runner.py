@@ -21,14 +21,13 @@ from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.packed import pack, reduced_head
 from d2sd.modeling.rows import Chunks, CommittedRows, ContextRows, Rows
-from d2sd.plugins import choice
+from d2sd.plugins import choice, trees
+from d2sd.plugins.choice import WIDTH, candidates
+from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.capture import Capture, CudaGraphs
 from d2sd.runtime.drafting.context import DrafterContext
 from d2sd.runtime.sampling.sample import Sampling
-from d2sd.runtime.speculation.accept import Accepted
-from d2sd.runtime.speculation.draft import WIDTH, Branches, Draft, candidates
-from d2sd.runtime.speculation.tree import Tree
 
 # Shape letters: B requests, M pages a request (both buckets), G block size γ, S = γ - 1
 # slots, K branches, N nodes, E hidden, V tokens, Vd of them in a draft vocabulary.
@@ -167,8 +166,8 @@ class ModelRunner:
     @torch.inference_mode()
     def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
         """K branches per request, [B, K, S, M], by the first drafter (0) or the second (1)."""
-        blocks = branches.blocks(batch.anchor, self._drafters[drafter].config.mask_token_id)
-        logits = branches.mask_rejected(self._draft(drafter, batch, blocks), self._drafters[drafter].draft_ids)
+        blocks = trees.restart_blocks(branches, batch.anchor, self._drafters[drafter].config.mask_token_id)
+        logits = trees.mask_rejected(branches, self._draft(drafter, batch, blocks), self._drafters[drafter].draft_ids)
         return self._candidates(drafter, batch, logits, width)
 
     @torch.inference_mode()
@@ -216,7 +215,7 @@ class ModelRunner:
         return min(WIDTH, self.vocab_size if self.flex.draft_ids is None else len(self.flex.draft_ids))
 
     def _node_logits(self, hidden: Tensor) -> Tensor:
-        return (self.target.raw_logits if choice.use_kernels(hidden) else self.target.logits)(hidden)
+        return (self.target.raw_logits if choice.reads_any_type(hidden) else self.target.logits)(hidden)
 
     def _flex_candidates(
         self, hidden: Tensor, anchor: Tensor, context_len: Tensor, sampling: Sampling, width: int
@@ -278,7 +277,7 @@ class ModelRunner:
             hidden = drafter.inject_and_draft(context, embedded, rows, pool)
         # contiguous: on a view PyTorch multiplies batch by batch, 60 times slower in bf16 on a CPU
         logits = self._heads[which](hidden.view(len(blocks), count, size, -1)[:, :, 1:].contiguous())
-        return logits if choice.use_kernels(logits) else logits.float()
+        return logits if choice.reads_any_type(logits) else logits.float()
 
     def _rows_of_blocks(self, count: int) -> tuple[Tensor, Tensor]:
         """Slot index [T] and same-block mask [T, T] of `count` concatenated blocks."""

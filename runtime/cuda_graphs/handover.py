@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from d2sd.plugins import handover as kernels
+from d2sd.plugins import handover
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import StepResult
-from d2sd.runtime.sequence import NOT_FINITE, Sequence
+from d2sd.runtime.sequence import Sequence
+from d2sd.token_codes import NOT_FINITE
 
 # Shape letters: B requests (a bucket), G block size γ.
 
@@ -71,32 +72,15 @@ class Handover:
     @torch.inference_mode()
     def begin(self, batch: Batch, link: Link) -> Batch:
         """The batch with anchors and context lengths of its late rows."""
-        if kernels.use_kernels(batch.anchor):
-            from d2sd.plugins.handover.triton.launch import begin_triton
-
-            rows = batch.anchor, batch.context_len, batch.active
-            anchor, context_len, active = begin_triton(*rows, link.late, link.source, self._state)
-            return replace(batch, anchor=anchor, context_len=context_len, active=active)
-        given = torch.stack([batch.anchor, batch.context_len, batch.active])
-        anchor, context_len, active = torch.where(link.late, self._state[:, link.source], given)
-        return replace(batch, anchor=anchor, context_len=context_len, active=active.bool())
+        rows = batch.anchor, batch.context_len, batch.active
+        anchor, context_len, active = handover.begin(*rows, link.late, link.source, self._state)
+        return replace(batch, anchor=anchor, context_len=context_len, active=active)
 
     @torch.inference_mode()
     def end(self, batch: Batch, link: Link, result: StepResult) -> None:
         """Keep the state of the rows of this step."""
         count, tokens = result.accepted.count, result.accepted.tokens
-        if kernels.use_kernels(tokens):
-            from d2sd.plugins.handover.triton.launch import end_triton
-
-            end_triton(batch.context_len, batch.active, tokens, count, link.limit, link.stop, self._state)
-            return
-        anchor, context_len, active = self._state[:, : len(count)]
-        last = torch.gather(result.packed[:, 1:], 1, count[:, None])[:, 0]  # tokens begin at 2
-        torch.clamp(last, min=0, out=anchor)  # below 0: `link.stop` ends the row
-        torch.add(batch.context_len, count, out=context_len)
-        new = self._steps[: tokens.shape[1]] < count[:, None]
-        stopped = ((tokens[..., None] == link.stop[:, None]).any(-1) & new).any(-1)
-        torch.gt(batch.active, stopped | (context_len >= link.limit), out=active)
+        handover.end(batch.context_len, batch.active, tokens, count, link.limit, link.stop, self._state)
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from d2sd.plugins.trees import Draft
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.handover import Link
 from d2sd.runtime.sampling.sample import Sampling
-from d2sd.runtime.speculation.draft import Draft
 
 T = TypeVar("T", Batch, Sampling, Link)
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from d2sd.errors import D2SDError
 from d2sd.plugins.dispatch import NO_FALLBACK
+from d2sd.plugins.trees import Draft
 from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
@@ -34,7 +35,6 @@ from d2sd.runtime.request import Limits, SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.carried import carried_draft
-from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
 

@@ -13,10 +13,9 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import Tensor
 
+from d2sd.plugins.trees import Branches, Draft, Tree, replace_rows
 from d2sd.runtime.grammar.grammar import PathWalker, forced, has
 from d2sd.runtime.sequence import Sequence
-from d2sd.runtime.speculation.draft import Branches, Draft
-from d2sd.runtime.speculation.tree import Tree, replace_rows
 
 # Shape letters: B requests, C of them with a grammar, K branches, S slots, M candidates a slot, N nodes, V vocabulary,
 # W = ceil(V / 32) words of a mask.

@@ -14,12 +14,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from d2sd.plugins.choice import SamplingTensors, sampled_scores
+from d2sd.plugins.choice.philox import gumbel
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.bias import TokenBias
-from d2sd.runtime.sampling.filters import apply_filters
 from d2sd.runtime.sampling.penalties import NO_TEXT, Penalties, Text
-from d2sd.runtime.sampling.philox import gumbel
-from d2sd.runtime.sequence import NOT_FINITE
 
 T = TypeVar("T", "Sampling", Penalties)
 
@@ -31,18 +30,9 @@ GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(SamplingTensors):
     """Sampling parameters of a batch; the flags, and which parts are None, choose between static variants."""
 
-    temperature: Tensor  # [B] fp32, 0 where greedy
-    top_p: Tensor  # [B] fp32, infinite where off
-    top_k: Tensor  # [B] int64, V where off
-    min_p: Tensor  # [B] fp32, 0 where off
-    seed: Tensor  # [B] int64
-    any_sampled: bool
-    any_top_p: bool
-    any_top_k: bool
-    any_min_p: bool
     bias: TokenBias | None
     penalties: Penalties | None
     logprobs: int | None  # most tokens a row whose log-probabilities a request asks for; None: no request asks
@@ -85,15 +75,6 @@ class Sampling:
     def to(self, device: str) -> Sampling:
         """The same parameters on the device."""
         return _mapped(self, lambda tensor: tensor.to(device))
-
-    @property
-    def any_filter(self) -> bool:
-        return self.any_top_p or self.any_top_k or self.any_min_p
-
-    @property
-    def is_argmax(self) -> bool:
-        """Whether the target's choice is the argmax of its logits, for every request and wherever in a tree."""
-        return not self.any_sampled and not self.changes_logits
 
     @property
     def changes_logits(self) -> bool:
@@ -140,15 +121,6 @@ class Sampling:
         return gumbel(self.seed, context_len[:, None] + 1 + torch.arange(depths, device=self.seed.device), vocab_size)
 
 
-def best_token(scores: Tensor) -> Tensor:
-    """scores [..., V] -> [...]: the first of the best tokens; `NOT_FINITE` where its score is NaN or infinite.
-
-    NaN counts as the largest, so one anywhere in a row is noticed.
-    """
-    best, token = scores.max(-1)
-    return token.where(best.isfinite(), NOT_FINITE)
-
-
 def _mapped(state: T, function: Callable[[Tensor], Tensor]) -> T:
     """The same state with `function` of every tensor."""
     values = ((field.name, getattr(state, field.name)) for field in fields(state))
@@ -171,10 +143,4 @@ def token_scores(
         logits = sampling.penalties.apply(logits)
     if allowed is not None:
         logits = logits.masked_fill(~allowed, float("-inf"))
-    if noise is None:
-        return logits
-    random = (sampling.temperature > 0)[:, None]
-    scaled_logits = logits / torch.where(random, sampling.temperature[:, None], 1.0)
-    if sampling.any_filter:
-        scaled_logits = apply_filters(scaled_logits, sampling)
-    return torch.where(random, scaled_logits + noise, logits)
+    return logits if noise is None else sampled_scores(logits, sampling, noise)

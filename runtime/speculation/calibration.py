@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
+from d2sd.plugins.trees import Branches, Draft
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.speculation.draft import Branches, Draft
 
 # Shape letters: B requests, K branches, S slots, M candidates a slot.
 

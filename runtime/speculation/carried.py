@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from d2sd.runtime.speculation.draft import Draft
+from d2sd.plugins.trees import Draft
 
 # Shape letters: B requests, S slots after the anchor, M candidates a slot.
 

@@ -20,18 +20,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from d2sd.errors import RecipeError
 from d2sd.plugins import trees
+from d2sd.plugins.choice import WIDTH
+from d2sd.plugins.choice.philox import gumbel_at
+from d2sd.plugins.trees import Branches, Draft, Tree
 from d2sd.policies import FACTS, MAX_NODES, DrafterRole, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.sampling.philox import gumbel_at
-from d2sd.runtime.speculation import tree
-from d2sd.runtime.speculation.boundaries import chain_branches, log_rejected, tree_branches
-from d2sd.runtime.speculation.draft import WIDTH, Branches, Draft
-from d2sd.runtime.speculation.growth import best_first_tree
-from d2sd.runtime.speculation.tree import Tree
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -93,7 +89,7 @@ class Off(Policy):
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         anchor = batch.anchor[:, None]
-        return tree.from_chain(anchor, torch.zeros_like(anchor, dtype=torch.float32))
+        return trees.from_chain(anchor, torch.zeros_like(anchor, dtype=torch.float32))
 
 
 class _Chained(Policy):
@@ -106,8 +102,8 @@ class _Chained(Policy):
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         assert first is not None
-        tokens, score = _with_anchor(batch.anchor, first.top1, first.confidence)
-        return tree.from_chain(tokens[:, : self.num_nodes], score[:, : self.num_nodes])
+        tokens, score = trees.with_anchor(batch.anchor, first.top1, first.confidence)
+        return trees.from_chain(tokens[:, : self.num_nodes], score[:, : self.num_nodes])
 
 
 class Chain(_Chained):
@@ -140,8 +136,8 @@ class Samples(Policy):
             drawn = (first.logprob + noise).argmax(-1, keepdim=True)
             tokens.append(first.tokens.gather(-1, drawn)[..., 0])
             logprob.append(first.logprob.gather(-1, drawn)[..., 0])
-        return tree.from_candidates(
-            *_with_anchor(batch.anchor, torch.stack(tokens, 1), torch.stack(logprob, 1)), self.num_nodes
+        return trees.from_candidates(
+            *trees.with_anchor(batch.anchor, torch.stack(tokens, 1), torch.stack(logprob, 1)), self.num_nodes
         )
 
 
@@ -158,16 +154,16 @@ class _Branched(Policy):
                 found=branches,
                 expected=f"1 .. {block_size - 1} at block size {block_size}",
             )
-        return cls(min(rows, tree.max_nodes(block_size, branches)), branches)
+        return cls(min(rows, trees.max_nodes(block_size, branches)), branches)
 
     def branches(self, batch: Batch, first: Draft) -> Branches:
-        return chain_branches(first, self.num_branches)
+        return trees.chain_branches(first, self.num_branches)
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         assert first is not None
         assert branches is not None
         assert second is not None
-        return merged_branches(batch.anchor, first, branches, second, self.num_nodes)
+        return trees.merged_branches(batch.anchor, first, branches, second, self.num_nodes)
 
 
 class Reanchor(_Branched):
@@ -185,7 +181,7 @@ class _OnePass(Policy):
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         assert first is not None
-        return best_first_tree(batch.anchor, first, self.num_nodes)
+        return trees.best_first_tree(batch.anchor, first, self.num_nodes)
 
 
 class DDTree(_OnePass):
@@ -206,11 +202,11 @@ class Hybrid(Policy):
         return cls(rows, branches)
 
     def branches(self, batch: Batch, first: Draft) -> Branches:
-        return tree_branches(batch.anchor, first, self.num_branches)
+        return trees.tree_branches(batch.anchor, first, self.num_branches)
 
     def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
         assert first is not None
-        return best_first_tree(batch.anchor, first, self.num_nodes, branches, second)
+        return trees.best_first_tree(batch.anchor, first, self.num_nodes, branches, second)
 
 
 class Flex(_Chained):
@@ -222,33 +218,6 @@ class FlexParallel(_Chained):
     name = "flex_parallel"
     topk = WIDTH  # a grammar may lead the draft in the next step
     uses_probabilities = False
-
-
-def merged_branches(anchor: Tensor, first: Draft, branches: Branches, second: Draft, budget: int) -> Tree:
-    """anchor [B], first [B, S, M], branches that keep a prefix [B, K, S] each, second [B, K, S, M] -> at most `budget`
-    nodes: of the first draft's likeliest tokens, then of each branch.
-    """
-    if trees.use_kernels(anchor):
-        from d2sd.plugins.trees.triton.launch import branches_triton
-
-        drafts = (first.top1, first.confidence), branches.tokens, branches.prefix_len, (second.top1, second.confidence)
-        return Tree(*branches_triton(anchor, *drafts, budget))
-    slots = torch.arange(first.top1.shape[1], device=anchor.device)
-    length = branches.prefix_len[..., None]
-    drafted = first.confidence[:, None]
-    # The second pass's probabilities are conditional on rejection of the first draft at the boundary.
-    rejected = torch.where(slots == length, log_rejected(drafted), 0.0)
-    redrafted = torch.where(slots < length, drafted, second.confidence + rejected)
-    tokens = torch.cat([first.top1[:, None], branches.splice(second)], dim=1)
-    logprob = torch.cat([drafted, redrafted], dim=1)
-    return tree.from_candidates(*_with_anchor(anchor, tokens, logprob), budget)
-
-
-def _with_anchor(anchor: Tensor, tokens: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
-    """Prepend the anchor to candidates [B, (C,) S]; returns tokens and path scores, both [B, (C,) γ]."""
-    anchor = anchor.view(-1, *[1] * (tokens.dim() - 1)).expand_as(tokens[..., :1])
-    score = torch.cat([torch.zeros_like(logprob[..., :1]), logprob.cumsum(-1)], dim=-1)
-    return torch.cat([anchor, tokens], dim=-1), score
 
 
 _POLICIES: dict[PolicyName, type[Policy]] = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from d2sd.runtime.speculation.draft import Draft
+from d2sd.plugins.trees import Draft
 
 #: Suffix lengths, longest first: a longer match is likelier to continue the same way.
 SUFFIXES = (3, 2, 1)

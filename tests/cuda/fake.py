@@ -31,6 +31,7 @@ from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.rope import Rotary
 from d2sd.plugins import dispatch
+from d2sd.plugins.trees import Draft
 from d2sd.policies import FirstPass, PolicyName
 from d2sd.runtime.backends import model_runner
 from d2sd.runtime.backends.model_runner import ModelRunner
@@ -41,7 +42,6 @@ from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.carried import carried_draft
-from d2sd.runtime.speculation.draft import Draft
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
 
@@ -99,7 +99,7 @@ def fake_gpu(watch: Watch, capability: tuple[int, int] = (9, 0)) -> Iterator[Fak
 
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=False) as mode:
         patch.setattr(model_runner, "CudaGraphs", lambda device: None)  # steps run one by one
-        patch.setattr(dispatch, "use_triton", lambda pages: True)
+        patch.setattr(dispatch, "use_kernels", lambda op, x, **_: x.device.type == "cuda")
         patch.setattr(product, "_equal", lambda scales: True)
         patch.setattr(JITFunction, "run", launched)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)

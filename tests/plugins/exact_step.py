@@ -15,6 +15,7 @@ from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins import batch_invariant, dispatch, layer_ops
+from tests.plugins.on_kernels import run_kernels
 from tests.tiny import ancestor_mask, in_fp8, pool_for, random_tokens, tiny_decoder
 
 #: A tree in which the text is the path 0, 2, 3, 5, 8; the other nodes are decoys.
@@ -86,9 +87,9 @@ def check_step(dtype: torch.dtype, *, fp8: bool = False, layers_as_kernels: bool
     model = in_fp8(model, linear_names(model), cache=True) if fp8 else model
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "use_fused_layers", lambda *_, **__: True)
-        patch.setattr(batch_invariant, "_on_kernels", lambda x: True)
+        run_kernels(patch, batch_invariant.OP)
         if layers_as_kernels:
-            patch.setattr(layer_ops, "_on_kernels", lambda x: True)
+            run_kernels(patch, layer_ops.OP)
         fuse(fused := copy.deepcopy(model), exact=True)
         tokens = random_tokens(model, 2, 39)
         plain, other = Run(fused, tokens[:1], 0, 0), Run(fused, tokens.flip(0), 5, 90)

@@ -11,12 +11,16 @@ from packaging.version import Version
 
 from d2sd.errors import D2SDError
 from d2sd.plugins import dispatch
-from d2sd.plugins.dispatch import triton_version
+from d2sd.plugins.dispatch import Implementation, triton_version
 
 
 def on_gpu(size: int = 128, dtype: torch.dtype = torch.bfloat16) -> Any:
     """Stands in for a CUDA tensor."""
     return SimpleNamespace(device=torch.device("cuda"), shape=(4, 16, 8, size), dtype=dtype)
+
+
+def uses_kernel(pages: Any) -> bool:
+    return dispatch.pick("attention", pages, pages=True) is Implementation.TRITON
 
 
 @pytest.fixture(autouse=True)
@@ -31,14 +35,14 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cpu_tensors_take_the_reference(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(dispatch.NO_FALLBACK, "1")
-    assert not dispatch.use_triton(torch.zeros(4, 16, 8, 128))
+    assert not uses_kernel(torch.zeros(4, 16, 8, 128))
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("size", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
 def test_models_of_today_take_the_kernel(size: int, dtype: torch.dtype) -> None:
-    assert dispatch.use_triton(on_gpu(size, dtype))
+    assert uses_kernel(on_gpu(size, dtype))
 
 
 @pytest.mark.parametrize(
@@ -52,14 +56,14 @@ def test_models_of_today_take_the_kernel(size: int, dtype: torch.dtype) -> None:
 def test_a_fallback_warns_once_or_is_forbidden(
     pages: Any, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert not dispatch.use_triton(pages)
-    assert not dispatch.use_triton(pages)
+    assert not uses_kernel(pages)
+    assert not uses_kernel(pages)
     error = capsys.readouterr().err
     assert reason in error
     assert error.count("\n") == 1
     monkeypatch.setenv(dispatch.NO_FALLBACK, "1")
     with pytest.raises(D2SDError, match=reason):
-        dispatch.use_triton(pages)
+        uses_kernel(pages)
 
 
 def test_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,11 +97,11 @@ def test_triton_that_forgets_a_fence_is_refused(
 ) -> None:
     """On Hopper and later; tests/ptx/test_versions.py shows what such a kernel does."""
     monkeypatch.setattr(dispatch, "triton_version", lambda: Version(version))
-    assert not dispatch.use_triton(on_gpu())
+    assert not uses_kernel(on_gpu())
     assert f"triton {version} compiles" in capsys.readouterr().err
     monkeypatch.setenv(dispatch.NO_FALLBACK, "1")
     with pytest.raises(D2SDError, match=f"triton {version} .* without a fence .*triton>=3.7.1"):
-        dispatch.use_triton(on_gpu())
+        uses_kernel(on_gpu())
     assert dispatch.unsupported(128, torch.bfloat16, (8, 9)) is None
     assert dispatch.unsupported(128, torch.bfloat16, (10, 0)) is not None
 
@@ -105,7 +109,7 @@ def test_triton_that_forgets_a_fence_is_refused(
 @pytest.mark.parametrize("version", ["3.7.1", "3.8.0", "3.9.0+git1234"])
 def test_later_triton_is_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "triton_version", lambda: Version(version))
-    assert dispatch.use_triton(on_gpu())
+    assert uses_kernel(on_gpu())
 
 
 def test_the_version_of_triton_is_that_of_its_package() -> None:

@@ -11,12 +11,12 @@ import torch
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
-from d2sd.plugins import dispatch
 from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
+from tests.plugins.on_kernels import run_kernels
 from tests.ptx.launch import executed_as_ptx
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET
 from tests.tiny import tiny_decoder, tiny_drafter
@@ -66,7 +66,7 @@ def test_answers_are_the_cpus(
     policy: PolicyName, dtype: torch.dtype, capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(policy, dtype)
-    monkeypatch.setattr(dispatch, "use_triton", lambda pages: True)
+    run_kernels(monkeypatch, "attention")
     with executed_as_ptx(capability) as launches:
         found = answers(policy, dtype)
     assert found == expected

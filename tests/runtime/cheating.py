@@ -18,11 +18,9 @@ import torch
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.flex import FlexHead
+from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.speculation.accept import Accepted
-from d2sd.runtime.speculation.draft import Branches, Draft
-from d2sd.runtime.speculation.tree import Tree
 
 Slot = list[tuple[int, float]]
 

@@ -104,7 +104,7 @@ def models() -> list[Any]:
 
 def main(folder: str, *runs: str) -> None:
     guard.load(Path(folder))
-    for name in ("use_triton", "use_kernels", "use_fused_layers"):  # kernels are not operators
+    for name in ("use_kernels", "use_fused_layers"):  # kernels are not operators
         setattr(dispatch, name, lambda *a, **k: False)
     patch.object(model_runner, "CudaGraphs", Captures).start()
     patch.object(StepResult, "unpack", unpack).start()

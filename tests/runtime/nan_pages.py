@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from d2sd.plugins.trees import Accepted, Tree
 from d2sd.runtime.backends.model_runner import Verified
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.speculation.accept import Accepted
-from d2sd.runtime.speculation.tree import Tree
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.helpers import afterwards, poison, poison_what_is_given_up
 

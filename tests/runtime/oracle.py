@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from d2sd.modeling.decoder import Decoder
+from d2sd.plugins.choice.philox import gumbel
 from d2sd.runtime.request import SamplingParams
-from d2sd.runtime.sampling.philox import gumbel
 from tests.tiny import full_logits
 
 _WORD = 2**32

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from d2sd.plugins import choice
 from d2sd.runtime.sampling.bias import TokenBias
 from d2sd.runtime.sampling.sample import Sampling
-from d2sd.runtime.speculation import accept
 from tests.runtime.differential import Episode
 
 
@@ -48,11 +48,11 @@ def _select_nothing(self: TokenBias, rows: Tensor) -> Any:
 @pytest.mark.parametrize("fault", ["filters", "bias", "not finite"])
 def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "filters":
-        monkeypatch.setattr("d2sd.runtime.sampling.sample.apply_filters", _filters_of_all)
+        monkeypatch.setattr("d2sd.plugins.choice.reference.apply_filters", _filters_of_all)
     elif fault == "bias":
         monkeypatch.setattr(TokenBias, "select_before", TokenBias.select, raising=False)
         monkeypatch.setattr(TokenBias, "select", _select_nothing)
     else:
-        argmax = accept._argmax
-        monkeypatch.setattr(accept, "_argmax", lambda logits: argmax(logits).clamp(min=0))
+        choose = choice.choose
+        monkeypatch.setattr(choice, "choose", lambda *given: choose(*given).clamp(min=0))
     assert any(Episode(seed).run().differing for seed in (26, *range(12)))

@@ -15,11 +15,11 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.flex import FlexHead
 from d2sd.plugins.cpu import library
+from d2sd.plugins.trees import Accepted
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.request import Request
-from d2sd.runtime.speculation.accept import Accepted
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.helpers import make_engine, models, run_staggered, some_requests
 

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.config import Family
+from d2sd.plugins.trees import Accepted, Branches, Draft
 from d2sd.policies import BY_FLEX, FACTS, NAMES, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.sequence import Output
-from d2sd.runtime.speculation.accept import Accepted
-from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.stats import SequenceStats
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.helpers import (

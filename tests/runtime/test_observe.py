@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from d2sd.plugins.choice import WIDTH
+from d2sd.plugins.trees import Branches, Draft, accept
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.observe import NodeOutcome, StepObservation, observe
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence
-from d2sd.runtime.speculation.accept import accept
-from d2sd.runtime.speculation.draft import WIDTH, Branches, Draft
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Lookup, Off, Policy, make_policy
 from d2sd.runtime.trace import StepTrace
 from tests.runtime.drafts import NONSENSE, Passes, batch_of, draft_of, nodes_of, passes

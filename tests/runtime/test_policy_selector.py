@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from d2sd.errors import RequestError
+from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.buckets import buckets
@@ -28,10 +29,7 @@ from d2sd.runtime.policy_selector import (
     forecast_tau,
 )
 from d2sd.runtime.request import Limits, Request, SamplingParams
-from d2sd.runtime.speculation.accept import Accepted
-from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Off, Policy
-from d2sd.runtime.speculation.tree import Tree
 from d2sd.runtime.step_times import StepTimes, measure_step_times, time_context, time_steps
 from tests.runtime.helpers import BLOCK, BRANCHES, cheater, expected, honest, make_engine, run_staggered, some_requests
 

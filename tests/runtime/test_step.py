@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from d2sd.plugins.choice import WIDTH
+from d2sd.plugins.trees import Accepted, Branches, Draft
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import StepResult, decode_step
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
-from d2sd.runtime.speculation.accept import Accepted
 from d2sd.runtime.speculation.calibration import Calibration, logit
-from d2sd.runtime.speculation.draft import WIDTH, Branches, Draft
 from tests.runtime.helpers import (
     BLOCK,
     BRANCHES,

@@ -18,13 +18,13 @@ from torch.nn import functional as F
 
 from d2sd.bundle.load import Bundle
 from d2sd.modeling.drafter import Drafter
+from d2sd.plugins.trees import Branches
 from d2sd.progress import Progress, silent
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sequence import Sequence
-from d2sd.runtime.speculation.draft import Branches
 
 # Shape letters: P positions (the tokens of the answers, and the steps that start before each), S = γ - 1 slots.
 

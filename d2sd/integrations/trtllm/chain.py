@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from d2sd.runtime.speculation.boundaries import chain_branches
-from d2sd.runtime.speculation.draft import Draft
+from d2sd.plugins.trees import Draft, chain_branches, restart_blocks
 
 # Shape letters: B requests, S drafts a step, W width of the drafter's block (at least S + 1), V vocabulary.
 
@@ -33,7 +32,7 @@ def spliced(logits: Tensor, anchor: Tensor, mask_token_id: int, width: int, seco
     slots = logits.shape[1]
     first = _best(logits)
     branch = chain_branches(first, 1)  # at S, "everything accepted", the second pass adds nothing
-    block = branch.blocks(anchor, mask_token_id)[:, 0]
+    block = restart_blocks(branch, anchor, mask_token_id)[:, 0]
     again = second(pad(block, (0, width - block.shape[1]), value=mask_token_id)).to(logits.dtype)
     kept = torch.arange(slots, device=logits.device) < branch.prefix_len
     chain = torch.where(kept[..., None], logits, again)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
+from d2sd.plugins.choice.parameters import SamplingTensors
 from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel
 from d2sd.plugins.choice.triton.filters import threshold_kernel
 from d2sd.plugins.choice.triton.tokens import combine_kernel, scores_kernel
+from d2sd.plugins.shared.sizes import power
+from d2sd.plugins.trees.types import Draft
 
 # Shape letters: B requests, K branches, S slots, N nodes, R rows of logits, M candidates of a slot, V vocabulary.
 
@@ -18,32 +19,6 @@ BLOCK = 4096
 WARPS = 8
 #: Of a program that reads a whole row.
 ROW_WARPS = 16
-
-
-class Parameters(Protocol):
-    """What the kernels read of `d2sd.runtime.sampling.sample.Sampling`."""
-
-    @property
-    def temperature(self) -> Tensor: ...  # [B] fp32, 0 where greedy
-    @property
-    def seed(self) -> Tensor: ...  # [B] int64
-    @property
-    def min_p(self) -> Tensor: ...  # [B] fp32
-    @property
-    def top_k(self) -> Tensor: ...  # [B] int64
-    @property
-    def top_p(self) -> Tensor: ...  # [B] fp32
-    @property
-    def any_min_p(self) -> bool: ...
-    @property
-    def any_top_k(self) -> bool: ...
-    @property
-    def any_top_p(self) -> bool: ...
-
-
-def power(size: int) -> int:
-    """The next power of two."""
-    return 1 << (size - 1).bit_length()
 
 
 def segment_size(vocab: int, pool: int) -> int:
@@ -68,9 +43,9 @@ def pool_warps(pool: int) -> int:
 
 
 def candidates_triton(
-    logits: Tensor, context_len: Tensor, width: int, pool: int, ids: Tensor | None, sampling: Parameters | None
-) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities [B, K, S, M] of logits [B, K, S, V] in any type; `sampling` None: all greedy."""
+    logits: Tensor, context_len: Tensor, width: int, pool: int, ids: Tensor | None, sampling: SamplingTensors | None
+) -> Draft:
+    """[B, K, S, M] of logits [B, K, S, V] in any type; `sampling` None: all greedy."""
     batch, count, slots, vocab = logits.shape
     rows, device = batch * count * slots, logits.device
     constants = pool_constants(vocab, pool, width)
@@ -93,10 +68,10 @@ def candidates_triton(
             MIN_P=sampling is not None and sampling.any_min_p, TOP_K=sampling is not None and sampling.any_top_k,
             TOP_P=sampling is not None and sampling.any_top_p, num_warps=pool_warps(pool),
         )  # fmt: skip
-    return tokens, logprob
+    return Draft(tokens, logprob)
 
 
-def choose_triton(logits: Tensor, context_len: Tensor, depth: Tensor, sampling: Parameters | None) -> Tensor:
+def choose_triton(logits: Tensor, context_len: Tensor, depth: Tensor, sampling: SamplingTensors | None) -> Tensor:
     """The token [B, N] after each node: logits [B, N, V] in any type, depth [B, N]; `sampling` None: all greedy."""
     batch, nodes, vocab = logits.shape
     blocks = -(-vocab // BLOCK)

@@ -5,7 +5,7 @@
     combine_kernel    the best of the blocks
 
 Of equal scores the smaller token is chosen; NaN is the largest of all. A best score that is NaN or infinite stands for
-no token: `d2sd.runtime.sequence.NOT_FINITE`.
+no token: `d2sd.token_codes.NOT_FINITE`.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 

@@ -1,4 +1,4 @@
-"""The state of a step's rows, read before it and written after it: see `d2sd.runtime.cuda_graphs.handover`.
+"""The state of a step's rows, read before it and written after it: see `d2sd.plugins.handover`.
 
 state: int64 [3, R]: anchor, context length, and whether the row is active; a step has B ≤ R rows. One program takes all
 rows: a step's first kernel may read what its last one wrote in another row.

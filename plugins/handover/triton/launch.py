@@ -16,7 +16,7 @@ END_WARPS = 4
 def begin_triton(
     anchor: Tensor, context_len: Tensor, active: Tensor, late: Tensor, source: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`Handover.begin`: anchors and context lengths [B] int64 and which rows are active [B] bool, of the batch's own,
+    """`begin`: anchors and context lengths [B] int64 and which rows are active [B] bool, of the batch's own,
     `late` [B] bool, `source` [B] int64 and the state [3, R] int64.
     """
     (rows,) = anchor.shape
@@ -38,7 +38,7 @@ def begin_constants(rows: int) -> dict[str, int]:
 def end_triton(
     context_len: Tensor, active: Tensor, tokens: Tensor, count: Tensor, limit: Tensor, stop: Tensor, state: Tensor
 ) -> None:
-    """`Handover.end`: writes the state [3, R] int64 of the step's B rows. context_len, count and limit [B] int64,
+    """`end`: writes the state [3, R] int64 of the step's B rows. context_len, count and limit [B] int64,
     active [B] bool, tokens [B, G] int64, stop [B, S] int64.
     """
     rows, size = tokens.shape

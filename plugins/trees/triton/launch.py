@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from d2sd.plugins.shared.sizes import power
 from d2sd.plugins.trees.triton.accept import accept_kernel
 from d2sd.plugins.trees.triton.branches import (
     blocks_kernel,
@@ -17,46 +17,17 @@ from d2sd.plugins.trees.triton.branches import (
 )
 from d2sd.plugins.trees.triton.growth import grow_kernel
 from d2sd.plugins.trees.triton.nodes import candidates_kernel, chain_kernel
+from d2sd.plugins.trees.types import Accepted, Tree
 
 # Shape letters: B requests, N nodes, C candidates, G slots with the anchor, S without it, K branches, M candidates of a
 # slot.
 
 
-class Columns(NamedTuple):
-    """The fields of `d2sd.runtime.speculation.tree.Tree`, in its order."""
-
-    tokens: Tensor  # [B, N] int64
-    parent: Tensor  # [B, N] int64
-    depth: Tensor  # [B, N] int64
-    valid: Tensor  # [B, N] bool
-    attn_mask: Tensor  # [B, N, N] bool
-    branch_id: Tensor  # [B, N] int64
-    score: Tensor  # [B, N] fp32
-    num_merged: Tensor  # [B] int64
-
-    @staticmethod
-    def empty(batch: int, nodes: int, device: torch.device) -> Columns:
-        tokens, parent, depth, branch_id = torch.empty(4, batch, nodes, dtype=torch.long, device=device).unbind(0)
-        return Columns(
-            tokens, parent, depth,
-            torch.empty(batch, nodes, dtype=torch.bool, device=device),
-            torch.empty(batch, nodes, nodes, dtype=torch.bool, device=device),
-            branch_id,
-            torch.empty(batch, nodes, dtype=torch.float32, device=device),
-            torch.empty(batch, dtype=torch.long, device=device),
-        )  # fmt: skip
-
-    def outputs(self) -> tuple[Tensor, ...]:
-        """In the order of the kernels' arguments."""
-        return (
-            self.tokens, self.parent, self.depth, self.branch_id, self.valid, self.score, self.attn_mask,
-            self.num_merged,
-        )  # fmt: skip
-
-
-def power(size: int) -> int:
-    """The next power of two."""
-    return 1 << (size - 1).bit_length()
+def outputs(tree: Tree) -> tuple[Tensor, ...]:
+    """A tree's tensors in the order of the kernels' arguments."""
+    return (
+        tree.tokens, tree.parent, tree.depth, tree.branch_id, tree.valid, tree.score, tree.attn_mask, tree.num_merged,
+    )  # fmt: skip
 
 
 def tree_constants(nodes: int) -> dict[str, int]:
@@ -73,15 +44,15 @@ def growth_warps(nodes: int, branches: int) -> int:
     return 16 if nodes > 512 and not branches else tree_warps(nodes)
 
 
-def chain_triton(candidate: Tensor, score: Tensor) -> Columns:
-    """`tree.from_chain`: candidate [B, N] int64, score [B, N] fp32."""
+def chain_triton(candidate: Tensor, score: Tensor) -> Tree:
+    """`from_chain`: candidate [B, N] int64, score [B, N] fp32."""
     batch, nodes = candidate.shape
     if candidate.stride(1) != 1 or score.stride(1) != 1:
         candidate, score = candidate.contiguous(), score.contiguous()
-    out = Columns.empty(batch, nodes, candidate.device)
+    out = Tree.empty(batch, nodes, candidate.device)
     with torch.cuda.device_of(candidate):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         chain_kernel[(batch,)](
-            candidate, score, *out.outputs(), candidate.stride(0), score.stride(0),
+            candidate, score, *outputs(out), candidate.stride(0), score.stride(0),
             **tree_constants(nodes), num_warps=tree_warps(nodes),
         )  # fmt: skip
     return out
@@ -95,13 +66,13 @@ def candidates_warps(count: int, size: int, nodes: int) -> int:
     return max(tree_warps(nodes), 4 if power(count) * power(size) <= 512 else 8)
 
 
-def candidates_triton(candidate: Tensor, score: Tensor, budget: int) -> Columns:
-    """`tree.from_candidates`: candidate [B, C, G] int64, score [B, C, G] fp32."""
+def candidates_triton(candidate: Tensor, score: Tensor, budget: int) -> Tree:
+    """`from_candidates`: candidate [B, C, G] int64, score [B, C, G] fp32."""
     batch, count, size = candidate.shape
-    out = Columns.empty(batch, budget, candidate.device)
+    out = Tree.empty(batch, budget, candidate.device)
     with torch.cuda.device_of(candidate):  # type: ignore[no-untyped-call]
         candidates_kernel[(batch,)](
-            candidate.contiguous(), score.contiguous(), *out.outputs(),
+            candidate.contiguous(), score.contiguous(), *outputs(out),
             **candidates_constants(count, size), **tree_constants(budget),
             num_warps=candidates_warps(count, size, budget),
         )  # fmt: skip
@@ -119,18 +90,18 @@ def branches_triton(
     prefix_len: Tensor,
     second: tuple[Tensor, Tensor],
     budget: int,
-) -> Columns:
+) -> Tree:
     """`policy.merged_branches`: anchor [B]; likeliest tokens int64 and log-probabilities fp32 of the first draft [B, S]
     and the second [B, K, S]; kept tokens [B, K, S] int64, which may be broadcast, and prefix lengths [B, K] int64.
     """
     batch, count, slots = kept.shape
-    out = Columns.empty(batch, budget, anchor.device)
+    out = Tree.empty(batch, budget, anchor.device)
     top1, confidence = (_rows_of_slots(x) for x in first)
     kept = _rows_of_slots(kept)
     with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
         branches_kernel[(batch,)](
             anchor, top1, confidence, kept, prefix_len.contiguous(), *(x.contiguous() for x in second),
-            *out.outputs(), top1.stride(0), confidence.stride(0), kept.stride(0), kept.stride(1),
+            *outputs(out), top1.stride(0), confidence.stride(0), kept.stride(0), kept.stride(1),
             **branches_constants(slots, count), **tree_constants(budget),
             num_warps=candidates_warps(1 + count, 1 + slots, budget),
         )  # fmt: skip
@@ -147,7 +118,7 @@ def boundaries_constants(slots: int, count: int) -> dict[str, int]:
 
 
 def boundaries_triton(top1: Tensor, confidence: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`boundaries.chain_branches`: prefix lengths and rejected tokens [B, K] int64, K = `count`, of the likeliest
+    """`chain_branches`: prefix lengths and rejected tokens [B, K] int64, K = `count`, of the likeliest
     tokens int64 and their log-probabilities fp32, [B, S].
     """
     batch, slots = top1.shape
@@ -162,7 +133,7 @@ def boundaries_triton(top1: Tensor, confidence: Tensor, count: int) -> tuple[Ten
 
 
 def blocks_triton(anchor: Tensor, kept: Tensor, prefix_len: Tensor, mask_token: int) -> Tensor:
-    """`Branches.blocks` [B, K, 1 + S] int64: anchor [B], kept tokens [B, K, S], prefix lengths [B, K], all int64."""
+    """`restart_blocks` [B, K, 1 + S] int64: anchor [B], kept tokens [B, K, S], prefix lengths [B, K], all int64."""
     batch, count, slots = kept.shape
     kept = _rows_of_slots(kept)
     blocks = torch.empty(batch, count, 1 + slots, dtype=torch.long, device=anchor.device)
@@ -179,7 +150,7 @@ def blocks_constants(slots: int, count: int) -> dict[str, int]:
 
 
 def mask_rejected_triton(logits: Tensor, rejected: Tensor, prefix_len: Tensor, ids: Tensor | None) -> None:
-    """`Branches.mask_rejected` of contiguous logits [B, K, S, V], in place; `ids` [V] int64 or None."""
+    """`mask_rejected` of contiguous logits [B, K, S, V], in place; `ids` [V] int64 or None."""
     batch, count, slots, vocab = logits.shape
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         mask_rejected_kernel[(batch * count,)](
@@ -208,8 +179,8 @@ def growth_triton(
     rows: int,
     branches: tuple[Tensor, Tensor] | None = None,
     second: tuple[Tensor, Tensor] | None = None,
-) -> Columns:
-    """`growth.best_first_tree`.
+) -> Tree:
+    """`best_first_tree`.
 
     tokens int64 and logprob fp32: of the first draft [B, S, M], `second` of the other [B, K, S, M]; `branches`: tokens
     [B, K, S] and prefix lengths [B, K].
@@ -221,11 +192,11 @@ def growth_triton(
         count = branches[1].shape[1]
         more = [x.contiguous() for x in (*second, *branches)]
     tokens, logprob = (x if x[0].is_contiguous() else x.contiguous() for x in (tokens, logprob))
-    out = Columns.empty(batch, rows, anchor.device)
+    out = Tree.empty(batch, rows, anchor.device)
     scratch = torch.empty(batch, 4, 1 + slots * power(rows), dtype=torch.long, device=anchor.device)
     with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
         grow_kernel[(batch,)](
-            anchor, tokens, logprob, *more, *out.outputs(), scratch, tokens.stride(0), logprob.stride(0), slots,
+            anchor, tokens, logprob, *more, *outputs(out), scratch, tokens.stride(0), logprob.stride(0), slots,
             **growth_constants(rows, width, count), **tree_constants(rows), num_warps=growth_warps(rows, count),
         )  # fmt: skip
     return out
@@ -233,8 +204,8 @@ def growth_triton(
 
 def accept_triton(
     tokens: Tensor, parent: Tensor, valid: Tensor, branch_id: Tensor, chosen: Tensor, longest: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`accept.accept`: path [B, G], count [B], tokens [B, G] and branch [B], all int64, for G = `longest`."""
+) -> Accepted:
+    """`accept`: columns of trees and the target's choices [B, N]; G = `longest`."""
     batch, nodes = chosen.shape
     path, accepted = torch.empty(2, batch, longest, dtype=torch.long, device=chosen.device).unbind(0)
     packed = torch.empty(batch, 2, dtype=torch.long, device=chosen.device)
@@ -243,7 +214,7 @@ def accept_triton(
         accept_kernel[(batch,)](
             *columns, path, accepted, packed, **accept_constants(nodes, longest), num_warps=accept_warps(nodes),
         )  # fmt: skip
-    return path, packed[:, 0], accepted, packed[:, 1]
+    return Accepted(path, packed[:, 0], accepted, packed[:, 1])
 
 
 def accept_constants(nodes: int, longest: int) -> dict[str, int]:

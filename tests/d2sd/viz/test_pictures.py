@@ -18,13 +18,11 @@ import torch
 from click.testing import CliRunner, Result
 
 from d2sd.cli.main import main
+from d2sd.plugins.trees import Branches, Draft, accept, from_candidates, from_chain
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Output, Sequence
-from d2sd.runtime.speculation.accept import accept
-from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import D2SD as D2SDPolicy
 from d2sd.runtime.speculation.policy import Lookup, Off, Samples
-from d2sd.runtime.speculation.tree import from_candidates, from_chain
 from d2sd.runtime.text import TextStream
 from d2sd.runtime.trace import StepTrace
 from d2sd.viz.layout import BOX, arrange

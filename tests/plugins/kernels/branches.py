@@ -15,9 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.runtime.speculation.boundaries import chain_branches
-from d2sd.runtime.speculation.draft import Branches, Draft
-from d2sd.runtime.speculation.policy import merged_branches
+from d2sd.plugins.trees import Branches, Draft, chain_branches, mask_rejected, merged_branches, restart_blocks
 from tests.plugins.kernels.calls import INTERPRETED
 from tests.plugins.kernels.trees import assert_equal, both, specification, stable_topk
 
@@ -178,7 +176,7 @@ def test_blocks(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for count in (1, 3):
         _, branches, _ = drafted(torch.Generator().manual_seed(1), slots, count, 50)
         anchor = torch.arange(5) + 70
-        expected, found = both(monkeypatch, lambda b, a: b.blocks(a, 99), branches, anchor)
+        expected, found = both(monkeypatch, lambda b, a: restart_blocks(b, a, 99), branches, anchor)
         assert torch.equal(found.cpu(), expected)
         loops = [
             [
@@ -213,7 +211,7 @@ def test_rejected_tokens(vocab: int, dtype: torch.dtype, monkeypatch: pytest.Mon
                 expected[branch // 3][branch % 3][min(int(length.flatten()[branch]), 2)][index] = -math.inf
 
         def masked(branches: Branches, logits: Tensor, known: Tensor | None) -> Tensor:
-            return branches.mask_rejected(logits.clone(), known)
+            return mask_rejected(branches, logits.clone(), known)
 
         one, found = both(monkeypatch, masked, branches, logits, known)
         assert torch.equal(one, found.cpu())

@@ -12,17 +12,18 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from d2sd.plugins import choice
+from d2sd.plugins.choice import best_token, candidates
+from d2sd.plugins.choice.filters import _ascending, apply_filters
+from d2sd.plugins.choice.philox import _gumbel, philox
 from d2sd.plugins.choice.triton.filters import threshold_kernel
 from d2sd.plugins.choice.triton.launch import choose_triton
 from d2sd.plugins.choice.triton.noise import _gumbel as gumbel_of_words
 from d2sd.plugins.choice.triton.noise import philox_words
 from d2sd.runtime.request import SamplingParams
-from d2sd.runtime.sampling.filters import _ascending, apply_filters
-from d2sd.runtime.sampling.philox import _gumbel, philox
-from d2sd.runtime.sampling.sample import Sampling, best_token, token_scores
-from d2sd.runtime.speculation.draft import candidates
+from d2sd.runtime.sampling.sample import Sampling, token_scores
 from tests.plugins.kernels.calls import there
 from tests.plugins.kernels.trees import specification, stable_topk
+from tests.plugins.on_kernels import run_kernels
 
 __all__ = ["specification", "stable_topk"]
 GREEDY = [SamplingParams(seed=2)] * 2
@@ -172,7 +173,7 @@ def test_candidates(
     made: list[tuple[Tensor, Tensor]] = []
     sampling = sampling_of(params, vocab * 3 + 1)
     for on_kernels in (False, True):
-        monkeypatch.setattr(choice, "use_kernels", lambda _, on=on_kernels: on)
+        run_kernels(monkeypatch, choice.OP, on=on_kernels)
         given: tuple[Any, ...] = (logits if on_kernels else logits.float(), context, sampling, width, ids)
         draft = candidates(*(there(x) if on_kernels else x for x in given))
         made.append((draft.tokens.cpu(), draft.logprob.cpu()))
@@ -187,9 +188,9 @@ def test_an_overflow_is_no_proposal(params: list[SamplingParams], monkeypatch: p
     logits = logits_of(3, 2, 1, 3, 200, dtype=torch.float32)
     logits[0, 0, 0, 7], logits[0, 0, 1, 8], logits[1, 0, 2] = float("nan"), float("inf"), float("-inf")
     sampling = sampling_of(params, 200)
-    monkeypatch.setattr(choice, "use_kernels", lambda _: False)
+    run_kernels(monkeypatch, choice.OP, on=False)
     expected = candidates(logits, torch.tensor([1, 2]), sampling, 4)
-    monkeypatch.setattr(choice, "use_kernels", lambda _: True)
+    run_kernels(monkeypatch, choice.OP)
     found = candidates(there(logits), there(torch.tensor([1, 2])), there(sampling), 4)
     assert torch.equal(found.tokens.cpu(), expected.tokens)
     torch.testing.assert_close(found.logprob.cpu(), expected.logprob, rtol=1e-6, atol=1e-6)

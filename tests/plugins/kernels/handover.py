@@ -1,4 +1,4 @@
-"""The handover's kernels against `runtime/cuda_graphs/handover.py`, and against loops over rows: equal to the bit."""
+"""The handover's kernels against their specification, and against loops over rows: equal to the bit."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins import handover as kernels
+from d2sd.plugins.trees import Accepted
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.handover import STOP_TOKENS, Handover, Link
-from d2sd.runtime.sequence import NOT_FINITE
-from d2sd.runtime.speculation.accept import Accepted
+from d2sd.token_codes import NOT_FINITE
 from tests.plugins.kernels import calls
 from tests.plugins.kernels.calls import there
+from tests.plugins.on_kernels import run_kernels
 
 #: Rows of the state, of the step, block size: fewer than it has, one, and all; no power of two.
 SIZES = ((5, 3, 4), (1, 1, 1), pytest.param(40, 33, 16, marks=pytest.mark.slow), (7, 7, 5))
@@ -48,7 +49,7 @@ def run(
     monkeypatch: pytest.MonkeyPatch, fused: bool, state: Tensor, batch: Batch, link: Link, result: Any
 ) -> tuple[list[list[int]], list[list[int]]]:
     """What the step is given, and the state after it."""
-    monkeypatch.setattr(kernels, "use_kernels", lambda _: fused)
+    run_kernels(monkeypatch, kernels.OP, on=fused)
     where = there if fused else lambda given: given
     handover = Handover(state.shape[1], result.accepted.tokens.shape[1], calls.DEVICE if fused else "cpu")
     handover._state.copy_(state)

@@ -13,10 +13,10 @@ from d2sd.modeling.fp8 import Fp8Cache, kv_scales
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.rows import Rows
 from d2sd.plugins import dispatch, layer_ops, trees
-from d2sd.runtime.speculation.policy import merged_branches
-from d2sd.runtime.speculation.tree import Tree
+from d2sd.plugins.trees import Tree, merged_branches
 from tests.plugins.kernels import calls
 from tests.plugins.kernels.branches import drafted
+from tests.plugins.on_kernels import run_kernels
 from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_flex
 
 
@@ -44,11 +44,11 @@ def hidden(model: Decoder, chunks: list[int]) -> Tensor:
 
 
 def on_kernels(patch: pytest.MonkeyPatch, *, fused: bool) -> None:
-    patch.setattr(dispatch, "use_triton", lambda pages: True)
+    run_kernels(patch, "attention")
     patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     if fused:
         patch.setattr(dispatch, "use_fused_layers", lambda *_, **__: True)
-        patch.setattr(layer_ops, "_on_kernels", lambda x: True)
+        run_kernels(patch, layer_ops.OP)
 
 
 @pytest.mark.parametrize(("fp8_pages", "fused"), [(False, False), (True, False), (False, True)])
@@ -84,8 +84,8 @@ def test_without_kernels_none_is_launched(monkeypatch: pytest.MonkeyPatch) -> No
     """Comparisons of kernels with what runs without them compare two things."""
     monkeypatch.setattr("d2sd.plugins.trees.triton.launch.branches_kernel", None)
     drafts = drafted(torch.Generator().manual_seed(1), 2, 1, 3)
-    monkeypatch.setattr(trees, "use_kernels", lambda *_: False)
+    run_kernels(monkeypatch, trees.OP, on=False)
     assert isinstance(merged_branches(torch.arange(5), *drafts, 4), Tree)
-    monkeypatch.setattr(trees, "use_kernels", lambda *_: True)
+    run_kernels(monkeypatch, trees.OP)
     with pytest.raises(TypeError):
         merged_branches(torch.arange(5), *drafts, 4)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from d2sd.plugins import choice, trees
+from d2sd.plugins import choice, dispatch, trees
 from d2sd.policies import PolicyName
 from tests.plugins.kernels import calls
 from tests.runtime.helpers import cheater, expected, make_engine, run_staggered, some_requests
@@ -20,12 +20,12 @@ def test_texts_are_those_of_plain_decoding(policy: PolicyName, monkeypatch: pyte
     assert calls.DEVICE == "cpu"
     used: list[Tensor] = []
 
-    def use(x: Tensor, *_: object) -> bool:
-        used.append(x)
-        return True
+    def use(op: str, x: Tensor, **_: object) -> bool:
+        if op in (trees.OP, choice.OP):
+            used.append(x)
+        return op in (trees.OP, choice.OP)
 
-    monkeypatch.setattr(trees, "use_kernels", use)
-    monkeypatch.setattr(choice, "use_kernels", use)
+    monkeypatch.setattr(dispatch, "use_kernels", use)
     requests = [replace(request, max_new_tokens=5) for request in some_requests()[:2]]
     engine = make_engine(cheater(requests), policy, row_budget=7)
     sequences = run_staggered(engine, requests)

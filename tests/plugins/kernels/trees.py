@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins import trees
-from d2sd.runtime.speculation.accept import Accepted, accept
-from d2sd.runtime.speculation.draft import Branches, Draft
-from d2sd.runtime.speculation.growth import best_first_tree
-from d2sd.runtime.speculation.tree import Tree, from_candidates, from_chain
+from d2sd.plugins.trees import Accepted, Branches, Draft, Tree, accept, best_first_tree, from_candidates, from_chain
 from tests.plugins.kernels.calls import there
+from tests.plugins.on_kernels import run_kernels
 
 #: Candidates, slots, budget: none merges, all merge; more room than nodes, and less; no power of two anywhere.
 MERGES = (
@@ -50,9 +48,9 @@ def stable_topk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def both(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any], *given: Any) -> tuple[Any, Any]:
     """The specification's result, and the kernels'."""
-    monkeypatch.setattr(trees, "use_kernels", lambda *_: False)
+    run_kernels(monkeypatch, trees.OP, on=False)
     expected = make(*given)
-    monkeypatch.setattr(trees, "use_kernels", lambda *_: True)
+    run_kernels(monkeypatch, trees.OP)
     return expected, make(*(there(x) for x in given))
 
 
@@ -149,7 +147,7 @@ def test_nothing_proposed_and_everything_certain(monkeypatch: pytest.MonkeyPatch
 def test_acceptance(count: int, size: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(1)
     for vocab in (1, 2, 3):
-        monkeypatch.setattr(trees, "use_kernels", lambda *_: False)
+        run_kernels(monkeypatch, trees.OP, on=False)
         tokens = random_candidates(draw, count, size, vocab)
         tree = from_candidates(tokens, torch.zeros(tokens.shape), budget)
         chosen = torch.randint(0, vocab, (3, budget), generator=draw)

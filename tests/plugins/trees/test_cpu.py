@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d2sd.plugins.cpu import library
-from d2sd.plugins.trees import cpu as trees
-from d2sd.runtime.speculation.accept import accept_reference
-from d2sd.runtime.speculation.draft import Branches, Draft
-from d2sd.runtime.speculation.growth import best_first_tree_reference
+from d2sd.plugins.trees import Branches, Draft
+from d2sd.plugins.trees.cpu import accept_cpu, best_first_tree_cpu
+from d2sd.plugins.trees.reference.accept import accept_reference
+from d2sd.plugins.trees.reference.growth import best_first_tree_reference
 
 pytestmark = pytest.mark.skipif(not library.available(), reason=f"no CPU kernels: {library.load()}")
 VOCAB = 40
@@ -46,46 +46,24 @@ def test_trees_and_acceptance(batch: int, slots: int, width: int, branches: int,
     where = restarts(generator, first, branches) if branches else None
     second = draft(generator, batch, branches, slots, width) if branches else None
     expected = best_first_tree_reference(anchor, first, nodes, where, second)
-    token, parent, depth, valid, mask, branch_id, score = trees.grow(
-        anchor, first.tokens, first.logprob, nodes,
-        None if where is None else (where.tokens, where.prefix_len),
-        None if second is None else (second.tokens, second.logprob),
-    )  # fmt: skip
-    assert torch.equal(token, expected.tokens)
-    assert torch.equal(parent, expected.parent)
-    assert torch.equal(depth, expected.depth)
-    assert torch.equal(valid, expected.valid)
-    assert torch.equal(mask, expected.attn_mask)
-    assert torch.equal(branch_id, expected.branch_id)
-    assert torch.equal(score, expected.score)
+    tree = best_first_tree_cpu(anchor, first, nodes, where, second)
+    for field in fields(tree):
+        assert torch.equal(getattr(tree, field.name), getattr(expected, field.name)), field.name
 
-    chosen = torch.randint(VOCAB, token.shape, generator=generator)
-    agrees = torch.rand(token.shape, generator=generator) < 0.6
-    for b, node in (valid & agrees & (depth > 0)).nonzero().tolist():
-        chosen[b, parent[b, node]] = token[b, node]
-    columns = token, parent, depth, valid, branch_id
-    found = trees.accept(*columns, chosen, slots + 1)
-    accepted = accept_reference(expected, chosen, slots + 1)
-    for ours, field in zip(found, fields(accepted), strict=True):
-        assert torch.equal(ours, getattr(accepted, field.name)), field.name
+    chosen = torch.randint(VOCAB, tree.tokens.shape, generator=generator)
+    agrees = torch.rand(tree.tokens.shape, generator=generator) < 0.6
+    for b, node in (tree.valid & agrees & (tree.depth > 0)).nonzero().tolist():
+        chosen[b, tree.parent[b, node]] = tree.tokens[b, node]
+    found, accepted = accept_cpu(tree, chosen, slots + 1), accept_reference(expected, chosen, slots + 1)
+    for field in fields(accepted):
+        assert torch.equal(getattr(found, field.name), getattr(accepted, field.name)), field.name
 
 
 def test_children_of_equal_score_stay_in_order() -> None:
     """Upper levels first, then the candidates' order: the tree must not depend on the heap."""
     same = torch.zeros(1, 3, 4)
     tokens = torch.arange(12).view(1, 3, 4)
-    token, parent, depth, *_ = trees.grow(torch.tensor([39]), tokens, same, 8)
-    assert token.tolist() == [[39, 0, 1, 2, 3, 4, 5, 6]]
-    assert parent.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1]]
-    assert depth.tolist() == [[0, 1, 1, 1, 1, 2, 2, 2]]
-
-
-@pytest.mark.parametrize("size", [1, 15, 16, 17, 1003])
-def test_argmax_takes_the_first_of_equals_and_nan_first(size: int) -> None:
-    logits = torch.randn(3, 4, size, generator=torch.Generator().manual_seed(size)).round(decimals=1)
-    logits[0, 0] = float("-inf")
-    logits[1, 1, size // 2 :] = float("nan")
-    logits[2, 2, :] = -0.0
-    logits[2, 2, size // 2] = 0.0
-    assert torch.equal(trees.argmax(logits), logits.argmax(-1))
-    assert torch.equal(trees.argmax(logits.transpose(0, 1)), logits.transpose(0, 1).argmax(-1))
+    tree = best_first_tree_cpu(torch.tensor([39]), Draft(tokens, same), 8)
+    assert tree.tokens.tolist() == [[39, 0, 1, 2, 3, 4, 5, 6]]
+    assert tree.parent.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1]]
+    assert tree.depth.tolist() == [[0, 1, 1, 1, 1, 2, 2, 2]]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from d2sd.errors import D2SDError
+from d2sd.plugins.trees import Accepted, Tree
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime import decode
 from d2sd.runtime.backends.model_runner import ModelRunner
@@ -22,10 +23,9 @@ from d2sd.runtime.cuda_graphs.inputs import StaticInputs
 from d2sd.runtime.decode import StepResult
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, SamplingParams
-from d2sd.runtime.sequence import NOT_FINITE, Sequence
-from d2sd.runtime.speculation.accept import Accepted
+from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.policy import make_policy
-from d2sd.runtime.speculation.tree import Tree
+from d2sd.token_codes import NOT_FINITE
 from tests.runtime.helpers import (
     BLOCK,
     BRANCHES,

@@ -7,9 +7,9 @@ import math
 import torch
 
 from d2sd.modeling.decoder import Decoder
+from d2sd.plugins.choice.philox import gumbel
 from d2sd.runtime.grammar.grammar import has
 from d2sd.runtime.request import Request
-from d2sd.runtime.sampling.philox import gumbel
 from tests.runtime.grammar.tokens import END
 from tests.runtime.oracle import allowed
 from tests.tiny import full_logits

@@ -143,7 +143,7 @@ def test_guided_drafts_are_accepted_more_often(monkeypatch: pytest.MonkeyPatch) 
 
 
 def _first(draft: object, width: int) -> object:
-    from d2sd.runtime.speculation.draft import Draft
+    from d2sd.plugins.trees import Draft
 
     assert isinstance(draft, Draft)
     return Draft(draft.tokens[..., :width], draft.logprob[..., :width])

@@ -10,14 +10,13 @@ from functools import cache
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.flex import FlexHead
+from d2sd.plugins.trees import Branches, Draft, Tree
 from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.grammar.grammar import has
 from d2sd.runtime.request import Request
-from d2sd.runtime.speculation.draft import Branches, Draft
 from d2sd.runtime.speculation.policy import Policy
-from d2sd.runtime.speculation.tree import Tree
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.grammar.tokens import END, vocab_size
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex

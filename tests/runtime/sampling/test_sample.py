@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from d2sd.errors import RequestError
+from d2sd.plugins.choice.philox import gumbel
 from d2sd.runtime.request import SamplingParams
-from d2sd.runtime.sampling.philox import gumbel
 from d2sd.runtime.sampling.sample import Sampling
 from tests.runtime.helpers import STEADY, choices, gumbel_scores
 from tests.runtime.oracle import allowed

@@ -4,10 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from d2sd.plugins.trees import accept, from_candidates, from_chain
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
-from d2sd.runtime.speculation.accept import accept, sample_target, unpack_bits
-from d2sd.runtime.speculation.tree import from_candidates, from_chain
+from d2sd.runtime.speculation.accept import sample_target, unpack_bits
 from tests.runtime import oracle
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import walk

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from d2sd.plugins.trees import Draft
 from d2sd.policies import DrafterRole
 from d2sd.runtime.speculation.calibration import Calibration, logit
-from d2sd.runtime.speculation.draft import Draft
 from tests.runtime.drafts import Passes, batch_of, draft_of, passes
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import calibrated

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2sd.errors import RecipeError
+from d2sd.plugins.choice import WIDTH
+from d2sd.plugins.trees import Draft
 from d2sd.policies import MAX_NODES, NAMES, FirstPass, PolicyName
-from d2sd.runtime.speculation.draft import WIDTH, Draft
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.runtime import oracle
 from tests.runtime.drafts import Passes, batch_of, check_best, draft_of, nodes_of, passes

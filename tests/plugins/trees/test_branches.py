@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2sd.runtime.speculation.boundaries import boundary_scores, chain_branches, tree_branches
-from d2sd.runtime.speculation.draft import Branches
+from d2sd.plugins.trees import Branches, chain_branches, tree_branches
+from d2sd.plugins.trees.reference.branches import boundary_scores
 from tests.runtime.drafts import Passes, draft_of, passes
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import Path, chain_worth, tree_worth

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d2sd.runtime.speculation.tree import Tree, from_candidates, from_chain, max_nodes, replace_rows
+from d2sd.plugins.trees import Tree, from_candidates, from_chain, max_nodes, replace_rows
 from tests.runtime import oracle
 from tests.runtime.drafts import nodes_of
 from tests.runtime.helpers import STEADY

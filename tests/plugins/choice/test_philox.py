@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from d2sd.plugins.choice import philox as noise
+from d2sd.plugins.choice.philox import gumbel, gumbel_at, philox
 from d2sd.runtime.request import SamplingParams
-from d2sd.runtime.sampling import philox as noise
-from d2sd.runtime.sampling.philox import gumbel, gumbel_at, philox
 from d2sd.runtime.sampling.sample import Sampling
 from tests.runtime import oracle
 from tests.runtime.helpers import STEADY

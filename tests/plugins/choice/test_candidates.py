@@ -10,11 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from d2sd.plugins.choice import candidates
+from d2sd.plugins.choice.philox import gumbel
+from d2sd.plugins.choice.reference import CANDIDATE_POOL
+from d2sd.plugins.trees import Branches, Draft, mask_rejected, restart_blocks
+from d2sd.plugins.trees.reference.branches import splice
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.penalties import Text
-from d2sd.runtime.sampling.philox import gumbel
 from d2sd.runtime.sampling.sample import Sampling
-from d2sd.runtime.speculation.draft import CANDIDATE_POOL, Branches, Draft, candidates
 from tests.runtime.helpers import STEADY, choices
 from tests.runtime.oracle import allowed
 
@@ -27,14 +30,14 @@ BRANCHES = Branches(
 
 
 def test_blocks_keep_the_prefix_and_mask_the_rest() -> None:
-    assert BRANCHES.blocks(torch.tensor([8, 9]), 99).tolist() == [
+    assert restart_blocks(BRANCHES, torch.tensor([8, 9]), 99).tolist() == [
         [[8, 1, 2, 99, 99], [8, 99, 99, 99, 99]],
         [[9, 4, 5, 6, 99], [9, 4, 5, 6, 7]],
     ]
 
 
 def test_only_the_rejected_token_is_forbidden() -> None:
-    logits = BRANCHES.mask_rejected(torch.zeros(2, 2, 4, 10))
+    logits = mask_rejected(BRANCHES, torch.zeros(2, 2, 4, 10))
     # request, branch, slot behind the boundary, token; nothing where no token was rejected
     assert logits.isinf().nonzero().tolist() == [[0, 0, 2, 3], [0, 1, 0, 1], [1, 0, 3, 7]]
     assert (logits[logits.isinf()] < 0).all()
@@ -42,7 +45,7 @@ def test_only_the_rejected_token_is_forbidden() -> None:
 
 def test_branches_join_both_drafts() -> None:
     second = Draft(torch.arange(100, 132).view(2, 2, 4, 2), torch.zeros(2, 2, 4, 2))
-    assert BRANCHES.splice(second).tolist() == [
+    assert splice(BRANCHES, second).tolist() == [
         [[1, 2, 104, 106], [108, 110, 112, 114]],
         [[4, 5, 6, 122], [4, 5, 6, 7]],
     ]
@@ -155,7 +158,7 @@ def test_a_forbidden_token_is_never_proposed(params: SamplingParams) -> None:
     logits = torch.zeros(1, 1, 2, 6)
     logits[..., 4] = 9.0
     branches = Branches(torch.zeros(1, 1, 2, dtype=torch.long), torch.tensor([[1]]), torch.tensor([[4]]))
-    draft = proposed(branches.mask_rejected(logits), [params], 6)
+    draft = proposed(mask_rejected(branches, logits), [params], 6)
     told = dict(zip(draft.tokens[0, 0, 1].tolist(), draft.logprob[0, 0, 1].tolist(), strict=True))
     assert told.pop(4) == -math.inf
     assert sum(math.exp(p) for p in told.values()) == pytest.approx(1, abs=1e-5)

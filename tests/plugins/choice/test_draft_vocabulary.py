@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from d2sd.modeling.drafter import Drafter
+from d2sd.plugins.choice import candidates
+from d2sd.plugins.trees import Branches, Draft, mask_rejected, restart_blocks
 from d2sd.policies import FACTS, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
-from d2sd.runtime.speculation.draft import Branches, Draft, candidates
 from tests.runtime.backends.test_model_runner import TABLE, TEXTS, prefilled
 from tests.runtime.cuda_graphs import test_capture as test_capturable
 from tests.runtime.cuda_graphs.test_capture import HOT, check_same, layers_of_pytorch, record, running  # noqa: F401, a fixture
@@ -177,8 +178,8 @@ def test_candidates_are_those_of_a_masked_head(
     )
     drawn = Sampling.of(params, 20, "cpu")
     context = 10 * torch.arange(1, len(params) + 1)
-    small = branches.mask_rejected(logits[..., known], known)
-    whole = branches.mask_rejected(masked(logits, known))
+    small = mask_rejected(branches, logits[..., known], known)
+    whole = mask_rejected(branches, masked(logits, known))
     check_equal(candidates(small, context, drawn, width, known), candidates(whole, context, drawn, width))
 
 
@@ -186,7 +187,7 @@ def test_a_rejected_token_outside_the_vocabulary_forbids_nothing() -> None:
     known = torch.tensor([2, 5, 6])
     length, rejected = torch.tensor([[0, 1, 2, 3, 3, 1]]), torch.tensor([[0, 2, 4, 6, 9, -1]])
     branches = Branches(torch.zeros(1, 6, 4, dtype=torch.long), length, rejected)
-    logits = branches.mask_rejected(torch.zeros(1, 6, 4, 3), known)
+    logits = mask_rejected(branches, torch.zeros(1, 6, 4, 3), known)
     # request, branch, slot behind the boundary, place in the vocabulary
     assert logits.isinf().nonzero().tolist() == [[0, 1, 1, 0], [0, 3, 3, 2]]
 
@@ -215,9 +216,9 @@ def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> No
         length = torch.tensor([[0, 2, 3], [3, 1, 4], [1, 2, 0]])
         rejected = torch.tensor([[IDS[0], IDS[1], 8], [IDS[4], 62, -1], [IDS[2], IDS[3], IDS[6]]])
         branches = Branches(first.top1[:, None].expand(-1, BRANCHES, -1), length, rejected)
-        logits = whole._draft(which, batch, branches.blocks(batch.anchor, 63))
+        logits = whole._draft(which, batch, restart_blocks(branches, batch.anchor, 63))
         check_equal(
-            small.draft_second(batch, branches, which, width + 3), wanted(which, branches.mask_rejected(logits))
+            small.draft_second(batch, branches, which, width + 3), wanted(which, mask_rejected(branches, logits))
         )
 
 

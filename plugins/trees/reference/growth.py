@@ -16,32 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from d2sd.plugins import trees
-from d2sd.plugins.trees import cpu
-from d2sd.runtime.speculation.draft import Branches, Draft
-from d2sd.runtime.speculation.tree import Tree, from_scored_nodes
+from d2sd.plugins.trees.reference.nodes import from_scored_nodes
+from d2sd.plugins.trees.types import Branches, Draft, Tree
 
 # Shape letters: B requests, K branches, S slots, M candidates a slot, N nodes, W ≤ N nodes of one level.
-
-
-def best_first_tree(
-    anchor: Tensor, first: Draft, rows: int, branches: Branches | None = None, second: Draft | None = None
-) -> Tree:
-    """anchor [B], first [B, S, M] and, after the prefixes of K branches, second [B, K, S, M] -> `rows` nodes.
-
-    Nodes are sorted by score, so a smaller tree is a prefix of a larger one.
-    """
-    count = 0 if branches is None else branches.prefix_len.shape[1]
-    restarts = None if branches is None else (branches.tokens, branches.prefix_len)
-    redrafted = None if second is None else (second.tokens, second.logprob)
-    if trees.use_kernels(anchor, count):
-        from d2sd.plugins.trees.triton.launch import growth_triton
-
-        return Tree(*growth_triton(anchor, first.tokens, first.logprob, rows, restarts, redrafted))
-    if cpu.supported(anchor) and count <= cpu.MOST_BRANCHES:
-        found = cpu.grow(anchor, first.tokens, first.logprob, rows, restarts, redrafted)
-        return Tree(*found, num_merged=torch.zeros_like(anchor))
-    return best_first_tree_reference(anchor, first, rows, branches, second)
 
 
 def best_first_tree_reference(

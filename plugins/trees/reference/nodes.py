@@ -12,29 +12,20 @@ tree is prefix-closed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from d2sd.plugins import trees
+from d2sd.plugins.trees.types import Tree
 
 # Shape letters: B requests, C candidates, G block size γ, N nodes (the node budget), F nodes before the budget.
 
 
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """N nodes a request; entries past the last node are padding: not valid, and they attend to themselves only."""
-
-    tokens: Tensor  # [B, N] int64
-    parent: Tensor  # [B, N] int64, always smaller than the node's own index; the root's is 0
-    depth: Tensor  # [B, N] int64, 0 at the root
-    valid: Tensor  # [B, N] bool
-    attn_mask: Tensor  # [B, N, N] bool: ancestors and self
-    branch_id: Tensor  # [B, N] int64: 0 the first pass or first candidate, k >= 1 the k-th branch or candidate
-    score: Tensor  # [B, N] fp32, log-probability of the node's path by the drafters; -inf in padding
-    num_merged: Tensor  # [B] int64, tokens of candidates that share an existing node
+def with_anchor(anchor: Tensor, tokens: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
+    """Prepend the anchor to candidates [B, (C,) S]; returns tokens and path scores, both [B, (C,) γ]."""
+    anchor = anchor.view(-1, *[1] * (tokens.dim() - 1)).expand_as(tokens[..., :1])
+    score = torch.cat([torch.zeros_like(logprob[..., :1]), logprob.cumsum(-1)], dim=-1)
+    return torch.cat([anchor, tokens], dim=-1), score
 
 
 def max_nodes(block_size: int, branches: int) -> int:
@@ -42,12 +33,8 @@ def max_nodes(block_size: int, branches: int) -> int:
     return block_size + sum(block_size - 1 - i for i in range(branches))
 
 
-def from_chain(tokens: Tensor, score: Tensor) -> Tree:
-    """A chain of one candidate [B, N] with path scores [B, N]; it ends before the first score of -inf."""
-    if trees.use_kernels(tokens):
-        from d2sd.plugins.trees.triton.launch import chain_triton
-
-        return Tree(*chain_triton(tokens, score))
+def from_chain_reference(tokens: Tensor, score: Tensor) -> Tree:
+    """`from_chain` in PyTorch: the specification."""
     batch, size = tokens.shape
     steps = torch.arange(size, device=tokens.device)
     depth = steps.expand(batch, size)
@@ -56,12 +43,8 @@ def from_chain(tokens: Tensor, score: Tensor) -> Tree:
     return _tree(tokens, (depth - 1).clamp(min=0), depth, valid, torch.zeros_like(tokens), score, size - 1)
 
 
-def from_candidates(candidates: Tensor, score: Tensor, budget: int) -> Tree:
-    """candidates [B, C, G], all with the same slot 0, and their path scores [B, C, G] -> at most `budget` nodes."""
-    if trees.use_kernels(candidates):
-        from d2sd.plugins.trees.triton.launch import candidates_triton
-
-        return Tree(*candidates_triton(candidates, score, budget))
+def from_candidates_reference(candidates: Tensor, score: Tensor, budget: int) -> Tree:
+    """`from_candidates` in PyTorch: the specification."""
     batch, count, size = candidates.shape
     device = candidates.device
     # same[b, c, e, g]: candidates c and e agree on slots 0 .. g. The first such candidate owns the node.

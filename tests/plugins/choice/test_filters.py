@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from d2sd.plugins.choice.filters import apply_filters
 from d2sd.runtime.request import SamplingParams
-from d2sd.runtime.sampling.filters import apply_filters
 from d2sd.runtime.sampling.sample import Sampling
 from tests.runtime.helpers import STEADY
 

@@ -10,9 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2sd.runtime.speculation.draft import Branches
-from d2sd.runtime.speculation.growth import best_first_tree
-from d2sd.runtime.speculation.tree import Tree
+from d2sd.plugins.trees import Branches, Tree, best_first_tree
 from tests.runtime.drafts import NONSENSE, Passes, batch_of, check_best, draft_of, nodes_of, passes, slots_of
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import best_first

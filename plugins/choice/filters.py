@@ -8,13 +8,10 @@ on the batch, and the kept set equals the one that a sort gives, ties included.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from d2sd.runtime.sampling.sample import Sampling
+from d2sd.plugins.choice.parameters import SamplingTensors
 
 # Shape letters: B requests, V vocabulary.
 
@@ -23,7 +20,7 @@ _UNIT = 2.0**40
 _BINS = 256
 
 
-def apply_filters(scaled_logits: Tensor, sampling: Sampling) -> Tensor:
+def apply_filters(scaled_logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """[B, ..., V] -> -inf outside min-p, then top-k, then top-p (vLLM's order); the best token is always kept.
 
     Each filter works on the probabilities that the one before it left. Tokens that tie with the last one kept are kept,

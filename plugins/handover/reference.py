@@ -1,0 +1,28 @@
+"""The handover of steps in plain PyTorch: the specification."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def begin_reference(
+    anchor: Tensor, context_len: Tensor, active: Tensor, late: Tensor, source: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`begin`."""
+    given = torch.stack([anchor, context_len, active])
+    anchor, context_len, active = torch.where(late, state[:, source], given)
+    return anchor, context_len, active.bool()
+
+
+def end_reference(
+    context_len: Tensor, active: Tensor, tokens: Tensor, count: Tensor, limit: Tensor, stop: Tensor, state: Tensor
+) -> None:
+    """`end`."""
+    anchor, length, still_active = state[:, : len(count)]
+    last = torch.gather(tokens, 1, count[:, None] - 1)[:, 0]
+    torch.clamp(last, min=0, out=anchor)  # below 0: `stop` ends the row
+    torch.add(context_len, count, out=length)
+    new = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
+    stopped = ((tokens[..., None] == stop[:, None]).any(-1) & new).any(-1)
+    torch.gt(active, stopped | (length >= limit), out=still_active)

@@ -1,0 +1,99 @@
+"""Likely rejection boundaries of the first draft, and the branches that restart there (arXiv 2606.04446, Eq. 3-5)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from d2sd.plugins.trees.reference.nodes import from_candidates_reference, with_anchor
+from d2sd.plugins.trees.types import Branches, Draft, Tree
+
+# Shape letters: B requests, K branches, S = γ - 1 slots, M candidates a slot, N nodes.
+
+
+def boundary_scores(confidence: Tensor) -> Tensor:
+    """Probability that exactly i of the S drafts are accepted, i = 0 .. S; log confidences [B, S] -> [B, S + 1].
+
+    r(i) = (c_1 … c_i)(1 - c_{i+1}). r(S), "everything accepted", is not in the paper; with it the scores sum to 1.
+    """
+    reached = torch.cat([torch.zeros_like(confidence[:, :1]), confidence.cumsum(-1)], dim=-1).exp()
+    rejected = torch.cat([-torch.expm1(confidence), torch.ones_like(confidence[:, :1])], dim=-1)
+    return reached * rejected
+
+
+def log_rejected(confidence: Tensor) -> Tensor:
+    """log(1 - c) of log confidences; c is clamped below 1, because fp32 rounds confident drafts to exactly 1."""
+    return torch.log(-torch.expm1(confidence.clamp(max=-1e-7)))
+
+
+def chain_branches_reference(first: Draft, count: int) -> Branches:
+    """`chain_branches` in PyTorch: the specification."""
+    length = boundary_scores(first.confidence).topk(count, dim=-1).indices
+    slots = first.top1.shape[1]
+    at_boundary = first.top1.gather(1, length.clamp(max=slots - 1))
+    rejected = torch.where(length < slots, at_boundary, -1)
+    return Branches(first.top1[:, None].expand(-1, count, -1), length, rejected)
+
+
+def branches_of_nodes(tree: Tree, first: Draft, count: int) -> Branches:
+    """The `count` best nodes of `tree`, grown from all slots of `first` but the last: see `tree_branches`."""
+    slots = first.top1.shape[1]
+    path = _paths(tree, slots)
+    step = torch.arange(slots, device=tree.depth.device)
+    on_chain = ((path == first.top1[:, None]) | (step >= tree.depth[..., None])).all(-1)
+    next_confidence = first.confidence.gather(1, tree.depth.clamp(max=slots - 1))
+    score = tree.score + torch.where(on_chain, log_rejected(next_confidence), 0.0)
+    usable = tree.valid & (tree.depth > 0)
+    score, node = score.masked_fill(~usable, float("-inf")).topk(count, dim=-1)
+    length = tree.depth.gather(1, node)
+    length = torch.where(usable.gather(1, node), length, slots)  # fewer nodes than branches
+    return Branches(path.gather(1, node[..., None].expand(-1, -1, slots)), length, torch.full_like(length, -1))
+
+
+def _paths(tree: Tree, slots: int) -> Tensor:
+    """Tokens of the path to every node, without the root [B, N, S]; 0 past its depth."""
+    step = torch.arange(slots, device=tree.tokens.device)
+    at_step = tree.attn_mask[:, :, None] & (tree.depth[:, None] == step[:, None] + 1)[:, None]  # [B, N, S, N]
+    return (at_step * tree.tokens[:, None, None]).sum(-1)
+
+
+def restart_blocks_reference(branches: Branches, anchor: Tensor, mask_token_id: int) -> Tensor:
+    """`restart_blocks` in PyTorch: the specification."""
+    slots = torch.arange(branches.tokens.shape[-1], device=anchor.device)
+    kept = torch.where(slots < branches.prefix_len[..., None], branches.tokens, mask_token_id)
+    return torch.cat([anchor[:, None, None].expand(-1, kept.shape[1], 1), kept], dim=-1)
+
+
+def mask_rejected_reference(branches: Branches, logits: Tensor, ids: Tensor | None = None) -> Tensor:
+    """`mask_rejected` in PyTorch: the specification."""
+    rejected = branches.rejected if ids is None else index_in_vocab(ids, branches.rejected)
+    b = torch.arange(len(logits), device=logits.device)[:, None]
+    k = torch.arange(logits.shape[1], device=logits.device)
+    index = b, k, branches.prefix_len.clamp(max=logits.shape[2] - 1), rejected.clamp(min=0)
+    logits[index] = logits[index].masked_fill(rejected >= 0, float("-inf"))
+    return logits
+
+
+def index_in_vocab(ids: Tensor, tokens: Tensor) -> Tensor:
+    """Index of each token in the ascending `ids` [Vd]; -1 if it is missing."""
+    index = torch.searchsorted(ids, tokens.contiguous()).clamp(max=len(ids) - 1)
+    return index.where(ids[index] == tokens, -1)
+
+
+def splice(branches: Branches, second: Draft) -> Tensor:
+    """Full candidates [B, K, S]: kept tokens, then the second pass's best."""
+    slots = torch.arange(branches.tokens.shape[-1], device=branches.tokens.device)
+    return torch.where(slots < branches.prefix_len[..., None], branches.tokens, second.top1)
+
+
+def merged_branches_reference(anchor: Tensor, first: Draft, branches: Branches, second: Draft, budget: int) -> Tree:
+    """`merged_branches` in PyTorch: the specification."""
+    slots = torch.arange(first.top1.shape[1], device=anchor.device)
+    length = branches.prefix_len[..., None]
+    drafted = first.confidence[:, None]
+    # The second pass's probabilities are conditional on rejection of the first draft at the boundary.
+    rejected = torch.where(slots == length, log_rejected(drafted), 0.0)
+    redrafted = torch.where(slots < length, drafted, second.confidence + rejected)
+    tokens = torch.cat([first.top1[:, None], splice(branches, second)], dim=1)
+    logprob = torch.cat([drafted, redrafted], dim=1)
+    return from_candidates_reference(*with_anchor(anchor, tokens, logprob), budget)

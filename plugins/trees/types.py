@@ -1,0 +1,96 @@
+"""What the ops of trees take and return: drafts, the branches that a second pass restarts, trees, accepted paths."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Shape letters: B requests, K branches, S = γ - 1 slots after the anchor, M candidates a slot, G block size γ, N nodes
+# (the node budget). Tokens are the target's ids everywhere.
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Slot s proposes tokens for position anchor + 1 + s."""
+
+    tokens: Tensor  # [B, (K,) S, M] int64, best first
+    logprob: Tensor  # [B, (K,) S, M] fp32: of acceptance, given that all tokens before it are; -inf: no proposal
+
+    @property
+    def top1(self) -> Tensor:
+        """The likeliest token of every slot, [B, (K,) S]."""
+        return self.tokens[..., 0]
+
+    @property
+    def confidence(self) -> Tensor:
+        """Log-probability of the likeliest token of every slot, [B, (K,) S]."""
+        return self.logprob[..., 0]
+
+    def chain(self, row: int) -> list[int]:
+        """The likeliest tokens of request `row` (of a first pass, [B, S, M]), up to the first slot without a proposal.
+
+        Reads both tensors back to the host.
+        """
+        tokens: list[int] = self.top1[row].tolist()
+        confidence: list[float] = self.confidence[row].tolist()
+        return tokens[: next((slot for slot, score in enumerate(confidence) if score == -math.inf), len(tokens))]
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """Restart points of the second pass: after the anchor and `prefix_len` tokens taken from the first pass."""
+
+    tokens: Tensor  # [B, K, S] int64; those past `prefix_len` are unused
+    prefix_len: Tensor  # [B, K] int64, 0 .. S; at S nothing is left to draft
+    rejected: Tensor  # [B, K] int64, the token presumed rejected in slot `prefix_len`; -1: none
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """N nodes a request; entries past the last node are padding: not valid, and they attend to themselves only."""
+
+    tokens: Tensor  # [B, N] int64
+    parent: Tensor  # [B, N] int64, always smaller than the node's own index; the root's is 0
+    depth: Tensor  # [B, N] int64, 0 at the root
+    valid: Tensor  # [B, N] bool
+    attn_mask: Tensor  # [B, N, N] bool: ancestors and self
+    branch_id: Tensor  # [B, N] int64: 0 the first pass or first candidate, k >= 1 the k-th branch or candidate
+    score: Tensor  # [B, N] fp32, log-probability of the node's path by the drafters; -inf in padding
+    num_merged: Tensor  # [B] int64, tokens of candidates that share an existing node
+
+    @staticmethod
+    def empty(batch: int, nodes: int, device: torch.device | str = "cpu") -> Tree:
+        """For an implementation to fill in."""
+        tokens, parent, depth, branch_id = torch.empty(4, batch, nodes, dtype=torch.long, device=device).unbind(0)
+        return Tree(
+            tokens, parent, depth,
+            torch.empty(batch, nodes, dtype=torch.bool, device=device),
+            torch.empty(batch, nodes, nodes, dtype=torch.bool, device=device),
+            branch_id,
+            torch.empty(batch, nodes, dtype=torch.float32, device=device),
+            torch.empty(batch, dtype=torch.long, device=device),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The accepted path of each request."""
+
+    path: Tensor  # [B, G] int64, node indices from the root; 0 past its end
+    count: Tensor  # [B] int64, its length 1 .. γ: rows to commit, and new tokens (the bonus included)
+    tokens: Tensor  # [B, G] int64, the target's choice at each node of the path: `count` new tokens, the rest unused;
+    # below 0 where there is none to choose, on a path only at its end
+    accepted_branch: Tensor  # [B] int64, `Tree.branch_id` of the path's last node
+
+    def matches(self, row: int, drafted: list[int]) -> int:
+        """Length of the prefix of `drafted` that equals the target's choices for request `row`, bonus included."""
+        chosen: list[int] = self.tokens[row, : self.count[row]].tolist()
+        pairs = zip(drafted, chosen, strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafted), len(chosen)))
+
+    def packed(self) -> Tensor:
+        """Everything the host reads after a step, in one tensor [B, 2 + G]: count, accepted branch, tokens."""
+        return torch.cat([self.count[:, None], self.accepted_branch[:, None], self.tokens], dim=1)
