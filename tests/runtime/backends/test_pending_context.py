@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.drafter import Drafter
+from d2sd.plugins.trees import Accepted
 from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.drafting import context as module
 from d2sd.runtime.request import Request, SamplingParams
-from d2sd.plugins.trees import Accepted
 from d2sd.runtime.speculation.policy import Chain, Policy
 from tests.runtime.helpers import BLOCK, check_pages, copies, expected, make_engine, some_requests, sync_drafters
 
