@@ -95,6 +95,12 @@ class Server:
             raise RequestError("stream_options needs stream.", where="stream_options", fix="set stream to true")
         generation = await self._start(http, body, encode)
         shape = made(self.settings.model, self.fingerprint, body, self.show_token)
+        if isinstance(shape, CompletionFormat) and shape.echo:
+            try:
+                await self.tokenizing(http, shape.read_prompts)
+            except BaseException:
+                generation.close()
+                raise
         if body.stream:
             options = body.stream_options or StreamOptions()
             return shape.stream(_events(generation, shape, options), generation.close)
@@ -138,7 +144,8 @@ class Server:
             raise DeadlineExceeded("The request did not begin within its deadline.", where="deadline") from None
         if deadline is not None:
             deadline = max(deadline - (time.monotonic() - begun), 0.001)
-        return Generation(self.engine, self.metrics, prepared, facts, deadline, watch)
+        prompt_only = isinstance(body, CompletionBody) and body.echo and body.max_tokens == 0
+        return Generation(self.engine, self.metrics, prepared, facts, deadline, watch, prompt_only=prompt_only)
 
     async def _prepared(
         self, http: Request, body: GenerationBody, encode: Callable[..., list[EngineRequest]]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from d2sd.bundle.turns import TOOL_CALL
-from d2sd.serve.openai.protocol import ChatBody, GenerationBody
+from d2sd.serve.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from d2sd.serve.openai.responses import EventStream
 from d2sd.serve.tools import ToolCall, parse_tool_calls
 
@@ -33,6 +33,7 @@ class Format(ABC):
     def __init__(self, model: str, fingerprint: str, body: GenerationBody, show: Callable[[int], str]) -> None:
         """`show` turns a token id into text."""
         self._token_ids, self._show = body.return_token_ids, show
+        self._prompt_logprobs = body.prompt_logprobs is not None
         self._head = {
             "id": f"{self.prefix}-{uuid4().hex}",
             "created": int(time.time()),
@@ -52,7 +53,7 @@ class Format(ABC):
     def _common(self, choice: Choice) -> dict[str, Any]:
         """Fields of every choice; `seed` and `token_ids` are extensions."""
         extra: dict[str, Any] = {"token_ids": choice.tokens} if self._token_ids else {}
-        if choice.stream.request.sampling.prompt_logprobs is not None and choice.stream.sequence is not None:
+        if self._prompt_logprobs and choice.stream.sequence is not None:
             entries = choice.stream.sequence.prompt_logprobs
             extra["prompt_logprobs"] = [None, *(self._by_token(entry) for entry in entries)]
         asked = choice.stream.request.sampling.logprobs is not None
@@ -168,27 +169,58 @@ class CompletionFormat(Format):
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
+    def __init__(self, model: str, fingerprint: str, body: GenerationBody, show: Callable[[int], str]) -> None:
+        super().__init__(model, fingerprint, body, show)
+        assert isinstance(body, CompletionBody)
+        self.echo, self._sent, self._n = body.echo, body.prompt, body.n or 1
+        self._prompts: list[str] = []  # their texts, if they are echoed
+
     def choice(self, choice: Choice) -> dict[str, Any]:
-        """The text."""
-        return {"text": "".join(choice.text)}
+        """The text; after the prompt, if it is echoed."""
+        if not self.echo:
+            return {"text": "".join(choice.text)}
+        text = self._prompts[choice.index // self._n]
+        whole = {"text": "".join((text, *choice.text))}
+        if (count := choice.stream.request.sampling.logprobs) is None or choice.stream.sequence is None:
+            return whole
+        first = self._show(choice.stream.request.prompt[0])
+        lists = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+        prompt = self.logprobs([entry.best(count) for entry in choice.stream.sequence.prompt_logprobs], len(first))
+        answer = self.logprobs(choice.logprobs, len(text))
+        return whole | {"logprobs": {name: one + prompt[name] + answer[name] for name, one in lists.items()}}
 
     def first(self, choice: Choice) -> Iterator[dict[str, Any]]:
-        """Nothing."""
-        return iter(())
+        """The prompt, if it is echoed."""
+        if self.echo:
+            text = self._prompts[choice.index // self._n]
+            yield self.chunk({"index": choice.index, "text": text, "finish_reason": None, "logprobs": None})
+
+    def read_prompts(self) -> None:
+        """Note the text of each prompt, as it was sent or that of its tokens. Runs in the tokenizer's thread."""
+        sent: Any = self._sent
+        if isinstance(sent, str) or isinstance(sent[0], int):
+            sent = [sent]
+        self._prompts = [one if isinstance(one, str) else "".join(map(self._show, one)) for one in sent]
 
     def delta(self, choice: Choice, output: Output) -> dict[str, Any]:
         """The text."""
         return {"text": output.text}
 
     def logprobs(self, entries: Sequence[TokenLogprobs], start: int) -> dict[str, Any]:
-        """Lists with an entry for each token."""
+        """Lists with an entry for each token; of likely tokens that are the same text, the likeliest counts."""
         tokens = [self._show(entry.token) for entry in entries]
         return {
             "tokens": tokens,
             "token_logprobs": [max(entry.logprob, _LEAST) for entry in entries],
-            "top_logprobs": [{self._show(t): max(value, _LEAST) for t, value in entry.top} for entry in entries],
+            "top_logprobs": [self._top(entry) for entry in entries],
             "text_offset": list(accumulate(map(len, tokens[:-1]), initial=start)) if tokens else [],
         }
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for token, value in entry.top:
+            found.setdefault(self._show(token), max(value, _LEAST))
+        return found
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from d2sd.serve.openai.metrics import Metrics, RequestTimer
@@ -35,7 +35,7 @@ class Choice:
     @property
     def accepted(self) -> int:
         """Tokens of the answer that were drafted; the others are bonus tokens."""
-        if self.stream.sequence is None:
+        if self.stream.sequence is None or not self.tokens:
             return 0
         stats = self.stream.sequence.stats
         ends_early = stats.tokens > len(self.stream.sequence.answer)  # then the last bonus token was dropped
@@ -57,10 +57,12 @@ class Generation:
         deadline: float | None = None,
         watch: Watch | None = None,
         interval: int = 1,
+        prompt_only: bool = False,
     ) -> None:
+        """`prompt_only` leaves out the tokens that are generated, of which a request has one at least."""
         streams = engine.submit(requests, deadline=deadline, watch=watch, interval=interval)
         self.choices = [Choice(i, stream, RequestTimer(metrics)) for i, stream in enumerate(streams)]
-        self._facts, self._closed = facts, False
+        self._facts, self._closed, self._prompt_only = facts, False, prompt_only
         self._pumps: list[asyncio.Future[None]] = []
 
     async def run(self) -> None:
@@ -72,6 +74,8 @@ class Generation:
         """The outputs of all choices as they arrive."""
         async for choice, output in self._merged():
             choice.timer.output(output)
+            if self._prompt_only:
+                output = replace(output, tokens=(), text="", logprobs=(), finish=output.finish and "length")
             choice.text.append(output.text)
             choice.tokens += output.tokens
             choice.logprobs += output.logprobs

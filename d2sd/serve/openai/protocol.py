@@ -118,7 +118,6 @@ class GenerationBody(SampledBody):
     response_format: dict[str, Any] | None = None
     return_token_ids: bool = False
     best_of: int | None = None  # as many as `n`, or absent
-    echo: Literal[False] = False
 
 
 class CompletionBody(GenerationBody):
@@ -126,6 +125,7 @@ class CompletionBody(GenerationBody):
 
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     logprobs: int | None = None  # the likeliest tokens of each position
+    echo: bool = False  # the answer begins with the prompt; then max_tokens may be 0
     suffix: Literal[""] = ""
     add_special_tokens: Literal[True] = True
 
@@ -204,6 +204,7 @@ class ChatBody(GenerationBody, TemplateBody):
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] = "medium"
     add_special_tokens: Literal[False] = False  # the template writes them
+    echo: Literal[False] = False
 
 
 class TokenizeBody(TemplateBody):

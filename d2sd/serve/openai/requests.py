@@ -54,7 +54,17 @@ class RequestMaker:
         if prompts and isinstance(prompts[0], int):
             prompts = [prompts]
         encoded = [self.encode_prompt(p) if isinstance(p, str) else p for p in prompts]
-        return self._requests(body, encoded, {"logprobs": body.logprobs})
+        given: dict[str, Any] = {"logprobs": body.logprobs}
+        if body.echo:
+            if body.logprobs is not None and body.prompt_logprobs is not None:
+                raise RequestError(
+                    "echo reports the log-probabilities of the prompt with those of the answer.",
+                    where="prompt_logprobs", fix="leave it out",
+                )  # fmt: skip
+            given["prompt_logprobs"] = body.logprobs
+            if body.max_tokens == 0:  # the engine generates a token, which `Generation` leaves out
+                body = body.model_copy(update={"max_tokens": 1})
+        return self._requests(body, encoded, given)
 
     def form(self, body: GenerationBody) -> tuple[str, StructuredOutputsParams | None]:
         """The field that demands a form of the answer, and the form."""
@@ -105,13 +115,14 @@ class RequestMaker:
             raise RequestError(
                 "Every answer is returned.", where="best_of", found=body.best_of, expected=f"n = {count}"
             )
-        if body.stream and body.prompt_logprobs is not None:
-            raise RequestError(
-                "A stream does not report prompt_logprobs.", where="prompt_logprobs", fix="do not stream"
-            )
         defaults = bundle.recipe.sampling
         values = {"temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k} | given
         values |= {name: value for name in _SHARED if (value := getattr(body, name)) is not None}
+        if body.stream and values.get("prompt_logprobs") is not None:
+            raise RequestError(
+                "A stream does not report the log-probabilities of the prompt.",
+                where="echo" if body.prompt_logprobs is None else "prompt_logprobs", fix="do not stream",
+            )  # fmt: skip
         if body.logit_bias is not None:
             values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
         where, form = self.form(body)

@@ -165,9 +165,12 @@ def test_a_body_that_is_no_object_is_refused(server: Running, body: bytes, path:
     "change",
     [{"prompt": None}, {"prompt": []}, {"prompt": [[]]}, {"prompt": ""}, {"prompt": [5, "w5"]}, {"prompt": [-1]},
      {"prompt": [64]}, {"prompt": [[5], [10**30]]}, {"prompt": [5.0]}, {"prompt": [True]}, {"prompt": ["w5"] * 9},
-     {"prompt": ["w5", ""]}, {"prompt": "w5 " * 70}, {"prompt": "\ud800"}, {"echo": True}, {"suffix": "x"},
-     {"messages": [USER]}],
-    ids=range(17),
+     {"prompt": ["w5", ""]}, {"prompt": "w5 " * 70}, {"prompt": "\ud800"}, {"echo": 1}, {"suffix": "x"},
+     {"messages": [USER]}, {"max_tokens": 0}, {"echo": True, "logprobs": 1, "stream": True},
+     {"echo": True, "logprobs": 1, "prompt_logprobs": 1}, {"echo": True, "logprobs": 21},
+     {"echo": True, "max_tokens": -1}, {"echo": True, "prompt": [64], "max_tokens": 0},
+     {"echo": True, "prompt": [10**30]}, {"echo": True, "prompt": []}],
+    ids=range(25),
 )  # fmt: skip
 def test_a_wrong_prompt_is_refused(server: Running, change: dict[str, Any]) -> None:
     body = json.dumps(TEXT | change)
