@@ -76,10 +76,6 @@ class BuildError(D2SDError):
     """A build stage cannot finish: download, disk space, a failed check."""
 
 
-class RegistryError(D2SDError):
-    """A registry cannot be used, or sends something other than it declares."""
-
-
 class RequestError(D2SDError):
     """A generation request asks for something outside the engine's limits."""
 

@@ -11,7 +11,7 @@ import click
 from d2sd.cli.report import ReportingGroup, report
 from d2sd.interrupts import noting_interrupts
 
-#: Function of a command, and module unless `MODULES` has it, have its name; texts are the first sentences of its help.
+#: Module and function of a command have its name; texts are the first sentences of its help.
 COMMANDS = {
     "bench": "Measure BUNDLE: tokens per step, acceptance, cost and speed of every method.",
     "build": "Build the serving bundle that RECIPE describes.",
@@ -22,15 +22,12 @@ COMMANDS = {
     "eval": "Measure the accuracy of BUNDLE by lm-eval, with and without speculation; in fp32 no answer may differ.",
     "generate": "Generate text from the bundle at BUNDLE.",
     "inspect": "Verify BUNDLE and print what it holds.",
-    "pull": "Pull the bundle REFERENCE, HOST/NAME:TAG or HOST/NAME@DIGEST, from a registry.",
-    "push": "Push BUNDLE to a registry as the OCI artifact REFERENCE, and print its digest.",
     "serve": "Serve the bundle at BUNDLE over HTTP, as OpenAI's API.",
     "train": "Train the drafters that RECIPE names.",
     "triton": "Write a model repository that serves the bundle at BUNDLE in Triton Inference Server.",
     "trtllm": "Compare the installed TensorRT-LLM with the version d2sd was written for.",
     "worker": "Serve the bundle at BUNDLE as one worker behind Dynamo's frontend.",
 }
-MODULES = {"pull": "registry", "push": "registry"}
 
 
 class LazyGroup(ReportingGroup):
@@ -44,7 +41,7 @@ class LazyGroup(ReportingGroup):
         """Import one command."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"d2sd.cli.{MODULES.get(cmd_name, cmd_name)}"), cmd_name)
+        command: click.Command = getattr(import_module(f"d2sd.cli.{cmd_name}"), cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

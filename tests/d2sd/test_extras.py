@@ -20,7 +20,7 @@ DECLARED = [
     "numpy>=1.26",
     "triton>=3.7.1; platform_system == 'Linux' and extra == 'triton'",
     "winloop; platform_system == 'Windows' and extra == 'triton'",
-    "httpx<1,>=0.27; extra == 'registry'",
+    "llguidance<1.8,>=1.7; extra == 'structured'",
     "onnx>=1.20; extra == 'engines'",
     "tensorrt-rtx<1.8,>=1.7; extra == 'engines'",
 ]
@@ -30,8 +30,8 @@ def test_the_line_has_the_packages_of_the_extra_with_their_ranges(monkeypatch: p
     monkeypatch.setattr("d2sd.extras.requires", lambda name: DECLARED)
     assert install_line("triton") == "pip install 'triton>=3.7.1'"
     assert install_line("engines") == "pip install 'onnx>=1.20' 'tensorrt-rtx<1.8,>=1.7'"
-    with pytest.raises(D2SDError, match=r"A thing needs not_there\.\n.*fix: pip install 'httpx<1,>=0\.27'"):
-        require("registry", ("re", "not_there"), "A thing")
+    with pytest.raises(D2SDError, match=r"A thing needs not_there\.\n.*fix: pip install 'llguidance<1\.8,>=1\.7'"):
+        require("structured", ("re", "not_there"), "A thing")
 
 
 def test_a_clone_that_is_not_installed_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:

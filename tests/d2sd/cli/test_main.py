@@ -42,8 +42,6 @@ FLAGS = {
     },
     "convert": {"source", "--to", "-o", "--out", "--target", "--role"},
     "inspect": {"bundle"},
-    "pull": {"reference", "-o", "--out", "--plain-http", "--verify-command"},
-    "push": {"bundle", "reference", "--plain-http", "--sign-command"},
     "serve": {
         *("bundle", "--host", "--port", "--api-key", "--model", "--max-batch", "--max-waiting", "--max-body"),
         *("--prefix-cache", "--no-prefix-cache"),
