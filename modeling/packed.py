@@ -1,15 +1,12 @@
 """Layers packed for inference on a CPU.
 
-Where there is a C compiler the layers of a model run as compiled kernels (`d2sd.plugins.cpu`). Otherwise fp32 products
-take oneDNN's blocked layout or plain weights, whichever is faster on this machine: on one core of an AMD EPYC a head of
-49,152 outputs takes 6 ms blocked and 21 plain for 4 rows, on an Intel Xeon plain weights win below 4 rows. FP8 weights
-are converted once to the type in which they are multiplied.
+Where there is a C compiler the layers of a model run as compiled kernels (`d2sd.plugins.cpu`), otherwise as PyTorch
+operators. FP8 weights are converted once to the type in which they are multiplied.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import cast
@@ -26,46 +23,12 @@ from d2sd.modeling.layers import Layer
 from d2sd.modeling.native import NativeLayers, supported
 from d2sd.plugins.cpu import library
 
-#: Rows of a plain step, of a few requests or a short chain, and of a tree.
-_TIMED_ROWS = (1, 4, 16)
-
 
 def packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """x [..., in] -> x Wᵀ + b by the fastest kernels of this machine; the compiled ones return fp32."""
+    """x [..., in] -> x Wᵀ + b by the compiled kernels, which return fp32, or where they are missing by PyTorch."""
     if weight.dtype in library.TYPES and library.available():
         return library.PackedLinear.of(weight, bias)
-    if weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        outputs, inputs = weight.shape
-        if _blocked_is_faster(outputs, inputs, torch.get_num_threads()):
-            return _blocked_product(weight, bias)
     return partial(F.linear, weight=weight, bias=bias)
-
-
-def _blocked_product(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """x Wᵀ + b of an fp32 weight in oneDNN's blocked layout."""
-    blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, blocked, bias, "none", [], "")
-
-
-@cache
-def _blocked_is_faster(outputs: int, inputs: int, threads: int) -> bool:
-    """Whether a layer of this shape takes less time blocked than plain, over `_TIMED_ROWS` together."""
-    weight = torch.zeros(outputs, inputs)
-    blocked, plain = (
-        sum(_least_seconds(product, torch.zeros(rows, inputs)) for rows in _TIMED_ROWS)
-        for product in (_blocked_product(weight), partial(F.linear, weight=weight))
-    )
-    return blocked < plain
-
-
-def _least_seconds(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """Of a few runs after one that warms up: other work on the machine only adds to it."""
-    taken = []
-    for _ in range(4):
-        start = time.perf_counter()
-        product(x)
-        taken.append(time.perf_counter() - start)
-    return min(taken[1:])
 
 
 class PackedLinear(nn.Module):
@@ -122,7 +85,7 @@ def pack(model: TargetModel | DraftModel | FlexHead, target: TargetModel | None 
 
 @cache
 def _say_why(reason: str) -> None:
-    print(f"d2sd: layers run as PyTorch operators, about three times slower: {reason}", file=sys.stderr, flush=True)
+    print(f"d2sd: layers run as PyTorch operators, several times slower: {reason}", file=sys.stderr, flush=True)
 
 
 def _compiled(model: Decoder | Drafter | FlexHead, dtype: torch.dtype) -> bool:

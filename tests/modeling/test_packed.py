@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
-from d2sd.modeling import packed
-from d2sd.modeling.packed import PackedLinear, pack, reduced_head
+from d2sd.modeling.packed import PackedLinear, pack, packed_product, reduced_head
 from d2sd.plugins.cpu import library
 from tests.tiny import full_logits, random_tokens, tiny_decoder, tiny_drafter
 
@@ -70,23 +67,9 @@ def test_a_reduced_head_keeps_half_precision() -> None:
     assert torch.equal(reduced_head(target, ids)(hidden).float(), target.logits(hidden)[..., ids])
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not there")  # type: ignore[no-untyped-call]
-@pytest.mark.parametrize("slow", ["blocked", "plain"])
-def test_without_a_compiler_the_faster_product_is_taken(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is timed once for a shape and a number of threads; both are the same map."""
-    timed: list[tuple[str, int]] = []
-
-    def seconds(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
-        name = "plain" if isinstance(product, partial) else "blocked"
-        timed.append((name, len(x)))
-        return 2.0 if name == slow else 1.0
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_compiler_products_are_pytorchs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "available", lambda: False)
-    monkeypatch.setattr(packed, "_least_seconds", seconds)
-    packed._blocked_is_faster.cache_clear()
-    weight, x = torch.randn(40, 24), torch.randn(5, 24)
-    products = [packed.packed_product(weight, None) for _ in range(2)]
-    packed._blocked_is_faster.cache_clear()
-    assert [isinstance(product, partial) for product in products] == [slow == "blocked"] * 2
-    assert timed == [(name, rows) for name in ("blocked", "plain") for rows in (1, 4, 16)]
-    torch.testing.assert_close(products[0](x), x @ weight.T, atol=1e-5, rtol=1e-5)
+    layer = torch.nn.Linear(24, 40).to(dtype)
+    x = torch.randn(5, 24).to(dtype)
+    assert torch.equal(packed_product(layer.weight, layer.bias)(x), layer(x))
