@@ -1,30 +1,45 @@
-"""Where the step times of a bundle are kept: in a file whose name is a hash of everything that they depend on."""
+"""Step times of a bundle, kept in a file: the next engine on the same machine reads them and starts at once.
+
+The name of the file is a hash of everything that the times depend on. Times of a busy machine are kept as such: the
+first start on a quiet one measures again.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 
 import d2sd
-from d2sd.io import cache_folder, digest, sha256
+from d2sd.errors import D2SDError
+from d2sd.io import cache_folder, digest, sha256, write_text
 from d2sd.plugins.cpu import library
 from d2sd.plugins.cpu.compiler import processor
-from d2sd.runtime.kept_step_times import kept_step_times
+from d2sd.runtime.buckets import buckets
 from d2sd.runtime.speculation.policy import Policy
-from d2sd.runtime.step_times import StepTimes, measure_step_times
+from d2sd.runtime.step_times import Forecast, StepTimes, measure_step_times
+from d2sd.schema import read_model
 
 if TYPE_CHECKING:
     from d2sd.bundle.backends import BackendName
     from d2sd.bundle.load import Bundle
+    from d2sd.runtime.backends.model_runner import ModelRunner
+    from d2sd.runtime.cuda_graphs.steps import DecodeSteps
     from d2sd.runtime.engine import Engine
+    from d2sd.runtime.request import Limits
 
+logger = logging.getLogger(__name__)
+
+_Seconds = Annotated[float, Field(ge=0)]
 #: Folders of d2sd whose code runs in a step.
 _FOLDERS = ("plugins", "modeling", "runtime")
 _PACKAGES = ("torch", "triton", "onnxruntime")
@@ -71,3 +86,81 @@ def _code() -> str:
     """Hash of d2sd's own code: its version alone does not change with every commit."""
     root = Path(d2sd.__file__).parent
     return digest([sha256(file) for folder in _FOLDERS for file in sorted((root / folder).rglob("*.py"))])
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    d2sd_step_times: Literal[1] = 1
+    seconds: list[tuple[str, int, Annotated[float, Field(gt=0)]]]  # policy, batch bucket, seconds of a step
+    context: dict[int, _Seconds]
+    pending: list[_Seconds]
+    busy: bool = False  # other work had the processor
+
+
+def kept_step_times(
+    path: Path,
+    runner: ModelRunner,
+    policies: Sequence[Policy],
+    forecast: Forecast,
+    limits: Limits,
+    advance: Callable[[int], None] = lambda buckets: None,
+    steps: DecodeSteps | None = None,
+) -> StepTimes:
+    """The step times in the file `path`, or else those of `measure_step_times`, which are then written there.
+
+    A file that cannot be read is measured again, and one that cannot be written is not kept; neither is an error.
+    Times of steps whose capture was refused are not kept.
+    """
+    busy = _is_busy()
+    try:
+        times = _read(path, policies, buckets(limits.max_batch), busy=busy)
+    except (D2SDError, OSError) as error:
+        logger.info("measuring step times again: %s", error)
+    else:
+        if times is not None:
+            logger.info("step times were measured before on this machine; to measure again delete %s", path)
+            return times
+    logger.info("measuring how long steps take here; the times are kept for later starts")
+    start = time.monotonic()
+    times = measure_step_times(runner, policies, forecast, limits, advance, steps)
+    seconds = time.monotonic() - start
+    if steps is not None and steps.refused:
+        logger.info("step times are not kept: steps run without CUDA graphs, which the next start may capture")
+        return times
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, times, busy=busy)
+    except OSError as error:
+        logger.info("measured step times in %.1f s, but cannot keep them: %s", seconds, error)
+    else:
+        logger.info("measured step times in %.1f s; the next start reads them from %s", seconds, path)
+    return times
+
+
+def _is_busy() -> bool:
+    """Whether the machine has more to run than processors, by the load average of the last minute."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1)
+
+
+def _read(path: Path, policies: Sequence[Policy], sizes: Sequence[int], *, busy: bool) -> StepTimes | None:
+    """The times in the file, None if there is no file. Raises D2SDError if they are not of `policies` and `sizes`, or
+    of a busy machine that is not `busy` any more.
+    """
+    if not path.exists():
+        return None
+    found = read_model(_File, path, error=D2SDError, what="file of step times")
+    if found.busy and not busy:
+        raise D2SDError("The step times were measured on a busy machine.", where=path)
+    known = {str(policy): policy for policy in policies}
+    plain = {size for name, size, _ in found.seconds if name == "off"}
+    if not known.keys() >= {name for name, *_ in found.seconds} or not plain >= set(sizes):
+        raise D2SDError("The file of step times has other policies or batch sizes.", where=path)
+    seconds = {(known[name], size): taken for name, size, taken in found.seconds}
+    return StepTimes(seconds, found.context, found.pending)
+
+
+def _write(path: Path, times: StepTimes, *, busy: bool) -> None:
+    seconds = [(str(policy), size, taken) for (policy, size), taken in times.seconds.items()]
+    file = _File(seconds=seconds, context=dict(times.context), pending=list(times.pending), busy=busy)
+    write_text(path, file.model_dump_json() + "\n")

@@ -129,7 +129,7 @@ def test_the_build_takes_it_and_auto_serves_by_it(
     assert {policy.num_nodes for policy in auto.selector.policies} == {1, 4, 8, 12, 16}  # the recipe's budget is 16
     assert {size for _, size in auto.selector.times.seconds} == {1, 2}
     with monkeypatch.context() as patch:
-        patch.setattr("d2sd.runtime.kept_step_times.measure_step_times", None)
+        patch.setattr("d2sd.bundle.step_times.measure_step_times", None)
         again = make_engine(calibrated).selector
     assert again is not None
     assert again.times == auto.selector.times, "measured once a machine"

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import pytest
 
+from d2sd.bundle.step_times import kept_step_times
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
-from d2sd.runtime.kept_step_times import kept_step_times
 from d2sd.runtime.request import Limits
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Off, Policy
 from d2sd.runtime.step_times import StepTimes
@@ -60,7 +60,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     made = Measured()
-    monkeypatch.setattr("d2sd.runtime.kept_step_times.measure_step_times", made)
+    monkeypatch.setattr("d2sd.bundle.step_times.measure_step_times", made)
     return made
 
 
@@ -141,7 +141,7 @@ def test_an_engine_measures_real_models_once(tmp_path: Path, monkeypatch: pytest
     first, second = make_engine(honest()), make_engine(honest())
     for engine in (first, second):
         engine.enable_auto(POLICIES[:2], {"chain": ([9.0], [9.0])}, measure=partial(kept_step_times, tmp_path / "t"))
-        monkeypatch.setattr("d2sd.runtime.kept_step_times.measure_step_times", None)
+        monkeypatch.setattr("d2sd.bundle.step_times.measure_step_times", None)
     assert first.selector is not None
     assert second.selector is not None
     assert first.selector.times == second.selector.times
