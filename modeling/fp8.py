@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.plugins.dispatch import use_fp8_gemm
-from d2sd.plugins.fp8 import LARGEST, from_pages, to_pages
+from d2sd.plugins.shared.fp8 import LARGEST, from_pages, to_pages
 
 #: Ends of the names of layers that are computed as one product, and so have one scale of weights each.
 _JOINED = re.compile(r"\.([qkv]|gate|up)_proj$")

@@ -19,7 +19,7 @@ from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Rows
-from d2sd.plugins.fp8 import LARGEST, to_pages
+from d2sd.plugins.shared.fp8 import LARGEST, to_pages
 
 Model = TypeVar("Model", Decoder, Drafter, FlexHead)
 ROPE = RopeConfig(10000.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.gpu.shapes import PAGE_SIZE, Shape
 from d2sd.plugins.cascade_attention import PagedContext
 from d2sd.plugins.cascade_attention.reference import cascade_attention_reference
-from d2sd.plugins.fp8 import from_pages, to_pages
+from d2sd.plugins.shared.fp8 import from_pages, to_pages
 
 # Shape letters as in plugins/cascade_attention/reference.py.
 

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.gpu.call import Call
-from d2sd.plugins.fp8 import from_pages
+from d2sd.plugins.shared.fp8 import from_pages
 
 # Shape letters as in plugins/cascade_attention/reference.py; L = S + T.
 

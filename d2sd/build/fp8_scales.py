@@ -27,7 +27,7 @@ from d2sd.extras import install_line
 from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.flex import FlexHead
 from d2sd.modeling.fp8 import linear_names
-from d2sd.plugins.fp8 import LARGEST, to_pages
+from d2sd.plugins.shared.fp8 import LARGEST, to_pages
 from d2sd.progress import Progress, silent
 
 PACKAGE = "nvidia-modelopt"

@@ -21,7 +21,7 @@ from d2sd.plugins.cascade_attention.context import PagedContext
 from d2sd.plugins.cascade_attention.mask import AttnMask
 from d2sd.plugins.cascade_attention.reference import cascade_attention_reference, chunks_reference
 from d2sd.plugins.dispatch import Implementation
-from d2sd.plugins.fp8 import to_pages
+from d2sd.plugins.shared.fp8 import to_pages
 
 __all__ = ["AttnMask", "ChunkMask", "PagedContext", "cascade_attention"]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from d2sd.plugins.cascade_attention.chunks import ChunkMask
 from d2sd.plugins.cascade_attention.context import PagedContext
-from d2sd.plugins.fp8 import from_pages
+from d2sd.plugins.shared.fp8 import from_pages
 
 # Shape letters: B requests, T new rows, Hq/Hkv query and K/V heads, D head size, P pages in the pool,
 # Z tokens a page, M pages a request in this call (its bucket), S = M·Z context slots.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from d2sd.plugins.fp8 import to_pages
+from d2sd.plugins.shared.fp8 import to_pages
 
 # Shape letters: L layers, B requests, T rows of the pass, N places to write, Hkv heads, D head size, P pages in the
 # pool, Z tokens a page, M pages a request.

@@ -98,6 +98,6 @@ def rope_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: to
 
 
 def quantize(x: Tensor, scale: Tensor) -> Tensor:
-    """fp8(x / scale), any shape; `d2sd.plugins.fp8.to_pages` of a scalar scale in one kernel."""
+    """fp8(x / scale), any shape; `d2sd.plugins.shared.fp8.to_pages` of a scalar scale in one kernel."""
     out: Tensor = _implementation(x).quantize(x, scale)
     return out

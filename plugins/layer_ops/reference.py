@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from d2sd.plugins.fp8 import from_pages, to_pages
 from d2sd.plugins.layer_ops.heads import Heads
+from d2sd.plugins.shared.fp8 import from_pages, to_pages
 
 # Shape letters as in __init__.py.
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from d2sd.modeling.fp8 import Fp8Cache
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.plugins.cpu import library
-from d2sd.plugins.fp8 import from_pages, to_pages
 from d2sd.plugins.kv_pages import cpu, write_pages
 from d2sd.plugins.kv_pages.reference import write_pages_reference
+from d2sd.plugins.shared.fp8 import from_pages, to_pages
 
 # Two layers, two requests of three pages of 4; places interleave. The second request's last place is past its table.
 TABLE = torch.tensor([[3, 1, 6], [2, 4, 5]])

@@ -13,8 +13,8 @@ from d2sd.modeling.config import RopeConfig
 from d2sd.modeling.fp8 import Fp8Cache
 from d2sd.modeling.layers import RMSNorm
 from d2sd.modeling.rope import Rotary, rotate
-from d2sd.plugins.fp8 import to_pages
 from d2sd.plugins.layer_ops import Heads, add_rms_norm, qk_norm_rope, quantize, rope_tables, silu_mul
+from d2sd.plugins.shared.fp8 import to_pages
 
 # Shape letters as in plugins/layer_ops/__init__.py. No two sizes are equal, and none is a power of two.
 ROWS, WIDTH, LAYERS, HQ, HKV, SIZE, EPS = 5, 37, 3, 6, 2, 22, 1e-3

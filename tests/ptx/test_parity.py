@@ -13,9 +13,9 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 
 from d2sd.plugins.cascade_attention.mask import pack_mask_bits
 from d2sd.plugins.cascade_attention.triton.launch import launch
-from d2sd.plugins.fp8 import to_pages
 from d2sd.plugins.kv_pages.reference import write_pages_reference
 from d2sd.plugins.kv_pages.triton.launch import write_pages_triton
+from d2sd.plugins.shared.fp8 import to_pages
 from tests.plugins.kernels.calls import assert_within_budget
 from tests.ptx import transfers
 from tests.ptx.cases import CAPABILITIES, MIDDLE, SMALL, Attention, least_capability, table

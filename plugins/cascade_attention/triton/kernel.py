@@ -33,7 +33,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from d2sd.plugins.layer_ops.triton.kernel import _fp8
+from d2sd.plugins.shared.fp8_triton import in_fp8_range
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def store_result(out, at, result, mask, scale, TYPE: tl.constexpr):
     """Rounded to the type of queries, and then to FP8 if there is a scale."""
     result = result.to(TYPE)
     if scale is not None:
-        result = _fp8(result, tl.load(scale))
+        result = in_fp8_range(result, tl.load(scale))
     tl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
 
 

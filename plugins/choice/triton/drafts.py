@@ -15,7 +15,7 @@ import triton.language as tl
 
 from d2sd.plugins.choice.triton.filters import exp, kept_of_pool
 from d2sd.plugins.choice.triton.noise import gumbel_of_tokens
-from d2sd.plugins.order import ABSENT, ascending_of, largest, pack_entry, pack_order, place_of, score_of
+from d2sd.plugins.shared.order import ABSENT, ascending_of, largest, pack_entry, pack_order, place_of, score_of
 
 
 @triton.jit

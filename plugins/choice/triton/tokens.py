@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from d2sd.plugins.choice.triton.noise import gumbel_of_run
-from d2sd.plugins.order import ABSENT, ascending_of, pack_entry, place_of, score_of
+from d2sd.plugins.shared.order import ABSENT, ascending_of, pack_entry, place_of, score_of
 
 _NOT_FINITE = tl.constexpr(-1)
 

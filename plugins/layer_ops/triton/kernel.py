@@ -15,11 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-
-@triton.jit
-def _fp8(x, scale):
-    """x / scale within E4M3's range. IEEE division, or a tie would round to the other side than in the reference."""
-    return tl.clamp(tl.div_rn(x.to(tl.float32), scale), -448.0, 448.0)
+from d2sd.plugins.shared.fp8_triton import in_fp8_range
 
 
 @triton.jit
@@ -43,7 +39,7 @@ def add_rms_norm_kernel(
     normed = (value * tl.rsqrt(mean + EPS)).to(TYPE).to(tl.float32)
     result = (tl.load(weight + lane, mask=mask, other=0.0).to(tl.float32) * normed).to(TYPE)
     if scale is not None:
-        result = _fp8(result, tl.load(scale))
+        result = in_fp8_range(result, tl.load(scale))
     tl.store(out + row * WIDTH + lane, result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -69,7 +65,7 @@ def _weights(q_norm, k_norm, lane, q_mask, k_mask):
 @triton.jit
 def _paged(x, scale, TYPE: tl.constexpr):
     """x as FP8 pages give it back."""
-    return (_fp8(x, scale).to(tl.float8e4nv).to(tl.float32) * scale).to(TYPE)
+    return (in_fp8_range(x, scale).to(tl.float8e4nv).to(tl.float32) * scale).to(TYPE)
 
 
 @triton.jit
@@ -155,7 +151,7 @@ def silu_mul_kernel(
     silu = tl.div_rn(gate, 1.0 + faded).to(TYPE).to(tl.float32)
     result = (silu * up).to(TYPE)
     if scale is not None:
-        result = _fp8(result, tl.load(scale))
+        result = in_fp8_range(result, tl.load(scale))
     tl.store(out + row * WIDTH + lane, result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -183,5 +179,5 @@ def quantize_kernel(x, scale, out, numbers, BLOCK: tl.constexpr):
     """Grid (⌈numbers / BLOCK⌉,)."""
     lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = lane < numbers
-    rounded = _fp8(tl.load(x + lane, mask=mask, other=0.0), tl.load(scale))
+    rounded = in_fp8_range(tl.load(x + lane, mask=mask, other=0.0), tl.load(scale))
     tl.store(out + lane, rounded.to(out.dtype.element_ty), mask=mask)

@@ -27,7 +27,7 @@ from d2sd.convert.checkpoint.target import load_target, write_target
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import Fp8Linear, linear_names, round_to_fp8
-from d2sd.plugins.fp8 import to_pages
+from d2sd.plugins.shared.fp8 import to_pages
 from tests.convert.helpers import edit_json, edit_tensors, hf_fields, hf_tensors, tree_bytes, write_target_dir
 from tests.tiny import full_logits, random_tokens, tiny_decoder, tiny_drafter
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from d2sd.plugins.cascade_attention.mask import pack_mask_bits
 from d2sd.plugins.cascade_attention.triton.launch import launch
-from d2sd.plugins.fp8 import from_pages, to_pages
+from d2sd.plugins.shared.fp8 import from_pages, to_pages
 from tests.plugins.test_cascade_attention import Call, Chunks
 
 #: The interpreter cuts bf16 and FP8 off where a GPU rounds.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from d2sd.plugins.batch_invariant import reference
 from d2sd.plugins.batch_invariant.triton import attention, launch, linear
-from d2sd.plugins.fp8 import to_pages
+from d2sd.plugins.shared.fp8 import to_pages
 from tests.plugins.batch_invariance import Text, attended, check_rows_alone, looped_linear, numbers
 from tests.plugins.kernels.calls import DEVICE, assert_within_budget, in_fp8, read_back
 from tests.plugins.test_cascade_attention import Shape, ancestors, branches, causal, everyone, make, oracle
