@@ -1,5 +1,5 @@
 """The likeliest tokens of every slot of a draft, in two launches. The specification:
-`d2sd.runtime.speculation.draft.candidates`.
+`d2sd.plugins.choice.candidates`.
 
     segments_kernel    reads the logits once: the largest of every SEG neighbours, and the sum of exponentials
     pool_kernel        the POOL best segments hold the POOL best tokens: both are sorted in registers, then ranked

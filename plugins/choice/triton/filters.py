@@ -1,4 +1,4 @@
-"""min-p, top-k and top-p without a sort. The specification: `d2sd.runtime.sampling.filters`.
+"""min-p, top-k and top-p without a sort. The specification: `d2sd.plugins.choice.filters`.
 
 Of a pool in registers each logit is compared with each. Of a whole row the smallest logit kept is found by bisection of
 its order, an int32: a turn reads the row, and both ends move on to logits that are there. Weights are the integers of

@@ -1,4 +1,4 @@
-"""The target's token after every row. The specification: `d2sd.runtime.sampling.sample.token_scores` and its argmax.
+"""The target's token after every row. The specification: `d2sd.plugins.choice.choose_reference`.
 
     threshold_kernel  the smallest logit that the filters keep, where a request has any
     scores_kernel     logits in their own type, scaled, plus noise: the best token of each block

@@ -1,5 +1,5 @@
 """The accepted path, walked from the root by one program a request. The specification:
-`d2sd.runtime.speculation.accept.accept`.
+`d2sd.plugins.trees.accept`.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 

@@ -1,7 +1,7 @@
 """Branches of a first draft: where they restart, what the second pass is given, and the tree of both drafts.
 
 The specifications: `boundaries.chain_branches`, `Branches.blocks` and `mask_rejected` of `draft`, and
-`policy.merged_branches`, all of `d2sd.runtime.speculation`. Sums of log-probabilities are fp64, as PyTorch's on a CPU.
+`merged_branches`, all of `d2sd.plugins.trees`. Sums of log-probabilities are fp64, as PyTorch's on a CPU.
 Shape letters as there: B requests, K branches, S slots after the anchor; capitals with P are powers of two.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"

@@ -1,4 +1,4 @@
-"""The likeliest tree, grown level by level in one program. The specification: `d2sd.runtime.speculation.growth`.
+"""The likeliest tree, grown level by level in one program. The specification: `d2sd.plugins.trees`.
 
 Of equal scores the one of the better parent comes first, then the earlier candidate. A level and the best nodes of
 all levels are sorted lists in registers; the other columns are stored in `scratch` until the best are known.

@@ -1,6 +1,6 @@
 """The columns and the mask of a tree, and the tree of candidates that share prefixes. One program builds one tree.
 
-Shape letters as in `d2sd.runtime.speculation.tree`, whose functions are the specification. Capitals with P are sizes
+Shape letters as in `d2sd.plugins.trees`, whose functions are the specification. Capitals with P are sizes
 rounded up to powers of two.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
