@@ -92,7 +92,7 @@ def _judged(trace: StepTrace, row: int, nodes: int, path: list[int], lengths: li
     for node in range(1, nodes):
         above = parent[node]
         if above in on_path:
-            branch = branch_id[node] if second is not None else 0  # samples come from the first pass
+            branch = branch_id[node] if second is not None else 0
             distance = depth[node] - 1 - (lengths[branch - 1] if branch else 0)
             drafter = second if branch and second is not None else trace.policy.first_drafter
             found.append(NodeOutcome(drafter, distance, above in has_child, logprob[node], node in on_path, node))

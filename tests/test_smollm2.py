@@ -25,7 +25,7 @@ from tests.data import DATA
 TOKENS = 24
 #: Of greedy and of sampled requests: every policy has one of the two, and `hybrid`, which uses all models, both.
 GREEDY: tuple[Policy, ...] = ("chain", "d2sd", "ddtree", "hybrid")
-SAMPLED: tuple[Policy, ...] = ("lookup", "samples", "reanchor", "hybrid", "auto")
+SAMPLED: tuple[Policy, ...] = ("lookup", "reanchor", "hybrid", "auto")
 #: One of each eval set, as far as `make data` has been given them, and prompts of our own.
 EVAL = DATA / "eval"
 

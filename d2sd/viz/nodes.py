@@ -22,7 +22,7 @@ class Node:
     parent: int  # index of the parent, less than the node's own; -1 for the anchor
     depth: int  # tokens after the anchor
     source: Source  # what drafted it
-    branch: int  # 0: the first draft; k >= 1: the k-th branch or sample
+    branch: int  # 0: the first draft; k >= 1: the k-th branch
     probability: float  # drafted probability of acceptance given its parent; 1 for anchor and bonus
     accepted: bool  # part of the answer
     chain: bool  # on the path of the first draft's top-1 tokens

@@ -24,7 +24,6 @@ METHODS = {
     "flex_tree": ("#332288", "p"),
     "flex_parallel": ("#AA4499", "h"),
     "chain": ("#56B4E9", "o"),
-    "samples": ("#CDB400", "v"),  # Okabe and Ito's yellow, darkened: it has little contrast on white
     "reanchor": ("#CC79A7", "^"),
     "d2sd": ("#D55E00", "s"),
     "ddtree": ("#009E73", "D"),

@@ -137,6 +137,5 @@ def _tip(node: Node) -> str:
     if node.source == "bonus":
         return f"{node.text!r}\nbonus: the target's own choice after the accepted path"
     who = f"branch {node.branch} of the second pass" if node.source == "second" else "first pass"
-    who += f", sample {node.branch}" if node.source == "first" and node.branch else ""
     fate = "accepted" if node.accepted else "rejected"
     return f"{node.text!r}\n{who}, {fate}\nprobability given its parent: {node.probability:.1%}"

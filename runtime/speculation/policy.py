@@ -4,7 +4,6 @@ policy         first pass      second pass                      tree
 off            -               -                                the anchor: plain decoding
 lookup         prompt lookup   -                                a chain: the baseline for drafters
 chain          first drafter   -                                a chain: DFlash (arXiv 2602.06036)
-samples        first drafter   -                                the chain and K samples of the same pass
 reanchor       first drafter   first drafter at K boundaries    the chain and K branches
 d2sd           first drafter   second drafter at K boundaries   the same: D²SD (arXiv 2606.04446)
 ddtree         first drafter   -                                likeliest paths of one pass: DDTree
@@ -24,7 +23,6 @@ import torch
 from d2sd.errors import RecipeError
 from d2sd.plugins import trees
 from d2sd.plugins.choice import WIDTH
-from d2sd.plugins.choice.philox import gumbel_at
 from d2sd.plugins.trees import Branches, Draft, Tree
 from d2sd.policies import FACTS, MAX_NODES, DrafterRole, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
@@ -38,7 +36,7 @@ class Policy:
     """Builds the tree of a step; its static sizes determine the shapes of the step's tensors."""
 
     num_nodes: int  # nodes of every tree
-    num_branches: int = 0  # K, branches or samples
+    num_branches: int = 0  # K
 
     name: ClassVar[PolicyName]
     topk: ClassVar[int] = 1  # M, candidates of every slot
@@ -112,33 +110,6 @@ class Chain(_Chained):
 
 class Lookup(_Chained):
     name = "lookup"
-
-
-class Samples(Policy):
-    """Samples are drawn from the WIDTH likeliest tokens of each slot, each with its own noise."""
-
-    name = "samples"
-    topk = WIDTH
-    uses_probabilities = False
-
-    @classmethod
-    def sized(cls, block_size: int, branches: int, rows: int) -> Self:
-        """At most the nodes of the chain and all samples."""
-        return cls(min(rows, 1 + (branches + 1) * (block_size - 1)), branches)
-
-    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
-        assert first is not None
-        slots = torch.arange(first.tokens.shape[1], device=batch.anchor.device)
-        position = (batch.context_len[:, None, None] + 1 + slots[:, None]).expand_as(first.tokens)
-        tokens, logprob = [first.top1], [first.confidence]
-        for sample in range(1, self.num_branches + 1):
-            noise = gumbel_at(batch.sampling.seed ^ (sample << 32), position, first.tokens)
-            drawn = (first.logprob + noise).argmax(-1, keepdim=True)
-            tokens.append(first.tokens.gather(-1, drawn)[..., 0])
-            logprob.append(first.logprob.gather(-1, drawn)[..., 0])
-        return trees.from_candidates(
-            *trees.with_anchor(batch.anchor, torch.stack(tokens, 1), torch.stack(logprob, 1)), self.num_nodes
-        )
 
 
 class _Branched(Policy):
@@ -221,8 +192,7 @@ class FlexParallel(_Chained):
 
 
 _POLICIES: dict[PolicyName, type[Policy]] = {
-    policy.name: policy
-    for policy in (Off, Lookup, Chain, Samples, Reanchor, D2SD, DDTree, Hybrid, Flex, FlexTree, FlexParallel)
+    policy.name: policy for policy in (Off, Lookup, Chain, Reanchor, D2SD, DDTree, Hybrid, Flex, FlexTree, FlexParallel)
 }
 
 

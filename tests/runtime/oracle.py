@@ -178,18 +178,6 @@ def tree_worth(first: Slots) -> dict[Path, float]:
     return worth
 
 
-def samples(first: Slots, count: int, seed: int, context: int) -> list[list[tuple[int, float]]]:
-    """The best candidates, then `count` samples: in each slot the Gumbel maximum, with the noise of another seed."""
-    drawn = [[slot[0] for slot in first]]
-    for sample in range(1, count + 1):
-        other = seed ^ (sample * _WORD)
-        drawn.append([
-            max(slot, key=lambda c: c[1] + gumbel_of(noise_word(other, context + 1 + place, c[0])))
-            for place, slot in enumerate(first)
-        ])  # fmt: skip
-    return drawn
-
-
 def lookup(tokens: Sequence[int], count: int) -> list[int]:
     """For every earlier place, how many of the last three tokens stand before it; the last of the best places wins.
 

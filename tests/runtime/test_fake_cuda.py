@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 #: Every number of passes, a draft of the host, and every kind of sampling.
 RUNS = ("off", "hot"), ("lookup", "greedy"), ("chain", "narrow"), ("d2sd", "hot"), ("flex", "hot")
 #: The other policies: their operators are compared with the host's in tests/cuda/step.py, too.
-OTHERS = ("samples", "greedy"), ("reanchor", "greedy"), ("ddtree", "greedy"), ("hybrid", "greedy")
+OTHERS = ("reanchor", "greedy"), ("ddtree", "greedy"), ("hybrid", "greedy")
 
 
 @pytest.mark.slow

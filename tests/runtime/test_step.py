@@ -72,7 +72,6 @@ ASKED: dict[PolicyName, list[tuple[str, int, int]]] = {
     "off": [],
     "lookup": [],
     "chain": [("first", 0, 1)],
-    "samples": [("first", 0, WIDTH)],
     "reanchor": [("first", 0, 1), ("second", 0, 1)],
     "d2sd": [("first", 0, 1), ("second", 1, 1)],
     "ddtree": [("first", 0, WIDTH)],
@@ -172,14 +171,6 @@ def test_drafts_are_straightened_as_those_of_their_drafter(policy: PolicyName) -
         assert torch.equal(branches.prefix_len, wanted.prefix_len)
         drafter = {"reanchor": 0}.get(policy, 1)
         assert torch.equal(second.logprob, calibration.apply(runner.said[1], batch, drafter, branches).logprob)
-
-
-def test_samples_are_drawn_from_what_the_drafter_said() -> None:
-    """Straightened as acceptance of single tokens, its probabilities would be no distribution to draw from."""
-    runner = Spy()
-    engine = make_engine(runner, "samples", calibration=made_up())
-    _, result = one_step(engine)
-    assert result.first is runner.said[0]
 
 
 @pytest.mark.parametrize("policy", ["reanchor", "d2sd", "ddtree", "hybrid"])

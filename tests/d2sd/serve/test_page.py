@@ -89,7 +89,7 @@ def test_a_choice_is_limited_to_what_an_engine_has(bundle: Bundle) -> None:
     plain = make_engine(bundle, policy="off")
     assert list(choices(bundle, plain)) == ["off", "lookup"]
     one = make_engine(bundle, policy="ddtree")
-    assert list(choices(bundle, one)) == ["off", "lookup", "chain", "samples", "reanchor", "ddtree"]
+    assert list(choices(bundle, one)) == ["off", "lookup", "chain", "reanchor", "ddtree"]
     one.runner.capture = lambda *arguments: None  # type: ignore[assignment]  # graphs, captured for its own policy
     assert choices(bundle, one) == {"ddtree": one.policy}
     assert '<option value="">&lt;b&gt;, the' in bytes(page({}, "<b>").body).decode()

@@ -22,7 +22,7 @@ from d2sd.plugins.trees import Branches, Draft, accept, from_candidates, from_ch
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.policy import D2SD as D2SDPolicy
-from d2sd.runtime.speculation.policy import Lookup, Off, Samples
+from d2sd.runtime.speculation.policy import DDTree, Lookup, Off
 from d2sd.runtime.text import TextStream
 from d2sd.runtime.trace import StepTrace
 from d2sd.viz.layout import BOX, arrange
@@ -40,7 +40,7 @@ HOSTILE = [
     "<script>alert(1)</script>", "]]>", "&amp;", '"\'>', "</svg>", "</a></div>", "<!--", "\x00\x1b\x7f", "\ud800",
     "\ufffe", "\u202e", "e\u0301", "\u0301", "日本語", "🙂", " \n\t\r", "", "x" * 300,
 ]  # fmt: skip
-OFF, LOOKUP, SAMPLES, D2SD = Off(1), Lookup(4), Samples(16, 1), D2SDPolicy(16, 1)
+OFF, LOOKUP, DDTREE, D2SD = Off(1), Lookup(4), DDTree(16), D2SDPolicy(16, 1)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -60,7 +60,7 @@ def merged_trace(candidates: list[list[int]], choice: Callable[[int], int], *, s
     branches = Branches(tokens[:, 1:, 1:], torch.zeros(2, 1), torch.zeros(2, 1)) if second else None
     sequences = (Sequence(0, Request((1,)), [1]), Sequence(1, Request((1,)), [1]))
     return StepTrace(
-        sequences, D2SD if second else SAMPLES, first, branches, tree, accept(tree, chosen, tokens.shape[2])
+        sequences, D2SD if second else DDTREE, first, branches, tree, accept(tree, chosen, tokens.shape[2])
     )
 
 
