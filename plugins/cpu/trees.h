@@ -1,6 +1,6 @@
 /* Draft trees, acceptance and committed K/V: what a decode step does besides products, without an operator a level.
 
-   Specifications: `d2sd.runtime.speculation.growth`, `.tree` and `.accept`, `d2sd.plugins.kv_pages.reference`. */
+   Specifications: `d2sd.plugins.trees.reference`, `d2sd.plugins.kv_pages.reference`. */
 #pragma once
 
 #include "vector.h"
