@@ -130,7 +130,7 @@ def bounded_route(max_context: int) -> type[APIRoute]:
 
     class Bounded(Request):
         async def json(self) -> Any:
-            if _least_values(await self.body(), most_tokens) <= most_tokens:
+            if least_values(await self.body(), most_tokens) <= most_tokens:
                 value = await super().json()
                 fields = value if isinstance(value, dict) else {"": value}
                 rest = [one for name, one in fields.items() if name not in _OF_TOKENS]
@@ -151,7 +151,7 @@ def bounded_route(max_context: int) -> type[APIRoute]:
     return Route
 
 
-def _least_values(body: bytes, most: int) -> int:
+def least_values(body: bytes, most: int) -> int:
     """Values that a JSON text has at least, by its commas outside strings; looks no closer than to tell `most`."""
     if (commas := body.count(b",")) <= most:
         return commas

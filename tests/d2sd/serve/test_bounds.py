@@ -15,6 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from d2sd.serve.openai import bounds as module
+from d2sd.serve.openai.bounds import least_values
 from d2sd.serve.openai.protocol import ChatBody, CompletionBody
 from tests.d2sd.serve.http import Running, serving, wait_until
 from tests.d2sd.serve.test_refusals import connect, is_error
@@ -250,3 +251,19 @@ def test_a_full_tokenizer_refuses_and_forgets_clients_that_have_gone(server: tup
     time.sleep(0.05)
     assert tokenizer.calls == before + 1
     assert running.http.post("/v1/completions", json={"prompt": "w5", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ({"prompt": 'a, b, [c], \\, ", ' * 99}, 1),  # commas of text are no values
+        ({"prompt": ["\\", ",", '\\"', ',"'] * 25}, 100),
+        ({"tokens": [[]] * 100}, 100),
+        ({f"k{n}": "," for n in range(100)}, 100),
+    ],
+    ids=("text", "escapes", "lists", "fields"),
+)
+def test_values_are_counted_before_a_body_is_read(body: dict[str, Any], count: int) -> None:
+    data = json.dumps(body).encode()
+    assert least_values(data, 10) <= count
+    assert (least_values(data, 10) > 10) == (count > 10)
