@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # An editable install is a path, which type checkers follow too.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --config-settings editable_mode=compat
 
-.PHONY: demo test fast-tests test-slow engines readme lint verify gpu-suite kernels ptx consumers triton-test client-test dynamo-test dynamo-schema bench bench-serving peers fleet soak soak-steps differential attack eval train ablation train-gpu data wheel docs clean
+.PHONY: demo test fast-tests test-slow engines readme lint verify gpu-suite kernels ptx consumers triton-test client-test dynamo-test dynamo-schema bench bench-serving peers fleet soak soak-steps differential attack train ablation train-gpu data wheel docs clean
 
 ## on a CPU: build the SmolLM2 bundle, answer a prompt with both drafters, draw it, and compare the policies
 demo: .venv/demo
@@ -160,13 +160,6 @@ bench: .venv/demo
 	  --methods lookup,chain,reanchor:64,d2sd:64,ddtree,hybrid --rows 16,64
 	$(BIN)/d2sd bench $(FP32) --prompts $(PROMPTS)/gsm8k.jsonl --prompts $(PROMPTS)/mt_bench.jsonl \
 	  --out build/bench/serving --methods auto --concurrency 1,2,4,8,16 --max-new-tokens 48 --repeat 3
-
-## accuracy by lm-eval: GSM8K and log-likelihood tasks, plain decoding and speculation; LIMIT documents each, AGAINST=an FP8 bundle
-LIMIT ?= 32
-eval: .venv/demo
-	$(PIP_INSTALL) --editable ".[gguf,eval]"
-	$(call fp32_bundle,$(BIN))
-	$(BIN)/d2sd eval $(FP32) $(if $(AGAINST),--compare "$(AGAINST)") --data $(dir $(PROMPTS)) --limit $(LIMIT)
 
 # What the loads ask: `d2sd serve`, or with FACE=triton or FACE=dynamo another face of the engine, in its environment.
 FACE ?= serve

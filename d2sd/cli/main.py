@@ -19,7 +19,6 @@ COMMANDS = {
     "capacity": "Compute how many GPUs serve a load within latency targets, with and without speculation.",
     "convert": "Convert the drafter in SOURCE to another checkpoint format.",
     "data": "Fill data/ with the prompt sets that recipes and benchmarks name.",
-    "eval": "Measure the accuracy of BUNDLE by lm-eval, with and without speculation; in fp32 no answer may differ.",
     "generate": "Generate text from the bundle at BUNDLE.",
     "inspect": "Verify BUNDLE and print what it holds.",
     "serve": "Serve the bundle at BUNDLE over HTTP, as OpenAI's API.",

@@ -27,10 +27,6 @@ FLAGS = {
     },
     "build": {"recipe", "--plan", "--set", "--out", "-v", "--verbose"},
     "data": {"--from", "--to"},
-    "eval": {
-        *("bundle", "--compare", "--task", "--limit", "--policy", "--chat", "--max-new-tokens", "--data", "--out"),
-        *("--device", "--executor"),
-    },
     "generate": {
         *("bundle", "-p", "--prompt", "--policy", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed"),
         *("--stop", "--raw", "--stats", "--show-tree", "--tree-svg", "--html", "--device", "--executor"),
