@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # An editable install is a path, which type checkers follow too.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --config-settings editable_mode=compat
 
-.PHONY: demo test fast-tests test-slow engines readme lint verify gpu-suite kernels ptx consumers triton-test client-test dynamo-test dynamo-schema bench bench-serving peers fleet soak soak-steps differential attack train ablation train-gpu data wheel docs clean
+.PHONY: demo test fast-tests test-slow engines readme lint verify gpu-suite kernels ptx consumers triton-test client-test dynamo-test bench bench-serving peers fleet soak soak-steps differential attack train ablation train-gpu data wheel docs clean
 
 ## on a CPU: build the SmolLM2 bundle, answer a prompt with both drafters, draw it, and compare the policies
 demo: .venv/demo
@@ -140,18 +140,6 @@ build/dynamo-1.6.1/ready: build/dynamo-1.6.1/environment
 	$(DYNAMO_PIP) --constraint $(@D)/constraints.txt 'pydantic>=2.10.6,<=2.13.5' uvloop 'aiohttp>=3.14.3' \
 	  'kubernetes>=32,<33' msgspec pyzmq redis tqdm zstandard certifi
 	touch $@
-
-## deploy/dynamo.yaml against the operator's schema of Dynamo 1.4, fetched from its repository; CRD=FILE takes a copy
-CRD ?= build/dynamographdeployments.yaml
-dynamo-schema: .venv/dev $(CRD)
-	echo "055d7331cfbf1cca6864ee9005239de7e869dd79d69418126a52634d009c55d8  $(CRD)" | sha256sum --check --quiet
-	$(PIP_INSTALL) jsonschema
-	D2SD_DYNAMO_CRD="$(CRD)" $(BIN)/pytest -rs tests/deploy/test_dynamo.py
-
-DYNAMO_CRDS := https://raw.githubusercontent.com/ai-dynamo/dynamo/2a6da14c83617f5412caba5777dbf0e2399e9c5f/deploy/operator/config/crd/bases
-build/dynamographdeployments.yaml:
-	mkdir -p $(@D)
-	curl --fail --silent --show-error --location --output $@ $(DYNAMO_CRDS)/nvidia.com_dynamographdeployments.yaml
 
 ## the results of the README: two hours on two cores, resumable; tables, JSON and plots in build/bench
 bench: .venv/demo

@@ -56,9 +56,6 @@ def environment(values: list[Document]) -> dict[str, str]:
     return {entry["name"]: entry["value"] for entry in values if "value" in entry}
 
 
-# -- the container file ------------------------------------------------------------------------------------------------
-
-
 class Instruction(NamedTuple):
     """One instruction of the container file."""
 
@@ -68,7 +65,7 @@ class Instruction(NamedTuple):
 
 
 def instructions() -> list[Instruction]:
-    """Of deploy/Dockerfile, in order; the stage of what stands before the first FROM is empty."""
+    """Read deploy/Dockerfile in order; the stage of what stands before the first FROM is empty."""
     text = re.sub(r"^\s*#.*\n", "", (DEPLOY / "Dockerfile").read_text("utf-8"), flags=re.M).replace("\\\n", " ")
     found, stage = [], ""
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -76,14 +73,6 @@ def instructions() -> list[Instruction]:
         stage = rest.split()[-1] if name == "FROM" else stage
         found.append(Instruction(stage, name, " ".join(rest.split())))
     return found
-
-
-def stages() -> dict[str, list[str]]:
-    """The command of each stage that has one."""
-    return {one.stage: json.loads(one.text) for one in instructions() if one.name == "CMD"}
-
-
-# -- commands ----------------------------------------------------------------------------------------------------------
 
 
 def programs(words: list[str]) -> Iterator[list[str]]:
@@ -100,15 +89,12 @@ def programs(words: list[str]) -> Iterator[list[str]]:
 
 def commands() -> dict[str, list[list[str]]]:
     """The programs of every container, by where they are named."""
-    found = {f"Dockerfile:{stage}": list(programs(words)) for stage, words in stages().items()}
+    found = {f"Dockerfile:{step.stage}": json.loads(step.text) for step in instructions() if step.name == "CMD"}
     for path in MANIFESTS:
         for name, template in templates(path).items():
             made = container(template)
-            found[f"{path}:{name}"] = list(programs([*made.get("command", ()), *made.get("args", ())]))
-    return found
-
-
-# -- queries -----------------------------------------------------------------------------------------------------------
+            found[f"{path}:{name}"] = [*made.get("command", ()), *made.get("args", ())]
+    return {where: list(programs(words)) for where, words in found.items()}
 
 
 def scalers(path: str) -> Iterator[tuple[str, Document]]:
@@ -123,16 +109,11 @@ def rules() -> list[Document]:
     return [rule for group in groups for rule in group["rules"]]
 
 
-def dashboard() -> Document:
-    """The dashboard of Grafana."""
-    return dict(json.loads((DEPLOY / "monitoring" / "dashboard.json").read_text("utf-8")))
-
-
 def queries() -> dict[str, str]:
     """Every PromQL expression of deploy/, by where it stands; Grafana's variables have values."""
     found = {f"rule {rule.get('alert') or rule['record']}": rule["expr"] for rule in rules()}
     found |= {f"{path} {name}": data["query"] for path in SERVERS for name, data in scalers(path)}
-    for panel in dashboard()["panels"]:
+    for panel in json.loads((DEPLOY / "monitoring" / "dashboard.json").read_text("utf-8"))["panels"]:
         for target in panel["targets"]:
             expression = target["expr"].replace("$__rate_interval", "5m").replace("$model", ".*")
             found[f"panel {panel['title']} {target['refId']}"] = expression

@@ -1,9 +1,9 @@
-"""Pods and images: probes ask routes that exist, nothing runs as root, nothing is unpinned, bundles are read-only."""
+"""Pods and images: probes and health checks ask routes that exist; images have extras that exist."""
 
 from __future__ import annotations
 
 import re
-from importlib.metadata import metadata, version
+from importlib.metadata import metadata
 from unittest.mock import MagicMock
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from d2sd.serve.openai.app import create_app
 from d2sd.serve.openai.middleware import _OPEN_PATHS
 from d2sd.serve.openai.settings import ServerSettings
-from tests.deploy.files import DEPLOY, MANIFESTS, SERVERS, container, documents, instructions, one, templates
+from tests.deploy.files import DEPLOY, container, instructions, one, templates
 
 #: Of the KServe protocol, asked from a real server by tests/d2sd/serve/triton/test_live.py.
 TRITON = {"/v2/health/live", "/v2/health/ready"}
@@ -24,10 +24,6 @@ def routes() -> set[str]:
     """The routes of `d2sd serve`."""
     app = create_app(MagicMock(), MagicMock(), ServerSettings(model="m"))
     return {getattr(route, "path", "") for route in app.routes}
-
-
-def all_pods() -> dict[str, tuple[str, str]]:
-    return {f"{path}:{name}": (path, name) for path in MANIFESTS for name in templates(path)}
 
 
 @pytest.mark.parametrize("path", ["serve.yaml", "triton.yaml"])
@@ -61,63 +57,8 @@ def test_health_checks_of_the_images_ask_routes_that_exist(routes: set[str]) -> 
         assert port in exposed[stage]
 
 
-@pytest.mark.parametrize(("path", "name"), all_pods().values(), ids=all_pods())
-def test_pods_are_confined(path: str, name: str) -> None:
-    template = templates(path)[name]
-    made, pod = container(template), template["spec"]
-    assert pod["securityContext"]["runAsNonRoot"] is True
-    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert made["securityContext"]["allowPrivilegeEscalation"] is False
-    assert made["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert re.search(r":[\w.]*\d[\w.-]*$", made["image"]), "no version"
-    assert "latest" not in made["image"]
-    assert made["resources"]["limits"]["memory"]
-    if path == "bundle.yaml":  # it fills the volume
-        return
-    assert made["securityContext"]["readOnlyRootFilesystem"] is True
-    claims = {volume["name"]: volume["persistentVolumeClaim"] for volume in pod["volumes"] if len(volume) == 2
-              and "persistentVolumeClaim" in volume}  # fmt: skip
-    assert [claim["claimName"] for claim in claims.values()] == [
-        one("bundle.yaml", "PersistentVolumeClaim")["metadata"]["name"]
-    ]
-    assert all(claim["readOnly"] for claim in claims.values())
-    mounts = {mount["name"]: mount for mount in made["volumeMounts"]}
-    assert all(mounts[claim]["readOnly"] for claim in claims)
-    assert "/tmp" in {mount["mountPath"] for mount in mounts.values()}
-    limits = made["resources"]["limits"]
-    assert limits.get("nvidia.com/gpu") == (None if name == "Frontend" else "1")
-
-
-@pytest.mark.parametrize("path", SERVERS)
-def test_pods_may_be_evicted_one_at_a_time(path: str) -> None:
-    budgets = [document["spec"] for document in documents(path) if document["kind"] == "PodDisruptionBudget"]
-    assert len(budgets) == len(templates(path))
-    assert all(budget["maxUnavailable"] == 1 for budget in budgets)
-
-
-def test_the_image_is_pinned_unprivileged_and_of_known_extras() -> None:
-    found = instructions()
-    arguments = dict(one.text.split("=", 1) for one in found if one.name == "ARG")
-    assert re.fullmatch(r"nvcr\.io/nvidia/[\w/-]+:\d[\w.-]+", arguments["BASE"])
+def test_the_image_has_extras_that_exist() -> None:
+    arguments = dict(one.text.split("=", 1) for one in instructions() if one.name == "ARG")
     header = (DEPLOY / "Dockerfile").read_text("utf-8")
     used = {*arguments["EXTRAS"].split(","), *re.findall(r"--build-arg EXTRAS=([\w,]+)", header)[0].split(",")}
     assert used <= set(metadata("d2sd").get_all("Provides-Extra") or ())
-    assert {"serve", "structured", "triton", "dynamo"} <= used
-    images = {container(template)["image"] for path in MANIFESTS for template in templates(path).values()}
-    for tag in re.findall(r"d2sd:([\d.]+)-", f"{header} {images}"):
-        assert tag == version("d2sd")
-    users = [one.text for one in found if one.name == "USER"]
-    assert users[-1] == "10001:10001"
-    assert not [one for one in found if one.name == "ADD"]
-    assert found[-1].stage == "dynamo"
-    assert {one.text.split()[0] for one in found if one.name == "FROM"} == {"${BASE}", "d2sd"}
-
-
-def test_there_are_no_secrets() -> None:
-    """Keys and tokens come from Secrets of the cluster, which these files do not hold."""
-    found = [document for path in MANIFESTS for document in documents(path)]
-    assert "Secret" not in {document["kind"] for document in found}
-    literals = {entry["name"] for path in MANIFESTS for template in templates(path).values()
-                for entry in container(template).get("env", ()) if "value" in entry}  # fmt: skip
-    literals |= {one.text.split("=")[0] for one in instructions() if one.name in ("ARG", "ENV")}
-    assert not [name for name in literals if re.search("KEY|TOKEN|SECRET|PASSWORD", name.upper())]

@@ -4,34 +4,51 @@ from __future__ import annotations
 
 import re
 from typing import Any, get_args
+from unittest.mock import MagicMock
 
 import promql_parser
 import pytest
 
 from d2sd.runtime.sequence import FinishReason
-from tests.deploy.files import SERVERS, one, queries, rules, scalers
-from tests.deploy.promql import EXPORTED, RECORDED, TARGET, kept, nodes, selectors
+from d2sd.runtime.stats import EngineStats
+from d2sd.serve.openai.metrics import Metrics
+from tests.deploy.files import queries, rules
+
+#: Labels that Prometheus adds to what it scrapes from a pod, and those of Dynamo's runtime.
+TARGET = {"namespace", "pod", "container", "job", "instance", "dynamo_namespace", "dynamo_component"}
 
 
-def test_metrics_of_the_server_are_collected() -> None:
-    assert EXPORTED["d2sd_num_requests_waiting"] == ("gauge", {"model_name"})
-    assert EXPORTED["d2sd_request_success_total"] == ("counter", {"model_name", "finished_reason"})
-    assert EXPORTED["d2sd_accepted_length_bucket"] == ("histogram", {"model_name", "le"})
+@pytest.fixture(scope="module")
+def series() -> dict[str, set[str]]:
+    """Labels of every series that a server exports or a rule records, by name."""
+    metrics = Metrics(MagicMock(stats=EngineStats(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, "chain")), "m")
+    metrics.ended(None, "stop")
+    metrics.refresh()
+    families = metrics.registry.collect()
+    found = {sample.name: {*sample.labels} for family in families for sample in family.samples}
+    return found | {rule["record"]: {"model_name"} for rule in rules() if "record" in rule}
+
+
+def nodes(expression: str) -> list[Any]:
+    """Every node of a parsed expression. Raises ValueError with the place of an error."""
+    found: list[Any] = []
+    promql_parser.walk(promql_parser.parse(expression), lambda node: found.append(node))
+    return found
 
 
 @pytest.mark.parametrize("expression", queries().values(), ids=queries())
-def test_queries_use_what_is_exported(expression: str) -> None:
-    found = selectors(expression)
-    assert found
-    for selector in found:
+def test_queries_use_what_is_exported(expression: str, series: dict[str, set[str]]) -> None:
+    selectors = [node for node in nodes(expression) if isinstance(node, promql_parser.VectorSelector)]
+    assert selectors
+    aggregations = [node.modifier for node in nodes(expression) if isinstance(node, promql_parser.AggregateExpr)]
+    grouped = {label for modifier in aggregations if modifier is not None for label in modifier.labels}
+    for selector in selectors:
         if selector.name.startswith("dynamo_"):  # tests/deploy/test_dynamo.py
             continue
-        _, labels = (EXPORTED | RECORDED)[selector.name]
-        given = {matcher.name for matcher in selector.matchers.matchers}
-        assert given | kept(expression) <= labels | TARGET, selector.name
-        for matcher in selector.matchers.matchers:
-            if matcher.name == "finished_reason":
-                assert matcher.value in get_args(FinishReason)
+        matchers = selector.matchers.matchers
+        assert {matcher.name for matcher in matchers} | grouped <= series[selector.name] | TARGET, selector.name
+        reasons = [matcher.value for matcher in matchers if matcher.name == "finished_reason"]
+        assert {*reasons} <= {*get_args(FinishReason)}
 
 
 @pytest.mark.parametrize("expression", queries().values(), ids=queries())
@@ -39,51 +56,7 @@ def test_rates_are_of_counters_and_means_of_gauges(expression: str) -> None:
     for call in nodes(expression):
         if isinstance(call, promql_parser.Call) and call.func.name in ("rate", "increase", "avg_over_time"):
             (argument,) = call.args
-            name = (
-                argument.vector_selector.name
-                if isinstance(argument, promql_parser.MatrixSelector)
-                else argument.expr.name
-            )
+            ranged = isinstance(argument, promql_parser.MatrixSelector)
+            name = argument.vector_selector.name if ranged else argument.expr.name
             counts = bool(re.search("_(total|bucket|sum|count)$", str(name)))
             assert counts == (call.func.name != "avg_over_time"), name
-
-
-@pytest.mark.parametrize("path", SERVERS)
-def test_autoscalers_ask_for_one_number_of_their_own_pods(path: str) -> None:
-    for _, data in scalers(path):
-        for selector in selectors(data["query"]):
-            (matcher,) = selector.matchers.matchers
-            own = ("dynamo_component", "d2sd") if path == "dynamo.yaml" else ("job", f"d2sd-{path[:-5]}")
-            assert (matcher.name, matcher.value) == own
-        assert not kept(data["query"])
-        assert data["ignoreNullValues"] == "false"  # no data is an error, on which the fallback acts, and not zero load
-    if path != "dynamo.yaml":
-        monitor = one(path, "PodMonitor")["spec"]
-        assert monitor["jobLabel"] in monitor["selector"]["matchLabels"]
-        assert monitor["selector"]["matchLabels"][monitor["jobLabel"]] == f"d2sd-{path[:-5]}"
-
-
-# -- rules -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", [rule for rule in rules() if "alert" in rule], ids=lambda rule: rule["alert"])
-def test_alarms_say_what_and_where(rule: dict[str, Any]) -> None:
-    assert rule["labels"]["severity"] in ("warning", "critical")
-    assert rule["annotations"].keys() == {"summary", "description"}
-    assert rule["for"]
-    labels = kept(rule["expr"]).union(*(RECORDED[s.name][1] for s in selectors(rule["expr"]) if s.name in RECORDED))
-    used = re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values()))
-    assert set(used) <= labels
-
-
-def test_there_is_an_alarm_for_each_trouble() -> None:
-    watched = {selector.name for rule in rules() if "alert" in rule for selector in selectors(rule["expr"])}
-    assert watched >= {
-        "d2sd:accepted_length:mean10m", "d2sd_num_requests_waiting", "d2sd_kv_cache_usage_perc",
-        "d2sd_request_success_total", "d2sd_time_to_first_token_seconds_bucket",
-    }  # fmt: skip
-    (record,) = (rule["expr"] for rule in rules() if "record" in rule)
-    # steps of plain decoding are in neither: `auto` under load is not a fall of acceptance
-    assert {selector.name for selector in selectors(record)} == {
-        "d2sd_spec_decode_num_accepted_tokens_total", "d2sd_spec_decode_num_drafts_total",
-    }  # fmt: skip
