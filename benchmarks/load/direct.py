@@ -27,10 +27,11 @@ from d2sd.errors import D2SDError
 from d2sd.progress import bar
 from d2sd.recipe import Policy
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.grammar.forms import StructuredOutputsParams
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence as Running
 from d2sd.serve.params import SamplingParams, with_params
-from d2sd.serve.structured import GrammarCompiler, StructuredOutputsParams
+from d2sd.serve.structured import GrammarCompiler
 
 _SCHEMA = {
     "type": "object",

@@ -9,10 +9,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from d2sd.errors import RequestError
+from d2sd.runtime.grammar.forms import StructuredOutputsParams
 from d2sd.runtime.request import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from d2sd.runtime.request import SamplingParams as TokenSampling
-from d2sd.serve.structured import StructuredOutputsParams
-from d2sd.serve.typed import typed
+from d2sd.typed import typed
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle

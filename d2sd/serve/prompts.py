@@ -12,7 +12,7 @@ from d2sd.bundle.serving import chat_request
 from d2sd.errors import RequestError
 from d2sd.runtime.request import Request
 from d2sd.serve.params import SamplingParams, with_params
-from d2sd.serve.typed import named, plain, typed
+from d2sd.typed import named, plain, typed
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle

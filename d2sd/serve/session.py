@@ -26,7 +26,7 @@ from d2sd.serve.completion import Completion, make_completion
 from d2sd.serve.errors import EngineFailed, ShuttingDown
 from d2sd.serve.prompts import Input, Sampling, Tools, each_params, make_requests
 from d2sd.serve.structured import GrammarCompiler
-from d2sd.serve.typed import typed
+from d2sd.typed import typed
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle

@@ -11,9 +11,9 @@ from typing import Any
 
 from d2sd.bundle.turns import TOOL_CALL, TOOL_CALL_END
 from d2sd.errors import RequestError
+from d2sd.runtime.grammar.forms import StructuredOutputsParams
 from d2sd.runtime.grammar.guidance import SPACING
-from d2sd.serve.schemas import with_options
-from d2sd.serve.structured import StructuredOutputsParams
+from d2sd.runtime.grammar.schemas import with_options
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 

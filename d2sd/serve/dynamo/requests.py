@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from d2sd.errors import RequestError
+from d2sd.runtime.grammar.forms import StructuredOutputsParams
 from d2sd.runtime.request import Request
 from d2sd.serve.params import SamplingParams, with_params
-from d2sd.serve.structured import GrammarCompiler, StructuredOutputsParams
+from d2sd.serve.structured import GrammarCompiler
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from threading import Event
 
 from d2sd.errors import RequestError
-from d2sd.serve.structured import GrammarCompiler, StructuredOutputsParams
+from d2sd.runtime.grammar.forms import StructuredOutputsParams
+from d2sd.serve.structured import GrammarCompiler
 from d2sd.serve.turns import Turns
 
 

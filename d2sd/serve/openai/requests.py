@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from d2sd.bundle.chat import encode_prompt
 from d2sd.bundle.turns import encode_turns
 from d2sd.errors import RequestError
+from d2sd.runtime.grammar.forms import StructuredOutputsParams
 from d2sd.runtime.request import MAX_LOGPROBS, Request
 from d2sd.serve.openai.protocol import ChatBody, CompletionBody, GenerationBody, TokenizeBody, conversation
 from d2sd.serve.params import SamplingParams, with_params
-from d2sd.serve.structured import GrammarCompiler, StructuredOutputsParams
+from d2sd.serve.structured import GrammarCompiler
 from d2sd.serve.tools import tool_grammar
 
 if TYPE_CHECKING:

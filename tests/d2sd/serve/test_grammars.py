@@ -7,8 +7,8 @@ from threading import Event
 from typing import Any
 
 from d2sd.errors import D2SDError, RequestError
+from d2sd.runtime.grammar.forms import StructuredOutputsParams
 from d2sd.serve.openai.grammars import Grammars
-from d2sd.serve.structured import StructuredOutputsParams
 from d2sd.serve.turns import Turns
 
 FORM = StructuredOutputsParams(regex="a")

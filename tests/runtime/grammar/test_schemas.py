@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from d2sd.errors import RequestError
-from d2sd.serve.schemas import text_with_options, with_options
-from d2sd.serve.structured import StructuredOutputsParams
+from d2sd.runtime.grammar.forms import StructuredOutputsParams
+from d2sd.runtime.grammar.schemas import text_with_options, with_options
 from d2sd.serve.tools import tool_grammar
 from tests.runtime.grammar.test_guidance import fits
 from tests.runtime.grammar.tokens import guidance
