@@ -34,7 +34,7 @@ from d2sd.errors import D2SDError
 from d2sd.modeling.drafter import Drafter
 from d2sd.progress import bar
 from d2sd.prompts import read_prompts
-from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.train.data.features import TrainingData, cache_features
 from d2sd.train.dist import Dist
 from d2sd.train.init_from_target import first_drafter

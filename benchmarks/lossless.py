@@ -28,7 +28,8 @@ from d2sd.io import write_text
 from d2sd.policies import NAMES, PolicyName
 from d2sd.progress import bar
 from d2sd.prompts import read_prompts
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 
 SETS = ("gsm8k", "humaneval", "mbpp", "mt_bench")
 #: name -> (sampling of the i-th prompt without its seed, share of the prompts used)

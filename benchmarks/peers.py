@@ -42,7 +42,7 @@ from d2sd.io import write_text
 from d2sd.progress import bar
 from d2sd.prompt_sets import present
 from d2sd.prompts import OWN_PROMPTS, read_prompts
-from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling_params import SamplingParams
 
 SETS = ("gsm8k", "humaneval", "mbpp", "mt_bench")
 IN_FLIGHT = (1, 8)

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from d2sd.errors import BundleError, CheckpointError, D2SDError, GenerationError, RequestError
     from d2sd.runtime.grammar.forms import StructuredOutputsParams
+    from d2sd.runtime.sampling_params import SamplingParams
     from d2sd.serve.async_llm import AsyncLLM
     from d2sd.serve.completion import Completion, Logprob
     from d2sd.serve.errors import DeadlineExceeded, EngineFailed
     from d2sd.serve.llm import LLM
-    from d2sd.serve.params import SamplingParams
     from d2sd.serve.prompts import TextPrompt, TokensPrompt
 
     __version__: str
@@ -33,9 +33,9 @@ _MODULES = {
     "d2sd.serve.completion": ("Completion", "Logprob"),
     "d2sd.serve.errors": ("DeadlineExceeded", "EngineFailed"),
     "d2sd.serve.llm": ("LLM",),
-    "d2sd.serve.params": ("SamplingParams",),
     "d2sd.serve.prompts": ("TextPrompt", "TokensPrompt"),
     "d2sd.runtime.grammar.forms": ("StructuredOutputsParams",),
+    "d2sd.runtime.sampling_params": ("SamplingParams",),
 }
 __all__ = [
     "LLM",

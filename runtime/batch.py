@@ -11,10 +11,10 @@ from torch import Tensor
 
 from d2sd.runtime.buckets import bucket
 from d2sd.runtime.grammar.step import StepGrammar
-from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.bias import Entries
 from d2sd.runtime.sampling.penalties import NO_TEXT, Text
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 
 # Shape letters: B requests (in a step a bucket), N tokens of all prompt chunks, M pages a request.

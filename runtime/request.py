@@ -1,4 +1,4 @@
-"""Requests, sampling parameters and the limits of an engine: plain data, no torch."""
+"""Requests and the limits of an engine: plain data, no torch."""
 
 from __future__ import annotations
 
@@ -6,86 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from d2sd.errors import RequestError
+from d2sd.runtime.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_STOP_TOKENS, SamplingParams
 
 if TYPE_CHECKING:
     from d2sd.policies import PolicyName
     from d2sd.recipe import Limits as RecipeLimits
     from d2sd.runtime.grammar.grammar import Grammar
-
-
-#: Most alternatives that logprobs report for a token, as in vLLM and in OpenAI's API.
-MAX_LOGPROBS = 20
-#: Bounds of the repetition penalty: it multiplies a logit by up to 100, the lowest temperature by up to 1e5 more, so
-#: logits up to 1e31 stay finite in fp32, which ends at 3e38.
-PENALTIES = 0.01, 100.0
-
-# What a request carries is bounded, because the engine's thread works on it between two steps of everybody. The bounds
-# are far above what OpenAI's API takes (4 stop strings, 300 biases) and what users of vLLM send.
-
-#: Biases of a request: enough to ban a script from a large vocabulary; a step adds all of them.
-MAX_LOGIT_BIAS = 32_768
-#: Token sequences that a request bans, tokens of one, and tokens of all; a step compares all with the text.
-MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE, MAX_BAD_TOKENS = 2_048, 1_024, 32_768
-#: Stop strings of a request, and characters of one; each new character is looked up in each string.
-MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1_024
-#: Stop tokens of a request, the target's own included.
-MAX_STOP_TOKENS = 8_192
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Sampling of the target's tokens, with vLLM's names and order.
-
-    First the logits are changed, for greedy requests too: logit_bias, bad_words, min_tokens, then the penalties. Then
-    come temperature, min_p, top_k and top_p, each on the probabilities that the one before it left.
-    """
-
-    temperature: float = 0.0  # 0: greedy
-    top_p: float = 1.0  # 1: off
-    top_k: int = 0  # 0: off
-    seed: int = 0  # the same seed gives the same text with speculation on or off, alone or in a batch
-    min_p: float = 0.0  # least probability, as a share of the best token's; 0: off
-    repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt or answer, multiplies negative ones
-    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the answer
-    frequency_penalty: float = 0.0  # subtracted once for each occurrence in the answer
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit)
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not occur, begun in the prompt or not
-    min_tokens: int = 0  # answer tokens before which neither stop tokens nor stop strings end it
-    logprobs: int | None = None  # report each token's log-probability and those of this many best tokens
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens
-
-    def __post_init__(self) -> None:
-        counts, words = (self.logprobs, self.prompt_logprobs), self.bad_words
-        biases = [bias for _, bias in self.logit_bias[: MAX_LOGIT_BIAS + 1]]
-        for name, fine, expected in (
-            ("temperature", 0 <= self.temperature < 100, "0 (greedy) or more, below 100"),
-            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
-            ("top_k", 0 <= self.top_k < 2**31, "0 (off) .. 2^31 - 1"),
-            ("seed", 0 <= self.seed < 2**64, "0 .. 2^64 - 1"),
-            ("min_p", 0 <= self.min_p <= 1, "0 (off) .. 1"),
-            ("repetition_penalty", PENALTIES[0] <= self.repetition_penalty <= PENALTIES[1], "0.01 .. 100; 1 is off"),
-            ("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 .. 2"),
-            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 .. 2"),
-            ("logit_bias", len(biases) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} biases"),
-            ("logit_bias", all(-100 <= bias <= 100 for bias in biases), "biases of -100 .. 100"),
-            ("bad_words", len(words) <= MAX_BAD_SEQUENCES, f"at most {MAX_BAD_SEQUENCES} token sequences"),
-            ("bad_words", all(words), "at least one token in each"),
-            ("bad_words", max(map(len, words), default=0) <= MAX_BAD_SEQUENCE, f"{MAX_BAD_SEQUENCE} tokens in each"),
-            ("bad_words", sum(map(len, words)) <= MAX_BAD_TOKENS, f"at most {MAX_BAD_TOKENS} tokens in all"),
-            ("min_tokens", self.min_tokens >= 0, "0 or more"),
-            ("logprobs", counts[0] is None or 0 <= counts[0] <= MAX_LOGPROBS, f"0 .. {MAX_LOGPROBS}"),
-            ("prompt_logprobs", counts[1] is None or 0 <= counts[1] <= MAX_LOGPROBS, f"0 .. {MAX_LOGPROBS}"),
-        ):
-            if not fine:  # NaN fails every comparison, so it is refused too
-                raise RequestError(f"{name} out of range", where=name, found=getattr(self, name), expected=expected)
-
-    @property
-    def has_bias(self) -> bool:
-        return bool(self.logit_bias or self.bad_words or self.min_tokens)
-
-    @property
-    def has_penalty(self) -> bool:
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +20,7 @@ class Request:
 
     prompt: tuple[int, ...]
     max_new_tokens: int = 256
+    #: The engine reads what this says of logits; length, stops, n and form are read from it by who makes requests.
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_tokens: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
@@ -105,6 +32,11 @@ class Request:
     cache_salt: str = ""  # cached prefixes are shared among requests of the same salt only
     #: Of `Engine.choices`: serves its steps while it is the only request, so that no other one pays for the choice.
     policy: PolicyName | None = None
+
+    @property
+    def seed(self) -> int:
+        """The seed of the noise; 0 where the parameters leave it open, which those of `each_completion` never do."""
+        return self.sampling.seed or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +96,14 @@ class Limits:
 def _check_tokens(request: Request, vocab_size: int) -> None:
     """Raise RequestError for a token outside the vocabulary in a parameter, or too large a min_tokens."""
     sampling = request.sampling
+    if sampling.bad_words:
+        raise RequestError(
+            "The bad words are not tokens yet.", where="bad_words", found=sampling.bad_words,
+            fix="pass bad_words_token_ids to the engine",
+        )  # fmt: skip
     named = {
-        "logit_bias": [token for token, _ in sampling.logit_bias],
-        "bad_words": [token for word in sampling.bad_words for token in word],
+        "logit_bias": sampling.logit_bias,
+        "bad_words_token_ids": [token for word in sampling.bad_words_token_ids for token in word],
     }
     for where, tokens in named.items():
         for bad in (min(tokens, default=0), max(tokens, default=0)):

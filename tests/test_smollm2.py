@@ -18,7 +18,8 @@ from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.errors import BuildError
 from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.recipe import Policy
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.stats import mean_tau
 from tests.data import DATA
 

@@ -14,7 +14,8 @@ from d2sd.errors import D2SDError
 from d2sd.manifest import Manifest
 from d2sd.progress import bar
 from d2sd.recipe import Policy
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 
 Precision = Literal["fp32", "bf16"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")

@@ -26,7 +26,8 @@ from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.cuda_graphs.capture import Capture, CudaGraphs
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Limits, Request, SamplingParams
+from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.runtime.knowing import Knowing
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
@@ -53,7 +54,7 @@ def served(
     """Shares of requests with equal answers, graphs, and milliseconds of a step; raises where fp32 answers differ."""
     asked = requests_of(requests)
     texts = cpu_texts(asked)
-    wanted = [texts[request.sampling.seed][len(request.prompt) :] for request in asked]
+    wanted = [texts[request.seed][len(request.prompt) :] for request in asked]
     with patch.dict(os.environ, {NO_FALLBACK: "1"} if device == "cuda" else {}):
         eager, eager_ms = _serve(policy, _runner(dtype, device, None, texts), asked)
         captured, captured_ms = _serve(policy, _runner(dtype, device, capture(device), texts), asked)
@@ -92,7 +93,7 @@ def models() -> tuple[Decoder, Drafter, Drafter, FlexHead]:
 def cpu_texts(requests: Sequence[Request]) -> dict[int, list[int]]:
     """Prompt and answer of every request by plain decoding on the CPU, by seed."""
     engine = Engine(ModelRunner(deepcopy(models()[0]), block_size=BLOCK), _policy("off"), LIMITS)
-    return {s.request.sampling.seed: s.tokens for s in engine.generate(requests)}
+    return {s.request.seed: s.tokens for s in engine.generate(requests)}
 
 
 def _runner(dtype: torch.dtype, device: str, capture: Capture | None, texts: Texts) -> ModelRunner:

@@ -28,8 +28,8 @@ from benchmarks.gpu.timing import Times
 from d2sd.plugins import choice, dispatch
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree, accept, best_first_tree, from_candidates, from_chain
-from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.accept import sample_target
 
 # Shape letters as in d2sd.runtime.speculation. A block of 16 and 7 branches; hybrid's width and the default budget.

@@ -33,7 +33,8 @@ from d2sd.plugins.layer_ops import Heads, reference
 from d2sd.plugins.layer_ops.triton import launch
 from d2sd.runtime.backends import model_runner
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Limits, Request, SamplingParams
+from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 
 # Shape letters as in plugins/layer_ops/__init__.py.

@@ -35,8 +35,9 @@ from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.capture import CudaGraphs
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
-from d2sd.runtime.request import Limits, SamplingParams
+from d2sd.runtime.request import Limits
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.carried import carried_draft
 from d2sd.runtime.speculation.policy import Policy, make_policy
 

@@ -29,8 +29,9 @@ from d2sd.recipe import Policy
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.grammar.forms import StructuredOutputsParams
 from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence as Running
-from d2sd.serve.params import SamplingParams, with_params
+from d2sd.serve.params import each_completion
 from d2sd.serve.structured import GrammarCompiler
 
 _SCHEMA = {
@@ -67,8 +68,8 @@ def requests_of(bundle: Bundle, count: int, params: SamplingParams, seed: int = 
     made = []
     for number, text in enumerate(own_prompts(count)):
         one = replace(params, seed=seed + number)
-        request = chat_request(bundle, text, one.for_tokens(0), params.max_tokens)
-        made += with_params(bundle, replace(request, grammar=grammar), one)
+        request = chat_request(bundle, text, one, params.max_tokens)
+        made += each_completion(bundle, replace(request, grammar=grammar))
     return made
 
 

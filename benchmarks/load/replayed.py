@@ -26,9 +26,9 @@ from d2sd.recipe import Policy
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence as Running
 from d2sd.runtime.step_times import StepTimes
-from d2sd.serve.params import SamplingParams
 
 
 class Figures(BaseModel):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 from d2sd.bench.views import ADAPTIVE, PLAIN
 from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.progress import bar
-from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -23,7 +23,8 @@ from d2sd.errors import D2SDError
 from d2sd.io import claim, write_text
 from d2sd.progress import bar
 from d2sd.recipe import Policy
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.schema import read_model
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from d2sd.calibration import CalibrationFile
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.policy_selector import PolicySelector
-    from d2sd.runtime.request import Request, SamplingParams
+    from d2sd.runtime.request import Request
+    from d2sd.runtime.sampling_params import SamplingParams
     from d2sd.runtime.speculation.policy import Policy as TreePolicy
     from d2sd.runtime.step_times import Forecast
 

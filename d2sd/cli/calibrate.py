@@ -14,7 +14,7 @@ from d2sd.cli.report import Reporting
 from d2sd.io import check_writable
 from d2sd.progress import bar
 from d2sd.prompts import OWN_PROMPTS, last_prompts
-from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.train.confidence.fit import fingerprints, fit_calibration
 
 

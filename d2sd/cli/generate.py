@@ -18,7 +18,7 @@ from d2sd.cli.report import Reporting
 from d2sd.io import check_writable
 from d2sd.progress import bar
 from d2sd.recipe import Policy
-from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.text import TextStream
 from d2sd.viz.record import Recording

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import Self
 
 from d2sd.errors import RequestError
-from d2sd.serve.params import SamplingParams
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.serve.prompts import conversation_inputs, input_of, prompt_inputs
 from d2sd.serve.session import Options, Session
 

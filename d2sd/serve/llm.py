@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from d2sd.bundle.backends import BackendName
     from d2sd.recipe import Policy
+    from d2sd.runtime.sampling_params import SamplingParams
     from d2sd.runtime.stats import SequenceStats
     from d2sd.serve.completion import Completion
-    from d2sd.serve.params import SamplingParams
     from d2sd.serve.prompts import Input, Message, Prompt, Sampling, Tools
 
 

@@ -11,7 +11,8 @@ from typing_extensions import TypedDict
 from d2sd.bundle.serving import chat_request
 from d2sd.errors import RequestError
 from d2sd.runtime.request import Request
-from d2sd.serve.params import SamplingParams, with_params
+from d2sd.runtime.sampling_params import SamplingParams
+from d2sd.serve.params import each_completion
 from d2sd.typed import named, plain, typed
 
 if TYPE_CHECKING:
@@ -112,12 +113,11 @@ def make_requests(
     if params is None:
         params = SamplingParams(defaults.temperature, defaults.top_p, defaults.top_k, defaults.seed)
     length = defaults.max_new_tokens if params.max_tokens is None else params.max_tokens
-    sampling = params.for_tokens(0)
     if isinstance(given, tuple):
-        request = Request(given, length, sampling, frozenset(bundle.stop_token_ids))
+        request = Request(given, length, params, frozenset(bundle.stop_token_ids))
     else:
-        request = chat_request(bundle, given, sampling, length, raw=isinstance(given, str), tools=tools)
-    return with_params(bundle, replace(request, grammar=grammar), params)
+        request = chat_request(bundle, given, params, length, raw=isinstance(given, str), tools=tools)
+    return each_completion(bundle, replace(request, grammar=grammar))
 
 
 def _prompt(prompt: Any, where: str) -> str | tuple[int, ...]:

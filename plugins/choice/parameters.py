@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
+from typing_extensions import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,10 @@ class SamplingTensors:
     @property
     def any_filter(self) -> bool:
         return self.any_top_p or self.any_top_k or self.any_min_p
+
+    def with_filters(self, on: bool) -> Self:
+        """The same values with the static variants of all filters, or of none."""
+        return replace(self, any_top_p=on, any_top_k=on, any_min_p=on)
 
     @property
     def is_argmax(self) -> bool:

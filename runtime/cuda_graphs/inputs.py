@@ -51,11 +51,7 @@ class StaticInputs:
 
         Filters that no request uses keep all tokens, so one graph serves every combination of them.
         """
-        filtered = sampling.any_filter
-        own = replace(
-            self._batch.sampling, any_sampled=sampling.any_sampled, any_top_p=filtered, any_top_k=filtered,
-            any_min_p=filtered,
-        )  # fmt: skip
+        own = replace(self._batch.sampling.with_filters(sampling.any_filter), any_sampled=sampling.any_sampled)
         return replace(self._batch, sampling=own)
 
     def load(self, batch: Batch, link: Link, draft: Draft | None) -> None:

@@ -31,8 +31,9 @@ from d2sd.runtime.buckets import bucket
 from d2sd.runtime.cuda_graphs.handover import Handover, Link
 from d2sd.runtime.cuda_graphs.inputs import StaticInputs
 from d2sd.runtime.decode import Committed, StepResult, Timer, decode_step
-from d2sd.runtime.request import Limits, SamplingParams
+from d2sd.runtime.request import Limits
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.carried import carried_draft
 from d2sd.runtime.speculation.policy import Policy

@@ -15,8 +15,8 @@ from itertools import accumulate, chain, repeat
 import torch
 from torch import Tensor
 
-from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.penalties import Text
+from d2sd.runtime.sampling_params import SamplingParams
 
 # Shape letters: B requests, V vocabulary, E entries and C tokens of conditions of all requests, P tokens of the longest
 # condition.
@@ -41,11 +41,9 @@ class Entries:
     @staticmethod
     def of(params: SamplingParams, text: Text, vocab_size: int, device: str) -> Entries | None:
         """None for a request without any."""
-        biases = dict[int, float]()
-        for token, bias in params.logit_bias:  # summed here, where the order of the sum is fixed
-            biases[token] = biases.get(token, 0.0) + bias
+        biases = params.logit_bias
         stops = [t for t in text.stop_tokens if 0 <= t < vocab_size] if params.min_tokens else []  # no other is chosen
-        words = params.bad_words
+        words = params.bad_words_token_ids
         tokens = [*biases, *stops, *(word[-1] for word in words)]
         if not tokens:
             return None

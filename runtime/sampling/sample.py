@@ -16,9 +16,9 @@ from torch import Tensor
 
 from d2sd.plugins.choice import SamplingTensors, sampled_scores
 from d2sd.plugins.choice.philox import gumbel
-from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.bias import TokenBias
 from d2sd.runtime.sampling.penalties import NO_TEXT, Penalties, Text
+from d2sd.runtime.sampling_params import SamplingParams
 
 T = TypeVar("T", "Sampling", Penalties)
 
@@ -49,7 +49,8 @@ class Sampling(SamplingTensors):
         params: SequenceOf[SamplingParams], vocab_size: int, device: str, texts: SequenceOf[Text] | None = None
     ) -> Sampling:
         """As `of`, but only the tables of biases and penalties are on `device`; the rest is on the host until `to`."""
-        signed = [p.seed - 2**64 if p.seed >= 2**63 else p.seed for p in params]  # the same 64 bits
+        seeds = [p.seed or 0 for p in params]
+        signed = [seed - 2**64 if seed >= 2**63 else seed for seed in seeds]  # the same 64 bits
         texts = [NO_TEXT] * len(params) if texts is None else texts
         logprobs = [p.logprobs for p in params if p.logprobs is not None]
         sampled = [p for p in params if p.temperature >= GREEDY_BELOW]

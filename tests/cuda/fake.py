@@ -38,8 +38,8 @@ from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.handover import Handover, Link
 from d2sd.runtime.cuda_graphs.steps import captured_step
-from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.carried import carried_draft
 from d2sd.runtime.speculation.policy import Policy, make_policy

@@ -15,7 +15,7 @@ import yaml
 import d2sd.recipe
 from d2sd.errors import RecipeError, RequestError
 from d2sd.recipe import Policy, Recipe, load_recipe
-from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.yaml_reader import parse_yaml
 
 ROOT = Path(__file__).parents[2]

@@ -43,10 +43,11 @@ def test_queries_use_what_is_exported(expression: str, series: dict[str, set[str
     aggregations = [node.modifier for node in nodes(expression) if isinstance(node, promql_parser.AggregateExpr)]
     grouped = {label for modifier in aggregations if modifier is not None for label in modifier.labels}
     for selector in selectors:
-        if selector.name.startswith("dynamo_"):  # tests/deploy/test_dynamo.py
+        name = str(selector.name)
+        if name.startswith("dynamo_"):  # tests/deploy/test_dynamo.py
             continue
         matchers = selector.matchers.matchers
-        assert {matcher.name for matcher in matchers} | grouped <= series[selector.name] | TARGET, selector.name
+        assert {matcher.name for matcher in matchers} | grouped <= series[name] | TARGET, name
         reasons = [matcher.value for matcher in matchers if matcher.name == "finished_reason"]
         assert {*reasons} <= {*get_args(FinishReason)}
 

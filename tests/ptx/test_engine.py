@@ -14,7 +14,8 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Limits, Request, SamplingParams
+from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from tests.plugins.on_kernels import run_kernels
 from tests.ptx.launch import executed_as_ptx

@@ -29,8 +29,9 @@ from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.buckets import buckets
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.policy_selector import PolicySelector
-from d2sd.runtime.request import PENALTIES, Limits, Request, SamplingParams
+from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling.sample import GREEDY_BELOW
+from d2sd.runtime.sampling_params import PENALTIES, SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.policy import Chain, DDTree, Off, Policy, make_policy
 from d2sd.runtime.step_times import StepTimes
@@ -86,8 +87,8 @@ def parameters(dice: random.Random, seed: int) -> SamplingParams:
         repetition_penalty=value(1.0, 1.3, 0.7, *PENALTIES),
         presence_penalty=value(0.0, 1.0, 2.0, -2.0),
         frequency_penalty=value(0.0, 1.0, 2.0, -2.0),
-        logit_bias=tuple(biases.items()),
-        bad_words=tuple(words),
+        logit_bias=biases,
+        bad_words_token_ids=words,
         min_tokens=dice.choice((0, 0, 0, 1, 5)),
         logprobs=dice.choice((None, None, None, 0, 3, 20)),
         prompt_logprobs=dice.choice((None, None, None, 0, 3, 20)),
@@ -158,7 +159,7 @@ class Episode:
         """With few pages, several requests at a time, and in a third of the episodes one step late."""
         dice = self.dice
         texts = {
-            request.sampling.seed: [*request.prompt, *told["tokens"], *[0] * BLOCK]
+            request.seed: [*request.prompt, *told["tokens"], *[0] * BLOCK]
             for request, (told, _) in zip(self.requests, self.alone, strict=True)
         }
         runner = Knowing(*self.models(), texts)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from d2sd.plugins.trees import Branches, Draft, Tree
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sampling_params import SamplingParams
 from tests.runtime.oracle import Node, Path, Slots
 
 #: What a branch's second draft holds in the slots it kept: nothing may read it.

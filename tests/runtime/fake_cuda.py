@@ -34,7 +34,8 @@ from d2sd.plugins import dispatch
 from d2sd.runtime.backends import model_runner
 from d2sd.runtime.decode import Committed, StepResult
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Limits, Request, SamplingParams
+from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from tests.cuda import guard
 

@@ -19,8 +19,9 @@ from d2sd.modeling.kv_pool import KVPool
 from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Limits, Request, SamplingParams
+from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling.sample import Sampling, token_scores
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import make_policy
@@ -65,7 +66,7 @@ def some_requests() -> tuple[Request, ...]:
         Request(
             prompt=tuple(dice.randrange(64) for _ in range(length)),
             max_new_tokens=dice.randrange(12, 26),
-            sampling=SamplingParams(kind.temperature, kind.top_p, kind.top_k, kind.seed ^ (0x10 * turn)),
+            sampling=SamplingParams(kind.temperature, kind.top_p, kind.top_k, (kind.seed or 0) ^ (0x10 * turn)),
         )
         for turn in (1, 2)
         for kind, length in zip(_KINDS, (1, 2, 5, 9, 17), strict=True)
@@ -90,7 +91,7 @@ def _longer(request: Request) -> tuple[int, ...]:
 
 def cheater(requests: SequenceOf[Request], *, first_errors: float = 0.3, second_errors: float = 0.3) -> CheatingRunner:
     """Knows the plain text of all `requests`."""
-    texts = {r.sampling.seed: r.prompt + _longer(r) for r in requests}
+    texts = {r.seed: r.prompt + _longer(r) for r in requests}
     assert len(texts) == len(requests)
     return CheatingRunner(*copies(), texts, first_errors=first_errors, second_errors=second_errors)
 

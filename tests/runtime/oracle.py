@@ -15,7 +15,7 @@ import torch
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.plugins.choice.philox import gumbel
-from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling_params import SamplingParams
 from tests.tiny import full_logits
 
 _WORD = 2**32
@@ -50,9 +50,10 @@ def changed(
 ) -> list[float]:
     """Logits of the token after `text`, by bias, bad words, min_tokens and penalties."""
     scores, answer = list(logits), list(text[prompt_len:])
-    for token, bias in params.logit_bias:
+    for token, bias in params.logit_bias.items():
         scores[token] += bias
-    banned = [word[-1] for word in params.bad_words if tuple(text[len(text) - len(word) + 1 :]) == word[:-1]]
+    words = [[*word] for word in params.bad_words_token_ids]
+    banned = [word[-1] for word in words if [*text[len(text) - len(word) + 1 :]] == word[:-1]]
     banned += stop_tokens if len(answer) < params.min_tokens else []
     for token in banned:
         scores[token] = -math.inf
@@ -86,7 +87,8 @@ def plain_text(
 ) -> list[int]:
     """`length` tokens of plain decoding, the whole text computed anew for each; stop tokens do not end it."""
     text = list(prompt)
-    signed = params.seed - 2**64 if params.seed >= 2**63 else params.seed
+    number = params.seed or 0
+    signed = number - 2**64 if number >= 2**63 else number
     for _ in range(length):
         logits = full_logits(decoder, torch.tensor([text]))[0, -1]
         scores = changed(logits.tolist(), params, text, len(prompt), stop_tokens)

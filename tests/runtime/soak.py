@@ -21,7 +21,8 @@ import torch
 
 from d2sd.policies import PolicyName
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.runtime.helpers import (
@@ -58,7 +59,7 @@ POLICIES: tuple[PolicyName, ...] = (
 _SAMPLED = SamplingParams(1.0), SamplingParams(0.8, top_p=0.9)
 #: Parameters that need the host between two steps.
 _FENCED = (
-    {"repetition_penalty": 1.3}, {"logprobs": 2}, {"logit_bias": ((5, 1.5),)}, {"bad_words": ((7, 8), (9,))},
+    {"repetition_penalty": 1.3}, {"logprobs": 2}, {"logit_bias": {5: 1.5}}, {"bad_words_token_ids": ((7, 8), (9,))},
 )  # fmt: skip
 
 
@@ -111,7 +112,7 @@ def pool() -> dict[Request, list[int]]:
 def needs_host(request: Request) -> bool:
     """Between two steps."""
     params = request.sampling
-    changed = params.has_penalty or params.logit_bias or params.bad_words or params.logprobs is not None
+    changed = params.has_penalty or params.logit_bias or params.bad_words_token_ids or params.logprobs is not None
     return bool(changed or request.grammar)
 
 
@@ -147,7 +148,7 @@ class Soak:
 
     def __post_init__(self) -> None:
         self.dice = random.Random(self.seed)
-        texts = {r.sampling.seed: [*r.prompt, *answer, *[0] * BLOCK] for r, answer in pool().items()}
+        texts = {r.seed: [*r.prompt, *answer, *[0] * BLOCK] for r, answer in pool().items()}
         self.graphs = RecordedGraphs(rerun=self.rerun)
         made = make_engine(Poisoned(*copies(), texts), "off", max_batch=4, pages=20, decode=decode)
         self.engine = self.graphs.guard(made)

@@ -12,7 +12,8 @@ from d2sd.errors import RequestError
 from d2sd.policies import PolicyName
 from d2sd.recipe import Limits as RecipeLimits
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Limits, Request, SamplingParams
+from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Output
 from tests.runtime.helpers import (
     BLOCK,

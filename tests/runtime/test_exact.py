@@ -75,7 +75,7 @@ def in_type(dtype: torch.dtype) -> tuple[Decoder, Drafter, Drafter, FlexHead]:
 def requests(seeds: int) -> list[Request]:
     """Each of ten prompts and ways to sample, with as many seeds as asked."""
     return [
-        replace(one, sampling=replace(one.sampling, seed=one.sampling.seed % 2**32 + 1000 * turn))
+        replace(one, sampling=replace(one.sampling, seed=one.seed % 2**32 + 1000 * turn))
         for turn in range(seeds)
         for one in some_requests()
     ]
@@ -91,7 +91,7 @@ def check(dtype: torch.dtype, policy: PolicyName, batch: int, chunk: int, pages:
     """Compare with `plain`; returns the committed positions."""
     answers, logits = plain(dtype, seeds)
     asked = requests(seeds)
-    texts = {one.sampling.seed: [*one.prompt, *text, *[0] * 8] for one, text in zip(asked, answers, strict=True)}
+    texts = {one.seed: [*one.prompt, *text, *[0] * 8] for one, text in zip(asked, answers, strict=True)}
     runner = _Drafting(*in_type(dtype), texts)
     found, ours = run(runner, policy, asked, batch, chunk, pages)
     assert found == answers

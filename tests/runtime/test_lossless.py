@@ -19,7 +19,8 @@ from d2sd.policies import BY_FLEX, FACTS, NAMES, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Output
 from d2sd.runtime.stats import SequenceStats
 from tests.runtime.cheating import CheatingRunner

@@ -16,7 +16,8 @@ from d2sd.modeling.flex import FlexHead
 from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from tests.runtime.helpers import BLOCK, all_pages, free_pages, make_engine
 from tests.runtime.knowing import Knowing
@@ -68,7 +69,7 @@ def check(kind: SamplingParams, policy: PolicyName, guard: Callable[[Engine], En
     """The request answers up to the token that makes NaN, then ends; its neighbours keep their tokens."""
     request, bad, answer = failing(kind)
     asked = [HEALTHY[0], request, HEALTHY[1]]
-    texts = {r.sampling.seed: [*r.prompt, *plain(r), *[0] * BLOCK] for r in asked}
+    texts = {r.seed: [*r.prompt, *plain(r), *[0] * BLOCK] for r in asked}
     engine = guard(make_engine(Knowing(*models(bad), texts), policy))
     first, failed, last = engine.generate(asked)
     assert [first.answer, last.answer] == [plain(HEALTHY[0]), plain(HEALTHY[1])]
@@ -111,7 +112,8 @@ def test_a_grammar_does_not_hide_it(temperature: float) -> None:
 def test_parameters_that_exclude_every_token_are_named(grammar: Thirds | None) -> None:
     banned = tuple((token,) for token in range(64))
     runner = ModelRunner(*models()[:3])
-    (sequence,) = make_engine(runner).generate([Request((1,), 9, SamplingParams(bad_words=banned), grammar=grammar)])
+    params = SamplingParams(bad_words_token_ids=banned)
+    (sequence,) = make_engine(runner).generate([Request((1,), 9, params, grammar=grammar)])
     assert sequence.finish == "error"
     assert "parameters" in str(sequence.error)
     assert ("grammar" in str(sequence.error)) == (grammar is not None)

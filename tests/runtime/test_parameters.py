@@ -14,7 +14,8 @@ import torch
 
 from d2sd.errors import RequestError
 from d2sd.policies import NAMES, PolicyName
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.stats import SequenceStats
 from tests.runtime.helpers import (
     BLOCK,
@@ -41,12 +42,12 @@ def made_of(name: str, heat: float) -> SamplingParams:
 
 
 def _biased(text: tuple[int, ...]) -> dict[str, Any]:
-    return {"logit_bias": ((text[0], -100.0), (text[3], 1.5), (text[7], -2.0), (5, 0.5))}
+    return {"logit_bias": {text[0]: -100.0, text[3]: 1.5, text[7]: -2.0, 5: 0.5}}
 
 
 def _banned(text: tuple[int, ...]) -> dict[str, Any]:
     """One token; a pair that begins in the prompt; a pair and a triple inside the text; one that never occurs."""
-    return {"bad_words": ((text[9],), (PROMPT[-1], text[0]), text[2:4], text[5:8], (1, 2, 3, 4))}
+    return {"bad_words_token_ids": ((text[9],), (PROMPT[-1], text[0]), text[2:4], text[5:8], (1, 2, 3, 4))}
 
 
 KINDS: dict[str, Any] = {
@@ -97,7 +98,7 @@ def answer(request: Request) -> list[int]:
 def test_every_parameter_changes_the_text(every: bool) -> None:
     unchanged = []
     for name, request in requests(every).items():
-        free = SamplingParams(request.sampling.temperature, seed=request.sampling.seed)
+        free = SamplingParams(request.sampling.temperature, seed=request.seed)
         if request.sampling != free and answer(request) == answer(replace(request, sampling=free)):
             unchanged.append(name)
     assert unchanged == []
@@ -184,7 +185,7 @@ def test_logprobs_are_those_of_a_full_pass(policy: PolicyName, pages: int | None
         SamplingParams(seed=1, logprobs=3, prompt_logprobs=2),
         SamplingParams(0.8, 0.9, seed=2, logprobs=0, repetition_penalty=1.3),
         SamplingParams(1.0, seed=3, prompt_logprobs=0),
-        SamplingParams(seed=4, logprobs=5, logit_bias=((3, 9.0),), prompt_logprobs=1),
+        SamplingParams(seed=4, logprobs=5, logit_bias={3: 9.0}, prompt_logprobs=1),
         SamplingParams(seed=5),
     ]
     prompts = [tuple(dice.randrange(64) for _ in range(length)) for length in (21, 7, 18, 1, 9)]
@@ -214,11 +215,12 @@ def test_outputs_carry_the_logprobs_of_their_tokens() -> None:
     ("field", "value"),
     [
         ("min_p", 1.1), ("min_p", math.nan), ("repetition_penalty", 0.0),
-        ("repetition_penalty", 1e-40), ("logit_bias", ((0, 1.0),) * 32_769), ("bad_words", ((1,),) * 2_049),
-        ("bad_words", ((1,) * 1_025,)), ("bad_words", ((1,) * 1_000,) * 33), ("presence_penalty", 2.1),
-        ("frequency_penalty", math.nan), ("logit_bias", ((1, 101.0),)), ("logit_bias", ((64, 1.0),)),
-        ("bad_words", ((),)), ("bad_words", ((1, 64),)), ("min_tokens", -1), ("min_tokens", 10), ("logprobs", -1),
-        ("logprobs", 21), ("prompt_logprobs", 21),
+        ("repetition_penalty", 1e-40), ("logit_bias", dict.fromkeys(range(32_769), 1.0)),
+        ("bad_words", ["a"]), ("bad_words_token_ids", ((1,),) * 2_049), ("bad_words_token_ids", ((1,) * 1_025,)),
+        ("bad_words_token_ids", ((1,) * 1_000,) * 33), ("presence_penalty", 2.1),
+        ("frequency_penalty", math.nan), ("logit_bias", {1: 101.0}), ("logit_bias", {64: 1.0}),
+        ("bad_words_token_ids", ((),)), ("bad_words_token_ids", ((1, 64),)), ("min_tokens", -1), ("min_tokens", 10),
+        ("logprobs", -1), ("logprobs", 21), ("prompt_logprobs", 21),
     ],
 )  # fmt: skip
 def test_a_refusal_names_the_parameter(field: str, value: object) -> None:

@@ -28,7 +28,8 @@ from d2sd.runtime.policy_selector import (
     PolicySelector,
     forecast_tau,
 )
-from d2sd.runtime.request import Limits, Request, SamplingParams
+from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Off, Policy
 from d2sd.runtime.step_times import StepTimes, measure_step_times, time_context, time_steps
 from tests.runtime.helpers import BLOCK, BRANCHES, cheater, expected, honest, make_engine, run_staggered, some_requests

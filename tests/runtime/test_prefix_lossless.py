@@ -14,7 +14,8 @@ from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.drafting import context as module
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence as Running
 from tests.runtime.helpers import (
     BLOCK,
@@ -49,14 +50,14 @@ def first_turns() -> tuple[Request, ...]:
 def second_turns() -> tuple[Request, ...]:
     """The next question of each conversation."""
     return tuple(
-        Request((*turn.prompt, *expected(turn), 7, 7), 8, replace(turn.sampling, seed=100 + turn.sampling.seed))
+        Request((*turn.prompt, *expected(turn), 7, 7), 8, replace(turn.sampling, seed=100 + turn.seed))
         for turn in first_turns()
     )
 
 
 def nan_pages() -> NaNPages:
     turns = (*first_turns(), *second_turns())
-    texts = {r.sampling.seed: r.prompt + plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK) for r in turns}
+    texts = {r.seed: r.prompt + plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK) for r in turns}
     return NaNPages(*copies(), texts)
 
 

@@ -12,7 +12,8 @@ from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import StepResult, decode_step
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration, logit
 from tests.runtime.helpers import (
     BLOCK,

@@ -15,7 +15,8 @@ from d2sd.errors import D2SDError
 from d2sd.policies import FACTS, DrafterRole, FirstPass, PolicyName
 from d2sd.progress import bar
 from d2sd.runtime.observe import NodeOutcome, StepObservation, run_observed
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.train.confidence.platt import calibrated, drafter_error, fit
 

@@ -24,7 +24,8 @@ from d2sd.errors import D2SDError
 from d2sd.io import write_json
 from d2sd.progress import Progress
 from d2sd.prompts import read_prompts, read_turns
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.schema import read_model
 from d2sd.train.data import prompts, responses

@@ -21,7 +21,7 @@ from d2sd.recipe import Policy
 from d2sd.runtime.buckets import buckets
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.policy_selector import PolicySelector
-from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Off
 from d2sd.runtime.speculation.policy import Policy as TreePolicy
 from d2sd.runtime.step_times import StepTimes, time_steps

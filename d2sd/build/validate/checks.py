@@ -14,7 +14,7 @@ from d2sd.policies import FACTS
 from d2sd.progress import Progress, silent
 from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.recipe import Recipe
-from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.stats import mean_tau
 
 

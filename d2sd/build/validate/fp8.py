@@ -14,7 +14,8 @@ from d2sd.errors import BuildError
 from d2sd.progress import Progress, silent
 from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.recipe import FP8, Policy, Recipe
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.stats import mean_tau
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.penalties import Text
 from d2sd.runtime.sampling.sample import Sampling, token_scores
+from d2sd.runtime.sampling_params import SamplingParams
 
 #: The largest gap at which a difference counts as rounding: of fp32 logits of order 10, a hundred units in the last
 #: place.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -10,16 +11,15 @@ import numpy
 from d2sd.errors import RequestError
 from d2sd.runtime.grammar.forms import StructuredOutputsParams
 from d2sd.runtime.request import Request
-from d2sd.serve.params import SamplingParams, with_params
+from d2sd.runtime.sampling_params import SamplingParams
+from d2sd.serve.params import each_completion
 from d2sd.serve.structured import GrammarCompiler
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
 
 #: Sampling options that `SamplingParams` has under the same name; the numbers among them arrive as float32.
-_NUMBERS = (
-    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
+_NUMBERS = tuple(field.name for field in fields(SamplingParams) if field.type == "float")
 _SHARED = (*_NUMBERS, "top_k", "seed", "include_stop_str_in_output")
 #: Options that are refused unless they have a value that changes nothing.
 _REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
@@ -88,10 +88,10 @@ class RequestReader:
         routing = _part(message, "routing")
         length = stops.get("max_tokens", max(1, self._capacity - len(prompt)))
         request = Request(
-            prompt, length, stop_tokens=own, grammar=grammar,
+            prompt, length, params, stop_tokens=own, grammar=grammar,
             priority=-(routing.get("priority") or 0), cache_salt=routing.get("cache_salt") or "",
         )  # fmt: skip
-        return with_params(self._bundle, request, params)[0]
+        return each_completion(self._bundle, request)[0]
 
 
 def _part(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:

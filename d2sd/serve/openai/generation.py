@@ -30,7 +30,7 @@ class Choice:
 
     @property
     def seed(self) -> int:
-        return self.stream.request.sampling.seed
+        return self.stream.request.seed
 
     @property
     def accepted(self) -> int:

@@ -9,9 +9,10 @@ from d2sd.bundle.chat import encode_prompt
 from d2sd.bundle.turns import encode_turns
 from d2sd.errors import RequestError
 from d2sd.runtime.grammar.forms import StructuredOutputsParams
-from d2sd.runtime.request import MAX_LOGPROBS, Request
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import MAX_LOGPROBS, SamplingParams
 from d2sd.serve.openai.protocol import ChatBody, CompletionBody, GenerationBody, TokenizeBody, conversation
-from d2sd.serve.params import SamplingParams, with_params
+from d2sd.serve.params import each_completion
 from d2sd.serve.structured import GrammarCompiler
 from d2sd.serve.tools import tool_grammar
 
@@ -134,10 +135,10 @@ class RequestMaker:
             room = max(1, bundle.recipe.limits.max_context - len(prompt))
             length = min(defaults.max_new_tokens, room) if params.max_tokens is None else params.max_tokens
             request = Request(
-                tuple(prompt), length, stop_tokens=frozenset(bundle.stop_token_ids), grammar=grammar,
+                tuple(prompt), length, params, stop_tokens=frozenset(bundle.stop_token_ids), grammar=grammar,
                 priority=body.priority, cache_salt=body.cache_salt,
             )  # fmt: skip
-            made += with_params(bundle, request, params)
+            made += each_completion(bundle, request)
         return made
 
 

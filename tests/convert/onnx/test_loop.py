@@ -20,7 +20,8 @@ from d2sd.policies import PolicyName
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, GraphFlex, OnnxSession
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Limits, Request, SamplingParams
+from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from tests.modeling.test_fp8 import fp8_decoder
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET

@@ -179,7 +179,7 @@ def test_seeds_are_the_prompts_places(project: Path, tmp_path: Path, monkeypatch
     seen: dict[Key, list[int]] = {}
 
     def watched(engine: Any, key: Key, requests: Any, *rest: Any) -> Any:
-        seen[key] = [request.sampling.seed for _, request in requests]
+        seen[key] = [request.seed for _, request in requests]
         return measure_cell(engine, key, requests, *rest)
 
     monkeypatch.setattr("d2sd.bench.run.measure_cell", watched)

@@ -17,7 +17,8 @@ from d2sd.convert.checkpoint.flex import load_flex
 from d2sd.errors import BundleError, CheckpointError, D2SDError, RecipeError
 from d2sd.manifest import Engines, load_manifest
 from d2sd.recipe import Policy, load_recipe
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from tests.convert.helpers import add_flex, edit_json, tree_bytes, write_project
 
 REQUESTS = [

@@ -16,7 +16,7 @@ from d2sd.cli.main import main
 from d2sd.convert.checkpoint.drafter import fingerprint
 from d2sd.policies import PolicyName
 from d2sd.prompts import read_prompts
-from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Off
 from tests.convert.helpers import add_calibration, write_project
 

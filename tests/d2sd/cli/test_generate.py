@@ -18,7 +18,7 @@ from d2sd.cli.main import main
 from d2sd.errors import BuildError, D2SDError
 from d2sd.plugins.trees import Accepted, Tree
 from d2sd.prompts import OWN_PROMPTS, read_prompts
-from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.accept import sample_target
 from d2sd.runtime.stats import Clock, EngineStats, SequenceStats
 from tests.convert.helpers import edit_json, write_project

@@ -14,7 +14,8 @@ from d2sd.bundle.load import Bundle
 from d2sd.bundle.serving import make_engine
 from d2sd.errors import GenerationError, RequestError
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.errors import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown

@@ -44,8 +44,7 @@ def plain(bundle: Path, prompts: list[list[int]], sampling: SamplingParams, leng
     loaded = load_bundle(bundle)
     engine = make_engine(loaded, policy="off", max_batch=1)
     stop = frozenset(loaded.stop_token_ids)
-    params = sampling.for_tokens(sampling.seed or 0)
-    return [engine.generate([Request(tuple(ids), length, params, stop)])[0].answer for ids in prompts]
+    return [engine.generate([Request(tuple(ids), length, sampling, stop)])[0].answer for ids in prompts]
 
 
 @pytest.mark.parametrize("policy", ["off", "chain", "d2sd", "hybrid"])

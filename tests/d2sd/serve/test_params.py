@@ -132,14 +132,16 @@ def test_a_refusal_names_the_field(field: str, value: Any) -> None:
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 INTEGERS = ("top_k", "n", "min_tokens", "seed", "max_tokens", "logprobs", "prompt_logprobs")
 FLAGS = ("ignore_eos", "include_stop_str_in_output")
-LISTS = ("stop", "bad_words", "stop_token_ids", "logit_bias")
+LISTS = ("stop", "bad_words", "bad_words_token_ids", "stop_token_ids", "logit_bias")
 OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs")
 WRONG: dict[tuple[str, ...], list[Any]] = {
     FLOATS: ["1", True, None, [1.0], 1j, b"1", np.array([0.5, 0.5]), ..., float("nan"), 10**400],
     INTEGERS: ["1", True, 1.5, 1.0, [1], np.float64(1), np.True_, ..., float("inf")],
     FLAGS: ["yes", 1, 0.0, None, [], np.int64(1)],
-    LISTS: [5, 0.5, True, ..., None, [None], [[1]], {1: "a"}, {"a": 1}, np.array([0.5])],
+    LISTS: [5, 0.5, True, ..., None, [None], {1: "a"}, {"a": 1}, np.array([0.5])],
     ("stop", "bad_words"): [[5], b"a", ["a", None], [b"a"], {"a"}],
+    ("stop", "bad_words", "stop_token_ids", "logit_bias"): [[[1]]],
+    ("bad_words_token_ids",): [["a"], [["a"]], [[1.0]], [[True]]],
     ("stop_token_ids",): ["12", [1.0], ["1"], [True], np.array(1)],
     ("logit_bias",): [[(1, 2.0)], {1.5: 1}, {1: True}, {True: 1}, {1: None}, {1: float("nan")}, {None: 1}],
     ("structured_outputs",): ["json", {"json": "{}"}, True],

@@ -15,9 +15,9 @@ from d2sd.plugins.choice.philox import gumbel
 from d2sd.plugins.choice.reference import CANDIDATE_POOL
 from d2sd.plugins.trees import Branches, Draft, mask_rejected, restart_blocks
 from d2sd.plugins.trees.reference.branches import splice
-from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.penalties import Text
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sampling_params import SamplingParams
 from tests.runtime.helpers import STEADY, choices
 from tests.runtime.oracle import allowed
 
@@ -74,7 +74,8 @@ def proposed(logits: Tensor, params: list[SamplingParams], width: int) -> Draft:
 
 def noise_at(params: SamplingParams, row: int, slot: int, vocab: int) -> list[float]:
     """What the target adds to its scores for the token in `slot` behind the anchor of request `row`."""
-    seed = params.seed - 2**64 if params.seed >= 2**63 else params.seed
+    number = params.seed or 0
+    seed = number - 2**64 if number >= 2**63 else number
     place = torch.tensor([[10 * (row + 1) + 1 + slot]])
     noise: list[float] = gumbel(torch.tensor([seed]), place, vocab)[0, 0].tolist()
     return noise
@@ -172,7 +173,7 @@ def test_drafts_follow_bias_and_penalties_of_the_text_so_far(temperature: float,
     logits = logits_of(4, 2, 1, 1, vocab)
     best = logits[0, 0, 0].topk(4).indices.tolist()
     loud = SamplingParams(
-        temperature, seed=1, logit_bias=((best[0], -100.0),), presence_penalty=2.0, repetition_penalty=9.0, min_tokens=1
+        temperature, seed=1, logit_bias={best[0]: -100.0}, presence_penalty=2.0, repetition_penalty=9.0, min_tokens=1
     )
     plain = SamplingParams(temperature, seed=2)
     text = Text([best[1], best[1]], 2, frozenset({best[2]}))

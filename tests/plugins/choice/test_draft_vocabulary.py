@@ -19,8 +19,8 @@ from d2sd.plugins.trees import Branches, Draft, mask_rejected, restart_blocks
 from d2sd.policies import FACTS, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sampling_params import SamplingParams
 from tests.runtime.backends.test_model_runner import TABLE, TEXTS, prefilled
 from tests.runtime.cuda_graphs import test_capture as test_capturable
 from tests.runtime.cuda_graphs.test_capture import HOT, check_same, layers_of_pytorch, record, running  # noqa: F401, a fixture
@@ -58,7 +58,7 @@ class Coached(ModelRunner):
         self.ids = tuple(first or every), tuple(second or every)
         self.told = [0, 0]  # slots where the right token was leant to
         self._texts = {
-            r.sampling.seed: r.prompt + plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK) for r in some_requests()
+            r.seed: r.prompt + plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK) for r in some_requests()
         }
 
     def _draft(self, which: int, batch: Batch, blocks: Tensor) -> Tensor:

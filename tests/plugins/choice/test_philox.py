@@ -13,8 +13,8 @@ from torch import Tensor
 
 from d2sd.plugins.choice import philox as noise
 from d2sd.plugins.choice.philox import gumbel, gumbel_at, philox
-from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sampling_params import SamplingParams
 from tests.runtime import oracle
 from tests.runtime.helpers import STEADY
 

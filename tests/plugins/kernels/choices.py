@@ -19,8 +19,8 @@ from d2sd.plugins.choice.triton.filters import threshold_kernel
 from d2sd.plugins.choice.triton.launch import choose_triton
 from d2sd.plugins.choice.triton.noise import _gumbel as gumbel_of_words
 from d2sd.plugins.choice.triton.noise import philox_words
-from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling, token_scores
+from d2sd.runtime.sampling_params import SamplingParams
 from tests.plugins.kernels.calls import there
 from tests.plugins.kernels.trees import specification, stable_topk
 from tests.plugins.on_kernels import run_kernels

@@ -17,8 +17,8 @@ from d2sd.plugins.trees import Accepted, Branches, Draft, Tree, from_candidates
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.drafting import context as module
-from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from tests.modeling.test_flex import reference as flex_reference
 from tests.runtime.helpers import BLOCK, check_pages, choices, copies, honest, models, poison, sync_drafters

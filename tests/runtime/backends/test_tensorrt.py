@@ -28,7 +28,8 @@ from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.backends.tensorrt import EngineSession, engine_runner
 from d2sd.runtime.backends.tensorrt_checks import Device, EngineFile, incompatibility
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Limits, Request, SamplingParams
+from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from d2sd.tensorrt_env import TensorRT
 from tests.runtime import fake_tensorrt

@@ -15,7 +15,8 @@ from d2sd.modeling.rows import Chunks, Rows
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.decode import decode_step
 from d2sd.runtime.engine import Engine, Launched
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration
 from tests.runtime.helpers import BLOCK, honest, make_engine
 
@@ -112,7 +113,7 @@ GREEDY, HOT, NARROW, LOADED = (
     SamplingParams(temperature=0.7, top_p=0.9, seed=2),
     SamplingParams(
         temperature=0.7, top_p=0.9, top_k=9, min_p=0.01, seed=2, repetition_penalty=1.2, presence_penalty=0.5,
-        frequency_penalty=0.5, logit_bias=((3, 1.0),), bad_words=((1, 2), (3,)), min_tokens=3, logprobs=2,
+        frequency_penalty=0.5, logit_bias={3: 1.0}, bad_words_token_ids=((1, 2), (3,)), min_tokens=3, logprobs=2,
     ),
 )  # fmt: skip
 

@@ -20,7 +20,8 @@ from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.drafting.context import DrafterContext
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, check_pages, copies, expected, make_engine
 from tests.runtime.recorded_graphs import RecordedGraphs

@@ -22,7 +22,8 @@ from d2sd.runtime.cuda_graphs.handover import STOP_TOKENS, Handover, Link
 from d2sd.runtime.cuda_graphs.inputs import StaticInputs
 from d2sd.runtime.decode import StepResult
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.policy import make_policy
 from d2sd.token_codes import NOT_FINITE
@@ -53,7 +54,7 @@ def layers_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def knowing(requests: SequenceOf[Request]) -> Knowing:
-    texts = {r.sampling.seed: [*r.prompt, *plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK)] for r in requests}
+    texts = {r.seed: [*r.prompt, *plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK)] for r in requests}
     return Knowing(*copies(), texts)
 
 

@@ -28,7 +28,7 @@ def constrained_text(decoder: Decoder, request: Request) -> list[int]:
         if params.temperature == 0:
             text.append(int(logits.argmax()))
         else:
-            noise = gumbel(torch.tensor([params.seed]), torch.tensor([[len(text)]]), len(logits))[0, 0].tolist()
+            noise = gumbel(torch.tensor([params.seed or 0]), torch.tensor([[len(text)]]), len(logits))[0, 0].tolist()
             kept = {t: p for t, p in allowed(logits.tolist(), params).items() if p}
             text.append(max(kept, key=lambda t: math.log(kept[t]) + noise[t]))
         if text[-1] == END:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from d2sd.policies import NAMES
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from tests.runtime.grammar.tokens import END, guidance, ids, runner, text_of
 from tests.runtime.helpers import make_engine
 

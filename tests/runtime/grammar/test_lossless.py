@@ -12,7 +12,8 @@ from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.decode import decode_step
 from d2sd.runtime.engine import Engine, Launched
 from d2sd.runtime.grammar.step import StepGrammar
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.stats import SequenceStats
 from tests.runtime.grammar.oracle import constrained_text
 from tests.runtime.grammar.tokens import END, guidance, ids, text_of
@@ -62,7 +63,7 @@ def test_answers_are_worth_running() -> None:
 
 
 def answers() -> dict[int, list[int]]:
-    return {request.sampling.seed: answer for request, answer in zip(requests(), expected(), strict=True)}
+    return {request.seed: answer for request, answer in zip(requests(), expected(), strict=True)}
 
 
 def engine_for(
@@ -73,7 +74,7 @@ def engine_for(
     errors: float = 0.3,
     row_budget: int = BUDGET,
 ) -> Engine:
-    texts = {r.sampling.seed: [*r.prompt, *answers()[r.sampling.seed], *[7] * 32] for r in kept}
+    texts = {r.seed: [*r.prompt, *answers()[r.seed], *[7] * 32] for r in kept}
     runner = WatchedRunner(kept, texts, errors)
     engine = make_engine(runner, policy, max_batch=8, pages=pages, row_budget=row_budget)
     runner.policy = engine.policy
@@ -86,7 +87,7 @@ def run(
     """Run requests under a policy whose drafters are often right; returns the statistics of constrained ones."""
     engine = engine_for(policy, kept, pages=pages, errors=errors)
     sequences = run_staggered(engine, kept, gap=1)
-    assert [s.answer for s in sequences] == [answers()[r.sampling.seed] for r in kept]
+    assert [s.answer for s in sequences] == [answers()[r.seed] for r in kept]
     assert free_pages(engine) == all_pages(engine)
     runner = engine.runner
     assert isinstance(runner, WatchedRunner)

@@ -9,7 +9,8 @@ import pytest
 
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import Sequence
 from tests.runtime.grammar.oracle import constrained_text
@@ -60,7 +61,7 @@ def answer(request: Request) -> tuple[int, ...]:
 
 def engine_for(policy: PolicyName, pages: int | None = None) -> Engine:
     turns = (*first_turns(), *second_turns())
-    runner = Runner(turns, {turn.sampling.seed: [*turn.prompt, *answer(turn), *[7] * 8] for turn in turns})
+    runner = Runner(turns, {turn.seed: [*turn.prompt, *answer(turn), *[7] * 8] for turn in turns})
     engine = make_engine(runner, policy, max_batch=6, pages=pages)
     runner.policy = engine.policy
     return engine

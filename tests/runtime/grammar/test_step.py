@@ -9,8 +9,8 @@ import torch
 from d2sd.plugins.trees import Branches, Draft, from_candidates, from_chain
 from d2sd.runtime.grammar.grammar import PathWalker, has
 from d2sd.runtime.grammar.step import StepGrammar
-from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.accept import sample_target
 from d2sd.token_codes import NONE_LEFT
 from tests.runtime.drafts import nodes_of

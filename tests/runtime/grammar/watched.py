@@ -37,7 +37,7 @@ class WatchedRunner(CheatingRunner):
 
     def __init__(self, requests: Sequence[Request], texts: Mapping[int, Sequence[int]], errors: float = 0.3) -> None:
         super().__init__(*deepcopy(models()), texts, first_errors=errors, second_errors=errors)
-        self._requests = {request.sampling.seed: request for request in requests}
+        self._requests = {request.seed: request for request in requests}
         self._branches: Branches | None = None
         self.inside = self.outside = 0  # drafted nodes of constrained requests
 

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
 from d2sd.runtime.sampling.bias import Entries, TokenBias
 from d2sd.runtime.sampling.penalties import Text
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from tests.runtime.helpers import STEADY
 
@@ -21,8 +22,8 @@ VOCAB = 5
 tokens = st.integers(0, VOCAB - 1)
 params_strategy = st.builds(
     SamplingParams,
-    logit_bias=st.lists(st.tuples(tokens, st.sampled_from([-100.0, 0.5, 2.0])), max_size=4).map(tuple),
-    bad_words=st.lists(st.lists(tokens, min_size=1, max_size=4).map(tuple), max_size=5).map(tuple),
+    logit_bias=st.dictionaries(tokens, st.sampled_from([-100.0, 0.5, 2.0]), max_size=4),
+    bad_words_token_ids=st.lists(st.lists(tokens, min_size=1, max_size=4).map(tuple), max_size=5).map(tuple),
     min_tokens=st.integers(0, 4),
 )
 texts_strategy = st.builds(
@@ -33,9 +34,9 @@ texts_strategy = st.builds(
 
 def changed(params: SamplingParams, text: Text, logits: list[float]) -> list[float]:
     """The logits of the token behind `text`, entry by entry."""
-    for token, bias in params.logit_bias:
+    for token, bias in params.logit_bias.items():
         logits[token] += bias
-    for word in params.bad_words:
+    for word in params.bad_words_token_ids:
         if len(word) - 1 <= len(text.tokens) and [*text.tokens, word[-1]][-len(word) :] == [*word]:
             logits[word[-1]] = -math.inf
     if len(text.tokens) < text.prompt_len + params.min_tokens:
@@ -71,7 +72,7 @@ def test_every_row_has_its_own_entries_and_no_other(rows: list[tuple[SamplingPar
 def test_the_table_is_as_large_as_what_it_holds() -> None:
     """Neither a long word nor another request makes an entry larger."""
     words = ((1,) * 1000, *((token, 2) for token in range(1000)))
-    params = [SamplingParams(), SamplingParams(bad_words=words, logit_bias=((3, 1.0),)), SamplingParams()]
+    params = [SamplingParams(), SamplingParams(bad_words_token_ids=words, logit_bias={3: 1.0}), SamplingParams()]
     table = TokenBias.of(params, [Text([1, 2], 1)] * 3, 5000, "cpu")
     assert table is not None
     assert [len(x) for x in (table.row, table.token, table.bias, table.until, table.length)] == [1002] * 5
@@ -80,7 +81,7 @@ def test_the_table_is_as_large_as_what_it_holds() -> None:
 
 
 def test_the_entries_of_a_request_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    sequence = Sequence(0, Request((1, 2), 9, SamplingParams(logit_bias=((1, 2.0),)), frozenset({7, 3})), [1, 2])
+    sequence = Sequence(0, Request((1, 2), 9, SamplingParams(logit_bias={1: 2.0}), frozenset({7, 3})), [1, 2])
     other = Sequence(1, Request((1, 2), 9, SamplingParams()), [1, 2])
     first = Batch.pack([sequence, other], 8, "cpu").sampling.bias
     monkeypatch.setattr(Entries, "of", None)

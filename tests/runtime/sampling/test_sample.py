@@ -12,8 +12,8 @@ from torch import Tensor
 
 from d2sd.errors import RequestError
 from d2sd.plugins.choice.philox import gumbel
-from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sampling_params import SamplingParams
 from tests.runtime.helpers import STEADY, choices, gumbel_scores
 from tests.runtime.oracle import allowed
 
@@ -63,7 +63,8 @@ def test_score_is_log_probability_plus_noise(params: SamplingParams, seed: int) 
     logits = logits_of(seed, 1, 1, 16)
     scores = scores_of(logits, params)[0, 0]
     probability = allowed(logits[0, 0].tolist(), params)
-    signed = params.seed - 2**64 if params.seed >= 2**63 else params.seed
+    number = params.seed or 0
+    signed = number - 2**64 if number >= 2**63 else number
     noise = gumbel(torch.tensor([signed]), torch.tensor([[11]]), 16)[0, 0]
     best = max(probability, key=lambda t: probability[t])
     for token, p in probability.items():
@@ -159,7 +160,7 @@ def test_almost_no_temperature_is_greedy(temperature: float) -> None:
     [
         ("temperature", math.nan), ("temperature", -0.1), ("temperature", math.inf), ("temperature", 100.0),
         ("top_p", math.nan), ("top_p", 0.0), ("top_p", 1.01), ("top_p", -1.0),
-        ("top_k", -1), ("seed", -1), ("seed", 2**64),
+        ("top_k", -2), ("seed", -1), ("seed", 2**64),
     ],
 )  # fmt: skip
 def test_parameters_out_of_range(field: str, value: float) -> None:

@@ -14,9 +14,9 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.penalties import Text
 from d2sd.runtime.sampling.sample import Sampling, token_scores
+from d2sd.runtime.sampling_params import SamplingParams
 
 VOCAB = 12
 
@@ -87,7 +87,7 @@ def test_bad_words_are_those_of_transformers(seed: int) -> None:
     words = [[case.draw(0, VOCAB) for _ in range(case.draw(1, 5))] for _ in range(4)]
     words.append([*case.text[-case.draw(1, 4) :], case.draw(0, VOCAB)])
     wanted = NoBadWordsLogitsProcessor(words, eos_token_id=None)(case.ids, case.logits.clone())
-    found = case.scores(bad_words=tuple(map(tuple, words)))
+    found = case.scores(bad_words_token_ids=words)
     assert torch.equal(found, wanted)
     assert not found.isfinite().all()
 
@@ -97,7 +97,7 @@ def test_logit_bias_is_that_of_transformers(seed: int) -> None:
     case = Case(seed)
     bias = {case.draw(0, VOCAB): case.draw(-100, 101) / 10 for _ in range(3)}
     wanted = SequenceBiasLogitsProcessor({(t,): b for t, b in bias.items()})(case.ids, case.logits.clone())
-    torch.testing.assert_close(case.scores(logit_bias=tuple(bias.items())), wanted)
+    torch.testing.assert_close(case.scores(logit_bias=bias), wanted)
 
 
 @on_200_cases
@@ -112,7 +112,7 @@ def test_order_is_that_of_vllm() -> None:
     """Bias first, then the penalties of what it gave: a penalty divides where the bias has made a logit positive."""
     text = Text([3, 3, 5], 1)
     params = SamplingParams(
-        logit_bias=((3, 4.0), (5, -9.0)), repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25
+        logit_bias={3: 4.0, 5: -9.0}, repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25
     )
     logits = torch.zeros(1, VOCAB)
     logits[0, 3], logits[0, 5] = -1.0, 8.0
@@ -124,8 +124,8 @@ def test_order_is_that_of_vllm() -> None:
 def test_company_changes_no_bit() -> None:
     """Next to a request that uses everything, a plain one's logits pass through as they are."""
     loud = SamplingParams(
-        repetition_penalty=1.5, presence_penalty=1.0, frequency_penalty=1.0, logit_bias=((2, 5.0),),
-        bad_words=((1,), (3, 4)), min_tokens=9,
+        repetition_penalty=1.5, presence_penalty=1.0, frequency_penalty=1.0, logit_bias={2: 5.0},
+        bad_words_token_ids=((1,), (3, 4)), min_tokens=9,
     )  # fmt: skip
     texts = [Text([1, 2, 3], 1, frozenset({6})), Text([3, 3, 3, 3], 2, frozenset({6}))]
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2sd.plugins.trees import accept, from_candidates, from_chain
-from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.accept import sample_target, unpack_bits
 from tests.runtime import oracle
 from tests.runtime.helpers import STEADY

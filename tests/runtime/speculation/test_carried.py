@@ -8,7 +8,8 @@ import torch
 
 from d2sd.plugins.trees import Draft
 from d2sd.policies import PolicyName
-from d2sd.runtime.request import Request, SamplingParams
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.carried import carried_draft, pack_draft
 from d2sd.runtime.speculation.policy import make_policy

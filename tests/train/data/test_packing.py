@@ -17,8 +17,8 @@ from d2sd.modeling.drafter import Drafter
 from d2sd.modeling.layers import Attend
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.train.data.features import TrainingSequence
 from d2sd.train.data.packing import Packed, attend_packed, draw_anchors, pack_blocks
 from d2sd.train.flex_attention import attend_flex, packed_mask

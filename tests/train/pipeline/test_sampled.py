@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.train.pipeline.responses import response_sampling
 from d2sd.train_recipe import Data, SampledResponses
 

@@ -31,7 +31,7 @@ from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafter import Drafter
 from d2sd.prompts import read_prompts
-from d2sd.runtime.request import SamplingParams
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.responses import Response

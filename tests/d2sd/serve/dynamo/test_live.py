@@ -15,8 +15,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.serve.llm import LLM
-from d2sd.serve.params import SamplingParams
 from tests.d2sd.serve.conftest import build_tiny
 
 pytest.importorskip("dynamo.common.backend", reason="needs ai-dynamo: make dynamo-test")
