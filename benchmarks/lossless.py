@@ -65,10 +65,7 @@ def requests_of(bundle: Bundle, folder: Path, part: Part, per_set: int, tokens: 
     """The first prompts of a set; the seed is the prompt's index, so every policy draws the same noise."""
     sampling, share = REGIMES[part.regime]
     prompts = read_prompts(folder / f"{part.prompt_set}.jsonl")[: round(per_set * share)]
-    with_seed = [
-        SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, seed) for seed in range(len(prompts))
-    ]
-    return [chat_request(bundle, text, params, tokens) for (_, text), params in zip(prompts, with_seed, strict=True)]
+    return [chat_request(bundle, text, sampling.with_seed(seed), tokens) for seed, (_, text) in enumerate(prompts)]
 
 
 def run(bundle: Bundle, part: Part, requests: list[Request], device: str) -> dict[str, Any]:

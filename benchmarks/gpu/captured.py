@@ -76,9 +76,7 @@ def requests_of(count: int) -> list[Request]:
         prompt = tuple(torch.randint(64, (length,), generator=draw).tolist())
         if index % 3 == 2:
             prompt = (found[-1].prompt + prompt)[:40]
-        kind = KINDS[index % len(KINDS)]
-        params = SamplingParams(kind.temperature, kind.top_p, kind.top_k, seed=index + 1)
-        found.append(Request(prompt, answer, params))
+        found.append(Request(prompt, answer, KINDS[index % len(KINDS)].with_seed(index + 1)))
     return found
 
 

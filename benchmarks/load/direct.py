@@ -67,8 +67,7 @@ def requests_of(bundle: Bundle, count: int, params: SamplingParams, seed: int = 
     assert params.max_tokens is not None
     made = []
     for number, text in enumerate(own_prompts(count)):
-        one = replace(params, seed=seed + number)
-        request = chat_request(bundle, text, one, params.max_tokens)
+        request = chat_request(bundle, text, params.with_seed(seed + number), params.max_tokens)
         made += each_completion(bundle, replace(request, grammar=grammar))
     return made
 
