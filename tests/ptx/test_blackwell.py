@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
+from ptxsim.parse import Unsupported
 from tests.plugins.kernels.calls import assert_within_budget
 from tests.ptx.cases import Attention, table
-from tests.ptx.parse import Unsupported
 
 
 @pytest.mark.slow

@@ -16,13 +16,13 @@ import torch
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
+from ptxsim.launch import Edit, Launch, executed_as_ptx
+from ptxsim.order import Fault
+from ptxsim.tests.test_instructions import ELSEWHERE, TESTED
 from tests.plugins.kernels import attention, branches, calls, choices, handover, layers, pages, trees
 from tests.plugins.kernels.trees import specification, stable_topk
 from tests.plugins.test_layer_ops import HQ
 from tests.ptx.cases import CAPABILITIES
-from tests.ptx.launch import Edit, Launch, executed_as_ptx
-from tests.ptx.order import Fault
-from tests.ptx.test_instructions import ELSEWHERE, TESTED
 
 __all__ = ["specification", "stable_topk"]
 #: Of FP8, which needs compute capability 8.9.

@@ -16,11 +16,11 @@ from d2sd.plugins.cascade_attention.triton.launch import launch
 from d2sd.plugins.kv_pages.reference import write_pages_reference
 from d2sd.plugins.kv_pages.triton.launch import write_pages_triton
 from d2sd.plugins.shared.fp8 import to_pages
+from ptxsim import transfers
+from ptxsim.launch import Launch, executed_as_ptx
+from ptxsim.order import Fault
 from tests.plugins.kernels.calls import assert_within_budget
-from tests.ptx import transfers
 from tests.ptx.cases import CAPABILITIES, MIDDLE, SMALL, Attention, least_capability, table
-from tests.ptx.launch import Launch, executed_as_ptx
-from tests.ptx.order import Fault
 
 
 def assert_right(capability: int, case: Attention) -> list[Launch]:

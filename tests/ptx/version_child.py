@@ -6,9 +6,9 @@ import sys
 
 import triton  # type: ignore[import-untyped]
 
+from ptxsim.order import Fault
 from tests.plugins.kernels.calls import assert_within_budget
 from tests.ptx.cases import Attention
-from tests.ptx.order import Fault
 
 
 def main() -> None:
