@@ -6,12 +6,14 @@ what is written here is what its source stores. Neither pytest nor a GPU is need
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,14 +42,47 @@ class Kernel:
     touched: Touched = field(default=lambda values, context: ({}, 0))
 
 
+class Check(NamedTuple):
+    """A small case of a test in tests/plugins/kernels/, executed as PTX at every change."""
+
+    #: All that it launches, without `_kernel`.
+    kernels: str
+    #: Module and function, "layers.test_norm".
+    test: str
+    #: Of the test. A string is what the module calls so.
+    arguments: tuple[Any, ...] = ()
+    #: Whether warps meet in memory: then each barrier is needed, so loops take several turns.
+    barriers: bool = True
+
+    @property
+    def module(self) -> ModuleType:
+        return import_module(f"tests.plugins.kernels.{self.test.split('.')[0]}")
+
+    def run(self, **fixtures: Any) -> None:
+        """Run the test, with those of the fixtures that it asks for."""
+        test = getattr(self.module, self.test.split(".")[1])
+        asked = {name: value for name, value in fixtures.items() if name in inspect.signature(test).parameters}
+        test(*(getattr(self.module, x) if isinstance(x, str) else x for x in self.arguments), **asked)
+
+
 def some(kind: str, *shape: int) -> Tensor:
     """A tensor of this type on the meta device; without a shape a number."""
     return torch.empty(shape, dtype=TYPES[kind], device="meta")
 
 
 @cache
+def _ops() -> list[ModuleType]:
+    names = sorted(path.parent.name for path in Path(__file__).parent.glob("*/cases.py"))
+    return [import_module(f"tests.plugins.{name}.cases") for name in names]
+
+
+@cache
 def kernels() -> dict[str, Kernel]:
     """All of them, by name."""
-    ops = sorted(path.parent.name for path in Path(__file__).parent.glob("*/cases.py"))
-    found = [kernel for op in ops for kernel in import_module(f"tests.plugins.{op}.cases").KERNELS]
-    return {kernel.kernel.__name__: kernel for kernel in found}
+    return {kernel.kernel.__name__: kernel for op in _ops() for kernel in op.KERNELS}
+
+
+@cache
+def checks() -> dict[str, Check]:
+    """Small cases of the tests, by name. Attention and exact mode have their own in tests/ptx/."""
+    return {name: check for op in _ops() for name, check in getattr(op, "CHECKS", {}).items()}

@@ -10,7 +10,7 @@ from d2sd.plugins.cascade_attention import ChunkMask, PagedContext
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, pack_mask_kernel
 from d2sd.plugins.cascade_attention.triton.launch import launch, pack_mask_triton
 from d2sd.plugins.cascade_attention.triton.tiles import select_tile
-from tests.plugins.cases import GROUP, KV_HEADS, PAGE, TYPES, Kernel, some
+from tests.plugins.cases import GROUP, KV_HEADS, PAGE, TYPES, Check, Kernel, some
 
 
 def context_of(stored: str, size: int, pages: int = 2) -> PagedContext:
@@ -65,3 +65,4 @@ KERNELS = (
     ),
     Kernel(pack_mask_kernel, ("words",), {"pack mask": lambda: pack_mask_triton(some("u1", 1, 64, 64))}),
 )  # fmt: skip
+CHECKS = {"mask": Check("pack_mask", "layers.test_masks_pack", (33,), barriers=False)}

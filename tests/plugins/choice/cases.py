@@ -10,7 +10,7 @@ from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel
 from d2sd.plugins.choice.triton.filters import threshold_kernel
 from d2sd.plugins.choice.triton.launch import candidates_triton, choose_triton
 from d2sd.plugins.choice.triton.tokens import combine_kernel, scores_kernel
-from tests.plugins.cases import Kernel, some
+from tests.plugins.cases import Check, Kernel, some
 
 VOCABULARIES = (151_936, 32_000)
 #: All filters at once.
@@ -57,3 +57,8 @@ KERNELS = (
     Kernel(threshold_kernel, ("threshold",), {f"filters of {name}": run for name, run in SAMPLED.items()}),
     Kernel(combine_kernel, ("chosen",), {f"combine {name}": run for name, run in GREEDY.items()}),
 )  # fmt: skip
+CHECKS = {
+    "noise": Check("noise", "choices.test_noise_keeps_its_digits_at_both_ends", barriers=False),
+    "choice": Check("threshold scores combine", "choices.test_choice", (3, 63, "TOP")),
+    "drafts": Check("segments pool", "choices.test_candidates", (2, 63, 5, "GREEDY")),
+}

@@ -6,7 +6,7 @@ from functools import partial
 
 from d2sd.plugins.handover.triton.kernel import begin_kernel, end_kernel
 from d2sd.plugins.handover.triton.launch import begin_triton, end_triton
-from tests.plugins.cases import Kernel, some
+from tests.plugins.cases import Check, Kernel, some
 
 
 def begin(size: int) -> None:
@@ -26,3 +26,4 @@ KERNELS = (
     ),
     Kernel(end_kernel, ("state",), {f"handover of {size}": partial(end, size) for size in (1, 32)}),
 )  # fmt: skip
+CHECKS = {"handover": Check("begin end", "handover.test_handover", (5, 3, 4), barriers=False)}

@@ -7,7 +7,7 @@ from typing import Any
 
 from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
 from d2sd.plugins.kv_pages.triton.launch import write_pages_triton
-from tests.plugins.cases import KV_HEADS, PAGE, Kernel, some
+from tests.plugins.cases import KV_HEADS, PAGE, TYPES, Check, Kernel, some
 
 
 def write(stored: str, path: bool) -> None:
@@ -33,3 +33,4 @@ LAUNCHES = {
     "write bf16/fp8 path": partial(write, "fp8", path=True),
 }
 KERNELS = (Kernel(write_pages_kernel, ("k_pages", "v_pages"), LAUNCHES, touched=touched),)
+CHECKS = {"writes": Check("write_pages", "pages.test_equals_specification", (TYPES["bf16"], "PATH"), barriers=False)}

@@ -7,7 +7,7 @@ from functools import partial
 from d2sd.plugins.layer_ops import Heads
 from d2sd.plugins.layer_ops.triton import kernel
 from d2sd.plugins.layer_ops.triton import launch as ops
-from tests.plugins.cases import GROUP, KV_HEADS, TYPES, Kernel, some
+from tests.plugins.cases import GROUP, KV_HEADS, TYPES, Check, Kernel, some
 
 #: Type, and whether the results, or the sums of products and the pages, are FP8.
 KINDS = (("bf16", False), ("bf16", True), ("fp16", False), ("fp32", False))
@@ -65,3 +65,10 @@ KERNELS = (
         {"quantize bf16 to fp8": lambda: ops.quantize(some("bf16", 2, 4096), some("fp32"))},
     ),
 )  # fmt: skip
+CHECKS = {
+    "norm": Check("add_rms_norm", "layers.test_norm", (1024, TYPES["bf16"])),
+    "heads": Check("qk_norm_rope", "layers.test_heads", (1, "HQ", True, True, TYPES["bf16"]), barriers=False),
+    "gate": Check("silu_mul", "layers.test_gate", (True, TYPES["bf16"])),
+    "tables": Check("rope_tables", "layers.test_tables", (TYPES["bf16"],), barriers=False),
+    "quantized": Check("quantize silu_mul add_rms_norm", "layers.test_quantized_results", barriers=False),
+}

@@ -15,7 +15,7 @@ from d2sd.plugins.trees.triton.branches import (
 )
 from d2sd.plugins.trees.triton.growth import grow_kernel
 from d2sd.plugins.trees.triton.nodes import candidates_kernel, chain_kernel
-from tests.plugins.cases import Kernel, some
+from tests.plugins.cases import TYPES, Check, Kernel, some
 
 SLOTS, VOCABULARY = 15, 32768
 #: Columns of a tree, as `outputs` gives them.
@@ -103,3 +103,13 @@ KERNELS = (
         touched=rejected_touched,
     ),
 )  # fmt: skip
+CHECKS = {
+    "chain": Check("chain", "trees.test_chain", (5,)),
+    "merge": Check("candidates", "trees.test_candidates", (5, 6, 13, 2)),
+    "growth": Check("grow", "trees.test_growth", (2, 2, 2, 5, True)),
+    "acceptance": Check("accept", "trees.test_acceptance", (5, 6, 13), barriers=False),
+    "boundaries": Check("boundaries", "branches.test_boundaries", (4, 2), barriers=False),
+    "blocks": Check("blocks", "branches.test_blocks", (5,), barriers=False),
+    "rejected": Check("mask_rejected", "branches.test_rejected_tokens", (63, TYPES["bf16"]), barriers=False),
+    "branches": Check("branches", "branches.test_branches", (5, 3, 13, 2)),
+}
