@@ -44,7 +44,7 @@ test-slow: .venv/dev
 ## what CI samples, whole: TensorRT engines of all layers of SmolLM2 in fp16 and FP8 for any GPU and two architectures,
 ## kernels of trees, tokens and exact mode in every case, forty exact answers of every policy
 engines: .venv/dev
-	$(BIN)/pytest -m full --ignore=tests/ptx --ignore=tests/cuda --ignore=tests/test_readme.py
+	$(BIN)/pytest -m full --ignore=ptxsim --ignore=tests/ptx --ignore=tests/cuda --ignore=tests/test_readme.py
 
 ## the README's commands as they are written, in new environments of every CPython found: ten minutes and a gigabyte each
 readme: .venv/dev
@@ -81,7 +81,7 @@ kernels: .venv/dev
 ## what is proven without a GPU (docs/proofs.md): the kernels' PTX executed for four architectures, the step on fake CUDA
 ## tensors, its launches: some twenty minutes. Two versions of Triton that miscompile are installed to see them fail
 ptx: .venv/dev build/triton-3.6.0 build/triton-3.7.0
-	$(BIN)/pytest -m "" tests/ptx tests/cuda
+	$(BIN)/pytest -m "" ptxsim tests/ptx tests/cuda
 
 build/triton-%: | .venv/dev
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==$*

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import triton  # type: ignore[import-untyped]
@@ -17,6 +19,48 @@ from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
 #: A100, L4 and L40, H100 and H200, B200, RTX 50 and RTX PRO.
 CAPABILITIES = (80, 89, 90, 100, 120)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What Triton is asked to compile for a launch."""
+
+    types: dict[str, str]  # of run-time arguments
+    constants: dict[str, Any]
+    warps: int
+
+
+def bind(kernel: Any, run: Callable[[], object], capability: int) -> Bound:
+    """What the launchers that `run` calls hand to a kernel; they may be given tensors on the meta device.
+
+    Triton binds the arguments as for this architecture, and is stopped before it compiles: nothing is launched.
+    """
+    found: list[Bound] = []
+
+    def bound(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        if fn.jit_function is kernel:
+            types = {name: kind for name, kind in compile["signature"].items() if kind != "constexpr"}
+            constants = {kernel.arg_names[place]: value for (place,), value in compile["constants"].items()}
+            given = {name: value for name, value in constants.items() if value is not None}
+            found.append(Bound(types, given, compile["num_warps"]))
+        return True
+
+    driver, target = triton.runtime.driver, GPUTarget("cuda", capability, 32)
+    active = driver._active
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.jit_cache_hook = bound
+        driver.set_active(
+            SimpleNamespace(
+                get_current_target=lambda: target, get_current_stream=lambda device: 0,
+                get_current_device=lambda: f"ahead of time, {capability}",  # Triton keeps what it compiled by device
+            )
+        )  # fmt: skip
+        try:
+            run()
+        finally:
+            driver._active = active
+    (one,) = found
+    return one
 
 
 @dataclass(frozen=True, slots=True)

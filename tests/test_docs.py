@@ -26,7 +26,7 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 #: Written by docs/generate.py from the schemas, whose prose tests/test_words.py checks.
 GENERATED = DOCS / "reference"
 #: A file or folder of the repository in backticks.
-FOLDERS = "benchmarks|convert|d2sd|deploy|docs|examples|modeling|models|plugins|recipes|runtime|tests|train"
+FOLDERS = "benchmarks|convert|d2sd|deploy|docs|examples|modeling|models|plugins|ptxsim|recipes|runtime|tests|train"
 PATH = re.compile(rf"`((?:{FOLDERS})/[\w./-]*)`")
 
 

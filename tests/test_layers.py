@@ -31,10 +31,12 @@ TOP_ROOMS = ("plugins", "modeling", "runtime", "convert", "train")
 #: What decides who runs where and what the foundation states: tested in milliseconds, readable without knowing torch.
 PURE = (*FOUNDATION, "runtime.scheduler", "runtime.pages", "runtime.sequence")
 HEAVY = {"torch", "numpy", "triton", "tensorrt", "tensorrt_rtx", "transformers"}
+#: What no wheel has.
+DEVELOPMENT = ("tests", "benchmarks", "ptxsim")
 TOP_LEVEL = {
     "pyproject.toml", "README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff",
     "Makefile", "mkdocs.yml", "zensical.toml",
-    "d2sd", *TOP_ROOMS, "recipes", "models", "tests", "benchmarks", "docs", "examples", "constraints", "deploy",
+    "d2sd", *TOP_ROOMS, "recipes", "models", *DEVELOPMENT, "docs", "examples", "constraints", "deploy",
 }  # fmt: skip
 
 
@@ -59,8 +61,12 @@ def files() -> dict[str, Path]:
 
 @cache
 def imports(module: str) -> tuple[Import, ...]:
-    """Of everything a file imports, inside functions and under TYPE_CHECKING too."""
-    tree = ast.parse(files()[module].read_text("utf-8"))
+    return imports_of(files()[module])
+
+
+def imports_of(path: Path) -> tuple[Import, ...]:
+    """List what a file imports, inside functions and under TYPE_CHECKING too."""
+    tree = ast.parse(path.read_text("utf-8"))
     guarded = {
         id(inner)
         for node in ast.walk(tree)
@@ -73,7 +79,7 @@ def imports(module: str) -> tuple[Import, ...]:
         if isinstance(node, ast.Import):
             found += [Import(alias.name, id(node) in guarded) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: a relative import hides its layer"
+            assert node.level == 0, f"{path}: a relative import hides its layer"
             found += [Import(f"{node.module}.{alias.name}", id(node) in guarded) for alias in node.names]
     return tuple(found)
 
@@ -151,6 +157,13 @@ def test_layers_pure_modules_need_no_torch(module: str) -> None:
         for imported in imports(one):
             assert room_of(imported.name) not in HEAVY, f"{one} imports {imported.name}"
         queue += {imported for imported, _ in own_imports(one)} - seen
+
+
+def test_the_executor_of_ptx_stands_alone() -> None:
+    """A tool for tests: the product does not need it, and it knows nothing of the product."""
+    assert not [module for module in files() for i in imports(module) if room_of(i.name) in DEVELOPMENT]
+    ours = {"d2sd", *DEVELOPMENT} - {"ptxsim"}
+    assert not [path for path in (ROOT / "ptxsim").rglob("*.py") for i in imports_of(path) if room_of(i.name) in ours]
 
 
 def test_layers_top_level_is_what_the_layout_says() -> None:

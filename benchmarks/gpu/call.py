@@ -11,13 +11,12 @@ from benchmarks.gpu.shapes import PAGE_SIZE, Shape
 from d2sd.plugins.cascade_attention import PagedContext
 from d2sd.plugins.cascade_attention.reference import cascade_attention_reference
 from d2sd.plugins.shared.fp8 import from_pages, to_pages
+from tests.plugins.cascade_attention.cases import BUDGET
 
 # Shape letters as in plugins/cascade_attention/reference.py.
 
-#: Largest error as a part of the largest value, as the kernels' tests allow it (tests/plugins/kernels/calls.py).
-BUDGET = {torch.float32: 2e-6, torch.float16: 2 * 2**-11, torch.bfloat16: 2 * 2**-8}
-#: And largest ‖found - expected‖ / ‖expected‖: over thousands of random keys a result is so small that zeros would keep
-#: the budget above.
+#: Largest ‖found - expected‖ / ‖expected‖: over thousands of random keys a result is so small that zeros would keep the
+#: tests' `BUDGET`.
 RELATIVE = {torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 
 

@@ -5,14 +5,14 @@
         ...                          # decode steps of models on torch.device("meta")
 
 A launch is a Triton kernel, or an operator of PyTorch other than a view. It reads each byte once, however many of its
-programs do: the others find it in the L2 cache. Kernels whose reads are not all of their arguments have a rule below; a
-kernel without one is an error.
+programs do: the others find it in the L2 cache. What a kernel reads and writes of its arguments is in its op's
+tests/plugins/OP/cases.py; a kernel that is in none is an error.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ from d2sd.modeling import fp8, product
 from d2sd.plugins import dispatch
 from d2sd.plugins.cascade_attention import mask
 from d2sd.plugins.cascade_attention.triton.launch import pack_mask_triton
+from tests.plugins.cases import kernels
 
 #: Make tensors without running anything on the device, or are shapes only.
 FREE = ("aten.empty", "aten.new_empty", "aten.expand", "aten._unsafe_view", "prim.")
@@ -178,83 +179,17 @@ def product_flops(func: Any, args: tuple[Any, ...], out: Any) -> int:
     return 0 if inner is None else 2 * out.numel() * args[inner].shape[-1]
 
 
-#: Arguments that each kernel writes; it reads the others.
-WRITTEN = {
-    "add_rms_norm_kernel": ("total", "out"), "qk_norm_rope_kernel": ("q", "k", "v"), "silu_mul_kernel": ("out",),
-    "rope_tables_kernel": ("cos", "sin"), "quantize_kernel": ("out",), "pack_mask_kernel": ("words",),
-    "cascade_attention_kernel": ("out", "partial", "lse", "arrived"), "write_pages_kernel": ("k_pages", "v_pages"),
-    "segments_kernel": ("maxima", "partial"), "pool_kernel": ("tokens", "logprob"), "threshold_kernel": ("threshold",),
-    "scores_kernel": ("partial",), "combine_kernel": ("chosen",), "accept_kernel": ("path", "accepted", "packed"),
-    "boundaries_kernel": ("prefix_len", "rejected"), "blocks_kernel": ("blocks",), "mask_rejected_kernel": ("logits",),
-    "begin_kernel": ("new_anchor", "new_context_len", "new_active"), "end_kernel": ("state",),
-    **dict.fromkeys(
-        ("chain_kernel", "candidates_kernel", "branches_kernel", "grow_kernel"),
-        ("tokens", "parent", "depth", "branch_id", "valid", "score", "attn_mask", "num_merged", "scratch"),
-    ),
-}  # fmt: skip
-
-
 def kernel_bytes(name: str, values: dict[str, Any], context: int) -> tuple[Bytes, Bytes, int]:
     """What a Triton kernel reads and writes, and its products' operations; `values` are its arguments by name."""
-    if name not in WRITTEN:
-        raise KeyError(f"{name}: benchmarks/gpu/traffic.py does not say which arguments this kernel writes")
-    part, flops = PARTS[name](values, context) if name in PARTS else ({}, 0)
+    if name not in kernels():
+        raise KeyError(f"{name}: no tests/plugins/OP/cases.py says which arguments this kernel writes")
+    rule = kernels()[name]
+    part, flops = rule.touched(values, context)
     tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
     sized = {key: (tensor, part.get(key, whole(tensor))) for key, tensor in tensors.items()}
-    reads = [pair for key, pair in sized.items() if key not in WRITTEN[name]]
-    reads += [sized[key] for key in READ_BACK.get(name, ()) if key in sized]
-    return reads, [pair for key, pair in sized.items() if key in WRITTEN[name]], flops
-
-
-#: What a kernel reads of its own results.
-READ_BACK = {
-    "grow_kernel": ("scratch",), "candidates_kernel": ("parent", "depth"),
-    "branches_kernel": ("parent", "depth"),
-    "cascade_attention_kernel": ("partial", "lse", "arrived"),
-}  # fmt: skip
-
-
-def _attention(values: dict[str, Any], context: int) -> tuple[dict[str, int], int]:
-    """Pages of the context only, and what the page table says of them."""
-    (batch, rows, heads, size), pages = values["q"].shape, values["k_pages"]
-    committed = batch * context * pages.shape[-2] * size * pages.element_size()
-    table = batch * -(-context // pages.shape[-3]) * values["page_table"].element_size()
-    flops = 4 * batch * rows * heads * size * (context + rows)
-    tiles = batch * values["HKV"] * -(-rows * values["GROUP"] // values["BLOCK_M"])
-    return {"k_pages": committed, "v_pages": committed, "page_table": table, "arrived": 4 * tiles}, flops
-
-
-def _write(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
-    """As if every place were kept: at most a block for a request."""
-    k, pages, places = values["k"], values["k_pages"], values["positions"].numel()
-    numbers = k.shape[0] * places * values["WIDTH"]
-    one, other = numbers * k.element_size(), numbers * pages.element_size()
-    table = places * values["page_table"].element_size()
-    return {"k": one, "v": one, "k_pages": other, "v_pages": other, "page_table": table}, 0
-
-
-def _pool(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
-    """The segments of the best maxima, and the ids of as many tokens."""
-    rows, logits, ids = values["maxima"].shape[0], values["logits"], values["ids"]
-    looked = min(values["POOLP"] * values["SEG"], values["vocab"])
-    return {
-        "logits": rows * looked * logits.element_size(),
-        "ids": 0 if ids is None else rows * values["POOLP"] * ids.element_size(),
-    }, 0  # fmt: skip
-
-
-def _rejected(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
-    """Two looks at the ids, and one number, for every branch."""
-    branches, logits, ids = values["rejected"].numel(), values["logits"], values["ids"]
-    looked = 0 if ids is None else min(branches * (values["STEP"] + values["STEPS"]) * ids.element_size(), whole(ids))
-    return {"ids": looked, "logits": branches * logits.element_size()}, 0
-
-
-#: Kernel -> bytes of the arguments of which it touches a part, and operations of its products.
-PARTS: dict[str, Callable[[dict[str, Any], int], tuple[dict[str, int], int]]] = {
-    "cascade_attention_kernel": _attention, "write_pages_kernel": _write, "pool_kernel": _pool,
-    "mask_rejected_kernel": _rejected,
-}  # fmt: skip
+    reads = [pair for key, pair in sized.items() if key not in rule.writes]
+    reads += [sized[key] for key in rule.reads_back if key in sized]
+    return reads, [pair for key, pair in sized.items() if key in rule.writes], flops
 
 
 def _storage(tensor: Tensor) -> int:

@@ -12,21 +12,18 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
+
+from benchmarks.ahead_of_time import bind
+from tests.plugins.cases import kernels
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compile_kernels.py"
 
 
 def test_kernels_compile_within_bounds() -> None:
     """The smallest tile, in FP8, for Hopper: two conversions, both loops and a partial result."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.compile_kernels",
-        "--only",
-        "bf16/fp8 D=64 tile=16 split",
-        "--capability",
-        "90",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=SCRIPT.parents[1])
+    command = (sys.executable, "-m", "benchmarks.compile_kernels", "--only", "bf16/fp8 D=64 tile=16 split")
+    more = ("--capability", "90")
+    done = subprocess.run((*command, *more), capture_output=True, text=True, check=False, cwd=SCRIPT.parents[1])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 compiled, 0 exceed a bound" in done.stdout
 
@@ -50,9 +47,31 @@ def test_bounds_are_bounds() -> None:
 
 def test_the_table_of_block_sizes_is_covered() -> None:
     """Every head size and type, with and without splits, on every architecture that has the type."""
-    names = {variant.name for variant in runpy.run_path(str(SCRIPT))["variants"]()}
+    names = kernels()["cascade_attention_kernel"].launches
     for kind in ("bf16", "bf16/fp8", "fp16", "fp32"):
         for size in (64, 96, 128, 256):
             found = [name for name in names if name.startswith(f"attention {kind} D={size} ")]
             assert any(name.endswith("split") for name in found)
             assert any(not name.endswith("split") for name in found)
+
+
+@pytest.mark.parametrize("name", kernels())
+def test_every_launch_binds_its_kernel(name: str) -> None:
+    for run in kernels()[name].launches.values():
+        assert bind(kernels()[name].kernel, run, 90).warps > 0
+
+
+def test_what_is_compiled_is_what_the_launcher_hands_over() -> None:
+    """A merge of candidates: types of all arguments, constants by the shapes, and warps."""
+    merge = kernels()["candidates_kernel"]
+    bound = bind(merge.kernel, merge.launches["merge 8x16 to 64"], 90)
+    numbers = dict.fromkeys(("candidate", "tokens", "parent", "depth", "branch_id", "num_merged"), "*i64")
+    assert bound.types == numbers | {"path_score": "*fp32", "score": "*fp32", "valid": "*u1", "attn_mask": "*u1"}
+    assert bound.constants == {"C": 8, "G": 16, "CP": 8, "GP": 16, "N": 64, "NP": 64, "TILE": 64}
+    assert bound.warps == 4
+
+
+def test_warps_may_depend_on_the_architecture() -> None:
+    attention = kernels()["cascade_attention_kernel"]
+    run = attention.launches["attention bf16/fp8 D=128 tile=64 chunks"]
+    assert [bind(attention.kernel, run, capability).warps for capability in (89, 90)] == [8, 4]

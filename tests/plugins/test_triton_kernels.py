@@ -14,16 +14,20 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parent / "kernels"
+#: Half of the work, for another worker.
+LARGE = {"attention", "exact"}
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the extra triton is not installed")
 
 
-def run(names: list[str], *options: str, **environment: str) -> None:
+def files(*, large: bool) -> list[str]:
+    return sorted(str(path) for path in FOLDER.glob("[a-z]*.py") if (path.stem in LARGE) == large)
+
+
+def run(paths: list[str], which: str, interpreted: bool = True) -> None:
     done = subprocess.run(
-        [
-            sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options,
-            *(FOLDER / f"{n}.py" for n in names),
-        ],
-        cwd=FOLDER.parents[2], env=os.environ | environment, capture_output=True, text=True, check=False,
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", which, *paths],
+        cwd=FOLDER.parents[2], env=os.environ | {"TRITON_INTERPRET": str(int(interpreted))}, capture_output=True,
+        text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert " skipped" not in done.stdout
@@ -31,36 +35,27 @@ def run(names: list[str], *options: str, **environment: str) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "names",
-    [["attention", "exact"], ["pages", "models", "layers", "trees", "branches", "handover", "choices"]],
-    ids=" ".join,
-)
-def test_kernels_under_the_interpreter(names: list[str]) -> None:
-    run(names, "-m", "not slow", TRITON_INTERPRET="1")
+@pytest.mark.parametrize("large", [True, False], ids=["large", "small"])
+def test_kernels_under_the_interpreter(large: bool) -> None:
+    run(files(large=large), "not slow")
 
 
 @pytest.mark.slow
 @pytest.mark.interpreter
 @pytest.mark.timeout(300)
 def test_kernels_under_the_interpreter_in_more_cases() -> None:
-    run(["trees", "branches", "handover", "choices"], "-m", "slow and not full", TRITON_INTERPRET="1")
+    run(files(large=False), "slow and not full")
 
 
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.interpreter
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["attention", "trees", "choices", "steps", "exact"])
-def test_kernels_under_the_interpreter_in_every_case(name: str) -> None:
-    run([name], "-m", "slow", TRITON_INTERPRET="1")
-
-
-@pytest.mark.subprocess
-def test_launchers_bind_what_is_compiled_ahead_of_time() -> None:
-    run(["binding"], TRITON_INTERPRET="0")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("large", [True, False], ids=["large", "small"])
+def test_kernels_under_the_interpreter_in_every_case(large: bool) -> None:
+    run(files(large=large), "slow")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_kernels_on_a_gpu() -> None:
-    run(["attention", "pages", "layers", "trees", "branches", "handover", "choices"], TRITON_INTERPRET="0")
+    run([*files(large=True), *files(large=False)], "not interpreter", interpreted=False)

@@ -10,19 +10,20 @@ import pytest
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
+from ptxsim.parse import Unsupported
+from tests.plugins.cascade_attention.cases import Attention, executed
 from tests.plugins.kernels.calls import assert_within_budget
-from tests.ptx.cases import Attention, table
-from tests.ptx.parse import Unsupported
+from tests.ptx.cases import run
 
 
 @pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.parametrize("case", list(table()), ids=str)
+@pytest.mark.parametrize("case", list(executed()), ids=str)
 def test_attention_on_blackwell(case: Attention) -> None:
     if case.tile.rows == 64:
         with pytest.raises(Unsupported, match=r"tcgen05\.alloc"):
-            replace(case, contexts=(20,)).run(100)
+            run(replace(case, contexts=(20,)), 100)
         return
-    found, expected, plain, launches = case.run(100)
+    found, expected, plain, launches = run(case, 100)
     assert_within_budget(found, expected, plain)
     assert not any(name.startswith("tcgen05") for name in launches[0].counts)

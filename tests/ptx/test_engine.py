@@ -17,8 +17,8 @@ from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
+from ptxsim.launch import executed_as_ptx
 from tests.plugins.on_kernels import run_kernels
-from tests.ptx.launch import executed_as_ptx
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET
 from tests.tiny import tiny_decoder, tiny_drafter
 

@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
 from d2sd.plugins.batch_invariant.triton import launch
+from ptxsim.launch import executed_as_ptx
 from tests.plugins.exact_step import check_step
-from tests.ptx.launch import executed_as_ptx
 
 
 @pytest.fixture(autouse=True)

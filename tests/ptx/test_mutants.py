@@ -13,9 +13,10 @@ import pytest
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
+from ptxsim.order import Fault
+from tests.plugins.cascade_attention.cases import Attention
 from tests.plugins.kernels.calls import assert_within_budget
-from tests.ptx.cases import SMALL, Attention
-from tests.ptx.order import Fault
+from tests.ptx.cases import SMALL, run
 
 SYNCHRONISATION = re.compile(r"\s*(bar\.sync|cp\.async\.wait_group|fence\.proxy\.async|wgmma\.(?:wait_group|fence))")
 #: An infinite loop ends here: the kernels need less than a tenth.
@@ -79,7 +80,7 @@ def verdict(case: Attention, capability: int, *left_out: Mutant) -> str:
         return "\n".join(text for line, text in enumerate(ptx.splitlines()) if line not in without)
 
     try:
-        found, expected, plain, _ = case.run(capability, edit=edit, limit=LIMIT)
+        found, expected, plain, _ = run(case, capability, edit=edit, limit=LIMIT)
         assert_within_budget(found, expected, plain)
     except Fault as fault:
         return str(fault)
@@ -90,7 +91,7 @@ def verdict(case: Attention, capability: int, *left_out: Mutant) -> str:
 
 def kernel(case: Attention, capability: int) -> str:
     """Its PTX."""
-    return case.run(capability)[3][0].ptx
+    return run(case, capability)[3][0].ptx
 
 
 @pytest.mark.slow

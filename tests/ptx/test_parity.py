@@ -16,15 +16,16 @@ from d2sd.plugins.cascade_attention.triton.launch import launch
 from d2sd.plugins.kv_pages.reference import write_pages_reference
 from d2sd.plugins.kv_pages.triton.launch import write_pages_triton
 from d2sd.plugins.shared.fp8 import to_pages
+from ptxsim import transfers
+from ptxsim.launch import Launch, executed_as_ptx
+from ptxsim.order import Fault
+from tests.plugins.cascade_attention.cases import Attention, executed
 from tests.plugins.kernels.calls import assert_within_budget
-from tests.ptx import transfers
-from tests.ptx.cases import CAPABILITIES, MIDDLE, SMALL, Attention, least_capability, table
-from tests.ptx.launch import Launch, executed_as_ptx
-from tests.ptx.order import Fault
+from tests.ptx.cases import CAPABILITIES, MIDDLE, SMALL, call_of, least_capability, run
 
 
 def assert_right(capability: int, case: Attention) -> list[Launch]:
-    found, expected, plain, launches = case.run(capability)
+    found, expected, plain, launches = run(case, capability)
     assert_within_budget(found, expected, plain)
     return launches
 
@@ -38,7 +39,7 @@ def test_attention(capability: int, case: Attention) -> None:
 def test_splits_may_end_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one weighs the parts, in the same order; the counters are zeros again, for the next layer."""
     capability, case = SMALL[1]
-    call, arrived, found = case.call(), torch.zeros(8, dtype=torch.int32), []
+    call, arrived, found = call_of(case), torch.zeros(8, dtype=torch.int32), []
     for turn in (1, -1):
         monkeypatch.setattr(transfers, "TURN", turn)
         with executed_as_ptx(capability):
@@ -51,10 +52,10 @@ def test_splits_may_end_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("splits", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_quantized_attention(splits: int) -> None:
     """To the FP8 numbers of the result in its type."""
-    call, scale = SMALL[0][1].call(), torch.tensor(0.013)
+    call, scale = call_of(SMALL[0][1]), torch.tensor(0.013)
     with executed_as_ptx(90):
-        run = partial(launch, call.q, call.k, call.v, call.context, pack_mask_bits(call.attn_mask), splits=splits)
-        plain, found = run(), run(scale=scale)
+        attend = partial(launch, call.q, call.k, call.v, call.context, pack_mask_bits(call.attn_mask), splits=splits)
+        plain, found = attend(), attend(scale=scale)
     assert torch.equal(found.view(torch.uint8), to_pages(plain, scale).view(torch.uint8))
 
 
@@ -67,7 +68,7 @@ def test_attention_of_each_architecture(capability: int, case: Attention) -> Non
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("case", list(table()), ids=str)
+@pytest.mark.parametrize("case", list(executed()), ids=str)
 def test_attention_over_the_whole_table(capability: int, case: Attention) -> None:
     if capability < least_capability(case):
         pytest.skip("FP8 pages need compute capability 8.9")
@@ -133,9 +134,9 @@ def test_page_writes_of_each_architecture(
 def test_a_wrong_kernel_is_noticed() -> None:
     """One token of context too few, and one too many, whose slot holds NaN."""
     case = Attention("bf16", 16, 1, contexts=(20,))
-    call = case.call()
+    call = call_of(case)
     for change in (-1, 1):
-        found, _, _, _ = case.run(80, call.over(context_len=call.context.context_len + change))
+        found, _, _, _ = run(case, 80, call.over(context_len=call.context.context_len + change))
         with pytest.raises(AssertionError):
             assert_within_budget(found, call.run(), call)
 
@@ -143,6 +144,6 @@ def test_a_wrong_kernel_is_noticed() -> None:
 def test_columns_that_do_not_exist_are_a_fault() -> None:
     """A page table that is shorter than the context."""
     case = Attention("bf16", 16, 1, contexts=(40,))
-    call = case.call()
+    call = call_of(case)
     with pytest.raises(Fault, match=r"out of bounds .* of page_table"):
-        case.run(80, call.over(page_table=call.context.page_table[:, :2].contiguous()))
+        run(case, 80, call.over(page_table=call.context.page_table[:, :2].contiguous()))

@@ -6,14 +6,15 @@ import sys
 
 import triton  # type: ignore[import-untyped]
 
+from ptxsim.order import Fault
+from tests.plugins.cascade_attention.cases import Attention
 from tests.plugins.kernels.calls import assert_within_budget
-from tests.ptx.cases import Attention
-from tests.ptx.order import Fault
+from tests.ptx.cases import run
 
 
 def main() -> None:
     try:
-        found, expected, plain, _ = Attention("bf16", int(sys.argv[1]), 16).run(90)
+        found, expected, plain, _ = run(Attention("bf16", int(sys.argv[1]), 16), 90)
         assert_within_budget(found, expected, plain)
     except Fault as fault:
         print(triton.__version__, "fault:", fault)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins.handover.triton.kernel import begin_kernel, end_kernel
+from d2sd.plugins.shared.sizes import power
 
 #: 32 requests of 16 tokens are 4 numbers a thread.
 END_WARPS = 4
@@ -25,14 +26,9 @@ def begin_triton(
     given = (x.contiguous() for x in (anchor, context_len, active, late, source))
     with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         begin_kernel[(1,)](
-            *given, state, new_anchor, new_context_len, new_active, state.shape[1], rows, **begin_constants(rows),
-            num_warps=1,
+            *given, state, new_anchor, new_context_len, new_active, state.shape[1], rows, BP=power(rows), num_warps=1,
         )  # fmt: skip
     return new_anchor, new_context_len, new_active
-
-
-def begin_constants(rows: int) -> dict[str, int]:
-    return {"BP": 1 << (rows - 1).bit_length()}
 
 
 def end_triton(
@@ -42,14 +38,9 @@ def end_triton(
     active [B] bool, tokens [B, G] int64, stop [B, S] int64.
     """
     rows, size = tokens.shape
-    fixed = end_constants(rows, size, stop.shape[1])
     given = context_len.contiguous(), active.contiguous(), tokens.contiguous(), count
     with torch.cuda.device_of(tokens):  # type: ignore[no-untyped-call]
         end_kernel[(1,)](
-            *given, limit.contiguous(), stop.contiguous(), state, count.stride(0), state.shape[1], rows, **fixed,
-            num_warps=END_WARPS,
+            *given, limit.contiguous(), stop.contiguous(), state, count.stride(0), state.shape[1], rows,
+            BP=power(rows), G=size, GP=power(size), STOPS=stop.shape[1], num_warps=END_WARPS,
         )  # fmt: skip
-
-
-def end_constants(rows: int, size: int, stops: int) -> dict[str, int]:
-    return begin_constants(rows) | {"G": size, "GP": 1 << (size - 1).bit_length(), "STOPS": stops}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
+from d2sd.plugins.shared.sizes import power
 
 # Shape letters as in reference.py.
 
@@ -27,6 +28,7 @@ def write_pages_triton(
 ) -> None:
     """`write_pages`, same arguments, on CUDA. Never synchronizes with the host: a CUDA graph can capture it."""
     layers, _, rows, kv_heads, size = k.shape
+    width = kv_heads * size
     fp8 = k_pages.dtype == torch.float8_e4m3fn
     assert k_pages.is_contiguous()
     assert v_pages.is_contiguous()
@@ -40,10 +42,5 @@ def write_pages_triton(
             page_table.contiguous(), positions.contiguous(), keep.contiguous(),
             None if path is None else path.contiguous(), k_scale, v_scale,
             k.stride(0), k_pages.stride(0), rows, positions.shape[1], page_table.shape[1],
-            **constants(kv_heads * size, k_pages.shape[2], fp8=fp8), num_warps=WARPS,
+            WIDTH=width, PADDED=power(width), PAGE=k_pages.shape[2], FP8=fp8, num_warps=WARPS,
         )  # fmt: skip
-
-
-def constants(width: int, page_size: int, *, fp8: bool) -> dict[str, int]:
-    """Compile-time constants of the kernel: Hkv·D, Z."""
-    return {"WIDTH": width, "PADDED": 1 << (width - 1).bit_length(), "PAGE": page_size, "FP8": fp8}

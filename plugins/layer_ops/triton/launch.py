@@ -36,8 +36,6 @@ BLOCK = 1024
 WARPS = 4
 #: Products are rounded before they are added, as between PyTorch's kernels.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
-#: Types by Triton's names for them.
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 

@@ -16,19 +16,12 @@ from torch import Tensor
 from d2sd.plugins.cascade_attention.mask import pack_mask_bits
 from d2sd.plugins.cascade_attention.triton.launch import launch
 from d2sd.plugins.shared.fp8 import from_pages, to_pages
+from tests.plugins.cascade_attention.cases import BUDGET
 from tests.plugins.test_cascade_attention import Call, Chunks
 
 #: The interpreter cuts bf16 and FP8 off where a GPU rounds.
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
-
-#: Largest error, as a part of the largest value. Results are weighted means of values, so rounding the weights and
-#: the result once each costs at most a rounding of the largest value each; fp32 is a matter of order only.
-BUDGET = {
-    torch.float32: 2e-6,
-    torch.float16: 2 * 2**-11,
-    torch.bfloat16: 2 * 2**-8,  # the interpreter cuts bits off where a GPU rounds: twice 2^-9
-}
 
 
 def there(given: Any) -> Any:

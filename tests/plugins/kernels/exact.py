@@ -18,6 +18,7 @@ from tests.plugins.batch_invariance import Text, attended, check_rows_alone, loo
 from tests.plugins.kernels.calls import DEVICE, assert_within_budget, in_fp8, read_back
 from tests.plugins.test_cascade_attention import Shape, ancestors, branches, causal, everyone, make, oracle
 
+pytestmark = pytest.mark.interpreter
 SMALL = Shape(contexts=(70, 0, 5), rows=7, kv_heads=1, group=3, size=16, page_size=16)
 
 

@@ -20,6 +20,7 @@ from tests.plugins.test_layer_ops import (
     EPS,
     HEADS,
     HKV,
+    HQ,
     ROWS,
     SIZE,
     WIDTH,
@@ -31,6 +32,7 @@ from tests.plugins.test_layer_ops import (
     tables,
 )
 
+__all__ = ["HQ"]
 #: Share of numbers that may be other bits, and by how much relatively: sums and functions of another order.
 TYPES = {torch.float32: (1.0, 2e-6), torch.float16: (0.002, 2e-3), torch.bfloat16: (1.0, 4e-2)}
 if not INTERPRETED:

@@ -19,6 +19,8 @@ from tests.plugins.kernels.branches import drafted
 from tests.plugins.on_kernels import run_kernels
 from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_flex
 
+pytestmark = pytest.mark.interpreter
+
 
 def model_with(fp8_pages: bool) -> Decoder:
     """Scales are powers of two: the interpreter cannot round to FP8, so divisions must be exact."""

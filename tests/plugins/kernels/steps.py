@@ -12,8 +12,9 @@ from d2sd.policies import PolicyName
 from tests.plugins.kernels import calls
 from tests.runtime.helpers import cheater, expected, make_engine, run_staggered, some_requests
 
+pytestmark = [pytest.mark.interpreter, pytest.mark.slow, pytest.mark.full]
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize("policy", ["off", "d2sd", "hybrid"])
 def test_texts_are_those_of_plain_decoding(policy: PolicyName, monkeypatch: pytest.MonkeyPatch) -> None:
     """A greedy request and one of top-p; drafts that are wrong now and then."""

@@ -10,8 +10,8 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from tests.ptx.launch import executed_as_ptx
-from tests.ptx.order import Fault
+from ptxsim.launch import executed_as_ptx
+from ptxsim.order import Fault
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -10,9 +10,9 @@ import re
 
 import numpy as np
 
-from tests.ptx.machine import WARP, Machine, Mask, Step, executes
-from tests.ptx.parse import Instruction, Operand, Unsupported, Vector
-from tests.ptx.values import Array, decode, encode
+from ptxsim.machine import WARP, Machine, Mask, Step, executes
+from ptxsim.parse import Instruction, Operand, Unsupported, Vector
+from ptxsim.values import Array, decode, encode
 
 ROW, COLUMN = np.arange(WARP) // 4, 2 * (np.arange(WARP) % 4)
 

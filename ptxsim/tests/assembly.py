@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.ptx.asynchronous import Copies, Products
-from tests.ptx.machine import Machine
-from tests.ptx.memory import GlobalMemory
-from tests.ptx.program import prepare
-from tests.ptx.values import Array
+from ptxsim.asynchronous import Copies, Products
+from ptxsim.machine import Machine
+from ptxsim.memory import GlobalMemory
+from ptxsim.program import prepare
+from ptxsim.values import Array
 
 _HEADER = """
 .visible .entry kernel({parameters})

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.ptx.machine import WARP, Machine, Mask, Step, executes
-from tests.ptx.parse import Address, Instruction, Operand, Symbol, Unsupported, Vector
-from tests.ptx.values import SIGNED, UNSIGNED, Array, width
+from ptxsim.machine import WARP, Machine, Mask, Step, executes
+from ptxsim.parse import Address, Instruction, Operand, Symbol, Unsupported, Vector
+from ptxsim.values import SIGNED, UNSIGNED, Array, width
 
 _SPACES = ("param", "global", "shared", "local")
 

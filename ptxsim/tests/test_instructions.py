@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.ptx.assembly import run
-from tests.ptx.machine import PREPARE
-from tests.ptx.parse import Unsupported
-from tests.ptx.values import UNSIGNED, Array, decode, encode, width
+from ptxsim.machine import PREPARE
+from ptxsim.parse import Unsupported
+from ptxsim.tests.assembly import run
+from ptxsim.values import UNSIGNED, Array, decode, encode, width
 
 LANES = 64
 PREFIX = {1: "%p", 8: "%rs", 16: "%rs", 32: "%r", 64: "%rd"}

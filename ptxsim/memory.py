@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.ptx.order import Fault, Order
-from tests.ptx.values import UNSIGNED, Array
+from ptxsim.order import Fault, Order
+from ptxsim.values import UNSIGNED, Array
 
 #: Beyond 32 bits, so that addresses cut to 32 bits are noticed.
 BASE = 0x7F00_0000_0000

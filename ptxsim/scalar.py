@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.ptx.machine import Machine, Mask, Step, executes
-from tests.ptx.parse import Instruction, Unsupported, Vector
-from tests.ptx.values import SIGNED, UNSIGNED, Array, decode, encode, flush, width
+from ptxsim.machine import Machine, Mask, Step, executes
+from ptxsim.parse import Instruction, Unsupported, Vector
+from ptxsim.values import SIGNED, UNSIGNED, Array, decode, encode, flush, width
 
 Function = Callable[..., Any]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.ptx.values import Array
+from ptxsim.values import Array
 
 NEVER, SEVERAL = -1, -2
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.ptx.machine import WARP, Machine, Mask, Step, executes
-from tests.ptx.matrices import COLUMN, ROW, registers_of
-from tests.ptx.order import Fault
-from tests.ptx.parse import Immediate, Instruction, Operand, Register, Unsupported, Vector
-from tests.ptx.values import Array, decode, encode
+from ptxsim.machine import WARP, Machine, Mask, Step, executes
+from ptxsim.matrices import COLUMN, ROW, registers_of
+from ptxsim.order import Fault
+from ptxsim.parse import Immediate, Instruction, Operand, Register, Unsupported, Vector
+from ptxsim.values import Array, decode, encode
 
 _OPEN = -1  # group of what has not been committed
 

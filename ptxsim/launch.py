@@ -24,9 +24,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
-from tests.ptx.machine import Machine
-from tests.ptx.memory import GlobalMemory, Placed
-from tests.ptx.program import execute, prepare
+from ptxsim.machine import Machine
+from ptxsim.memory import GlobalMemory, Placed
+from ptxsim.program import execute, prepare
 
 #: Changes PTX before it runs: (name of the kernel, PTX) -> PTX.
 Edit = Callable[[str, str], str]

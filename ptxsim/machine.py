@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.ptx.memory import GlobalMemory, Lanes, LocalMemory
-from tests.ptx.order import Fault
-from tests.ptx.parse import Address, Instruction, Kernel, Operand, Register, Symbol, Unsupported, Vector
-from tests.ptx.shared import SharedMemory
-from tests.ptx.values import UNSIGNED, Array, decode, encode, width
+from ptxsim.memory import GlobalMemory, Lanes, LocalMemory
+from ptxsim.order import Fault
+from ptxsim.parse import Address, Instruction, Kernel, Operand, Register, Symbol, Unsupported, Vector
+from ptxsim.shared import SharedMemory
+from ptxsim.values import UNSIGNED, Array, decode, encode, width
 
 if TYPE_CHECKING:
-    from tests.ptx.asynchronous import Copies, Products
+    from ptxsim.asynchronous import Copies, Products
 
 WARP = 32
 #: Lanes that run an instruction [L]; None: all.

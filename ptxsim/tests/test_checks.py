@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.ptx.assembly import run
-from tests.ptx.memory import GlobalMemory, Placed
-from tests.ptx.order import Fault
+from ptxsim.memory import GlobalMemory, Placed
+from ptxsim.order import Fault
+from ptxsim.tests.assembly import run
 
 GLOBAL = (
     "ld.param.b64 %rd0, [kernel_param_0]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd1, %r1, 4; add.s64 %rd0, %rd0, %rd1;"

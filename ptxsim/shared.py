@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.ptx.order import SEVERAL, Fault, Order
-from tests.ptx.values import Array
+from ptxsim.order import SEVERAL, Fault, Order
+from ptxsim.values import Array
 
 
 class SharedMemory:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from tests.ptx import asynchronous, matrices, scalar, transfers
-from tests.ptx.asynchronous import Copies, Products
-from tests.ptx.machine import PREPARE, Machine, Program, Step
-from tests.ptx.memory import GlobalMemory
-from tests.ptx.parse import Instruction, Unsupported, parse
+from ptxsim import asynchronous, matrices, scalar, transfers
+from ptxsim.asynchronous import Copies, Products
+from ptxsim.machine import PREPARE, Machine, Program, Step
+from ptxsim.memory import GlobalMemory
+from ptxsim.parse import Instruction, Unsupported, parse
 
 assert asynchronous, matrices  # imported for the instructions that they register
 assert scalar, transfers

@@ -9,10 +9,10 @@ from functools import reduce
 import numpy as np
 import pytest
 
-from tests.ptx import transfers
-from tests.ptx.assembly import run
-from tests.ptx.memory import GlobalMemory, Placed
-from tests.ptx.values import UNSIGNED, Array, decode, encode
+from ptxsim import transfers
+from ptxsim.memory import GlobalMemory, Placed
+from ptxsim.tests.assembly import run
+from ptxsim.values import UNSIGNED, Array, decode, encode
 
 DICE = np.random.default_rng(0)
 LANES = range(32)

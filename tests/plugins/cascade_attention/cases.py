@@ -1,0 +1,118 @@
+"""Kernels of cascade attention: every line of the table of tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from d2sd.plugins.cascade_attention import ChunkMask, PagedContext
+from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, pack_mask_kernel
+from d2sd.plugins.cascade_attention.triton.launch import launch, pack_mask_triton
+from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, select_tile
+from tests.plugins.cases import GROUP, KV_HEADS, PAGE, TYPES, Check, Kernel, some
+
+#: Largest error, as a part of the largest value. Results are weighted means of values, so rounding the weights and
+#: the result once each costs at most a rounding of the largest value each; fp32 is a matter of order only.
+BUDGET = {
+    torch.float32: 2e-6,
+    torch.float16: 2 * 2**-11,
+    torch.bfloat16: 2 * 2**-8,  # the interpreter cuts bits off where a GPU rounds: twice 2^-9
+}
+
+
+def context_of(stored: str, size: int, pages: int = 2) -> PagedContext:
+    """A request's pages of this type."""
+    pool, scales = some(stored, 3, PAGE, KV_HEADS, size), [some("fp32") for _ in "kv"] if stored == "fp8" else []
+    return PagedContext(pool, pool, some("i64", 1, pages), some("i64", 1), *scales)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A call of the attention kernel."""
+
+    kind: str
+    size: int
+    rows: int
+    splits: int = 1
+    fp8: bool = False  # pages
+    contexts: tuple[int, ...] = (150, 37, 0)  # of several tiles, of one, and none
+    group: int = GROUP  # query heads of a K/V head
+    quantized: bool = False  # to FP8
+    chunks: bool = False  # of prompts, in place of a tree
+
+    @property
+    def tile(self) -> TileConfig:
+        return select_tile(self.rows * self.group, self.size, TYPES[self.kind].itemsize, fp8=self.fp8)
+
+    @property
+    def name(self) -> str:
+        """What `make kernels` prints."""
+        more = " split" * (self.splits > 1) + " to fp8" * self.quantized + " chunks" * self.chunks
+        return f"attention {self.kind}{'/fp8' * self.fp8} D={self.size} tile={self.tile.rows}{more}"
+
+    def __str__(self) -> str:
+        return f"{self.kind}{'-fp8' * self.fp8}-D{self.size}-rows{self.tile.rows}-splits{self.splits}"
+
+    def launch(self) -> None:
+        """On the meta device, for one request."""
+        q, new = (some(self.kind, 1, self.rows, heads, self.size) for heads in (KV_HEADS * self.group, KV_HEADS))
+        mask = (
+            ChunkMask((self.rows,), some("i64", 2)) if self.chunks else some("i32", 1, self.rows, -(-self.rows // 32))
+        )
+        context, scale = context_of("fp8" if self.fp8 else self.kind, self.size), some("fp32")
+        launch(q, new, new, context, mask, splits=self.splits, scale=scale if self.quantized else None)
+
+
+def compiled() -> Iterator[Attention]:
+    """Every line of `select_tile` at its smallest and its largest tile; split where batches are small."""
+    for kind, fp8 in (("bf16", False), ("bf16", True), ("fp16", False), ("fp32", False)):
+        for size in (64, 96, 128, 256):
+            yield Attention(kind, size, 64, fp8=fp8)
+            yield Attention(kind, size, 1, 4, fp8)
+            yield Attention(kind, size, 64, fp8=fp8, chunks=True)
+    for fp8 in (False, True):  # of trees, small batches
+        for quantized in (False, True):
+            yield Attention("bf16", 128, 64, 4, fp8, quantized=quantized)
+    yield Attention("bf16", 128, 1, 16, quantized=True)
+
+
+def executed() -> Iterator[Attention]:
+    """Every line of `select_tile` at each of its tile heights, with and without splits, at head sizes 16 to 256.
+
+    The kernels of bf16 and fp16 differ in the type of their products and in conversions: one of them takes the splits
+    of one line, the other those of the next.
+    """
+    for fp8 in (False, True):
+        for size in (16, 32, 64, 96, 128, 256):
+            for rows in (1, 8, 16) if size < 256 else (1, 8):
+                for turn, kind in enumerate(("bf16", "fp16")):
+                    split = (rows == 8) == bool(turn)
+                    yield Attention(kind, size, rows, 4 if split else 1, fp8)
+            for splits in (1, 4):
+                yield Attention("fp32", size, 3, splits, fp8)
+    for size in (64, 128, 256):  # the merge of many splits
+        yield Attention("bf16", size, 1, 16, contexts=(700,))
+    yield Attention("bf16", 64, 40)  # several row tiles and two mask words
+
+
+def attention_touched(values: dict[str, Any], context: int) -> tuple[dict[str, int], int]:
+    """Pages of the context only, and what the page table says of them."""
+    (batch, rows, heads, size), pages = values["q"].shape, values["k_pages"]
+    committed = batch * context * pages.shape[-2] * size * pages.element_size()
+    table = batch * -(-context // pages.shape[-3]) * values["page_table"].element_size()
+    flops = 4 * batch * rows * heads * size * (context + rows)
+    tiles = batch * values["HKV"] * -(-rows * values["GROUP"] // values["BLOCK_M"])
+    return {"k_pages": committed, "v_pages": committed, "page_table": table, "arrived": 4 * tiles}, flops
+
+
+KERNELS = (
+    Kernel(
+        cascade_attention_kernel, ("out", "partial", "lse", "arrived"), {case.name: case.launch for case in compiled()},
+        reads_back=("partial", "lse", "arrived"), touched=attention_touched,
+    ),
+    Kernel(pack_mask_kernel, ("words",), {"pack mask": lambda: pack_mask_triton(some("u1", 1, 64, 64))}),
+)  # fmt: skip
+CHECKS = {"mask": Check("pack_mask", "layers.test_masks_pack", (33,), barriers=False)}

@@ -1,0 +1,74 @@
+"""Kernels between the products: Qwen3-8B's sizes, the largest norm, heads of no power of two."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from d2sd.plugins.layer_ops import Heads
+from d2sd.plugins.layer_ops.triton import kernel
+from d2sd.plugins.layer_ops.triton import launch as ops
+from tests.plugins.cases import GROUP, KV_HEADS, TYPES, Check, Kernel, some
+
+#: Type, and whether the results, or the sums of products and the pages, are FP8.
+KINDS = (("bf16", False), ("bf16", True), ("fp16", False), ("fp32", False))
+#: So many that strides between layers take 64 bits.
+ROWS = 1 << 22
+
+
+def norm(kind: str, width: int, *, fp8: bool) -> None:
+    x, weight = some(kind, 2, width), some(kind, width)
+    ops.add_rms_norm(x, x, weight, 1e-6, total=some(kind, 2, width), scale=some("fp32") if fp8 else None)
+
+
+def heads(kind: str, size: int, *, context: bool = False, fp8: bool = False) -> None:
+    """Of a layer, or keys and values of a drafter's context; of FP8 products over FP8 pages, with a bias."""
+    queries = 0 if context else KV_HEADS * GROUP
+    columns = (queries + 2 * KV_HEADS) * size
+    one, factors = some("fp32", 2), (some(kind, 2, columns), some("fp32", 2, 3))
+    given = Heads(
+        queries, KV_HEADS, size, 1e-6, None if context else some(kind, size), some(kind, 2, size),
+        *((*factors, one, one) if fp8 else ()),
+    )  # fmt: skip
+    table, kept = some(kind, ROWS, size // 2), some(kind, 2, ROWS, KV_HEADS, size)
+    ops.qk_norm_rope(some("fp32" if fp8 else kind, 2, ROWS, columns), table, table, given, kept, kept)
+
+
+def gate(kind: str, *, fp8: bool) -> None:
+    scales, scale = (some("fp32", 2), some("fp32")) if fp8 else (None, None)
+    ops.silu_mul(some("fp32" if fp8 else kind, 2, 2 * 12288), TYPES[kind], scales=scales, scale=scale)
+
+
+def named(name: str, size: str = "") -> dict[str, tuple[str, bool]]:
+    return {f"{name} {kind}{'/fp8' * fp8}{size}": (kind, fp8) for kind, fp8 in KINDS}
+
+
+NORMS = {name: partial(norm, kind, 4096, fp8=fp8) for name, (kind, fp8) in named("add+norm", " E=4096").items()}
+HEADS = {name: partial(heads, kind, 128, fp8=fp8) for name, (kind, fp8) in named("qk+norm+rope", " D=128").items()}
+HEADS |= {f"qk+norm+rope bf16 D={size}": partial(heads, "bf16", size) for size in (96, 256)}
+HEADS |= {"qk+norm+rope bf16 D=128 context": partial(heads, "bf16", 128, context=True)}
+KERNELS = (
+    Kernel(
+        kernel.add_rms_norm_kernel, ("total", "out"),
+        NORMS | {"add+norm bf16 E=16384": partial(norm, "bf16", 16384, fp8=False)},
+    ),
+    Kernel(kernel.qk_norm_rope_kernel, ("q", "k", "v"), HEADS),
+    Kernel(
+        kernel.silu_mul_kernel, ("out",),
+        {name: partial(gate, kind, fp8=fp8) for name, (kind, fp8) in named("silu*up").items()},
+    ),
+    Kernel(
+        kernel.rope_tables_kernel, ("cos", "sin"),
+        {"rope tables": lambda: ops.rope_tables(some("i64", 2), some("fp32", 64), 1.0, TYPES["bf16"])},
+    ),
+    Kernel(
+        kernel.quantize_kernel, ("out",),
+        {"quantize bf16 to fp8": lambda: ops.quantize(some("bf16", 2, 4096), some("fp32"))},
+    ),
+)  # fmt: skip
+CHECKS = {
+    "norm": Check("add_rms_norm", "layers.test_norm", (1024, TYPES["bf16"])),
+    "heads": Check("qk_norm_rope", "layers.test_heads", (1, "HQ", True, True, TYPES["bf16"]), barriers=False),
+    "gate": Check("silu_mul", "layers.test_gate", (True, TYPES["bf16"])),
+    "tables": Check("rope_tables", "layers.test_tables", (TYPES["bf16"],), barriers=False),
+    "quantized": Check("quantize silu_mul add_rms_norm", "layers.test_quantized_results", barriers=False),
+}

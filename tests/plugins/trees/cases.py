@@ -1,0 +1,115 @@
+"""Kernels of draft trees: of the usual size, and the largest; branches of a block of 16, a few and the most."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from d2sd.plugins.trees.triton import launch as trees
+from d2sd.plugins.trees.triton.accept import accept_kernel
+from d2sd.plugins.trees.triton.branches import (
+    blocks_kernel,
+    boundaries_kernel,
+    branches_kernel,
+    mask_rejected_kernel,
+)
+from d2sd.plugins.trees.triton.growth import grow_kernel
+from d2sd.plugins.trees.triton.nodes import candidates_kernel, chain_kernel
+from tests.plugins.cases import TYPES, Check, Kernel, some
+
+SLOTS, VOCABULARY = 15, 32768
+#: Columns of a tree, as `outputs` gives them.
+COLUMNS = ("tokens", "parent", "depth", "branch_id", "valid", "score", "attn_mask", "num_merged")
+
+
+def grow(nodes: int, branches: int, width: int = 16) -> None:
+    first, kept = (2, SLOTS, width), (2, branches, SLOTS)
+    second = some("i64", *kept, width), some("fp32", *kept, width)
+    behind = ((some("i64", *kept), some("i64", 2, branches)), second) if branches else ()
+    trees.growth_triton(some("i64", 2), some("i64", *first), some("fp32", *first), nodes, *behind)
+
+
+def merge(count: int, size: int, nodes: int) -> None:
+    trees.candidates_triton(some("i64", 2, count, size), some("fp32", 2, count, size), nodes)
+
+
+def chain(nodes: int) -> None:
+    trees.chain_triton(some("i64", 2, nodes), some("fp32", 2, nodes))
+
+
+def accept(nodes: int) -> None:
+    node = some("i64", 2, nodes)
+    trees.accept_triton(node, node, some("u1", 2, nodes), node, node, 16)
+
+
+def boundaries(count: int) -> None:
+    trees.boundaries_triton(some("i64", 2, SLOTS), some("fp32", 2, SLOTS), count)
+
+
+def blocks(count: int) -> None:
+    trees.blocks_triton(some("i64", 2), some("i64", 2, count, SLOTS), some("i64", 2, count), 99)
+
+
+def branch(count: int) -> None:
+    kept, length = some("i64", 2, count, SLOTS), some("i64", 2, count)
+    first, second = (some("i64", 2, SLOTS), some("fp32", 2, SLOTS)), (kept, some("fp32", 2, count, SLOTS))
+    trees.branches_triton(some("i64", 2), first, kept, length, second, 64)
+
+
+def reject(ids: bool) -> None:
+    length, logits = some("i64", 2, 4), some("bf16", 2, 4, SLOTS, VOCABULARY)
+    trees.mask_rejected_triton(logits, length, length, some("i64", VOCABULARY) if ids else None)
+
+
+def rejected_touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
+    """Two looks at the ids, and one number, for every branch."""
+    branches, logits, ids = values["rejected"].numel(), values["logits"], values["ids"]
+    looks = branches * (values["STEP"] + values["STEPS"])
+    looked = 0 if ids is None else min(looks * ids.element_size(), ids.nbytes)
+    return {"ids": looked, "logits": branches * logits.element_size()}, 0
+
+
+KERNELS = (
+    Kernel(
+        grow_kernel, (*COLUMNS, "scratch"),
+        {f"grow {nodes} of {count} branches": partial(grow, nodes, count) for nodes in (64, 1024) for count in (0, 7)},
+        reads_back=("scratch",),
+    ),
+    Kernel(
+        candidates_kernel, COLUMNS,
+        {
+            f"merge {count}x{size} to {nodes}": partial(merge, count, size, nodes)
+            for count, size, nodes in ((8, 16, 64), (16, 16, 256), (8, 128, 1024))
+        },
+        reads_back=("parent", "depth"),
+    ),
+    Kernel(chain_kernel, COLUMNS, {f"chain {nodes}": partial(chain, nodes) for nodes in (16, 128)}),
+    Kernel(
+        accept_kernel, ("path", "accepted", "packed"),
+        {f"accept {nodes}": partial(accept, nodes) for nodes in (64, 1024)},
+    ),
+    Kernel(
+        boundaries_kernel, ("prefix_len", "rejected"),
+        {f"boundaries {count}": partial(boundaries, count) for count in (4, 15)},
+    ),
+    Kernel(blocks_kernel, ("blocks",), {f"blocks {count}": partial(blocks, count) for count in (4, 15)}),
+    Kernel(
+        branches_kernel, COLUMNS, {f"branches {count} to 64": partial(branch, count) for count in (4, 15)},
+        reads_back=("parent", "depth"),
+    ),
+    Kernel(
+        mask_rejected_kernel, ("logits",),
+        {"rejected tokens of ids": partial(reject, ids=True), "rejected tokens": partial(reject, ids=False)},
+        touched=rejected_touched,
+    ),
+)  # fmt: skip
+CHECKS = {
+    "chain": Check("chain", "trees.test_chain", (5,)),
+    "merge": Check("candidates", "trees.test_candidates", (5, 6, 13, 2)),
+    "growth": Check("grow", "trees.test_growth", (2, 2, 2, 5, True)),
+    "acceptance": Check("accept", "trees.test_acceptance", (5, 6, 13), barriers=False),
+    "boundaries": Check("boundaries", "branches.test_boundaries", (4, 2), barriers=False),
+    "blocks": Check("blocks", "branches.test_blocks", (5,), barriers=False),
+    "rejected": Check("mask_rejected", "branches.test_rejected_tokens", (63, TYPES["bf16"]), barriers=False),
+    "branches": Check("branches", "branches.test_branches", (5, 3, 13, 2)),
+}
