@@ -212,6 +212,18 @@ def create_app(bundle: Bundle, engine: Engine, settings: ServerSettings) -> Fast
             expose_headers=["x-request-id", "retry-after"],
         )
 
+    _add_generation(app, server)
+    add_responses(app, server)
+    _add_page(app, engine)
+    _add_models(app, server, engine.limits.max_context)
+    _add_tokens(app, server, engine)
+    _add_state(app, server)
+    return app
+
+
+def _add_generation(app: FastAPI, server: Server) -> None:
+    """Add the routes that generate text."""
+
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, http: Request) -> Response:
         return await server.answer(http, body, server.requests.chat, ChatFormat)
@@ -220,19 +232,23 @@ def create_app(bundle: Bundle, engine: Engine, settings: ServerSettings) -> Fast
     async def completions(body: CompletionBody, http: Request) -> Response:
         return await server.answer(http, body, server.requests.completion, CompletionFormat)
 
-    add_responses(app, server)
-
     @app.post("/trace")
     async def trace(body: TraceBody, http: Request) -> Response:
         return await server.trace(http, body)
 
+
+def _add_page(app: FastAPI, engine: Engine) -> None:
+    """Add the page that shows speculation at work."""
     shown = page(engine.choices, "auto" if engine.selector else engine.policy.name)
     app.add_api_route("/", lambda: shown, include_in_schema=False)
     for path, name in (("/page.css", "page.css"), ("/page.js", "page.js"), ("/favicon.ico", "favicon.svg")):
         app.add_api_route(path, partial(page_file, name), include_in_schema=False)
 
-    model = {"id": settings.model, "object": "model", "created": server.created, "owned_by": "d2sd"}
-    model["max_model_len"] = engine.limits.max_context
+
+def _add_models(app: FastAPI, server: Server, max_context: int) -> None:
+    """Add the routes that describe the model."""
+    model = {"id": server.settings.model, "object": "model", "created": server.created, "owned_by": "d2sd"}
+    model["max_model_len"] = max_context
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -242,6 +258,10 @@ def create_app(bundle: Bundle, engine: Engine, settings: ServerSettings) -> Fast
     async def one_model(name: str) -> dict[str, Any]:
         server.check_model(name)
         return model
+
+
+def _add_tokens(app: FastAPI, server: Server, engine: Engine) -> None:
+    """Add the routes of the tokenizer."""
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody, http: Request) -> dict[str, Any]:
@@ -258,7 +278,11 @@ def create_app(bundle: Bundle, engine: Engine, settings: ServerSettings) -> Fast
         server.bounds.check(body)
         if bad := [token for token in body.tokens if token >= engine.runner.vocab_size]:
             raise RequestError("There is a token outside the vocabulary.", where="tokens", found=bad[0])
-        return {"prompt": await server.tokenizing(http, bundle.tokenizer.decode, body.tokens)}
+        return {"prompt": await server.tokenizing(http, server.bundle.tokenizer.decode, body.tokens)}
+
+
+def _add_state(app: FastAPI, server: Server) -> None:
+    """Add the routes of probes and scrapers."""
 
     @app.get("/health")
     @app.get("/live")
@@ -274,10 +298,8 @@ def create_app(bundle: Bundle, engine: Engine, settings: ServerSettings) -> Fast
 
     @app.get("/version")
     async def show_version() -> dict[str, str]:
-        return {"version": version("d2sd"), "model": settings.model, "system_fingerprint": server.fingerprint}
+        return {"version": version("d2sd"), "model": server.settings.model, "system_fingerprint": server.fingerprint}
 
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(server.metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-    return app

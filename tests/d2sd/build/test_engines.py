@@ -24,6 +24,7 @@ from tests.convert.helpers import add_flex, tree_bytes, write_project
 from tests.tiny import tiny_decoder
 
 pytest.importorskip("tensorrt_rtx", reason="the extra engines is not installed")
+ROOT = Path(__file__).parents[3]
 MODELS = ("drafter_first", "drafter_flex", "drafter_second", "target")
 GRAPHS = ["target.onnx", "drafter_first.onnx", "drafter_second.onnx", "drafter_flex.onnx"]
 
@@ -182,3 +183,24 @@ def test_another_version_of_the_exporter_writes_the_graphs_again(
         with pytest.raises(Stopped):
             run(recipe, tmp_path / "out", finished=stop_after("onnx"))
     assert quick == GRAPHS * 2
+
+
+@pytest.mark.slow
+@pytest.mark.engines
+@pytest.mark.timeout(600)
+def test_the_recipe_of_a_gpu_server_builds(recipe: Path, tmp_path: Path) -> None:
+    """The shipped recipe, of a smaller target and smaller drafters: FP8, engines of all models, a share of memory."""
+    pytest.importorskip("modelopt", reason="the extra fp8 is not installed")
+    small = yaml.safe_load(recipe.read_text())
+    shipped = yaml.safe_load((ROOT / "recipes" / "smollm2-135m-fp8.yaml").read_text())
+    assert (shipped["engines"], shipped["limits"]["kv_memory"]) == ({"compute": ["portable"]}, 0.8)
+    changes = {key: small[key] for key in ("target", "drafters", "tree")} | {"sampling": {"max_new_tokens": 8}}
+    changes["drafters"].pop("flex")
+    changes["tree"]["policy"] = "auto"
+    changes["limits"] = shipped["limits"] | {"max_context": 256}
+    changes["fp8"] = shipped["fp8"] | {"count": 2, "tokens": 8}
+    recipe.write_text(yaml.safe_dump(shipped | changes))
+    manifest = build(load_recipe(recipe), tmp_path / "bundle")
+    assert manifest.engines is not None
+    assert set(manifest.engines.plugins) == {"target", "drafter_first", "drafter_second"}
+    assert "fp8" in manifest.checks

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from d2sd.policies import NAMES
+from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from tests.runtime.grammar.tokens import END, guidance, ids, runner, text_of
@@ -74,8 +74,11 @@ def test_valid_says_what_is_valid() -> None:
     assert not valid(5, {"type": "integer", "minimum": 6, "maximum": 9})
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
-def test_answers_are_in_their_language(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "seed"),
+    [("hybrid", 0), *(pytest.param(policy, seed, marks=pytest.mark.slow) for seed, policy in enumerate(NAMES, 1))],
+)
+def test_answers_are_in_their_language(policy: PolicyName, seed: int) -> None:
     """Each seed: 16 schemas and 16 expressions, greedy and sampled, in one batch under one policy."""
     dice = random.Random(seed)
     forms: list[dict[str, Any] | Regex] = [make(dice) for make in (some_schema, some_regex) for _ in range(16)]
@@ -87,7 +90,7 @@ def test_answers_are_in_their_language(seed: int) -> None:
         )
         for n, form in enumerate(forms)
     ]  # fmt: skip
-    engine = make_engine(runner(seed), NAMES[(seed - 1) % len(NAMES)], max_batch=16)
+    engine = make_engine(runner(seed), policy, max_batch=16)
     ended = 0
     for form, sequence in zip(forms, engine.generate(requests), strict=True):
         assert sequence.error is None
