@@ -35,23 +35,25 @@ class Compiled:
 
 
 def compile_kernel(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, warps: int
+    kernel: Any, types: dict[str, Any], constants: dict[str, Any], capability: int, warps: int
 ) -> Compiled:
     """Compile for one architecture, bypassing Triton's cache, since ptxas reports usage only when it runs.
 
     Args:
         kernel: a `triton.jit` function.
-        types: its run-time arguments in order, such as {"q": "*bf16", "rows": "i32"}. All others of the kernel that
-            are not constants are None. Pointers count as multiples of 16 bytes, as PyTorch and TensorRT give them.
+        types: its run-time arguments in order, such as {"q": "*bf16", "rows": "i32"}; of a tuple those of its parts,
+            "constexpr" for None. All others of the kernel that are not constants are None. Pointers count as multiples of 16 bytes, as PyTorch and TensorRT give them.
         constants: its `constexpr` arguments.
         capability: 90 for 9.0.
         warps: of a block.
     """
     fixed = {name: None for name in kernel.arg_names if name not in types} | constants
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    aligned = {
-        (place,): [["tt.divisibility", 16]] for place, kind in enumerate(signature.values()) if kind.startswith("*")
-    }
+    parts: dict[tuple[int, ...], str] = {}
+    for place, kind in enumerate(signature.values()):
+        parts |= {(place, n): part for n, part in enumerate(kind)} if isinstance(kind, tuple) else {(place,): kind}
+    fixed |= {place: None for place, kind in parts.items() if len(place) > 1 and kind == "constexpr"}
+    aligned = {place: [["tt.divisibility", 16]] for place, kind in parts.items() if kind.startswith("*")}
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
     said = io.StringIO()
     with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), redirect_stdout(said):
@@ -62,7 +64,7 @@ def compile_kernel(
     entry = ptx[ptx.index(".entry") : ptx.index("{", ptx.index(".entry"))]
     return Compiled(
         name=meta.name, ptx=ptx, cubin=done.asm["cubin"],
-        parameters=entry.count(".param"), arguments=len(types),
+        parameters=entry.count(".param"), arguments=sum(kind != "constexpr" for kind in parts.values()),
         shared=meta.shared, scratch=meta.global_scratch_size + meta.profile_scratch_size,
         registers=_largest(r"Used (\d+) registers", said.getvalue()),
         spilled=_largest(r"(\d+) bytes spill", said.getvalue()),

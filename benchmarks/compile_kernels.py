@@ -63,7 +63,7 @@ CHOSEN = 168
 class Variant:
     name: str
     kernel: Any
-    types: dict[str, str]
+    types: dict[str, Any]
     constants: dict[str, Any]
     warps: int | Callable[[int], int]  # or by capability
 
@@ -111,23 +111,28 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def growth_variant(nodes: int, branches: int, width: int = 16) -> Variant:
-    types = {"anchor": "*i64", "first_tokens": "*i64", "first_logprob": "*fp32"}
-    if branches:
-        types |= {"second_tokens": "*i64", "second_logprob": "*fp32", "branch_tokens": "*i64", "prefix_len": "*i64"}
-    types |= COLUMNS | {"scratch": "*i64", "tokens_stride": "i32", "logprob_stride": "i32", "slots": "i32"}
+#: Width, rows and lane of a source, and whether it stands at the root: drafts of 16 candidates, and a copy.
+FIRST, SECOND, COPY = (16, 1, 0, True), (16, 7, 0, False), (1, 1, 1, True)
+
+
+def growth_variant(nodes: int, *sources: tuple[int, int, int, bool]) -> Variant:
+    kept = tuple("constexpr" if at_root else "*i64" for *_, at_root in sources)
+    types: dict[str, Any] = {"anchor": "*i64", "draft_tokens": ("*i64",) * len(kept)}
+    types |= {"draft_logprob": ("*fp32",) * len(kept), "kept": kept, "prefix_len": kept}
+    types |= COLUMNS | {"scratch": "*i64", **dict.fromkeys(("tokens_stride", "logprob_stride"), ("i32",) * len(kept))}
+    widths, counts, lanes, at_root = zip(*sources, strict=True)
     return Variant(
-        f"grow {nodes} of {branches} branches", grow_kernel, types,
-        trees.growth_constants(nodes, width, branches) | trees.tree_constants(nodes),
-        trees.growth_warps(nodes, branches),
+        f"grow {nodes} of {len(sources)} sources", grow_kernel, types | {"slots": "i32"},
+        trees.growth_constants(nodes, widths, counts, lanes, at_root) | trees.tree_constants(nodes),
+        trees.growth_warps(nodes, all(at_root)),
     )  # fmt: skip
 
 
 def tree_variants() -> Iterator[Variant]:
     """Trees of the usual size, and the largest."""
     for nodes in (64, 1024):
-        yield growth_variant(nodes, 0)
-        yield growth_variant(nodes, 7)
+        for sources in ((FIRST,), (FIRST, SECOND), (FIRST, SECOND, COPY)):
+            yield growth_variant(nodes, *sources)
     given = {"candidate": "*i64", "path_score": "*fp32"}
     for count, size, nodes in ((8, 16, 64), (16, 16, 256), (8, 128, 1024)):
         yield Variant(
@@ -151,8 +156,7 @@ def tree_variants() -> Iterator[Variant]:
 
 def branch_variants() -> Iterator[Variant]:
     """Of a block of 16: drafts of a few branches, and of the most; 32k tokens are drafted."""
-    numbers = dict.fromkeys(("top1", "kept", "prefix_len", "second_top1", "rejected", "anchor"), "*i64")
-    kinds = numbers | dict.fromkeys(("confidence", "second_confidence"), "*fp32")
+    kinds = dict.fromkeys(("top1", "kept", "prefix_len", "rejected", "anchor"), "*i64") | {"confidence": "*fp32"}
 
     def types(*names: str) -> dict[str, str]:
         return {name: kinds.get(name, "i32") for name in names}
@@ -168,11 +172,13 @@ def branch_variants() -> Iterator[Variant]:
             f"blocks {count}", blocks_kernel, given | types("kept_stride", "branch_stride", "mask_token"),
             trees.blocks_constants(15, count), 1,
         )  # fmt: skip
-        given = types("anchor", "top1", "confidence", "kept", "prefix_len", "second_top1", "second_confidence")
-        strides = types("top1_stride", "confidence_stride", "kept_stride", "branch_stride")
+        given = {"anchor": "*i64", "top1": ("*i64",) * 2, "confidence": ("*fp32",) * 2}
+        given |= dict.fromkeys(("kept", "prefix_len"), ("constexpr", "*i64"))
+        strides = dict.fromkeys(("top1_stride", "confidence_stride", "kept_stride", "branch_stride"), ("i32",) * 2)
         yield Variant(
             f"branches {count} to 64", branches_kernel, given | COLUMNS | strides,
-            trees.branches_constants(15, count) | trees.tree_constants(64), trees.candidates_warps(1 + count, 16, 64),
+            trees.branches_constants(15, (1, count)) | trees.tree_constants(64),
+            trees.candidates_warps(1 + count, 16, 64),
         )  # fmt: skip
     for ids in (True, False):
         given = types("rejected", "prefix_len") | ({"ids": "*i64"} if ids else {}) | {"logits": "*bf16", "vocab": "i32"}

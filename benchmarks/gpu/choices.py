@@ -27,7 +27,17 @@ from benchmarks.gpu.cases import Case, Note, said
 from benchmarks.gpu.timing import Times
 from d2sd.plugins import choice, dispatch
 from d2sd.plugins.choice import candidates
-from d2sd.plugins.trees import Accepted, Branches, Draft, Tree, accept, best_first_tree, from_candidates, from_chain
+from d2sd.plugins.trees import (
+    Accepted,
+    Branches,
+    Draft,
+    Source,
+    Tree,
+    accept,
+    best_first_tree,
+    from_candidates,
+    from_chain,
+)
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.accept import sample_target
@@ -141,12 +151,13 @@ def growth(inputs: Inputs, ties: bool, branches: int) -> Both:
     first = Draft(siblings[:, 0], logprob[:, 0])
     anchor = inputs.tokens(2 * WIDTH, batch)
     if not branches:
-        return Both(lambda: best_first_tree(anchor, first, NODES), same)
+        return Both(lambda: best_first_tree(anchor, [Source(first)], NODES), same)
     kept = first.top1[:, None].expand(-1, branches, -1).contiguous()
     length = inputs.tokens(SLOTS + 1, batch, branches)
     behind = Branches(kept, length, torch.full_like(length, -1))
     second = Draft(siblings[:, 1:].contiguous(), logprob[:, 1:].contiguous())
-    return Both(lambda: best_first_tree(anchor, first, NODES, behind, second), same)
+    sources = [Source(first), Source(second, behind, replaces=True)]
+    return Both(lambda: best_first_tree(anchor, sources, NODES), same)
 
 
 def merge(inputs: Inputs, ties: bool) -> Both:

@@ -199,11 +199,11 @@ def kernel_bytes(name: str, values: dict[str, Any], context: int) -> tuple[Bytes
     if name not in WRITTEN:
         raise KeyError(f"{name}: benchmarks/gpu/traffic.py does not say which arguments this kernel writes")
     part, flops = PARTS[name](values, context) if name in PARTS else ({}, 0)
-    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
-    sized = {key: (tensor, part.get(key, whole(tensor))) for key, tensor in tensors.items()}
-    reads = [pair for key, pair in sized.items() if key not in WRITTEN[name]]
-    reads += [sized[key] for key in READ_BACK.get(name, ()) if key in sized]
-    return reads, [pair for key, pair in sized.items() if key in WRITTEN[name]], flops
+    given = ((key, x) for key, value in values.items() for x in (value if isinstance(value, tuple) else (value,)))
+    sized = [(key, (x, part.get(key, whole(x)))) for key, x in given if isinstance(x, Tensor)]
+    reads = [pair for key, pair in sized if key not in WRITTEN[name]]
+    reads += [pair for key, pair in sized if key in READ_BACK.get(name, ())]
+    return reads, [pair for key, pair in sized if key in WRITTEN[name]], flops
 
 
 #: What a kernel reads of its own results.

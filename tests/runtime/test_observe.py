@@ -20,7 +20,7 @@ from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Lookup, Off, Policy, make_policy
 from d2sd.runtime.trace import StepTrace
-from tests.runtime.drafts import NONSENSE, Passes, batch_of, draft_of, nodes_of, passes
+from tests.runtime.drafts import NONSENSE, Passes, batch_of, draft_of, nodes_of, passes, sources_of
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import Path
 
@@ -40,7 +40,7 @@ def trace_of(made: Passes, policy: Policy, agree: float, seed: int, active: int)
     first = None if isinstance(policy, Off) else made.first
     branches = made.branches if policy.second_pass is not None else None
     second = made.second if policy.second_pass is not None else None
-    tree = policy.build(made.batch, first, branches, second)
+    tree = policy.build(made.batch, sources_of(first, branches, second))
     chosen = torch.full_like(tree.tokens, 99)
     for row in range(len(made)):
         for node in range(1, int(tree.valid[row].sum())):
@@ -155,7 +155,7 @@ def by_hand(policy: Policy, chosen: list[int]) -> StepObservation:
     second = draft_of([[[[NONSENSE] * 2, [(5, A), (6, B)]]]])
     batch = batch_of([0], [0], [0])
     with_second = policy.second_pass is not None
-    tree = policy.build(batch, first, branches if with_second else None, second if with_second else None)
+    tree = policy.build(batch, sources_of(first, branches, second if with_second else None))
     target: Tensor = torch.tensor([[*chosen, *[99] * (tree.tokens.shape[1] - len(chosen))]])
     return observe(
         StepTrace(
@@ -196,7 +196,7 @@ def test_a_bonus_that_the_draft_had_too_counts_for_its_chain() -> None:
 def test_plain_decoding_has_nothing_to_judge() -> None:
     batch = batch_of([4], [0], [0])
     policy = Off(1)
-    tree = policy.build(batch, None, None, None)
+    tree = policy.build(batch, [])
     (one,) = observe(StepTrace(sequences(1), policy, None, None, tree, accept(tree, torch.tensor([[3]]), 4)))
     assert (one.accepted, one.chain, one.nodes, one.rank, one.rescued, one.judged) == (1, 0, 1, None, False, [])
 
@@ -204,7 +204,7 @@ def test_plain_decoding_has_nothing_to_judge() -> None:
 def test_what_lookup_did_not_find_is_not_judged() -> None:
     first = draft_of([[[(1, 0.0)], [(0, -math.inf)]]])
     policy, batch = Lookup(3), batch_of([0], [0], [0])
-    tree = policy.build(batch, first, None, None)
+    tree = policy.build(batch, sources_of(first))
     (one,) = observe(StepTrace(sequences(1), policy, first, None, tree, accept(tree, torch.tensor([[1, 0, 9]]), 3)))
     assert (one.accepted, one.nodes, [node.prob for node in one.judged]) == (2, 2, [1.0])
 
@@ -216,7 +216,7 @@ def test_a_certain_draft_that_was_wrong_is_a_number(said: float) -> None:
     branches = Branches(torch.tensor([[[1, 2, 3]]]), torch.tensor([[0]]), torch.tensor([[1]]))
     second = draft_of([[[[(5, A)], [(6, A)], [(7, A)]]]])
     policy, batch = make_policy("d2sd", block_size=4, branches=1, row_budget=8), batch_of([0], [0], [0])
-    tree = policy.build(batch, first, branches, second)
+    tree = policy.build(batch, sources_of(first, branches, second))
     chosen = torch.full_like(tree.tokens, 99)
     for node in range(1, 7):
         if int(tree.tokens[0, node]) in (5, 6, 7):

@@ -13,23 +13,58 @@ import triton.language as tl
 from d2sd.plugins.shared.order import ABSENT, largest, merged, pack_entry, place_of, score_of
 from d2sd.plugins.trees.triton.nodes import store_mask
 
+#: Bits of a row's number in the state of a path, which has one number a lane.
+BITS = tl.constexpr(6)
+MASK = tl.constexpr(63)
+
+
+@triton.constexpr_function
+def _power(size):
+    return 1 << (size - 1).bit_length()
+
+
+@triton.jit
+def _row(state, lane: tl.constexpr):
+    """The row that continues a path in a lane, from 1; 0: none."""
+    return (state >> (BITS * lane)) & MASK
+
+
+@triton.jit
+def _candidates(
+    values, strides, request, row, slot, m, missing, slots,
+    FIRST: tl.constexpr, COUNTS: tl.constexpr, WIDTHS: tl.constexpr, LANES: tl.constexpr, LANE: tl.constexpr,
+):  # fmt: skip
+    """Candidates `m` of rows of a lane; `missing` where there are none."""
+    found = (row * 0 + m * 0).to(values[0].dtype.element_ty) + missing
+    for s in tl.static_range(len(LANES)):
+        if LANES[s] == LANE:
+            k = row - 1 - FIRST[s]
+            inside = (k >= 0) & (k < COUNTS[s]) & (m < WIDTHS[s])
+            at = request * strides[s] + (k * slots + slot) * WIDTHS[s] + m
+            found = tl.load(values[s] + at, mask=inside, other=missing) if len(LANES) == 1 else tl.where(
+                inside, tl.load(values[s] + at, mask=inside, other=missing), found
+            )  # fmt: skip
+    return found
+
 
 @triton.jit
 def grow_kernel(
-    anchor, first_tokens, first_logprob, second_tokens, second_logprob, branch_tokens, prefix_len,
+    anchor, draft_tokens, draft_logprob, kept, prefix_len,
     tokens, parent, depth, branch_id, valid, score, attn_mask, num_merged, scratch,
     tokens_stride, logprob_stride, slots,
-    M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr,
+    FIRST: tl.constexpr, COUNTS: tl.constexpr, WIDTHS: tl.constexpr, LANES: tl.constexpr, START: tl.constexpr,
+    MP: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr, ROWS: tl.constexpr,
     N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B). `tokens_stride`, `logprob_stride`: numbers from one request's first draft to the next.
+    """Grid (B). Of every source: `draft_tokens`, `draft_logprob`, with `tokens_stride`, `logprob_stride` numbers from
+    one request to the next; `kept` and `prefix_len` of its branches, None at the root; FIRST, COUNTS: its rows; WIDTHS,
+    LANES. Of every lane: MP, the width; OFFSET, the lanes before, all TOTAL; ROWS, parents sorted at a time.
 
-    scratch: int64 [B, 4, 1 + slots·NP], of every node found: token, parent, branch, and its rank among the best.
-    ROWS: parents whose children are sorted at a time.
+    START: the state of the root. scratch: int64 [B, 4, 1 + slots·NP], of every node found: token, parent, branch, and
+    its rank among the best.
     """
     request = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, NP)
-    m = tl.arange(0, MP)[None, :]
     found = 1 + slots * NP
     node_token = scratch + request * 4 * found
     node_parent = node_token + found
@@ -39,59 +74,83 @@ def grow_kernel(
     tl.store(node_parent, 0)
     tl.store(node_branch, 0)
 
-    # The current level: scores, the draft that continues each path, its index among the nodes found.
+    # The current level: scores, the rows that continue each path, its index among the nodes found.
     level_score = tl.where(n == 0, 0.0, float("-inf"))
-    state = n * 0
+    state = n * 0 + START
     index = n * 0
-    passed = tl.full([NP], (1 << K) - 1, tl.int64)  # a bit for each branch whose tokens the path has so far
+    passed = tl.full([NP], -1, tl.int64)  # a bit for each row whose prefix the path has so far
     best = tl.where(n == 0, pack_entry(level_score, n), ABSENT)
     for d in range(slots):
         level = tl.full([NP], ABSENT, tl.int64)
-        for start in range(0, NP, ROWS):
-            row = start + tl.arange(0, ROWS)
-            of = tl.gather(state, row, 0)[:, None]
-            logprob = tl.load(
-                first_logprob + request * logprob_stride + d * M + m, mask=(m < M) & (of == 0), other=float("-inf")
-            )
-            if K > 0:
-                behind = tl.load(
-                    second_logprob + ((request * K + of - 1) * slots + d) * M + m, mask=(m < M) & (of > 0),
-                    other=float("-inf"),
+        for lane in tl.static_range(len(MP)):
+            m = tl.arange(0, MP[lane])[None, :]
+            for start in range(0, NP, ROWS[lane]):
+                place = start + tl.arange(0, ROWS[lane])
+                of = tl.gather(state, place, 0)[:, None]
+                logprob = _candidates(
+                    draft_logprob, logprob_stride, request, _row(of, lane), d, m, float("-inf"), slots,
+                    FIRST, COUNTS, WIDTHS, LANES, lane,
                 )  # fmt: skip
-                logprob = tl.where(of > 0, behind, logprob)
-            children = tl.gather(level_score, row, 0)[:, None] + logprob
-            children = tl.where(m < M, children, float("-inf"))
-            entries = tl.reshape(pack_entry(children, row[:, None] * MP + m), [ROWS * MP])
-            level = largest(entries, NP) if ROWS == NP else merged(level, largest(entries, NP))
+                if len(MP) > 1:  # of equal children the likelier one stays
+                    token = _candidates(
+                        draft_tokens, tokens_stride, request, _row(of, lane), d, m, -1, slots,
+                        FIRST, COUNTS, WIDTHS, LANES, lane,
+                    )  # fmt: skip
+                    for rival in tl.static_range(len(MP)):
+                        if rival != lane:
+                            for candidate in range(MP[rival]):
+                                its_token = _candidates(
+                                    draft_tokens, tokens_stride, request, _row(of, rival), d, candidate, -1, slots,
+                                    FIRST, COUNTS, WIDTHS, LANES, rival,
+                                )  # fmt: skip
+                                its_logprob = _candidates(
+                                    draft_logprob, logprob_stride, request, _row(of, rival), d, candidate,
+                                    float("-inf"), slots, FIRST, COUNTS, WIDTHS, LANES, rival,
+                                )  # fmt: skip
+                                loses = its_logprob > logprob if lane < rival else (logprob > its_logprob) == 0
+                                logprob = tl.where((its_token == token) & loses, float("-inf"), logprob)
+                children = tl.where(m < MP[lane], tl.gather(level_score, place, 0)[:, None] + logprob, float("-inf"))
+                entries = pack_entry(children, place[:, None] * TOTAL + OFFSET[lane] + m)
+                entries = largest(tl.reshape(entries, [ROWS[lane] * MP[lane]]), NP)
+                level = entries if lane == 0 and ROWS[lane] == NP else merged(level, entries)
         place = place_of(level)
-        above, candidate = place // MP, place % MP
+        above, candidate = place // TOTAL, place % TOTAL
         level_score = tl.where(n < N, score_of(level), float("-inf"))
-        branch = tl.gather(state, above, 0)
-        token = tl.load(
-            first_tokens + request * tokens_stride + d * M + candidate, mask=(candidate < M) & (branch == 0), other=0
-        )
-        if K > 0:
-            behind = tl.load(
-                second_tokens + ((request * K + branch - 1) * slots + d) * M + candidate,
-                mask=(candidate < M) & (branch > 0), other=0,
+        came = tl.gather(state, above, 0)
+        token = tl.zeros([NP], tl.int64)
+        branch = n * 0
+        for lane in tl.static_range(len(MP)):
+            here = (candidate >= OFFSET[lane]) & (candidate < OFFSET[lane] + MP[lane])
+            row = tl.where(here, _row(came, lane), 0)
+            proposed = _candidates(
+                draft_tokens, tokens_stride, request, row, d, candidate - OFFSET[lane], 0, slots,
+                FIRST, COUNTS, WIDTHS, LANES, lane,
             )  # fmt: skip
-            token = tl.where(branch > 0, behind, token)
+            token = tl.where(here, proposed, token)
+            branch = tl.where(here, row - 1, branch)
         above_index = tl.gather(index, above, 0)
         index = 1 + d * NP + n
         tl.store(node_token + index, token)
         tl.store(node_parent + index, above_index)
         tl.store(node_branch + index, branch)
         best = merged(best, pack_entry(level_score, index))
-        state = branch
-        if K > 0:
-            k = tl.arange(0, KP)[None, :]
-            kept = tl.load(branch_tokens + (request * K + k) * slots + d, mask=k < K, other=-1)
-            length = tl.load(prefix_len + request * K + k, mask=k < K, other=-1)
-            on = ((tl.gather(passed, above, 0)[:, None] >> k) & 1) == 1
-            on = on & (k < K) & (kept == token[:, None])
-            passed = tl.sum(tl.where(on, tl.full([1, KP], 1, tl.int64) << k, 0), axis=1)
-            entered = tl.min(tl.where(on & (length == d + 1), k, KP), axis=1)
-            state = tl.where(entered < KP, entered + 1, branch)
+        state = came
+        before = tl.gather(passed, above, 0)[:, None]
+        passed = tl.zeros([NP], tl.int64)
+        for back in tl.static_range(len(LANES)):
+            s: tl.constexpr = len(LANES) - 1 - back  # the first of equals is the last to enter
+            if kept[s] is not None:
+                k = tl.arange(0, _power(COUNTS[s]))[None, :]
+                at = request * COUNTS[s] + k
+                expected = tl.load(kept[s] + at * slots + d, mask=k < COUNTS[s], other=-1)
+                length = tl.load(prefix_len[s] + at, mask=k < COUNTS[s], other=-1)
+                on = ((before >> (FIRST[s] + k)) & 1) == 1
+                on = on & (k < COUNTS[s]) & (expected == token[:, None])
+                passed += tl.sum(tl.where(on, tl.full([1, 1], 1, tl.int64) << (FIRST[s] + k), 0), axis=1)
+                entered = tl.min(tl.where(on & (length == d + 1), k, COUNTS[s]), axis=1)
+                shift: tl.constexpr = BITS * LANES[s]
+                entering = (entered + 1 + FIRST[s] - _row(state, LANES[s])) << shift
+                state += tl.where(entered < COUNTS[s], entering, 0)
 
     place = place_of(best)
     own = score_of(best)

@@ -25,6 +25,7 @@ from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
 from d2sd.plugins.layer_ops import Heads
 from d2sd.plugins.layer_ops.triton import kernel as layer_kernels
 from d2sd.plugins.layer_ops.triton import launch as layers
+from d2sd.plugins.trees import Branches, Draft, Source
 from d2sd.plugins.trees.triton import launch as trees
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "compile_kernels.py"))
@@ -52,7 +53,10 @@ class Bound:
         return {name: kind for name, kind in self.source.signature.items() if kind != "constexpr"}
 
     def constants(self) -> dict[str, Any]:
-        found = {self.kernel.arg_names[place]: value for (place,), value in self.source.constants.items()}
+        whole = (
+            (*place, value) for place, value in self.source.constants.items() if len(place) == 1
+        )  # no tuple's part
+        found = {self.kernel.arg_names[place]: value for place, value in whole}
         return {name: value for name, value in found.items() if value is not None}
 
 
@@ -98,14 +102,19 @@ def assert_compiled_ahead(kernel: Bound, variant: Any) -> None:
     assert kernel.constants() == {name: value for name, value in variant.constants.items() if value is not None}
 
 
-@pytest.mark.parametrize("branches", [0, 7])
-def test_growth(branches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("names", [("FIRST",), ("FIRST", "SECOND"), ("FIRST", "SECOND", "COPY")])
+def test_growth(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     (kernel,) = bound(monkeypatch, trees, "grow_kernel")
-    tokens, anchor = torch.zeros(2, 15, 16, dtype=torch.long), torch.zeros(2, dtype=torch.long)
-    more = torch.zeros(2, branches, 15, 16, dtype=torch.long)
-    behind = ((more[..., 0], more[:, :, 0, 0]), (more, more.float())) if branches else (None, None)
-    trees.growth_triton(anchor, tokens, tokens.float(), 64, *behind)
-    assert_compiled_ahead(kernel, SCRIPT["growth_variant"](64, branches))
+    of_names = {"FIRST": source(15, 16), "SECOND": source(15, 16, 7), "COPY": source(15, 1)}
+    trees.growth_triton(torch.zeros(2, dtype=torch.long), [of_names[name] for name in names], 64)
+    assert_compiled_ahead(kernel, SCRIPT["growth_variant"](64, *(SCRIPT[name] for name in names)))
+
+
+def source(slots: int, width: int, count: int = 0) -> Source:
+    """Of two requests; with branches it replaces the source before it."""
+    tokens = torch.zeros(2, *([count] if count else []), slots, width, dtype=torch.long)
+    branches = Branches(tokens[..., 0], tokens[..., 0, 0], tokens[..., 0, 0]) if count else None
+    return Source(Draft(tokens, tokens.float()), branches, replaces=count > 0)
 
 
 def test_trees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +140,7 @@ def test_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_compiled_ahead(boundaries, made["boundaries 4"])
     trees.blocks_triton(anchor, tokens, number, 99)
     assert_compiled_ahead(blocks, made["blocks 4"])
-    trees.branches_triton(anchor, first, tokens, number, (tokens, tokens.float()), 64)
+    trees.branches_triton(anchor, [source(15, 1), source(15, 1, 4)], 64)
     assert_compiled_ahead(branches, made["branches 4 to 64"])
     logits = torch.zeros(2, 4, 15, 32768, dtype=torch.bfloat16)
     for ids, name in ((torch.arange(32768), "rejected tokens of ids"), (None, "rejected tokens")):

@@ -21,6 +21,7 @@ from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.policy import make_policy
 from tests.modeling.test_flex import reference as flex_reference
+from tests.runtime.drafts import sources_of
 from tests.runtime.helpers import BLOCK, check_pages, choices, copies, honest, models, poison, sync_drafters
 from tests.tiny import full_logits, tiny_drafter
 
@@ -313,7 +314,7 @@ def test_requests_of_a_batch_do_not_touch_each_other() -> None:
         first = one.draft_first(own, policy.topk)
         branches = policy.branches(own, first)
         second = one.draft_second(own, branches, 1, policy.topk)
-        tree = policy.build(own, first, branches, second)
+        tree = policy.build(own, sources_of(first, branches, second))
         drafts.append((first.tokens, second.tokens))
         trees.append((tree.tokens, tree.parent, tree.branch_id))
         logits.append(one.verify(own, tree).logits)

@@ -14,6 +14,7 @@ from d2sd.runtime.engine import Engine, Launched
 from d2sd.runtime.grammar.step import StepGrammar
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.stats import SequenceStats
+from tests.runtime.drafts import sources_of
 from tests.runtime.grammar.oracle import constrained_text
 from tests.runtime.grammar.tokens import END, guidance, ids, text_of
 from tests.runtime.grammar.watched import WatchedRunner, drafted, is_inside, models
@@ -118,7 +119,8 @@ def test_a_small_tree_is_filled() -> None:
         batch, _ = engine.prepare(running)
         engine.runner.context.inject(engine.policy.required_drafters)
         result = decode_step(engine.runner, engine.policy, batch)
-        everything = replace(engine.policy, num_nodes=100).build(batch, result.first, result.branches, result.second)
+        sources = sources_of(result.first, result.branches, result.second)
+        everything = replace(engine.policy, num_nodes=100).build(batch, sources)
         for row, one in enumerate(running):
             paths = drafted(everything, row)
             inside = [path for path in paths if is_inside(one.request, one.answer, path)]

@@ -18,6 +18,7 @@ from d2sd.runtime.grammar.grammar import has
 from d2sd.runtime.request import Request
 from d2sd.runtime.speculation.policy import Policy
 from tests.runtime.cheating import CheatingRunner
+from tests.runtime.drafts import sources_of
 from tests.runtime.grammar.tokens import END, vocab_size
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
 
@@ -59,7 +60,7 @@ class WatchedRunner(CheatingRunner):
             drafts = (self._first, self._second) if self._first else (None, None)
             width = self.policy.topk
             first, second = (d and Draft(d.tokens[..., :width], d.logprob[..., :width]) for d in drafts)
-            usual = self.policy.build(batch, first, self._branches, second)
+            usual = self.policy.build(batch, sources_of(first, self._branches, second))
         for row, text, start, _ in self._known(batch, "unused"):
             request = self._requests[int(batch.sampling.seed[row])]
             if request.grammar is not None:
