@@ -42,7 +42,8 @@ def compile_kernel(
     Args:
         kernel: a `triton.jit` function.
         types: its run-time arguments in order, such as {"q": "*bf16", "rows": "i32"}; of a tuple those of its parts,
-            "constexpr" for None. All others of the kernel that are not constants are None. Pointers count as multiples of 16 bytes, as PyTorch and TensorRT give them.
+            "constexpr" for None. All others of the kernel that are not constants are None. Pointers count as multiples
+            of 16 bytes, as PyTorch and TensorRT give them.
         constants: its `constexpr` arguments.
         capability: 90 for 9.0.
         warps: of a block.

@@ -124,7 +124,7 @@ def growth_variant(nodes: int, *sources: tuple[int, int, int, bool]) -> Variant:
     return Variant(
         f"grow {nodes} of {len(sources)} sources", grow_kernel, types | {"slots": "i32"},
         trees.growth_constants(nodes, widths, counts, lanes, at_root) | trees.tree_constants(nodes),
-        trees.growth_warps(nodes, all(at_root)),
+        trees.growth_warps(nodes, all(at_root), lanes[-1] + 1),
     )  # fmt: skip
 
 

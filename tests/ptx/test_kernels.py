@@ -72,6 +72,7 @@ SMALL: dict[str, tuple[Any, ...]] = {
     "chain": ("chain", trees.test_chain, 5),
     "merge": ("candidates", trees.test_candidates, 5, 6, 13, 2),
     "growth": ("grow", trees.test_growth, 2, 2, 2, 5, True),
+    "sources": ("grow", trees.test_sources, 2, (2, 1, 1), (0, 0, 1), 5, True),
     "acceptance": ("accept", trees.test_acceptance, 5, 6, 13),
     "boundaries": ("boundaries", branches.test_boundaries, 4, 2),
     "blocks": ("blocks", branches.test_blocks, 5),

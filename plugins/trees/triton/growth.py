@@ -137,8 +137,7 @@ def grow_kernel(
         state = came
         before = tl.gather(passed, above, 0)[:, None]
         passed = tl.zeros([NP], tl.int64)
-        for back in tl.static_range(len(LANES)):
-            s: tl.constexpr = len(LANES) - 1 - back  # the first of equals is the last to enter
+        for s in tl.static_range(len(LANES) - 1, -1, -1):  # the first of equals is the last to enter
             if kept[s] is not None:
                 k = tl.arange(0, _power(COUNTS[s]))[None, :]
                 at = request * COUNTS[s] + k
@@ -148,8 +147,7 @@ def grow_kernel(
                 on = on & (k < COUNTS[s]) & (expected == token[:, None])
                 passed += tl.sum(tl.where(on, tl.full([1, 1], 1, tl.int64) << (FIRST[s] + k), 0), axis=1)
                 entered = tl.min(tl.where(on & (length == d + 1), k, COUNTS[s]), axis=1)
-                shift: tl.constexpr = BITS * LANES[s]
-                entering = (entered + 1 + FIRST[s] - _row(state, LANES[s])) << shift
+                entering = (entered + 1 + FIRST[s] - _row(state, LANES[s])) << (BITS * LANES[s])
                 state += tl.where(entered < COUNTS[s], entering, 0)
 
     place = place_of(best)

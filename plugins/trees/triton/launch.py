@@ -41,9 +41,11 @@ def tree_warps(nodes: int) -> int:
     return 4 if nodes <= 128 else 8
 
 
-def growth_warps(nodes: int, at_root: bool) -> int:
-    """The largest trees spill on sm_100 with eight warps if they have no branches, everywhere with 16 if they do."""
-    return 16 if nodes > 512 and at_root else tree_warps(nodes)
+def growth_warps(nodes: int, at_root: bool, lanes: int) -> int:
+    """The largest trees spill on sm_100 with eight warps if they have no branches, everywhere with 16 if they do; those
+    of several lanes with four.
+    """
+    return 16 if nodes > 512 and at_root else 8 if lanes > 1 else tree_warps(nodes)
 
 
 def chain_triton(candidate: Tensor, score: Tensor) -> Tree:
@@ -201,7 +203,7 @@ def growth_triton(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tree:
         grow_kernel[(batch,)](
             anchor, tuple(tokens), tuple(logprob), kept, prefix_len, *outputs(out), scratch, *strides, slots,
             **growth_constants(rows, [x.shape[-1] for x in tokens], counts, of_lanes, at_root),
-            **tree_constants(rows), num_warps=growth_warps(rows, all(at_root)),
+            **tree_constants(rows), num_warps=growth_warps(rows, all(at_root), of_lanes[-1] + 1),
         )  # fmt: skip
     return out
 

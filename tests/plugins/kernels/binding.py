@@ -53,9 +53,7 @@ class Bound:
         return {name: kind for name, kind in self.source.signature.items() if kind != "constexpr"}
 
     def constants(self) -> dict[str, Any]:
-        whole = (
-            (*place, value) for place, value in self.source.constants.items() if len(place) == 1
-        )  # no tuple's part
+        whole = ((*place, value) for place, value in self.source.constants.items() if len(place) == 1)  # of no tuple
         found = {self.kernel.arg_names[place]: value for place, value in whole}
         return {name: value for name, value in found.items() if value is not None}
 
