@@ -1,6 +1,6 @@
-"""Draft trees: growing one from drafts, merging branches into one, restarting a second pass, accepting along one.
+"""Draft trees: growing one from sources, merging branches into one, restarting a second pass, accepting along one.
 
-    types.py       drafts, branches, trees and accepted paths
+    types.py       drafts, branches, sources of candidates, trees and accepted paths
     reference/     the specification in plain PyTorch, and the CPU path
     triton/        the kernels, one program a request, and their launchers
     cpu.py         growth and acceptance by the compiled library

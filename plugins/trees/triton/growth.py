@@ -30,20 +30,17 @@ def _row(state, lane: tl.constexpr):
 
 
 @triton.jit
-def _candidates(
-    values, strides, request, row, slot, m, missing, slots,
-    FIRST: tl.constexpr, COUNTS: tl.constexpr, WIDTHS: tl.constexpr, LANES: tl.constexpr, LANE: tl.constexpr,
-):  # fmt: skip
-    """Candidates `m` of rows of a lane; `missing` where there are none."""
+def _candidates(values, strides, request, state, slot, m, missing, slots, SOURCES: tl.constexpr, LANE: tl.constexpr):
+    """Candidates `m` in a lane for paths of this state; `missing` where there are none."""
+    row = _row(state, LANE)
     found = (row * 0 + m * 0).to(values[0].dtype.element_ty) + missing
-    for s in tl.static_range(len(LANES)):
-        if LANES[s] == LANE:
-            k = row - 1 - FIRST[s]
-            inside = (k >= 0) & (k < COUNTS[s]) & (m < WIDTHS[s])
-            at = request * strides[s] + (k * slots + slot) * WIDTHS[s] + m
-            found = tl.load(values[s] + at, mask=inside, other=missing) if len(LANES) == 1 else tl.where(
-                inside, tl.load(values[s] + at, mask=inside, other=missing), found
-            )  # fmt: skip
+    for s in tl.static_range(len(SOURCES)):
+        first, count, width, lane = SOURCES[s]
+        if lane == LANE:
+            k = row - 1 - first
+            inside = (k >= 0) & (k < count) & (m >= 0) & (m < width)
+            at = request * strides[s] + (k * slots + slot) * width + m
+            found = tl.where(inside, tl.load(values[s] + at, mask=inside, other=missing), found)
     return found
 
 
@@ -52,16 +49,17 @@ def grow_kernel(
     anchor, draft_tokens, draft_logprob, kept, prefix_len,
     tokens, parent, depth, branch_id, valid, score, attn_mask, num_merged, scratch,
     tokens_stride, logprob_stride, slots,
-    FIRST: tl.constexpr, COUNTS: tl.constexpr, WIDTHS: tl.constexpr, LANES: tl.constexpr, START: tl.constexpr,
+    SOURCES: tl.constexpr, START: tl.constexpr,
     MP: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr, ROWS: tl.constexpr,
     N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (B). Of every source: `draft_tokens`, `draft_logprob`, with `tokens_stride`, `logprob_stride` numbers from
-    one request to the next; `kept` and `prefix_len` of its branches, None at the root; FIRST, COUNTS: its rows; WIDTHS,
-    LANES. Of every lane: MP, the width; OFFSET, the lanes before, all TOTAL; ROWS, parents sorted at a time.
+    one request to the next; `kept` and `prefix_len` of its branches, None at the root; in SOURCES its first row, rows,
+    width and lane. Of every lane: MP, its width; OFFSET, that of those before, TOTAL of all; ROWS, parents whose
+    children are sorted at a time.
 
-    START: the state of the root. scratch: int64 [B, 4, 1 + slots·NP], of every node found: token, parent, branch, and
-    its rank among the best.
+    START: the root's state. scratch: int64 [B, 4, 1 + slots·NP], of every node found: token, parent, branch, and its
+    rank among the best.
     """
     request = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, NP)
@@ -88,27 +86,20 @@ def grow_kernel(
                 place = start + tl.arange(0, ROWS[lane])
                 of = tl.gather(state, place, 0)[:, None]
                 logprob = _candidates(
-                    draft_logprob, logprob_stride, request, _row(of, lane), d, m, float("-inf"), slots,
-                    FIRST, COUNTS, WIDTHS, LANES, lane,
-                )  # fmt: skip
-                if len(MP) > 1:  # of equal children the likelier one stays
-                    token = _candidates(
-                        draft_tokens, tokens_stride, request, _row(of, lane), d, m, -1, slots,
-                        FIRST, COUNTS, WIDTHS, LANES, lane,
-                    )  # fmt: skip
-                    for rival in tl.static_range(len(MP)):
-                        if rival != lane:
-                            for candidate in range(MP[rival]):
-                                its_token = _candidates(
-                                    draft_tokens, tokens_stride, request, _row(of, rival), d, candidate, -1, slots,
-                                    FIRST, COUNTS, WIDTHS, LANES, rival,
-                                )  # fmt: skip
-                                its_logprob = _candidates(
-                                    draft_logprob, logprob_stride, request, _row(of, rival), d, candidate,
-                                    float("-inf"), slots, FIRST, COUNTS, WIDTHS, LANES, rival,
-                                )  # fmt: skip
-                                loses = its_logprob > logprob if lane < rival else (logprob > its_logprob) == 0
-                                logprob = tl.where((its_token == token) & loses, float("-inf"), logprob)
+                    draft_logprob, logprob_stride, request, of, d, m, float("-inf"), slots, SOURCES, lane
+                )
+                if len(MP) > 1:
+                    token = _candidates(draft_tokens, tokens_stride, request, of, d, m, -1, slots, SOURCES, lane)
+                for rival in tl.static_range(len(MP)):  # of equal children the likelier one stays
+                    for other in range(MP[rival] if rival != lane else 0):
+                        its_token = _candidates(
+                            draft_tokens, tokens_stride, request, of, d, other, -1, slots, SOURCES, rival
+                        )
+                        its_logprob = _candidates(
+                            draft_logprob, logprob_stride, request, of, d, other, float("-inf"), slots, SOURCES, rival
+                        )
+                        loses = its_logprob > logprob if lane < rival else (logprob > its_logprob) == 0
+                        logprob = tl.where((its_token == token) & loses, float("-inf"), logprob)
                 children = tl.where(m < MP[lane], tl.gather(level_score, place, 0)[:, None] + logprob, float("-inf"))
                 entries = pack_entry(children, place[:, None] * TOTAL + OFFSET[lane] + m)
                 entries = largest(tl.reshape(entries, [ROWS[lane] * MP[lane]]), NP)
@@ -120,14 +111,9 @@ def grow_kernel(
         token = tl.zeros([NP], tl.int64)
         branch = n * 0
         for lane in tl.static_range(len(MP)):
-            here = (candidate >= OFFSET[lane]) & (candidate < OFFSET[lane] + MP[lane])
-            row = tl.where(here, _row(came, lane), 0)
-            proposed = _candidates(
-                draft_tokens, tokens_stride, request, row, d, candidate - OFFSET[lane], 0, slots,
-                FIRST, COUNTS, WIDTHS, LANES, lane,
-            )  # fmt: skip
-            token = tl.where(here, proposed, token)
-            branch = tl.where(here, row - 1, branch)
+            m = candidate - OFFSET[lane]
+            token += _candidates(draft_tokens, tokens_stride, request, came, d, m, 0, slots, SOURCES, lane)
+            branch += tl.where((m >= 0) & (m < MP[lane]), _row(came, lane) - 1, 0)
         above_index = tl.gather(index, above, 0)
         index = 1 + d * NP + n
         tl.store(node_token + index, token)
@@ -137,18 +123,17 @@ def grow_kernel(
         state = came
         before = tl.gather(passed, above, 0)[:, None]
         passed = tl.zeros([NP], tl.int64)
-        for s in tl.static_range(len(LANES) - 1, -1, -1):  # the first of equals is the last to enter
+        for s in tl.static_range(len(SOURCES) - 1, -1, -1):  # the first of equals is the last to enter
             if kept[s] is not None:
-                k = tl.arange(0, _power(COUNTS[s]))[None, :]
-                at = request * COUNTS[s] + k
-                expected = tl.load(kept[s] + at * slots + d, mask=k < COUNTS[s], other=-1)
-                length = tl.load(prefix_len[s] + at, mask=k < COUNTS[s], other=-1)
-                on = ((before >> (FIRST[s] + k)) & 1) == 1
-                on = on & (k < COUNTS[s]) & (expected == token[:, None])
-                passed += tl.sum(tl.where(on, tl.full([1, 1], 1, tl.int64) << (FIRST[s] + k), 0), axis=1)
-                entered = tl.min(tl.where(on & (length == d + 1), k, COUNTS[s]), axis=1)
-                entering = (entered + 1 + FIRST[s] - _row(state, LANES[s])) << (BITS * LANES[s])
-                state += tl.where(entered < COUNTS[s], entering, 0)
+                first, count, _, lane = SOURCES[s]
+                k = tl.arange(0, _power(count))[None, :]
+                at = request * count + k
+                expected = tl.load(kept[s] + at * slots + d, mask=k < count, other=-1)
+                length = tl.load(prefix_len[s] + at, mask=k < count, other=-1)
+                on = (((before >> (first + k)) & 1) == 1) & (k < count) & (expected == token[:, None])
+                passed += tl.sum(tl.where(on, tl.full([1, 1], 1, tl.int64) << (first + k), 0), axis=1)
+                entered = tl.min(tl.where(on & (length == d + 1), k, count), axis=1)
+                state += tl.where(entered < count, (entered + 1 + first - _row(state, lane)) << (BITS * lane), 0)
 
     place = place_of(best)
     own = score_of(best)

@@ -176,7 +176,7 @@ def growth_constants(
     start = {lane: row + 1 for lane, row, here in reversed([*zip(lanes, first, at_root, strict=True)]) if here}
     most = max(padded, 4096 if padded > 128 else 2048)
     return {
-        "FIRST": tuple(first), "COUNTS": tuple(counts), "WIDTHS": tuple(widths), "LANES": tuple(lanes),
+        "SOURCES": tuple(zip(first, counts, widths, lanes, strict=True)),
         "START": sum(row << BITS.value * lane for lane, row in start.items()),
         "MP": tuple(wide), "OFFSET": tuple(accumulate(wide, initial=0))[:-1], "TOTAL": sum(wide),
         "ROWS": tuple(min(padded, max(1, most // each)) for each in wide),
