@@ -35,11 +35,10 @@ def _candidates(values, strides, request, state, slot, m, missing, slots, SOURCE
     row = _row(state, LANE)
     found = (row * 0 + m * 0).to(values[0].dtype.element_ty) + missing
     for s in tl.static_range(len(SOURCES)):
-        first, count, width, lane = SOURCES[s]
-        if lane == LANE:
-            k = row - 1 - first
-            inside = (k >= 0) & (k < count) & (m >= 0) & (m < width)
-            at = request * strides[s] + (k * slots + slot) * width + m
+        if SOURCES[s][3] == LANE:
+            k = row - 1 - SOURCES[s][0]
+            inside = (k >= 0) & (k < SOURCES[s][1]) & (m >= 0) & (m < SOURCES[s][2])
+            at = request * strides[s] + (k * slots + slot) * SOURCES[s][2] + m
             found = tl.where(inside, tl.load(values[s] + at, mask=inside, other=missing), found)
     return found
 
@@ -88,8 +87,7 @@ def grow_kernel(
                 logprob = _candidates(
                     draft_logprob, logprob_stride, request, of, d, m, float("-inf"), slots, SOURCES, lane
                 )
-                if len(MP) > 1:
-                    token = _candidates(draft_tokens, tokens_stride, request, of, d, m, -1, slots, SOURCES, lane)
+                token = _candidates(draft_tokens, tokens_stride, request, of, d, m, -1, slots, SOURCES, lane)
                 for rival in tl.static_range(len(MP)):  # of equal children the likelier one stays
                     for other in range(MP[rival] if rival != lane else 0):
                         its_token = _candidates(
@@ -125,15 +123,16 @@ def grow_kernel(
         passed = tl.zeros([NP], tl.int64)
         for s in tl.static_range(len(SOURCES) - 1, -1, -1):  # the first of equals is the last to enter
             if kept[s] is not None:
-                first, count, _, lane = SOURCES[s]
-                k = tl.arange(0, _power(count))[None, :]
-                at = request * count + k
-                expected = tl.load(kept[s] + at * slots + d, mask=k < count, other=-1)
-                length = tl.load(prefix_len[s] + at, mask=k < count, other=-1)
-                on = (((before >> (first + k)) & 1) == 1) & (k < count) & (expected == token[:, None])
-                passed += tl.sum(tl.where(on, tl.full([1, 1], 1, tl.int64) << (first + k), 0), axis=1)
-                entered = tl.min(tl.where(on & (length == d + 1), k, count), axis=1)
-                state += tl.where(entered < count, (entered + 1 + first - _row(state, lane)) << (BITS * lane), 0)
+                k = tl.arange(0, _power(SOURCES[s][1]))[None, :]
+                at = request * SOURCES[s][1] + k
+                expected = tl.load(kept[s] + at * slots + d, mask=k < SOURCES[s][1], other=-1)
+                length = tl.load(prefix_len[s] + at, mask=k < SOURCES[s][1], other=-1)
+                row = SOURCES[s][0] + k
+                on = (((before >> row) & 1) == 1) & (k < SOURCES[s][1]) & (expected == token[:, None])
+                passed += tl.sum(tl.where(on, tl.full([1, 1], 1, tl.int64) << row, 0), axis=1)
+                entered = tl.min(tl.where(on & (length == d + 1), row + 1, MASK + 1), axis=1)
+                entering = (entered - _row(state, SOURCES[s][3])) << (BITS * SOURCES[s][3])
+                state += tl.where(entered <= MASK, entering, 0)
 
     place = place_of(best)
     own = score_of(best)
