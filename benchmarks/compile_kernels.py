@@ -172,11 +172,11 @@ def branch_variants() -> Iterator[Variant]:
             f"blocks {count}", blocks_kernel, given | types("kept_stride", "branch_stride", "mask_token"),
             trees.blocks_constants(15, count), 1,
         )  # fmt: skip
-        given = {"anchor": "*i64", "top1": ("*i64",) * 2, "confidence": ("*fp32",) * 2}
-        given |= dict.fromkeys(("kept", "prefix_len"), ("constexpr", "*i64"))
+        of_two: dict[str, Any] = {"anchor": "*i64", "top1": ("*i64",) * 2, "confidence": ("*fp32",) * 2}
+        of_two |= dict.fromkeys(("kept", "prefix_len"), ("constexpr", "*i64"))
         strides = dict.fromkeys(("top1_stride", "confidence_stride", "kept_stride", "branch_stride"), ("i32",) * 2)
         yield Variant(
-            f"branches {count} to 64", branches_kernel, given | COLUMNS | strides,
+            f"branches {count} to 64", branches_kernel, of_two | COLUMNS | strides,
             trees.branches_constants(15, (1, count)) | trees.tree_constants(64),
             trees.candidates_warps(1 + count, 16, 64),
         )  # fmt: skip

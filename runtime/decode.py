@@ -106,10 +106,7 @@ def decode_step(
         with timer("draft_second"):
             second = runner.draft_second(batch, branches, policy.second_pass, offered)
         second = calibrated(guided(second, branches), batch, policy.second_pass, branches)
-    sources = [] if first is None else [Source(first)]
-    if second is not None:
-        sources.append(Source(second, branches, replaces=True))
-    tree, paths = _built(policy, batch, sources, timer)
+    tree, paths = _built(policy, batch, sources_of(first, branches, second), timer)
     carried = policy.first_pass is FirstPass.CARRIED
     with timer("verify"):
         verified = runner.verify_and_draft(batch, tree) if carried else runner.verify(batch, tree)
@@ -133,6 +130,12 @@ def _guided(
         return draft
     with timer("grammar"):
         return grammar.guide(draft, width, branches)
+
+
+def sources_of(first: Draft | None, branches: Branches | None, second: Draft | None) -> list[Source]:
+    """What the tree of a step grows from: behind its branches the second draft takes the place of the first."""
+    found = [] if first is None else [Source(first)]
+    return found if second is None else [*found, Source(second, branches, replaces=True)]
 
 
 def _built(policy: Policy, batch: Batch, sources: list[Source], timer: Timer) -> tuple[Tree, TreePaths | None]:

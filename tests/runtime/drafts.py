@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from d2sd.plugins.trees import Branches, Draft, Source, Tree
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.decode import sources_of
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from tests.runtime.oracle import Node, Path, Slots
@@ -63,12 +64,6 @@ class Passes:
             Branches(branches.tokens[one], branches.prefix_len[one], branches.rejected[one]),
             Draft(second.tokens[one], second.logprob[one]),
         )
-
-
-def sources_of(first: Draft | None, branches: Branches | None = None, second: Draft | None = None) -> list[Source]:
-    """The first pass, if there is one, and in its place behind branches the second, if there is one."""
-    found = [] if first is None else [Source(first)]
-    return found if second is None else [*found, Source(second, branches, replaces=True)]
 
 
 def batch_of(anchor: Sequence[int], context: Sequence[int], seeds: Sequence[int], temperature: float = 0.0) -> Batch:

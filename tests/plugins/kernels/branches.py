@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins.trees import Branches, Draft, chain_branches, mask_rejected, merged_branches, restart_blocks
+from d2sd.runtime.decode import sources_of
 from tests.plugins.kernels.calls import INTERPRETED
 from tests.plugins.kernels.trees import assert_equal, both, specification, stable_topk
-from tests.runtime.drafts import sources_of
 
 __all__ = ["specification", "stable_topk"]
 #: Slots, branches, node budget, vocabulary: all merge and few do; more room than nodes, and less.

@@ -14,10 +14,10 @@ from d2sd.modeling.fused import fuse
 from d2sd.modeling.rows import Rows
 from d2sd.plugins import dispatch, layer_ops, trees
 from d2sd.plugins.trees import Tree, merged_branches
+from d2sd.runtime.decode import sources_of
 from tests.plugins.kernels import calls
 from tests.plugins.kernels.branches import drafted
 from tests.plugins.on_kernels import run_kernels
-from tests.runtime.drafts import sources_of
 from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_flex
 
 

@@ -22,9 +22,9 @@ from d2sd.plugins.trees import (
     from_candidates,
     from_chain,
 )
+from d2sd.runtime.decode import sources_of
 from tests.plugins.kernels.calls import there
 from tests.plugins.on_kernels import run_kernels
-from tests.runtime.drafts import sources_of
 
 #: Candidates, slots, budget: none merges, all merge; more room than nodes, and less; no power of two anywhere.
 MERGES = (

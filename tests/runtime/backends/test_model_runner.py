@@ -16,12 +16,12 @@ from d2sd.modeling.drafter import Drafter
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree, from_candidates
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.decode import sources_of
 from d2sd.runtime.drafting import context as module
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.policy import make_policy
 from tests.modeling.test_flex import reference as flex_reference
-from tests.runtime.drafts import sources_of
 from tests.runtime.helpers import BLOCK, check_pages, choices, copies, honest, models, poison, sync_drafters
 from tests.tiny import full_logits, tiny_drafter
 

@@ -9,12 +9,11 @@ from functools import cache
 import pytest
 
 from d2sd.policies import NAMES, PolicyName
-from d2sd.runtime.decode import decode_step
+from d2sd.runtime.decode import decode_step, sources_of
 from d2sd.runtime.engine import Engine, Launched
 from d2sd.runtime.grammar.step import StepGrammar
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.stats import SequenceStats
-from tests.runtime.drafts import sources_of
 from tests.runtime.grammar.oracle import constrained_text
 from tests.runtime.grammar.tokens import END, guidance, ids, text_of
 from tests.runtime.grammar.watched import WatchedRunner, drafted, is_inside, models

@@ -14,11 +14,11 @@ from d2sd.plugins.trees import Branches, Draft, Tree
 from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import Verified
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.decode import sources_of
 from d2sd.runtime.grammar.grammar import has
 from d2sd.runtime.request import Request
 from d2sd.runtime.speculation.policy import Policy
 from tests.runtime.cheating import CheatingRunner
-from tests.runtime.drafts import sources_of
 from tests.runtime.grammar.tokens import END, vocab_size
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
 

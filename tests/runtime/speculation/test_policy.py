@@ -14,9 +14,10 @@ from d2sd.errors import RecipeError
 from d2sd.plugins.choice import WIDTH
 from d2sd.plugins.trees import Draft
 from d2sd.policies import MAX_NODES, NAMES, FirstPass, PolicyName
+from d2sd.runtime.decode import sources_of
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.runtime import oracle
-from tests.runtime.drafts import Passes, batch_of, check_best, draft_of, nodes_of, passes, sources_of
+from tests.runtime.drafts import Passes, batch_of, check_best, draft_of, nodes_of, passes
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import Node
 
