@@ -132,7 +132,7 @@ def _guided(
         return grammar.guide(draft, width, branches)
 
 
-def sources_of(first: Draft | None, branches: Branches | None, second: Draft | None) -> list[Source]:
+def sources_of(first: Draft | None, branches: Branches | None = None, second: Draft | None = None) -> list[Source]:
     """What the tree of a step grows from: behind its branches the second draft takes the place of the first."""
     found = [] if first is None else [Source(first)]
     return found if second is None else [*found, Source(second, branches, replaces=True)]

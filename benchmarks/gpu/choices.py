@@ -25,7 +25,7 @@ from benchmarks.gpu import timing
 from benchmarks.gpu.call import Wrong
 from benchmarks.gpu.cases import Case, Note, said
 from benchmarks.gpu.timing import Times
-from d2sd.plugins import choice, dispatch
+from d2sd.plugins import choice, dispatch, trees
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.trees import Accepted, Branches, Draft, Source, Tree, from_candidates, from_chain
 from d2sd.runtime.request import SamplingParams

@@ -11,17 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2sd.plugins.trees import Branches, Source, Tree, best_first_tree
-from tests.runtime.drafts import (
-    NONSENSE,
-    Passes,
-    batch_of,
-    check_best,
-    draft_of,
-    nodes_of,
-    passes,
-    slots_of,
-    sources_of,
-)
+from d2sd.runtime.decode import sources_of
+from tests.runtime.drafts import NONSENSE, Passes, batch_of, check_best, draft_of, nodes_of, passes, slots_of
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import best_first
 
