@@ -25,7 +25,7 @@ CAPABILITIES = (80, 89, 90, 100, 120)
 class Bound:
     """What Triton is asked to compile for a launch."""
 
-    types: dict[str, str]  # of run-time arguments
+    types: dict[str, Any]  # of run-time arguments; of a tuple those of its parts
     constants: dict[str, Any]
     warps: int
 
@@ -40,8 +40,8 @@ def bind(kernel: Any, run: Callable[[], object], capability: int) -> Bound:
     def bound(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         if fn.jit_function is kernel:
             types = {name: kind for name, kind in compile["signature"].items() if kind != "constexpr"}
-            constants = {kernel.arg_names[place]: value for (place,), value in compile["constants"].items()}
-            given = {name: value for name, value in constants.items() if value is not None}
+            whole = ((*place, value) for place, value in compile["constants"].items() if len(place) == 1)  # of no tuple
+            given = {kernel.arg_names[place]: value for place, value in whole if value is not None}
             found.append(Bound(types, given, compile["num_warps"]))
         return True
 
@@ -79,23 +79,26 @@ class Compiled:
 
 
 def compile_kernel(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, warps: int
+    kernel: Any, types: dict[str, Any], constants: dict[str, Any], capability: int, warps: int
 ) -> Compiled:
     """Compile for one architecture, bypassing Triton's cache, since ptxas reports usage only when it runs.
 
     Args:
         kernel: a `triton.jit` function.
-        types: its run-time arguments in order, such as {"q": "*bf16", "rows": "i32"}. All others of the kernel that
-            are not constants are None. Pointers count as multiples of 16 bytes, as PyTorch and TensorRT give them.
+        types: its run-time arguments in order, such as {"q": "*bf16", "rows": "i32"}; of a tuple those of its parts,
+            "constexpr" for None. All others of the kernel that are not constants are None. Pointers count as multiples
+            of 16 bytes, as PyTorch and TensorRT give them.
         constants: its `constexpr` arguments.
         capability: 90 for 9.0.
         warps: of a block.
     """
     fixed = {name: None for name in kernel.arg_names if name not in types} | constants
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    aligned = {
-        (place,): [["tt.divisibility", 16]] for place, kind in enumerate(signature.values()) if kind.startswith("*")
-    }
+    parts: dict[tuple[int, ...], str] = {}
+    for place, kind in enumerate(signature.values()):
+        parts |= {(place, n): part for n, part in enumerate(kind)} if isinstance(kind, tuple) else {(place,): kind}
+    fixed |= {place: None for place, kind in parts.items() if len(place) > 1 and kind == "constexpr"}
+    aligned = {place: [["tt.divisibility", 16]] for place, kind in parts.items() if kind.startswith("*")}
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
     said = io.StringIO()
     with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), redirect_stdout(said):
@@ -106,7 +109,7 @@ def compile_kernel(
     entry = ptx[ptx.index(".entry") : ptx.index("{", ptx.index(".entry"))]
     return Compiled(
         name=meta.name, ptx=ptx, cubin=done.asm["cubin"],
-        parameters=entry.count(".param"), arguments=len(types),
+        parameters=entry.count(".param"), arguments=sum(kind != "constexpr" for kind in parts.values()),
         shared=meta.shared, scratch=meta.global_scratch_size + meta.profile_scratch_size,
         registers=_largest(r"Used (\d+) registers", said.getvalue()),
         spilled=_largest(r"(\d+) bytes spill", said.getvalue()),

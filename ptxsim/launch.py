@@ -62,8 +62,8 @@ def executed_as_ptx(capability: int, edit: Edit | None = None, limit: int = 3_00
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         compiled = original(kernel, *args, grid=grid, warmup=True, **options)
         if not warmup:
-            given = dict(zip(kernel.arg_names, args, strict=False)) | options
-            names = [name for name, kind in compiled.src.signature.items() if kind != "constexpr"]
+            given = _flat(dict(zip(kernel.arg_names, args, strict=False)) | options)
+            names = [name for name, kind in _flat(compiled.src.signature).items() if kind != "constexpr"]
             ptx = edit(kernel.__name__, compiled.asm["ptx"]) if edit else compiled.asm["ptx"]
             shape = grid(given) if callable(grid) else tuple(grid)
             values = {name: given[name] for name in names}
@@ -86,6 +86,14 @@ def executed_as_ptx(capability: int, edit: Edit | None = None, limit: int = 3_00
             yield launches
         finally:
             JITFunction.run, triton.runtime.driver._active = original, active
+
+
+def _flat(given: dict[str, Any]) -> dict[str, Any]:
+    """With the parts of tuples by names of their own."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        found |= {f"{name}[{n}]": part for n, part in enumerate(value)} if isinstance(value, tuple) else {name: value}
+    return found
 
 
 def _written(ttir: str, names: list[str]) -> set[str]:

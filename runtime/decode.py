@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
+from d2sd.plugins.trees import Accepted, Branches, Draft, Source, Tree
 from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
@@ -106,7 +106,7 @@ def decode_step(
         with timer("draft_second"):
             second = runner.draft_second(batch, branches, policy.second_pass, offered)
         second = calibrated(guided(second, branches), batch, policy.second_pass, branches)
-    tree, paths = _built(policy, batch, first, branches, second, timer)
+    tree, paths = _built(policy, batch, sources_of(first, branches, second), timer)
     carried = policy.first_pass is FirstPass.CARRIED
     with timer("verify"):
         verified = runner.verify_and_draft(batch, tree) if carried else runner.verify(batch, tree)
@@ -132,17 +132,20 @@ def _guided(
         return grammar.guide(draft, width, branches)
 
 
-def _built(
-    policy: Policy, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None, timer: Timer
-) -> tuple[Tree, TreePaths | None]:
+def sources_of(first: Draft | None, branches: Branches | None = None, second: Draft | None = None) -> list[Source]:
+    """What the tree of a step grows from: behind its branches the second draft takes the place of the first."""
+    found = [] if first is None else [Source(first)]
+    return found if second is None else [*found, Source(second, branches, replaces=True)]
+
+
+def _built(policy: Policy, batch: Batch, sources: list[Source], timer: Timer) -> tuple[Tree, TreePaths | None]:
     """The tree of `policy`; trees of constrained requests are taken from larger ones, to stay inside their grammars."""
     with timer("build_tree"):
-        tree = policy.build(batch, first, branches, second)
+        tree = policy.build(batch, sources)
         if batch.grammar is None:
             return tree, None
-        slots = 0 if first is None else first.tokens.shape[1]
-        most = max(SPARE * policy.num_nodes, 1 + (1 + policy.num_branches) * slots)  # the latter: all candidates' nodes
-        larger = replace(policy, num_nodes=most).build(batch, first, branches, second)
+        candidates = sum(source.rows * source.draft.tokens.shape[-2] for source in sources)  # if a slot has one
+        larger = replace(policy, num_nodes=max(SPARE * policy.num_nodes, 1 + candidates)).build(batch, sources)
     with timer("grammar"):
         return batch.grammar.prune(tree, larger)
 

@@ -25,9 +25,9 @@ from benchmarks.gpu import timing
 from benchmarks.gpu.call import Wrong
 from benchmarks.gpu.cases import Case, Note, said
 from benchmarks.gpu.timing import Times
-from d2sd.plugins import choice, dispatch
+from d2sd.plugins import choice, dispatch, trees
 from d2sd.plugins.choice import candidates
-from d2sd.plugins.trees import Accepted, Branches, Draft, Tree, accept, best_first_tree, from_candidates, from_chain
+from d2sd.plugins.trees import Accepted, Branches, Draft, Source, Tree, from_candidates, from_chain
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.accept import sample_target
@@ -141,12 +141,13 @@ def growth(inputs: Inputs, ties: bool, branches: int) -> Both:
     first = Draft(siblings[:, 0], logprob[:, 0])
     anchor = inputs.tokens(2 * WIDTH, batch)
     if not branches:
-        return Both(lambda: best_first_tree(anchor, first, NODES), same)
+        return Both(lambda: trees.best_first_tree(anchor, [Source(first)], NODES), same)
     kept = first.top1[:, None].expand(-1, branches, -1).contiguous()
     length = inputs.tokens(SLOTS + 1, batch, branches)
     behind = Branches(kept, length, torch.full_like(length, -1))
     second = Draft(siblings[:, 1:].contiguous(), logprob[:, 1:].contiguous())
-    return Both(lambda: best_first_tree(anchor, first, NODES, behind, second), same)
+    sources = [Source(first), Source(second, behind, replaces=True)]
+    return Both(lambda: trees.best_first_tree(anchor, sources, NODES), same)
 
 
 def merge(inputs: Inputs, ties: bool) -> Both:
@@ -168,7 +169,7 @@ def acceptance(inputs: Inputs, ties: bool) -> Both:
     with on_kernels(False):
         tree = merge(inputs, ties).run()
     chosen = tree.tokens.roll(-1, 1) if ties else inputs.tokens(9, inputs.batch, NODES)
-    return Both(lambda: accept(tree, chosen, SIZE), same)
+    return Both(lambda: trees.accept(tree, chosen, SIZE), same)
 
 
 def draft(inputs: Inputs, vocab: int, width: int, params: SamplingParams) -> Both:

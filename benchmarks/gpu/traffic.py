@@ -185,11 +185,11 @@ def kernel_bytes(name: str, values: dict[str, Any], context: int) -> tuple[Bytes
         raise KeyError(f"{name}: no tests/plugins/OP/cases.py says which arguments this kernel writes")
     rule = kernels()[name]
     part, flops = rule.touched(values, context)
-    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
-    sized = {key: (tensor, part.get(key, whole(tensor))) for key, tensor in tensors.items()}
-    reads = [pair for key, pair in sized.items() if key not in rule.writes]
-    reads += [sized[key] for key in rule.reads_back if key in sized]
-    return reads, [pair for key, pair in sized.items() if key in rule.writes], flops
+    given = ((key, x) for key, value in values.items() for x in (value if isinstance(value, tuple) else (value,)))
+    sized = [(key, (x, part.get(key, whole(x)))) for key, x in given if isinstance(x, Tensor)]
+    reads = [pair for key, pair in sized if key not in rule.writes]
+    reads += [pair for key, pair in sized if key in rule.reads_back]
+    return reads, [pair for key, pair in sized if key in rule.writes], flops
 
 
 def _storage(tensor: Tensor) -> int:

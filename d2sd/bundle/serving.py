@@ -57,7 +57,7 @@ def make_engine(
     file, count = bundle.calibration, sum(d is not None for d in (bundle.first, bundle.second))
     flex = bundle.flex is not None and forecasts_flex(count, file)
     parallel = backend == "torch" and can_run(bundle, "flex_parallel")
-    candidates = candidate_policies(recipe.tree, count, name, rows, flex=flex, parallel=parallel)
+    candidates = candidate_policies(recipe.tree, count, name, rows, file, flex=flex, parallel=parallel)
     drafters = [bundle.first, bundle.second][: max(len(candidate.required_drafters) for candidate in candidates)]
     if None in drafters:
         raise BundleError(
@@ -115,11 +115,13 @@ def forecasts_flex(drafters: int, calibration: CalibrationFile | None) -> bool:
 
 
 def candidate_policies(
-    tree: Tree, drafters: int, name: Policy, rows: int, *, flex: bool = False, parallel: bool = True
-) -> list[TreePolicy]:
+    tree: Tree, drafters: int, name: Policy, rows: int, file: CalibrationFile | None = None, *,
+    flex: bool = False, parallel: bool = True,
+) -> list[TreePolicy]:  # fmt: skip
     """The named policy; for `auto` all that `drafters` drafters and FlexDraft can run. The engine starts with the last.
 
-    They are sorted by their nodes. `parallel`: FlexDraft has its parallel mode too.
+    They are sorted by their nodes. Those that the calibration `file` does not forecast are left out. `parallel`:
+    FlexDraft has its parallel mode too.
     """
     from d2sd.runtime.speculation.policy import make_policy
 
@@ -127,9 +129,10 @@ def candidate_policies(
         return [make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=rows)]
     roles = {*list(DrafterRole)[:drafters], *([DrafterRole.FLEX] if flex else [])}
     found = [make_policy("off", block_size=tree.block_size, branches=tree.branches, row_budget=1)]
+    known = {kind for kind, facts in FACTS.items() if facts.forecast_by} if file is None else forecasts(file)
     for kind, facts in FACTS.items():
         carried = facts.first_pass is FirstPass.CARRIED
-        if facts.forecast_by is None or not roles.issuperset(facts.roles) or (carried and not parallel):
+        if kind not in known or not roles.issuperset(facts.roles) or (carried and not parallel):
             continue
         sizes = [size for size in _ROWS if size <= rows] if facts.grows else [rows]
         if carried:  # every row of it is followed by a block of mask rows

@@ -7,25 +7,37 @@
 
 #include <stdlib.h>
 
-struct growth {
-    long batch, slots, width, branches, nodes; /* B, S, M, K, N */
-    const int64_t *anchor;                     /* [B] */
-    const int64_t *tokens;                     /* [B, S, M] of the first pass */
+/* A row of candidates a branch; at the root one row, `kept` and `prefix_len` are NULL. */
+struct source {
+    long rows, width, lane; /* K, M */
+    const int64_t *tokens;  /* [B, K, S, M] */
     const float *logprob;
-    const int64_t *branch_tokens;              /* [B, K, S] */
-    const int64_t *prefix_len;                 /* [B, K] */
-    const int64_t *second_tokens;              /* [B, K, S, M] */
-    const float *second_logprob;
+    const int64_t *kept;       /* [B, K, S] */
+    const int64_t *prefix_len; /* [B, K] */
+};
+
+struct growth {
+    long batch, slots, sources, nodes; /* B, S, N */
+    const struct source *source;
+    const int64_t *anchor;                       /* [B] */
     int64_t *token, *parent, *depth, *branch_id; /* [B, N], written like all below */
     float *score;
     uint8_t *valid;
-    uint8_t *mask;                             /* [B, N, N] */
+    uint8_t *mask; /* [B, N, N] */
 };
 
-/* A child that may become a node; `state` is the pass that drafted it: 0 the first, k the k-th branch. */
+/* Of one request. */
+struct row {
+    const int64_t *tokens, *kept;
+    const float *logprob;
+    long width, lane, prefix_len;
+};
+
+/* A child that may become a node; `rank` among those of its parent. */
 struct child {
     float score;
-    int depth, parent, rank;
+    int depth, parent, rank, row;
+    int64_t token;
 };
 
 /* Among equals: upper levels first, then in the order of the parents and of the candidates. */
@@ -53,44 +65,57 @@ static struct child pop(struct child *heap, long *count) {
     return best;
 }
 
-static void grow_one(const struct growth *g, long b, struct child *heap, int *state, uint64_t *passed) {
-    const long n = g->nodes, draft = g->slots * g->width;
+/* Whether another lane proposes the token as well, and finds it likelier; of equals the earlier lane's stays. */
+static int loses(const struct row *rows, const int *state, long lanes, long lane, long slot, int64_t token, float logprob) {
+    for (long rival = 0; rival < lanes; rival++) {
+        if (rival == lane || state[rival] < 0) continue;
+        const struct row *row = rows + state[rival];
+        for (long at = slot * row->width; at < (slot + 1) * row->width; at++)
+            if (row->tokens[at] == token && (lane < rival ? row->logprob[at] > logprob : !(logprob > row->logprob[at])))
+                return 1;
+    }
+    return 0;
+}
+
+static void grow_one(const struct growth *g, const struct row *rows, long count, long b, struct child *heap,
+                     uint64_t *passed, int *state) {
+    const long n = g->nodes, lanes = rows[count - 1].lane + 1;
     int64_t *token = g->token + b * n, *parent = g->parent + b * n, *depth = g->depth + b * n;
     int64_t *branch_id = g->branch_id + b * n;
     float *score = g->score + b * n;
     uint8_t *mask = g->mask + b * n * n;
     long waiting = 0, node = 0;
-    struct child child = {0};
-    for (;;) {
-        const long slot = child.depth - 1, source = node ? state[child.parent] : 0;
-        if (node) {
-            const long at = slot * g->width + child.rank;
-            token[node] = source ? g->second_tokens[(b * g->branches + source - 1) * draft + at] : g->tokens[b * draft + at];
-            memcpy(mask + node * n, mask + child.parent * n, n);
-        } else {
-            token[0] = g->anchor[b];
-            memset(mask, 0, n);
-        }
-        parent[node] = child.parent, depth[node] = child.depth, branch_id[node] = source, score[node] = child.score;
+    struct child child = {.token = g->anchor[b]};
+    for (;; child = pop(heap, &waiting)) {
+        token[node] = child.token, parent[node] = child.parent, depth[node] = child.depth;
+        branch_id[node] = child.row, score[node] = child.score;
+        if (node) memcpy(mask + node * n, mask + child.parent * n, n);
+        else memset(mask, 0, n);
         g->valid[b * n + node] = mask[node * n + node] = 1;
-        /* A path is continued by the first branch whose prefix ends here, or else by the pass that drafted its end. */
-        state[node] = (int)source;
+        /* In each lane a path is continued by the first row whose prefix ends here, or else by that of its parent. */
+        int *own = state + node * lanes;
+        for (long lane = 0; lane < lanes; lane++) own[lane] = node ? state[child.parent * lanes + lane] : -1;
         passed[node] = node ? 0 : ~0ull;
-        int enters = 0;
-        for (long k = 0; node && k < g->branches; k++) {
-            const long at = b * g->branches + k;
-            if (!(passed[child.parent] >> k & 1) || g->branch_tokens[at * g->slots + slot] != token[node]) continue;
-            passed[node] |= 1ull << k;
-            if (!enters && g->prefix_len[at] == child.depth) enters = 1, state[node] = (int)k + 1;
+        for (long r = count - 1; r >= 0; r--) {
+            if (!node && !rows[r].kept) own[rows[r].lane] = r;
+            if (!node || !rows[r].kept || !(passed[child.parent] >> r & 1)) continue;
+            if (rows[r].kept[child.depth - 1] != child.token) continue;
+            passed[node] |= 1ull << r;
+            if (rows[r].prefix_len == child.depth) own[rows[r].lane] = r;
         }
-        const long from = state[node];
-        const float *logprob = from ? g->second_logprob + (b * g->branches + from - 1) * draft : g->logprob + b * draft;
-        for (long m = 0; child.depth < g->slots && m < g->width; m++) {
-            const float sum = child.score + logprob[child.depth * g->width + m];
-            if (sum > -INFINITY) push(heap, &waiting, (struct child){sum, child.depth + 1, (int)node, (int)m});
+        int rank = 0;
+        for (long lane = 0; child.depth < g->slots && lane < lanes; lane++) {
+            if (own[lane] < 0) continue;
+            const struct row *row = rows + own[lane];
+            for (long m = 0; m < row->width; m++, rank++) {
+                const long at = child.depth * row->width + m;
+                const float sum = child.score + row->logprob[at];
+                if (!(sum > -INFINITY) || loses(rows, own, lanes, lane, child.depth, row->tokens[at], row->logprob[at]))
+                    continue;
+                push(heap, &waiting, (struct child){sum, child.depth + 1, node, rank, own[lane], row->tokens[at]});
+            }
         }
         if (++node == n || !waiting) break;
-        child = pop(heap, &waiting);
     }
     for (; node < n; node++) { /* padding attends to itself */
         token[node] = parent[node] = depth[node] = branch_id[node] = 0;
@@ -101,13 +126,25 @@ static void grow_one(const struct growth *g, long b, struct child *heap, int *st
     }
 }
 
-/* The `nodes` likeliest nodes of every request; at most 64 branches. */
+/* The `nodes` likeliest nodes of every request; at most 64 rows. */
 void d2sd_grow(const struct growth *g) {
-    struct child *heap = malloc(g->nodes * (g->width * sizeof *heap + sizeof(int) + sizeof(uint64_t)) + 64);
-    if (!heap) abort();
-    uint64_t *passed = (uint64_t *)(((uintptr_t)(heap + g->nodes * g->width) + 7) & ~(uintptr_t)7);
-    for (long b = 0; b < g->batch; b++) grow_one(g, b, heap, (int *)(passed + g->nodes), passed);
-    free(heap);
+    struct row rows[64];
+    long width = 0, lanes = g->source[g->sources - 1].lane + 1;
+    for (long s = 0; s < g->sources; s++) width += g->source[s].width;
+    char *memory = malloc(g->nodes * (width * sizeof(struct child) + sizeof(uint64_t) + lanes * sizeof(int)));
+    if (!memory) abort();
+    uint64_t *passed = (uint64_t *)(memory + g->nodes * width * sizeof(struct child));
+    for (long b = 0; b < g->batch; b++) {
+        long count = 0;
+        for (const struct source *s = g->source; s < g->source + g->sources; s++)
+            for (long k = b * s->rows; k < (b + 1) * s->rows; k++) {
+                const long draft = k * g->slots * s->width;
+                rows[count++] = (struct row){s->tokens + draft, s->kept ? s->kept + k * g->slots : NULL,
+                                             s->logprob + draft, s->width, s->lane, s->kept ? s->prefix_len[k] : 0};
+            }
+        grow_one(g, rows, count, b, (struct child *)memory, passed, (int *)(passed + g->nodes));
+    }
+    free(memory);
 }
 
 struct acceptance {

@@ -1,6 +1,6 @@
-"""Draft trees: growing one from drafts, merging branches into one, restarting a second pass, accepting along one.
+"""Draft trees: growing one from sources, merging branches into one, restarting a second pass, accepting along one.
 
-    types.py       drafts, branches, trees and accepted paths
+    types.py       drafts, branches, sources of candidates, trees and accepted paths
     reference/     the specification in plain PyTorch, and the CPU path
     triton/        the kernels, one program a request, and their launchers
     cpu.py         growth and acceptance by the compiled library
@@ -10,6 +10,8 @@ the library take the one of the better parent first, then the earlier candidate.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -32,10 +34,10 @@ from d2sd.plugins.trees.reference.nodes import (
     replace_rows,
     with_anchor,
 )
-from d2sd.plugins.trees.types import Accepted, Branches, Draft, Tree
+from d2sd.plugins.trees.types import Accepted, Branches, Draft, Source, Tree
 
 __all__ = [
-    "Accepted", "Branches", "Draft", "Tree", "accept", "best_first_tree", "chain_branches", "from_candidates",
+    "Accepted", "Branches", "Draft", "Source", "Tree", "accept", "best_first_tree", "chain_branches", "from_candidates",
     "from_chain", "mask_rejected", "max_nodes", "merged_branches", "replace_rows", "restart_blocks", "tree_branches",
     "with_anchor",
 ]  # fmt: skip
@@ -71,35 +73,30 @@ def from_candidates(candidates: Tensor, score: Tensor, budget: int) -> Tree:
     return from_candidates_reference(candidates, score, budget)
 
 
-def merged_branches(anchor: Tensor, first: Draft, branches: Branches, second: Draft, budget: int) -> Tree:
-    """anchor [B], first [B, S, M], branches that keep a prefix [B, K, S] each, second [B, K, S, M] -> at most `budget`
-    nodes: of the first draft's likeliest tokens, then of each branch.
+def merged_branches(anchor: Tensor, sources: Sequence[Source], budget: int) -> Tree:
+    """anchor [B] and sources of S slots, of which branches keep tokens of the first -> at most `budget` nodes: those
+    of the first source's likeliest tokens, then of each row that follows.
     """
     if _pick(anchor) is Implementation.TRITON:
         from d2sd.plugins.trees.triton.launch import branches_triton
 
-        drafts = (first.top1, first.confidence), branches.tokens, branches.prefix_len, (second.top1, second.confidence)
-        return branches_triton(anchor, *drafts, budget)
-    return merged_branches_reference(anchor, first, branches, second, budget)
+        return branches_triton(anchor, sources, budget)
+    return merged_branches_reference(anchor, sources, budget)
 
 
-def best_first_tree(
-    anchor: Tensor, first: Draft, rows: int, branches: Branches | None = None, second: Draft | None = None
-) -> Tree:
-    """anchor [B], first [B, S, M] and, after the prefixes of K branches, second [B, K, S, M] -> `rows` nodes.
+def best_first_tree(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tree:
+    """anchor [B] and sources of S slots -> the `rows` likeliest nodes of all of them.
 
     Nodes are sorted by score, so a smaller tree is a prefix of a larger one.
     """
-    count = 0 if branches is None else branches.prefix_len.shape[1]
-    picked = _pick(anchor, count, library=count <= cpu.MOST_BRANCHES)
+    count = sum(source.rows for source in sources)
+    picked = _pick(anchor, count - 1, library=count <= cpu.MOST_ROWS)
     if picked is Implementation.TRITON:
         from d2sd.plugins.trees.triton.launch import growth_triton
 
-        restarts = None if branches is None else (branches.tokens, branches.prefix_len)
-        redrafted = None if second is None else (second.tokens, second.logprob)
-        return growth_triton(anchor, first.tokens, first.logprob, rows, restarts, redrafted)
+        return growth_triton(anchor, sources, rows)
     grow = cpu.best_first_tree_cpu if picked is Implementation.LIBRARY else best_first_tree_reference
-    return grow(anchor, first, rows, branches, second)
+    return grow(anchor, sources, rows)
 
 
 def chain_branches(first: Draft, count: int) -> Branches:
@@ -125,7 +122,7 @@ def tree_branches(anchor: Tensor, first: Draft, count: int) -> Branches:
     """
     # Of K + S nodes the root and at most S - 1 others are on the chain, so the K best of the rest are among them.
     inner = Draft(first.tokens[:, :-1], first.logprob[:, :-1])  # after slot S nothing is left to draft
-    return branches_of_nodes(best_first_tree(anchor, inner, count + first.top1.shape[1]), first, count)
+    return branches_of_nodes(best_first_tree(anchor, [Source(inner)], count + first.top1.shape[1]), first, count)
 
 
 def restart_blocks(branches: Branches, anchor: Tensor, mask_token_id: int) -> Tensor:

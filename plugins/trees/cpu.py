@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, byref, c_long, c_void_p
+from collections.abc import Sequence
+from ctypes import Structure, addressof, byref, c_long, c_void_p
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from d2sd.plugins.cpu.library import address, functions
-from d2sd.plugins.trees.types import Accepted, Branches, Draft, Tree
+from d2sd.plugins.trees.types import Accepted, Source, Tree, lanes
 
-#: Branches that a node's set of prefixes has bits for.
-MOST_BRANCHES = 64
+#: Rows that a node's set of prefixes has bits for.
+MOST_ROWS = 64
+
+
+class SourcePointers(Structure):
+    """`struct source`."""
+
+    _fields_ = [
+        *((name, c_long) for name in ("rows", "width", "lane")),
+        *((name, c_void_p) for name in ("tokens", "logprob", "kept", "prefix_len")),
+    ]
 
 
 class Growth(Structure):
     """`struct growth`."""
 
     _fields_ = [
-        *((name, c_long) for name in ("batch", "slots", "width", "branches", "nodes")),
-        *((name, c_void_p) for name in ("anchor", "tokens", "logprob", "branch_tokens", "prefix_len")),
-        *((name, c_void_p) for name in ("second_tokens", "second_logprob", "token", "parent", "depth", "branch_id")),
-        *((name, c_void_p) for name in ("score", "valid", "mask")),
+        *((name, c_long) for name in ("batch", "slots", "sources", "nodes")),
+        *((name, c_void_p) for name in ("source", "anchor", "token", "parent", "depth", "branch_id", "score")),
+        *((name, c_void_p) for name in ("valid", "mask")),
     ]
 
 
@@ -36,21 +45,21 @@ class Acceptance(Structure):
     ]
 
 
-def best_first_tree_cpu(
-    anchor: Tensor, first: Draft, rows: int, branches: Branches | None = None, second: Draft | None = None
-) -> Tree:
-    """`best_first_tree` of at most `MOST_BRANCHES` branches."""
-    batch, slots, width = first.tokens.shape
-    count = 0 if branches is None else branches.prefix_len.shape[1]
-    assert count <= MOST_BRANCHES
-    inputs = [_int64(anchor), _int64(first.tokens), first.logprob.float().contiguous()]
-    if branches is not None and second is not None:
-        inputs += [_int64(branches.tokens), _int64(branches.prefix_len)]
-        inputs += [_int64(second.tokens), second.logprob.float().contiguous()]
-    tree = replace(Tree.empty(batch, rows), num_merged=torch.zeros_like(anchor))
-    pointers = [address(tensor) for tensor in inputs] + [None] * (7 - len(inputs))
-    columns = tree.tokens, tree.parent, tree.depth, tree.branch_id, tree.score, tree.valid, tree.attn_mask
-    functions().d2sd_grow(byref(Growth(batch, slots, width, count, rows, *pointers, *map(address, columns))))
+def best_first_tree_cpu(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tree:
+    """`best_first_tree` of at most `MOST_ROWS` rows."""
+    *_, slots, _ = sources[0].draft.tokens.shape
+    assert sum(source.rows for source in sources) <= MOST_ROWS
+    inputs, pointers = [anchor := _int64(anchor)], (SourcePointers * len(sources))()
+    for number, (source, lane) in enumerate(zip(sources, lanes(sources), strict=True)):
+        given = [_int64(source.draft.tokens), source.draft.logprob.float().contiguous()]
+        if source.branches is not None:
+            given += [_int64(source.branches.tokens), _int64(source.branches.prefix_len)]
+        pointers[number] = SourcePointers(source.rows, given[0].shape[-1], lane, *map(address, given))
+        inputs += given  # alive until the call
+    tree = replace(Tree.empty(len(anchor), rows), num_merged=torch.zeros_like(anchor))
+    columns = anchor, tree.tokens, tree.parent, tree.depth, tree.branch_id, tree.score, tree.valid, tree.attn_mask
+    sizes = len(anchor), slots, len(sources), rows
+    functions().d2sd_grow(byref(Growth(*sizes, addressof(pointers), *map(address, columns))))
     return tree
 
 

@@ -1,9 +1,11 @@
-"""What the ops of trees take and return: drafts, the branches that a second pass restarts, trees, accepted paths."""
+"""What the ops of trees take and return: drafts, where they attach, sources of candidates, trees, accepted paths."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -49,6 +51,28 @@ class Branches:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """Candidates for the nodes of a tree: the first draft, a second one behind its branches, copies of earlier text.
+
+    Each branch is a row of candidates; a source at the root has one. Rows are numbered over all sources of a tree.
+    """
+
+    draft: Draft  # [B, S, M] at the root, [B, K, S, M] behind `branches`
+    branches: Branches | None = None  # None: every path is continued, from the root on
+    replaces: bool = False  # behind its branches the source before it proposes no more; otherwise both do
+
+    @property
+    def rows(self) -> int:
+        """K, or 1 at the root."""
+        return 1 if self.branches is None else self.branches.prefix_len.shape[1]
+
+
+def lanes(sources: Sequence[Source]) -> list[int]:
+    """The lane of every source. A path is continued by one row of each lane at a time."""
+    return [lane - 1 for lane in accumulate(int(not place or not s.replaces) for place, s in enumerate(sources))]
+
+
+@dataclass(frozen=True, slots=True)
 class Tree:
     """N nodes a request; entries past the last node are padding: not valid, and they attend to themselves only."""
 
@@ -57,7 +81,7 @@ class Tree:
     depth: Tensor  # [B, N] int64, 0 at the root
     valid: Tensor  # [B, N] bool
     attn_mask: Tensor  # [B, N, N] bool: ancestors and self
-    branch_id: Tensor  # [B, N] int64: 0 the first pass or first candidate, k >= 1 the k-th branch or candidate
+    branch_id: Tensor  # [B, N] int64: the row of a source that proposed it, or the candidate; 0 is the first
     score: Tensor  # [B, N] fp32, log-probability of the node's path by the drafters; -inf in padding
     num_merged: Tensor  # [B] int64, tokens of candidates that share an existing node
 

@@ -87,6 +87,7 @@ INTEGERS: list[tuple[str, str, str, Callable[..., int]]] = [
     *((f"min.{k}", f"{k} {k}", k, min) for k in ("s32", "u32", "s64")),
     *((f"max.{k}", f"{k} {k}", k, max) for k in ("s32", "u32", "s64")),
     ("neg.s32", "s32", "s32", lambda a: -a),
+    ("neg.s64", "s64", "s64", lambda a: -a),
     ("abs.s32", "s32", "s32", abs),
     *((f"and.b{n}", f"b{n} b{n}", f"b{n}", lambda a, b: a & b) for n in (16, 32, 64)),
     *((f"or.b{n}", f"b{n} b{n}", f"b{n}", lambda a, b: a | b) for n in (16, 32, 64)),

@@ -15,6 +15,7 @@ flex_parallel  the step before -                                a chain; one pas
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -23,7 +24,7 @@ import torch
 from d2sd.errors import RecipeError
 from d2sd.plugins import trees
 from d2sd.plugins.choice import WIDTH
-from d2sd.plugins.trees import Branches, Draft, Tree
+from d2sd.plugins.trees import Branches, Draft, Source, Tree
 from d2sd.policies import FACTS, MAX_NODES, DrafterRole, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
 
@@ -72,8 +73,8 @@ class Policy:
         """Restart points of the second pass; only for policies that have one."""
         raise NotImplementedError
 
-    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
-        """Drafts [B, S, M] and [B, K, S, M] -> a tree of `num_nodes` nodes."""
+    def build(self, batch: Batch, sources: Sequence[Source]) -> Tree:
+        """A tree of `num_nodes` nodes of the first draft, if there is one, and of all sources behind it."""
         raise NotImplementedError
 
 
@@ -85,7 +86,7 @@ class Off(Policy):
         """One node, whatever the arguments."""
         return cls(1)
 
-    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
+    def build(self, batch: Batch, sources: Sequence[Source]) -> Tree:
         anchor = batch.anchor[:, None]
         return trees.from_chain(anchor, torch.zeros_like(anchor, dtype=torch.float32))
 
@@ -98,8 +99,8 @@ class _Chained(Policy):
         """At most a block."""
         return cls(min(rows, block_size))
 
-    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
-        assert first is not None
+    def build(self, batch: Batch, sources: Sequence[Source]) -> Tree:
+        first = sources[0].draft
         tokens, score = trees.with_anchor(batch.anchor, first.top1, first.confidence)
         return trees.from_chain(tokens[:, : self.num_nodes], score[:, : self.num_nodes])
 
@@ -130,11 +131,8 @@ class _Branched(Policy):
     def branches(self, batch: Batch, first: Draft) -> Branches:
         return trees.chain_branches(first, self.num_branches)
 
-    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
-        assert first is not None
-        assert branches is not None
-        assert second is not None
-        return trees.merged_branches(batch.anchor, first, branches, second, self.num_nodes)
+    def build(self, batch: Batch, sources: Sequence[Source]) -> Tree:
+        return trees.merged_branches(batch.anchor, sources, self.num_nodes)
 
 
 class Reanchor(_Branched):
@@ -145,27 +143,25 @@ class D2SD(_Branched):
     name = "d2sd"
 
 
-class _OnePass(Policy):
-    """The likeliest paths of the first draft."""
+class _Grown(Policy):
+    """The likeliest paths of all sources."""
 
     topk = WIDTH
 
-    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
-        assert first is not None
-        return trees.best_first_tree(batch.anchor, first, self.num_nodes)
+    def build(self, batch: Batch, sources: Sequence[Source]) -> Tree:
+        return trees.best_first_tree(batch.anchor, sources, self.num_nodes)
 
 
-class DDTree(_OnePass):
+class DDTree(_Grown):
     name = "ddtree"
 
 
-class FlexTree(_OnePass):
+class FlexTree(_Grown):
     name = "flex_tree"
 
 
-class Hybrid(Policy):
+class Hybrid(_Grown):
     name = "hybrid"
-    topk = WIDTH
 
     @classmethod
     def sized(cls, block_size: int, branches: int, rows: int) -> Self:
@@ -174,10 +170,6 @@ class Hybrid(Policy):
 
     def branches(self, batch: Batch, first: Draft) -> Branches:
         return trees.tree_branches(batch.anchor, first, self.num_branches)
-
-    def build(self, batch: Batch, first: Draft | None, branches: Branches | None, second: Draft | None) -> Tree:
-        assert first is not None
-        return trees.best_first_tree(batch.anchor, first, self.num_nodes, branches, second)
 
 
 class Flex(_Chained):

@@ -89,7 +89,7 @@ def fake_gpu(watch: Watch, capability: tuple[int, int] = (9, 0)) -> Iterator[Fak
     """An H100 in all that the code asks PyTorch and Triton for; Triton kernels are counted instead of launched."""
 
     def launched(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        for value in args:
+        for value in (part for arg in args for part in (arg if isinstance(arg, tuple) else (arg,))):
             if isinstance(value, Tensor):
                 assert value.device.type == "cuda", kernel.__name__
             else:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from d2sd.plugins.trees import Branches, Draft, Tree
+from d2sd.plugins.trees import Branches, Draft, Source, Tree
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.decode import sources_of
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from tests.runtime.oracle import Node, Path, Slots
@@ -36,6 +37,11 @@ class Passes:
     @property
     def count(self) -> int:
         return self.branches.prefix_len.shape[1]
+
+    @property
+    def sources(self) -> list[Source]:
+        """The first pass, and the second in its place."""
+        return sources_of(self.first, self.branches, self.second)
 
     def anchor(self, row: int) -> int:
         return int(self.batch.anchor[row])
@@ -82,13 +88,16 @@ def draft_of(slots: Sequence[object]) -> Draft:
 
 
 @st.composite
-def passes(draw: st.DrawFn, *, ties: bool | None = None, width: int = 3) -> Passes:
+def passes(
+    draw: st.DrawFn, *, ties: bool | None = None, width: int = 3, slots: int | None = None, requests: int | None = None
+) -> Passes:
     """One to three requests of up to four slots over few tokens, so that branches and paths meet.
 
     Scores stand in any order, as a calibration may leave them. With ties they are 0 (certain), -1/2, -1 or -inf;
     without, no two sums are equal but by accident.
     """
-    slots, width, count = draw(st.integers(1, 4)), draw(st.integers(1, width)), draw(st.integers(1, 4))
+    slots = slots or draw(st.integers(1, 4))
+    width, count = draw(st.integers(1, width)), draw(st.integers(1, 4))
     vocab, tied = width + draw(st.integers(0, 2)), draw(st.booleans()) if ties is None else ties
     dice = random.Random(draw(st.integers(0, 2**32)))
 
@@ -103,7 +112,7 @@ def passes(draw: st.DrawFn, *, ties: bool | None = None, width: int = 3) -> Pass
     def redrafted(kept: int) -> list[list[tuple[int, float]]]:
         return [[NONSENSE] * width if place < kept else slot() for place in range(slots)]
 
-    rows = draw(st.integers(1, 3))
+    rows = requests or draw(st.integers(1, 3))
     length = [[dice.randint(0, slots) for _ in range(count)] for _ in range(rows)]
     seeds = tuple(dice.getrandbits(64) for _ in range(rows))
     tokens = [[[dice.randrange(vocab) for _ in range(slots)] for _ in range(count)] for _ in range(rows)]

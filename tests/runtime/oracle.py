@@ -129,12 +129,23 @@ def from_candidates(
     return list(found.values())[:rows], merged
 
 
-def best_first(anchor: int, first: Slots, rows: int, behind: Sequence[tuple[Path, Slots]] = ()) -> list[Node]:
+def best_first(
+    anchor: int,
+    first: Slots,
+    rows: int,
+    behind: Sequence[tuple[Path, Slots]] = (),
+    beside: Sequence[tuple[Slots, Sequence[tuple[Path, Slots]]]] = (),
+) -> list[Node]:
     """The heap of DDTree: take out the likeliest path, put in all its children.
 
     `behind` are the second pass's branches, (kept tokens, candidates). A path's children come from the deepest branch
-    whose kept tokens it begins with, the first of equals; where there is none, from the first pass.
+    whose kept tokens it begins with, the first of equals; where there is none, from the first pass. `beside` are other
+    passes and their branches: a path has children from each, and of two with one token the likelier.
     """
+    lanes, number = [], 0
+    for slots, branches in ((first, behind), *beside):
+        lanes.append([(number + n, *branch) for n, branch in enumerate([((), slots), *branches])])
+        number += len(lanes[-1])
     heap: list[tuple[float, Path, int]] = [(0.0, (anchor,), 0)]
     found: list[Node] = []
     while heap and len(found) < rows:
@@ -143,11 +154,15 @@ def best_first(anchor: int, first: Slots, rows: int, behind: Sequence[tuple[Path
         drafted = path[1:]
         if len(drafted) == len(first):
             continue
-        source, deepest, slots = 0, 0, first
-        for number, (kept, redrafted) in enumerate(behind, 1):
-            if len(kept) > deepest and drafted[: len(kept)] == kept:
-                source, deepest, slots = number, len(kept), redrafted
-        for token, logprob in slots[len(drafted)]:
+        children: dict[int, tuple[float, int]] = {}
+        for lane in lanes:
+            passed = [(len(kept), -row, slots) for row, kept, slots in lane if kept == drafted[: len(kept)]]
+            passed = [one for one in passed if one[0] or -one[1] == lane[0][0]]  # nothing kept, nothing added
+            _, source, slots = max(passed, key=lambda one: one[:2])
+            for token, logprob in slots[len(drafted)]:
+                if token not in children or logprob > children[token][0]:
+                    children[token] = logprob, -source
+        for token, (logprob, source) in children.items():
             if logprob > -math.inf:
                 heappush(heap, (cost - logprob, (*path, token), source))
     return found

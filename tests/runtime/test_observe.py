@@ -15,6 +15,7 @@ from torch import Tensor
 from d2sd.plugins.choice import WIDTH
 from d2sd.plugins.trees import Branches, Draft, accept
 from d2sd.policies import NAMES, PolicyName
+from d2sd.runtime.decode import sources_of
 from d2sd.runtime.observe import NodeOutcome, StepObservation, observe
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence
@@ -40,7 +41,7 @@ def trace_of(made: Passes, policy: Policy, agree: float, seed: int, active: int)
     first = None if isinstance(policy, Off) else made.first
     branches = made.branches if policy.second_pass is not None else None
     second = made.second if policy.second_pass is not None else None
-    tree = policy.build(made.batch, first, branches, second)
+    tree = policy.build(made.batch, sources_of(first, branches, second))
     chosen = torch.full_like(tree.tokens, 99)
     for row in range(len(made)):
         for node in range(1, int(tree.valid[row].sum())):
@@ -155,7 +156,7 @@ def by_hand(policy: Policy, chosen: list[int]) -> StepObservation:
     second = draft_of([[[[NONSENSE] * 2, [(5, A), (6, B)]]]])
     batch = batch_of([0], [0], [0])
     with_second = policy.second_pass is not None
-    tree = policy.build(batch, first, branches if with_second else None, second if with_second else None)
+    tree = policy.build(batch, sources_of(first, branches, second if with_second else None))
     target: Tensor = torch.tensor([[*chosen, *[99] * (tree.tokens.shape[1] - len(chosen))]])
     return observe(
         StepTrace(
@@ -196,7 +197,7 @@ def test_a_bonus_that_the_draft_had_too_counts_for_its_chain() -> None:
 def test_plain_decoding_has_nothing_to_judge() -> None:
     batch = batch_of([4], [0], [0])
     policy = Off(1)
-    tree = policy.build(batch, None, None, None)
+    tree = policy.build(batch, [])
     (one,) = observe(StepTrace(sequences(1), policy, None, None, tree, accept(tree, torch.tensor([[3]]), 4)))
     assert (one.accepted, one.chain, one.nodes, one.rank, one.rescued, one.judged) == (1, 0, 1, None, False, [])
 
@@ -204,7 +205,7 @@ def test_plain_decoding_has_nothing_to_judge() -> None:
 def test_what_lookup_did_not_find_is_not_judged() -> None:
     first = draft_of([[[(1, 0.0)], [(0, -math.inf)]]])
     policy, batch = Lookup(3), batch_of([0], [0], [0])
-    tree = policy.build(batch, first, None, None)
+    tree = policy.build(batch, sources_of(first))
     (one,) = observe(StepTrace(sequences(1), policy, first, None, tree, accept(tree, torch.tensor([[1, 0, 9]]), 3)))
     assert (one.accepted, one.nodes, [node.prob for node in one.judged]) == (2, 2, [1.0])
 
@@ -216,7 +217,7 @@ def test_a_certain_draft_that_was_wrong_is_a_number(said: float) -> None:
     branches = Branches(torch.tensor([[[1, 2, 3]]]), torch.tensor([[0]]), torch.tensor([[1]]))
     second = draft_of([[[[(5, A)], [(6, A)], [(7, A)]]]])
     policy, batch = make_policy("d2sd", block_size=4, branches=1, row_budget=8), batch_of([0], [0], [0])
-    tree = policy.build(batch, first, branches, second)
+    tree = policy.build(batch, sources_of(first, branches, second))
     chosen = torch.full_like(tree.tokens, 99)
     for node in range(1, 7):
         if int(tree.tokens[0, node]) in (5, 6, 7):

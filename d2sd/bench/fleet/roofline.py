@@ -155,7 +155,9 @@ def arithmetic_costs(
     """
     plan = roofline.plan
     tree, temperature = plan.recipe.tree, plan.recipe.sampling.temperature
-    found = candidate_policies(tree, len(plan.drafters), policy, tree.row_budget, flex=plan.flex is not None)
+    found = candidate_policies(
+        tree, len(plan.drafters), policy, tree.row_budget, plan.calibration, flex=plan.flex is not None
+    )
     largest = found[-1]
     if policy != "auto" or tau is not None or plan.calibration is None:
         found = [largest] if isinstance(largest, Off) else [Off(1), largest]

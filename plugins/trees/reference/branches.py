@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from d2sd.plugins.trees.reference.nodes import from_candidates_reference, with_anchor
-from d2sd.plugins.trees.types import Branches, Draft, Tree
+from d2sd.plugins.trees.types import Branches, Draft, Source, Tree
 
 # Shape letters: B requests, K branches, S = γ - 1 slots, M candidates a slot, N nodes.
 
@@ -86,14 +88,19 @@ def splice(branches: Branches, second: Draft) -> Tensor:
     return torch.where(slots < branches.prefix_len[..., None], branches.tokens, second.top1)
 
 
-def merged_branches_reference(anchor: Tensor, first: Draft, branches: Branches, second: Draft, budget: int) -> Tree:
+def merged_branches_reference(anchor: Tensor, sources: Sequence[Source], budget: int) -> Tree:
     """`merged_branches` in PyTorch: the specification."""
-    slots = torch.arange(first.top1.shape[1], device=anchor.device)
-    length = branches.prefix_len[..., None]
-    drafted = first.confidence[:, None]
-    # The second pass's probabilities are conditional on rejection of the first draft at the boundary.
-    rejected = torch.where(slots == length, log_rejected(drafted), 0.0)
-    redrafted = torch.where(slots < length, drafted, second.confidence + rejected)
-    tokens = torch.cat([first.top1[:, None], splice(branches, second)], dim=1)
-    logprob = torch.cat([drafted, redrafted], dim=1)
-    return from_candidates_reference(*with_anchor(anchor, tokens, logprob), budget)
+    drafted = sources[0].draft.confidence[:, None]
+    slots = torch.arange(drafted.shape[-1], device=anchor.device)
+    tokens, logprob = list[Tensor](), list[Tensor]()
+    for draft, branches in ((source.draft, source.branches) for source in sources):
+        if branches is None:
+            tokens.append(draft.top1[:, None])
+            logprob.append(draft.confidence[:, None])
+            continue
+        length = branches.prefix_len[..., None]
+        # What follows a boundary is conditional on rejection of the first draft there.
+        rejected = torch.where(slots == length, log_rejected(drafted), 0.0)
+        tokens.append(splice(branches, draft))
+        logprob.append(torch.where(slots < length, drafted, draft.confidence + rejected))
+    return from_candidates_reference(*with_anchor(anchor, torch.cat(tokens, 1), torch.cat(logprob, 1)), budget)

@@ -1,59 +1,96 @@
-"""The likeliest tree under a node budget: best-first over per-slot candidates (DDTree), or over two passes at once.
+"""The likeliest tree under a node budget: best-first over the candidates of all sources (DDTree has one).
 
 A node's score is the log-probability of its path, so no child exceeds its parent and the best N nodes are
 prefix-closed. They are found level by level with static shapes instead of a heap: the best N of a level are among the
 children of the best N of the level before.
 
-    state 0          candidates of the first pass, slot by slot: the same for every path
-    state k = 1..K   candidates of branch k: for paths that pass through its prefix, conditioned on all of it
+    at the root       candidates slot by slot: the same for every path
+    behind a branch   candidates for paths that pass through its prefix, conditioned on all of it
 
-    root ─ a ─ b ─ …      a path is continued by the deepest branch whose prefix it has passed; so each path has one
-         └ x ─[x│y]─ …    source, siblings differ, and identical children cannot arise
+    root ─ a ─ b ─ …      in a lane, which is a source and those that replace it, a path is continued by the deepest
+         └ x ─[x│y]─ …    branch whose prefix it has passed, so siblings differ; equal children from two lanes become
+                          one, the likelier, of equals that of the earlier lane
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from d2sd.plugins.trees.reference.nodes import from_scored_nodes
-from d2sd.plugins.trees.types import Branches, Draft, Tree
+from d2sd.plugins.trees.types import Source, Tree, lanes
 
-# Shape letters: B requests, K branches, S slots, M candidates a slot, N nodes, W ≤ N nodes of one level.
+# Shape letters: B requests, R rows of all sources, L lanes, S slots, M candidates a slot, N nodes, W ≤ N nodes of one
+# level.
 
 
-def best_first_tree_reference(
-    anchor: Tensor, first: Draft, rows: int, branches: Branches | None = None, second: Draft | None = None
-) -> Tree:
+def best_first_tree_reference(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tree:
     """`best_first_tree` in PyTorch: the specification. Which of equal scores come first is not specified."""
-    batch, slots, width = first.tokens.shape
-    device = anchor.device
-    tokens, logprob = first.tokens[:, None], first.logprob[:, None]
-    if branches is not None and second is not None:
-        tokens, logprob = torch.cat([tokens, second.tokens], 1), torch.cat([logprob, second.logprob], 1)
+    batch, slots, device = len(anchor), sources[0].draft.tokens.shape[-2], anchor.device
+    tokens, logprob, kept, prefix_len = _rows(sources)
+    width = tokens.shape[-1]
+    lane = torch.cat([torch.full((s.rows,), n, device=device) for s, n in zip(sources, lanes(sources), strict=True)])
+    own = lane == torch.arange(lanes(sources)[-1] + 1, device=device)[:, None]  # [L, R]
+    at_root = own & torch.cat([torch.full((s.rows,), s.branches is None, device=device) for s in sources])
     zeros = torch.zeros(batch, 1, dtype=torch.long, device=device)
-    b = torch.arange(batch, device=device)[:, None]
+    b = torch.arange(batch, device=device)[:, None, None]
 
     # The current level, [B, W]; `index` is a node's index in the list of all nodes found so far.
-    score, state, index = zeros.float(), zeros, zeros
-    passed = None if branches is None else torch.ones_like(branches.prefix_len, dtype=torch.bool)[:, None]  # [B, W, K]
+    score, index = zeros.float(), zeros
+    # The row that continues a path in each lane, from 1; 0: none.
+    state = (at_root.int().argmax(-1) + 1).where(at_root.any(-1), 0).expand(batch, 1, -1)  # [B, W, L]
+    passed = torch.ones_like(prefix_len, dtype=torch.bool)[:, None]  # [B, W, R]
     found = [(anchor[:, None], zeros, zeros, zeros, score)]  # token, parent's index, depth, branch_id, score
     count = 1
     for depth in range(slots):
-        scores = (score[..., None] + logprob[b, state, depth]).flatten(1)  # [B, W·M]
+        children = tokens[b, state, depth]  # [B, W, L, M]
+        scores = (score[..., None, None] + _merged(children, logprob[b, state, depth])).flatten(1)
         score, best = scores.topk(min(rows, scores.shape[1]), dim=-1)
-        above = best // width
-        token = tokens[b, state, depth].flatten(1).gather(1, best)
-        parent, branch_id = index.gather(1, above), state.gather(1, above)
+        above = best // (len(own) * width)
+        token = children.flatten(1).gather(1, best)
+        parent, branch_id = index.gather(1, above), state.flatten(1).gather(1, best // width) - 1
         found.append((token, parent, torch.full_like(token, depth + 1), branch_id, score))
         index = torch.arange(count, count + token.shape[1], device=device).expand(batch, -1)
         count += token.shape[1]
-        state = branch_id
-        if branches is not None and passed is not None:
-            matches = branches.tokens[:, None, :, depth] == token[..., None]  # [B, W, K]
-            passed = passed.gather(1, above[..., None].expand(-1, -1, passed.shape[2])) & matches
-            enters = passed & (branches.prefix_len[:, None] == depth + 1)
-            state = torch.where(enters.any(-1), enters.int().argmax(-1) + 1, branch_id)
+        matches = kept[:, None, :, depth] == token[..., None]  # [B, W, R]
+        passed = passed.gather(1, above[..., None].expand(-1, -1, passed.shape[2])) & matches
+        enters = (passed & (prefix_len[:, None] == depth + 1))[:, :, None] & own  # [B, W, L, R]
+        state = state.gather(1, above[..., None].expand(-1, -1, len(own)))
+        state = torch.where(enters.any(-1), enters.int().argmax(-1) + 1, state)
     return from_scored_nodes(
         *(torch.cat(column, dim=1) for column in zip(*found, strict=True)), deepest=slots, budget=rows
     )
+
+
+def _rows(sources: Sequence[Source]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Candidates and log-probabilities of all rows [B, 1 + R, S, M], of which row 0 proposes nothing; the tokens and
+    the lengths of their prefixes [B, R, S] and [B, R], 0 at the root.
+    """
+    batch, *_, slots, _ = sources[0].draft.tokens.shape
+    width = max(source.draft.tokens.shape[-1] for source in sources)
+    tokens, logprob, kept, length = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
+    for source in sources:
+        draft, room = source.draft, (0, width - source.draft.tokens.shape[-1])
+        tokens.append(pad(draft.tokens, room).view(batch, source.rows, slots, width))
+        logprob.append(pad(draft.logprob, room, value=-math.inf).view_as(tokens[-1]))
+        at = source.branches
+        kept.append(draft.tokens.new_zeros(batch, 1, slots) if at is None else at.tokens)
+        length.append(draft.tokens.new_zeros(batch, 1) if at is None else at.prefix_len)
+    tokens.insert(0, torch.zeros_like(tokens[0][:, :1]))
+    logprob.insert(0, torch.full_like(logprob[0][:, :1], -math.inf))
+    return torch.cat(tokens, 1), torch.cat(logprob, 1), torch.cat(kept, 1), torch.cat(length, 1)
+
+
+def _merged(tokens: Tensor, logprob: Tensor) -> Tensor:
+    """Log-probabilities [B, W, L, M] without the children that another lane proposes as well and finds likelier."""
+    if logprob.shape[2] == 1:
+        return logprob
+    lane = torch.arange(logprob.shape[2], device=tokens.device).repeat_interleave(logprob.shape[3])
+    one, other = logprob.flatten(2)[..., None], logprob.flatten(2)[:, :, None]
+    loses = torch.where(lane[:, None] > lane, ~(one > other), (lane[:, None] < lane) & (other > one))
+    same = tokens.flatten(2)[..., None] == tokens.flatten(2)[:, :, None]
+    return logprob.masked_fill((same & loses).any(-1).view_as(logprob), -math.inf)

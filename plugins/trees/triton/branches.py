@@ -118,33 +118,41 @@ def mask_rejected_kernel(
 
 @triton.jit
 def branches_kernel(
-    anchor, top1, confidence, kept, prefix_len, second_top1, second_confidence, tokens, parent, depth, branch_id, valid,
-    score, attn_mask, num_merged, top1_stride, confidence_stride, kept_stride, branch_stride,
-    S: tl.constexpr, C: tl.constexpr, G: tl.constexpr, CP: tl.constexpr, GP: tl.constexpr,
+    anchor, top1, confidence, kept, prefix_len, tokens, parent, depth, branch_id, valid, score, attn_mask, num_merged,
+    top1_stride, confidence_stride, kept_stride, branch_stride,
+    S: tl.constexpr, FIRST: tl.constexpr, COUNTS: tl.constexpr,
+    C: tl.constexpr, G: tl.constexpr, CP: tl.constexpr, GP: tl.constexpr,
     N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B). top1, confidence: [B, S]; kept: [B, K, S]; second_top1, second_confidence: [B, K, S]; C = 1 + K."""
+    """Grid (B). Of every source: top1, confidence [B, S] or [B, K, S]; kept [B, K, S] and prefix_len [B, K], or None;
+    FIRST and COUNTS, its rows of C in all.
+    """
     request = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CP)[:, None]
     g = tl.arange(0, GP)[None, :]
     slot = g - 1
-    first_token = tl.load(top1 + request * top1_stride + slot, mask=(g > 0) & (g < G), other=0)
-    first_token = tl.where(g == 0, tl.load(anchor + request), first_token)
-    branch = request * (C - 1) + c - 1
-    is_branch = (c > 0) & (c < C)
-    length = tl.load(prefix_len + branch, mask=is_branch, other=S)
-    inside = is_branch & (g > 0) & (g < G)
-    is_kept = slot < length
-    token = tl.load(kept + request * kept_stride + (c - 1) * branch_stride + slot, mask=inside & is_kept, other=0)
-    token = tl.where(is_kept, token, tl.load(second_top1 + branch * S + slot, mask=inside & (slot >= length), other=0))
-    token = tl.where((c == 0) | (g == 0), first_token, token)
-
-    # What the second pass gives is conditional on the rejection of the first draft at the boundary.
-    drafted = tl.load(confidence + request * confidence_stride + slot, mask=(g > 0) & (g < G), other=0.0)
+    drafted = tl.load(confidence[0] + request * confidence_stride[0] + slot, mask=(g > 0) & (g < G), other=0.0)
     rejected = log(-expm1(tl.minimum(drafted, -1e-7)))
-    again = tl.load(second_confidence + branch * S + slot, mask=inside & (slot >= length), other=0.0)
-    again += tl.where(slot == length, rejected, 0.0)
-    logprob = tl.where(g == 0, 0.0, tl.where(is_kept, drafted, again))
+    token = tl.where(g == 0, tl.load(anchor + request), tl.zeros([CP, GP], tl.int64))
+    logprob = tl.zeros([CP, GP], tl.float32)
+    for s in tl.static_range(len(COUNTS)):
+        k = c - FIRST[s]
+        inside = (k >= 0) & (k < COUNTS[s]) & (g > 0) & (g < G)
+        length = c * 0
+        if kept[s] is not None:
+            own = (k >= 0) & (k < COUNTS[s])
+            length = tl.load(prefix_len[s] + request * COUNTS[s] + k, mask=own, other=0).to(tl.int32)
+        at = request * top1_stride[s] + k * S + slot
+        token = tl.where(inside, tl.load(top1[s] + at, mask=inside & (slot >= length), other=0), token)
+        at = request * confidence_stride[s] + k * S + slot
+        again = tl.load(confidence[s] + at, mask=inside & (slot >= length), other=0.0)
+        if kept[s] is not None:
+            is_kept = inside & (slot < length)
+            at = request * kept_stride[s] + k * branch_stride[s] + slot
+            token = tl.where(is_kept, tl.load(kept[s] + at, mask=is_kept, other=0), token)
+            # What follows a boundary is conditional on the rejection of the first draft there.
+            again = tl.where(is_kept, drafted, again + tl.where(slot == length, rejected, 0.0))
+        logprob = tl.where(inside, again, logprob)
     path_score = tl.cumsum(logprob.to(tl.float64), axis=1).to(tl.float32)
 
     # The first candidate with the same tokens so far owns the node.

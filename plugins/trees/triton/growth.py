@@ -13,23 +13,55 @@ import triton.language as tl
 from d2sd.plugins.shared.order import ABSENT, largest, merged, pack_entry, place_of, score_of
 from d2sd.plugins.trees.triton.nodes import store_mask
 
+#: Bits of a row's number in the state of a path, which has one number a lane.
+BITS = tl.constexpr(6)
+MASK = tl.constexpr(63)
+
+
+@triton.constexpr_function
+def _power(size):
+    return 1 << (size - 1).bit_length()
+
+
+@triton.jit
+def _row(state, lane: tl.constexpr):
+    """The row that continues a path in a lane, from 1; 0: none."""
+    return (state >> (BITS * lane)) & MASK
+
+
+@triton.jit
+def _candidates(values, strides, request, state, slot, m, missing, slots, SOURCES: tl.constexpr, LANE: tl.constexpr):
+    """Candidates `m` in a lane for paths of this state; `missing` where there are none."""
+    row = _row(state, LANE)
+    found = (row * 0 + m * 0).to(values[0].dtype.element_ty) + missing
+    for s in tl.static_range(len(SOURCES)):
+        if SOURCES[s][3] == LANE:
+            k = row - 1 - SOURCES[s][0]
+            inside = (k >= 0) & (k < SOURCES[s][1]) & (m >= 0) & (m < SOURCES[s][2])
+            at = request * strides[s] + (k * slots + slot) * SOURCES[s][2] + m
+            found = tl.where(inside, tl.load(values[s] + at, mask=inside, other=missing), found)
+    return found
+
 
 @triton.jit
 def grow_kernel(
-    anchor, first_tokens, first_logprob, second_tokens, second_logprob, branch_tokens, prefix_len,
+    anchor, draft_tokens, draft_logprob, kept, prefix_len,
     tokens, parent, depth, branch_id, valid, score, attn_mask, num_merged, scratch,
     tokens_stride, logprob_stride, slots,
-    M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr,
+    SOURCES: tl.constexpr, START: tl.constexpr,
+    MP: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr, ROWS: tl.constexpr,
     N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B). `tokens_stride`, `logprob_stride`: numbers from one request's first draft to the next.
+    """Grid (B). Of every source: `draft_tokens`, `draft_logprob`, with `tokens_stride`, `logprob_stride` numbers from
+    one request to the next; `kept` and `prefix_len` of its branches, None at the root; in SOURCES its first row, rows,
+    width and lane. Of every lane: MP, its width; OFFSET, that of those before, TOTAL of all; ROWS, parents whose
+    children are sorted at a time.
 
-    scratch: int64 [B, 4, 1 + slots·NP], of every node found: token, parent, branch, and its rank among the best.
-    ROWS: parents whose children are sorted at a time.
+    START: the root's state. scratch: int64 [B, 4, 1 + slots·NP], of every node found: token, parent, branch, and its
+    rank among the best.
     """
     request = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, NP)
-    m = tl.arange(0, MP)[None, :]
     found = 1 + slots * NP
     node_token = scratch + request * 4 * found
     node_parent = node_token + found
@@ -39,59 +71,68 @@ def grow_kernel(
     tl.store(node_parent, 0)
     tl.store(node_branch, 0)
 
-    # The current level: scores, the draft that continues each path, its index among the nodes found.
+    # The current level: scores, the rows that continue each path, its index among the nodes found.
     level_score = tl.where(n == 0, 0.0, float("-inf"))
-    state = n * 0
+    state = n * 0 + START
     index = n * 0
-    passed = tl.full([NP], (1 << K) - 1, tl.int64)  # a bit for each branch whose tokens the path has so far
+    passed = tl.full([NP], -1, tl.int64)  # a bit for each row whose prefix the path has so far
     best = tl.where(n == 0, pack_entry(level_score, n), ABSENT)
     for d in range(slots):
         level = tl.full([NP], ABSENT, tl.int64)
-        for start in range(0, NP, ROWS):
-            row = start + tl.arange(0, ROWS)
-            of = tl.gather(state, row, 0)[:, None]
-            logprob = tl.load(
-                first_logprob + request * logprob_stride + d * M + m, mask=(m < M) & (of == 0), other=float("-inf")
-            )
-            if K > 0:
-                behind = tl.load(
-                    second_logprob + ((request * K + of - 1) * slots + d) * M + m, mask=(m < M) & (of > 0),
-                    other=float("-inf"),
-                )  # fmt: skip
-                logprob = tl.where(of > 0, behind, logprob)
-            children = tl.gather(level_score, row, 0)[:, None] + logprob
-            children = tl.where(m < M, children, float("-inf"))
-            entries = tl.reshape(pack_entry(children, row[:, None] * MP + m), [ROWS * MP])
-            level = largest(entries, NP) if ROWS == NP else merged(level, largest(entries, NP))
+        for lane in tl.static_range(len(MP)):
+            m = tl.arange(0, MP[lane])[None, :]
+            for start in range(0, NP, ROWS[lane]):
+                place = start + tl.arange(0, ROWS[lane])
+                of = tl.gather(state, place, 0)[:, None]
+                logprob = _candidates(
+                    draft_logprob, logprob_stride, request, of, d, m, float("-inf"), slots, SOURCES, lane
+                )
+                token = _candidates(draft_tokens, tokens_stride, request, of, d, m, -1, slots, SOURCES, lane)
+                for rival in tl.static_range(len(MP)):  # of equal children the likelier one stays
+                    for other in range(MP[rival] if rival != lane else 0):
+                        its_token = _candidates(
+                            draft_tokens, tokens_stride, request, of, d, other, -1, slots, SOURCES, rival
+                        )
+                        its_logprob = _candidates(
+                            draft_logprob, logprob_stride, request, of, d, other, float("-inf"), slots, SOURCES, rival
+                        )
+                        loses = its_logprob > logprob if lane < rival else (logprob > its_logprob) == 0
+                        logprob = tl.where((its_token == token) & loses, float("-inf"), logprob)
+                children = tl.where(m < MP[lane], tl.gather(level_score, place, 0)[:, None] + logprob, float("-inf"))
+                entries = pack_entry(children, place[:, None] * TOTAL + OFFSET[lane] + m)
+                entries = largest(tl.reshape(entries, [ROWS[lane] * MP[lane]]), NP)
+                level = entries if lane == 0 and ROWS[lane] == NP else merged(level, entries)
         place = place_of(level)
-        above, candidate = place // MP, place % MP
+        above, candidate = place // TOTAL, place % TOTAL
         level_score = tl.where(n < N, score_of(level), float("-inf"))
-        branch = tl.gather(state, above, 0)
-        token = tl.load(
-            first_tokens + request * tokens_stride + d * M + candidate, mask=(candidate < M) & (branch == 0), other=0
-        )
-        if K > 0:
-            behind = tl.load(
-                second_tokens + ((request * K + branch - 1) * slots + d) * M + candidate,
-                mask=(candidate < M) & (branch > 0), other=0,
-            )  # fmt: skip
-            token = tl.where(branch > 0, behind, token)
+        came = tl.gather(state, above, 0)
+        token = tl.zeros([NP], tl.int64)
+        branch = n * 0
+        for lane in tl.static_range(len(MP)):
+            m = candidate - OFFSET[lane]
+            token += _candidates(draft_tokens, tokens_stride, request, came, d, m, 0, slots, SOURCES, lane)
+            branch += tl.where((m >= 0) & (m < MP[lane]), _row(came, lane) - 1, 0)
         above_index = tl.gather(index, above, 0)
         index = 1 + d * NP + n
         tl.store(node_token + index, token)
         tl.store(node_parent + index, above_index)
         tl.store(node_branch + index, branch)
         best = merged(best, pack_entry(level_score, index))
-        state = branch
-        if K > 0:
-            k = tl.arange(0, KP)[None, :]
-            kept = tl.load(branch_tokens + (request * K + k) * slots + d, mask=k < K, other=-1)
-            length = tl.load(prefix_len + request * K + k, mask=k < K, other=-1)
-            on = ((tl.gather(passed, above, 0)[:, None] >> k) & 1) == 1
-            on = on & (k < K) & (kept == token[:, None])
-            passed = tl.sum(tl.where(on, tl.full([1, KP], 1, tl.int64) << k, 0), axis=1)
-            entered = tl.min(tl.where(on & (length == d + 1), k, KP), axis=1)
-            state = tl.where(entered < KP, entered + 1, branch)
+        state = came
+        before = tl.gather(passed, above, 0)[:, None]
+        passed = tl.zeros([NP], tl.int64)
+        for s in tl.static_range(len(SOURCES) - 1, -1, -1):  # the first of equals is the last to enter
+            if kept[s] is not None:
+                k = tl.arange(0, _power(SOURCES[s][1]))[None, :]
+                at = request * SOURCES[s][1] + k
+                expected = tl.load(kept[s] + at * slots + d, mask=k < SOURCES[s][1], other=-1)
+                length = tl.load(prefix_len[s] + at, mask=k < SOURCES[s][1], other=-1)
+                row = SOURCES[s][0] + k
+                on = (((before >> row) & 1) == 1) & (k < SOURCES[s][1]) & (expected == token[:, None])
+                passed += tl.sum(tl.where(on, tl.full([1, 1], 1, tl.int64) << row, 0), axis=1)
+                entered = tl.min(tl.where(on & (length == d + 1), row + 1, MASK + 1), axis=1)
+                entering = (entered - _row(state, SOURCES[s][3])) << (BITS * SOURCES[s][3])
+                state += tl.where(entered <= MASK, entering, 0)
 
     place = place_of(best)
     own = score_of(best)

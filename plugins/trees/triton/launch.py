@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -15,9 +17,9 @@ from d2sd.plugins.trees.triton.branches import (
     branches_kernel,
     mask_rejected_kernel,
 )
-from d2sd.plugins.trees.triton.growth import grow_kernel
+from d2sd.plugins.trees.triton.growth import BITS, grow_kernel
 from d2sd.plugins.trees.triton.nodes import candidates_kernel, chain_kernel
-from d2sd.plugins.trees.types import Accepted, Tree
+from d2sd.plugins.trees.types import Accepted, Source, Tree, lanes
 
 # Shape letters: B requests, N nodes, C candidates, G slots with the anchor, S without it, K branches, M candidates of a
 # slot.
@@ -39,9 +41,11 @@ def tree_warps(nodes: int) -> int:
     return 4 if nodes <= 128 else 8
 
 
-def growth_warps(nodes: int, branches: int) -> int:
-    """The largest trees spill on sm_100 with eight warps if they have no branches, everywhere with 16 if they do."""
-    return 16 if nodes > 512 and not branches else tree_warps(nodes)
+def growth_warps(nodes: int, at_root: bool, lanes: int) -> int:
+    """The largest trees spill on sm_100 with eight warps if they have no branches, everywhere with 16 if they do; those
+    of several lanes with four.
+    """
+    return 16 if nodes > 512 and at_root else 8 if lanes > 1 else tree_warps(nodes)
 
 
 def chain_triton(candidate: Tensor, score: Tensor) -> Tree:
@@ -79,31 +83,30 @@ def candidates_triton(candidate: Tensor, score: Tensor, budget: int) -> Tree:
     return out
 
 
-def branches_constants(slots: int, count: int) -> dict[str, int]:
-    return {"S": slots, **candidates_constants(1 + count, 1 + slots)}
+def branches_constants(slots: int, counts: Sequence[int]) -> dict[str, object]:
+    """Of sources with these rows."""
+    rows = {"FIRST": tuple(accumulate(counts, initial=0))[:-1], "COUNTS": tuple(counts)}
+    return {"S": slots, **rows, **candidates_constants(sum(counts), 1 + slots)}
 
 
-def branches_triton(
-    anchor: Tensor,
-    first: tuple[Tensor, Tensor],
-    kept: Tensor,
-    prefix_len: Tensor,
-    second: tuple[Tensor, Tensor],
-    budget: int,
-) -> Tree:
-    """`policy.merged_branches`: anchor [B]; likeliest tokens int64 and log-probabilities fp32 of the first draft [B, S]
-    and the second [B, K, S]; kept tokens [B, K, S] int64, which may be broadcast, and prefix lengths [B, K] int64.
-    """
-    batch, count, slots = kept.shape
-    out = Tree.empty(batch, budget, anchor.device)
-    top1, confidence = (_rows_of_slots(x) for x in first)
-    kept = _rows_of_slots(kept)
+def branches_triton(anchor: Tensor, sources: Sequence[Source], budget: int) -> Tree:
+    """`merged_branches`; the tokens that branches keep may be broadcast."""
+    counts, (*_, slots, _) = [source.rows for source in sources], sources[0].draft.tokens.shape
+    out = Tree.empty(len(anchor), budget, anchor.device)
+    top1, confidence = [], []
+    for source in sources:
+        of_rows = _rows_of_slots if source.branches is None else Tensor.contiguous
+        top1.append(of_rows(source.draft.top1))
+        confidence.append(of_rows(source.draft.confidence))
+    kept = [None if s.branches is None else _rows_of_slots(s.branches.tokens) for s in sources]
+    lengths = tuple(None if s.branches is None else s.branches.prefix_len.contiguous() for s in sources)
+    strides = [tuple(0 if x is None else x.stride(0) for x in column) for column in (top1, confidence, kept)]
+    strides.append(tuple(0 if x is None else x.stride(1) for x in kept))
     with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
-        branches_kernel[(batch,)](
-            anchor, top1, confidence, kept, prefix_len.contiguous(), *(x.contiguous() for x in second),
-            *outputs(out), top1.stride(0), confidence.stride(0), kept.stride(0), kept.stride(1),
-            **branches_constants(slots, count), **tree_constants(budget),
-            num_warps=candidates_warps(1 + count, 1 + slots, budget),
+        branches_kernel[(len(anchor),)](
+            anchor, tuple(top1), tuple(confidence), tuple(kept), lengths, *outputs(out), *strides,
+            **branches_constants(slots, counts), **tree_constants(budget),
+            num_warps=candidates_warps(sum(counts), 1 + slots, budget),
         )  # fmt: skip
     return out
 
@@ -164,40 +167,43 @@ def mask_rejected_constants(slots: int, vocab: int) -> dict[str, int]:
     return {"S": slots, "STEP": step, "STEPS": power(-(-vocab // step))}
 
 
-def growth_constants(nodes: int, width: int, branches: int) -> dict[str, int]:
-    padded, wide = power(nodes), power(width)
+def growth_constants(
+    nodes: int, widths: Sequence[int], counts: Sequence[int], lanes: Sequence[int], at_root: Sequence[bool]
+) -> dict[str, object]:
+    """Of sources with these candidates a slot, rows, lanes, and whether they stand at the root."""
+    padded, first = power(nodes), [0, *accumulate(counts)][:-1]
+    wide = [power(max(w for w, own in zip(widths, lanes, strict=True) if own == lane)) for lane in range(lanes[-1] + 1)]
+    start = {lane: row + 1 for lane, row, here in reversed([*zip(lanes, first, at_root, strict=True)]) if here}
+    most = max(padded, 4096 if padded > 128 else 2048)
     return {
-        "M": width, "MP": wide, "K": branches, "KP": power(branches) if branches else 1,
-        "ROWS": min(padded, max(1, max(padded, 4096 if padded > 128 else 2048) // wide)),
+        "SOURCES": tuple(zip(first, counts, widths, lanes, strict=True)),
+        "START": sum(row << BITS.value * lane for lane, row in start.items()),
+        "MP": tuple(wide), "OFFSET": tuple(accumulate(wide, initial=0))[:-1], "TOTAL": sum(wide),
+        "ROWS": tuple(min(padded, max(1, most // each)) for each in wide),
     }  # fmt: skip
 
 
-def growth_triton(
-    anchor: Tensor,
-    tokens: Tensor,
-    logprob: Tensor,
-    rows: int,
-    branches: tuple[Tensor, Tensor] | None = None,
-    second: tuple[Tensor, Tensor] | None = None,
-) -> Tree:
-    """`best_first_tree`.
+def _requests(x: Tensor) -> Tensor:
+    """With the numbers of one request side by side."""
+    return x if x[0].is_contiguous() else x.contiguous()
 
-    tokens int64 and logprob fp32: of the first draft [B, S, M], `second` of the other [B, K, S, M]; `branches`: tokens
-    [B, K, S] and prefix lengths [B, K].
-    """
-    batch, slots, width = tokens.shape
-    count = 0
-    more: list[Tensor | None] = [None] * 4
-    if branches is not None and second is not None:
-        count = branches[1].shape[1]
-        more = [x.contiguous() for x in (*second, *branches)]
-    tokens, logprob = (x if x[0].is_contiguous() else x.contiguous() for x in (tokens, logprob))
+
+def growth_triton(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tree:
+    """`best_first_tree` of int64 tokens and fp32 log-probabilities."""
+    batch, (*_, slots, _) = len(anchor), sources[0].draft.tokens.shape
+    of_lanes, branches = lanes(sources), [source.branches for source in sources]
+    tokens, logprob = [_requests(s.draft.tokens) for s in sources], [_requests(s.draft.logprob) for s in sources]
+    kept = tuple(None if at is None else at.tokens.contiguous() for at in branches)
+    prefix_len = tuple(None if at is None else at.prefix_len.contiguous() for at in branches)
+    strides = (tuple(x.stride(0) for x in column) for column in (tokens, logprob))
+    counts, at_root = [source.rows for source in sources], [at is None for at in branches]
     out = Tree.empty(batch, rows, anchor.device)
     scratch = torch.empty(batch, 4, 1 + slots * power(rows), dtype=torch.long, device=anchor.device)
     with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
         grow_kernel[(batch,)](
-            anchor, tokens, logprob, *more, *outputs(out), scratch, tokens.stride(0), logprob.stride(0), slots,
-            **growth_constants(rows, width, count), **tree_constants(rows), num_warps=growth_warps(rows, count),
+            anchor, tuple(tokens), tuple(logprob), kept, prefix_len, *outputs(out), scratch, *strides, slots,
+            **growth_constants(rows, [x.shape[-1] for x in tokens], counts, of_lanes, at_root),
+            **tree_constants(rows), num_warps=growth_warps(rows, all(at_root), of_lanes[-1] + 1),
         )  # fmt: skip
     return out
 

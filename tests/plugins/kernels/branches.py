@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins.trees import Branches, Draft, chain_branches, mask_rejected, merged_branches, restart_blocks
+from d2sd.runtime.decode import sources_of
 from tests.plugins.kernels.calls import INTERPRETED
 from tests.plugins.kernels.trees import assert_equal, both, specification, stable_topk
 
@@ -147,7 +148,7 @@ def test_branches(slots: int, count: int, budget: int, vocab: int, monkeypatch: 
     for seed in range(2):
         drafts = drafted(torch.Generator().manual_seed(seed), slots, count, vocab)
         anchor = torch.arange(5) + 7
-        expected, found = both(monkeypatch, merged_branches, anchor, *drafts, budget)
+        expected, found = both(monkeypatch, merged_branches, anchor, sources_of(*drafts), budget)
         if not INTERPRETED:
             torch.testing.assert_close(found.score.cpu(), expected.score, rtol=1e-6, atol=1e-6)
             found.score.copy_(expected.score)
@@ -166,7 +167,7 @@ def test_a_draft_that_is_certain_has_no_log_of_0(monkeypatch: pytest.MonkeyPatch
     for length in (0, 15, 16, 20, 39, 41):
         branches.prefix_len.fill_(length)
         again = Draft(first.tokens[:, None] + 50, torch.zeros(1, 1, len(near), 1))
-        expected, found = both(monkeypatch, merged_branches, torch.tensor([0]), first, branches, again, 128)
+        expected, found = both(monkeypatch, merged_branches, torch.tensor([0]), sources_of(first, branches, again), 128)
         assert found.score[found.valid].isfinite().all()
         torch.testing.assert_close(found.score.cpu(), expected.score, rtol=0 if INTERPRETED else 1e-6, atol=0)
 

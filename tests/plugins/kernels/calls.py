@@ -25,9 +25,11 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 def there(given: Any) -> Any:
-    """On the device of the kernels: a tensor, or a dataclass of them."""
+    """On the device of the kernels: a tensor, or a dataclass or list of them."""
     if isinstance(given, Tensor):
         return given.to(DEVICE)
+    if isinstance(given, list):
+        return [there(one) for one in given]
     if is_dataclass(given) and not isinstance(given, type):
         return type(given)(*(there(getattr(given, field.name)) for field in fields(given)))
     return given

@@ -14,6 +14,7 @@ from d2sd.modeling.fused import fuse
 from d2sd.modeling.rows import Rows
 from d2sd.plugins import dispatch, layer_ops, trees
 from d2sd.plugins.trees import Tree, merged_branches
+from d2sd.runtime.decode import sources_of
 from tests.plugins.kernels import calls
 from tests.plugins.kernels.branches import drafted
 from tests.plugins.on_kernels import run_kernels
@@ -85,9 +86,9 @@ def test_mask_rows_over_kernels_are_the_heads(monkeypatch: pytest.MonkeyPatch) -
 def test_without_kernels_none_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparisons of kernels with what runs without them compare two things."""
     monkeypatch.setattr("d2sd.plugins.trees.triton.launch.branches_kernel", None)
-    drafts = drafted(torch.Generator().manual_seed(1), 2, 1, 3)
+    drafts = sources_of(*drafted(torch.Generator().manual_seed(1), 2, 1, 3))
     run_kernels(monkeypatch, trees.OP, on=False)
-    assert isinstance(merged_branches(torch.arange(5), *drafts, 4), Tree)
+    assert isinstance(merged_branches(torch.arange(5), drafts, 4), Tree)
     run_kernels(monkeypatch, trees.OP)
     with pytest.raises(TypeError):
-        merged_branches(torch.arange(5), *drafts, 4)
+        merged_branches(torch.arange(5), drafts, 4)

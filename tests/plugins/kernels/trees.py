@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins import trees
-from d2sd.plugins.trees import Accepted, Branches, Draft, Tree, accept, best_first_tree, from_candidates, from_chain
+from d2sd.plugins.trees import (
+    Accepted,
+    Branches,
+    Draft,
+    Source,
+    Tree,
+    accept,
+    best_first_tree,
+    from_candidates,
+    from_chain,
+)
+from d2sd.runtime.decode import sources_of
 from tests.plugins.kernels.calls import there
 from tests.plugins.on_kernels import run_kernels
 
@@ -123,14 +134,43 @@ def test_growth(slots: int, width: int, count: int, rows: int, ties: bool, monke
     draw = torch.Generator().manual_seed(1)
     first, branches, second = random_drafts(draw, slots, width, count, ties)
     anchor = torch.tensor([7, 8, 9])
-    assert_equal(*both(monkeypatch, best_first_tree, anchor, first, rows, branches, second))
+    assert_equal(*both(monkeypatch, best_first_tree, anchor, sources_of(first, branches, second), rows))
+
+
+@pytest.mark.parametrize(
+    ("slots", "widths", "counts", "rows"),
+    [
+        (2, (2, 1, 1), (0, 0, 1), 5),
+        (2, (3, 2, 3), (1, 2, 0), 9),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (4, (3, 2, 1), (2, 0, 3), 21),
+                (5, (16, 1, 4, 2), (7, 0, 2, 1), 64),
+                (2, (8, 1), (0, 5), 130),
+            )
+        ),
+    ],
+)
+@pytest.mark.parametrize("ties", [False, True])
+def test_sources(
+    slots: int, widths: tuple[int, ...], counts: tuple[int, ...], rows: int, ties: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One lane of two passes or one, beside it copies at the root or behind nodes, and so on; many children meet."""
+    draw = torch.Generator().manual_seed(1)
+    sources = list[Source]()
+    for width, count in zip(widths, counts, strict=True):
+        first, branches, second = random_drafts(draw, slots, width, count, ties)
+        sources += sources_of(first if not sources or count != 1 else None, branches, second)
+        sources[-1] = replace(sources[-1], replaces=count != 1)
+    assert_equal(*both(monkeypatch, best_first_tree, torch.tensor([7, 8, 9]), sources, rows))
 
 
 def test_a_draft_that_is_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `tree_branches` takes all slots but the last."""
     first, _, _ = random_drafts(torch.Generator().manual_seed(1), 3, 3, 0, ties=False)
     sliced = Draft(first.tokens[:, :-1], first.logprob[:, :-1])
-    assert_equal(*both(monkeypatch, best_first_tree, torch.tensor([7, 8, 9]), sliced, 9))
+    assert_equal(*both(monkeypatch, best_first_tree, torch.tensor([7, 8, 9]), [Source(sliced)], 9))
 
 
 def test_nothing_proposed_and_everything_certain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +180,7 @@ def test_nothing_proposed_and_everything_certain(monkeypatch: pytest.MonkeyPatch
     anchor = torch.tensor([7, 8, 9])
     for value in (float("-inf"), -0.0):
         drafts = [Draft(x.tokens, torch.full_like(x.logprob, value)) for x in (first, second)]
-        assert_equal(*both(monkeypatch, best_first_tree, anchor, drafts[0], 9, branches, drafts[1]))
+        assert_equal(*both(monkeypatch, best_first_tree, anchor, sources_of(drafts[0], branches, drafts[1]), 9))
 
 
 @pytest.mark.parametrize(("count", "size", "budget"), MERGES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from d2sd.plugins.trees import Branches, Draft, Source
 from d2sd.plugins.trees.triton import launch as trees
 from d2sd.plugins.trees.triton.accept import accept_kernel
 from d2sd.plugins.trees.triton.branches import (
@@ -22,11 +23,22 @@ SLOTS, VOCABULARY = 15, 32768
 COLUMNS = ("tokens", "parent", "depth", "branch_id", "valid", "score", "attn_mask", "num_merged")
 
 
-def grow(nodes: int, branches: int, width: int = 16) -> None:
-    first, kept = (2, SLOTS, width), (2, branches, SLOTS)
-    second = some("i64", *kept, width), some("fp32", *kept, width)
-    behind = ((some("i64", *kept), some("i64", 2, branches)), second) if branches else ()
-    trees.growth_triton(some("i64", 2), some("i64", *first), some("fp32", *first), nodes, *behind)
+def source(width: int, branches: int = 0, *, replaces: bool = False) -> Source:
+    """A source at the root, or behind `branches`."""
+    shape = (2, branches, SLOTS) if branches else (2, SLOTS)
+    draft = Draft(some("i64", *shape, width), some("fp32", *shape, width))
+    if not branches:
+        return Source(draft)
+    length = some("i64", 2, branches)
+    return Source(draft, Branches(some("i64", *shape), length, length), replaces=replaces)
+
+
+#: A draft, a second one behind its branches, and a copy that competes with both.
+SOURCES = (source(16), source(16, 7, replaces=True), source(1))
+
+
+def grow(nodes: int, count: int) -> None:
+    trees.growth_triton(some("i64", 2), SOURCES[:count], nodes)
 
 
 def merge(count: int, size: int, nodes: int) -> None:
@@ -51,9 +63,7 @@ def blocks(count: int) -> None:
 
 
 def branch(count: int) -> None:
-    kept, length = some("i64", 2, count, SLOTS), some("i64", 2, count)
-    first, second = (some("i64", 2, SLOTS), some("fp32", 2, SLOTS)), (kept, some("fp32", 2, count, SLOTS))
-    trees.branches_triton(some("i64", 2), first, kept, length, second, 64)
+    trees.branches_triton(some("i64", 2), [source(1), source(1, count, replaces=True)], 64)
 
 
 def reject(ids: bool) -> None:
@@ -72,7 +82,7 @@ def rejected_touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], in
 KERNELS = (
     Kernel(
         grow_kernel, (*COLUMNS, "scratch"),
-        {f"grow {nodes} of {count} branches": partial(grow, nodes, count) for nodes in (64, 1024) for count in (0, 7)},
+        {f"grow {nodes} of {n} sources": partial(grow, nodes, n) for nodes in (64, 1024) for n in (1, 2, 3)},
         reads_back=("scratch",),
     ),
     Kernel(
@@ -107,6 +117,7 @@ CHECKS = {
     "chain": Check("chain", "trees.test_chain", (5,)),
     "merge": Check("candidates", "trees.test_candidates", (5, 6, 13, 2)),
     "growth": Check("grow", "trees.test_growth", (2, 2, 2, 5, True)),
+    "sources": Check("grow", "trees.test_sources", (2, (2, 1, 1), (0, 0, 1), 5, True)),
     "acceptance": Check("accept", "trees.test_acceptance", (5, 6, 13), barriers=False),
     "boundaries": Check("boundaries", "branches.test_boundaries", (4, 2), barriers=False),
     "blocks": Check("blocks", "branches.test_blocks", (5,), barriers=False),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d2sd.plugins.cpu import library
-from d2sd.plugins.trees import Branches, Draft
+from d2sd.plugins.trees import Branches, Draft, Source
 from d2sd.plugins.trees.cpu import accept_cpu, best_first_tree_cpu
 from d2sd.plugins.trees.reference.accept import accept_reference
 from d2sd.plugins.trees.reference.growth import best_first_tree_reference
@@ -28,6 +28,10 @@ def draft(generator: torch.Generator, *shape: int) -> Draft:
     return Draft(tokens, logprob.masked_fill(missing, float("-inf")))
 
 
+def best(draft: Draft, width: int) -> Draft:
+    return Draft(draft.tokens[..., :width], draft.logprob[..., :width])
+
+
 def restarts(generator: torch.Generator, first: Draft, count: int) -> Branches:
     """Branches whose prefixes are paths of the first draft, mostly."""
     batch, slots, width = first.tokens.shape
@@ -38,15 +42,24 @@ def restarts(generator: torch.Generator, first: Draft, count: int) -> Branches:
 
 
 @settings(max_examples=60, deadline=None)
-@given(**SIZES, branches=st.sampled_from([0, 0, 3, 7]), nodes=st.sampled_from([2, 5, 12, 33]), seed=st.integers(0, 999))
-def test_trees_and_acceptance(batch: int, slots: int, width: int, branches: int, nodes: int, seed: int) -> None:
+@given(
+    **SIZES, branches=st.sampled_from([0, 0, 3, 7]), copies=st.sampled_from([0, 2]),
+    nodes=st.sampled_from([2, 5, 12, 33]), seed=st.integers(0, 999),
+)  # fmt: skip
+def test_trees_and_acceptance(
+    batch: int, slots: int, width: int, branches: int, copies: int, nodes: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     anchor = torch.randint(VOCAB, (batch,), generator=generator)
-    first = draft(generator, batch, slots, width)
-    where = restarts(generator, first, branches) if branches else None
-    second = draft(generator, batch, branches, slots, width) if branches else None
-    expected = best_first_tree_reference(anchor, first, nodes, where, second)
-    tree = best_first_tree_cpu(anchor, first, nodes, where, second)
+    sources = [Source(first := draft(generator, batch, slots, width))]
+    if branches:
+        second = draft(generator, batch, branches, slots, width)
+        sources.append(Source(second, restarts(generator, first, branches), replaces=True))
+    if copies:
+        sources.append(Source(best(draft(generator, batch, slots, 4), 2)))
+        behind = best(draft(generator, batch, copies, slots, 4), 1)
+        sources.append(Source(behind, restarts(generator, first, copies), replaces=seed % 2 == 0))
+    expected, tree = (grow(anchor, sources, nodes) for grow in (best_first_tree_reference, best_first_tree_cpu))
     for field in fields(tree):
         assert torch.equal(getattr(tree, field.name), getattr(expected, field.name)), field.name
 
@@ -63,7 +76,7 @@ def test_children_of_equal_score_stay_in_order() -> None:
     """Upper levels first, then the candidates' order: the tree must not depend on the heap."""
     same = torch.zeros(1, 3, 4)
     tokens = torch.arange(12).view(1, 3, 4)
-    tree = best_first_tree_cpu(torch.tensor([39]), Draft(tokens, same), 8)
+    tree = best_first_tree_cpu(torch.tensor([39]), [Source(Draft(tokens, same))], 8)
     assert tree.tokens.tolist() == [[39, 0, 1, 2, 3, 4, 5, 6]]
     assert tree.parent.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1]]
     assert tree.depth.tolist() == [[0, 1, 1, 1, 1, 2, 2, 2]]

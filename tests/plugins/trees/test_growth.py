@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2sd.plugins.trees import Branches, Tree, best_first_tree
+from d2sd.plugins.trees import Branches, Source, Tree, best_first_tree
+from d2sd.runtime.decode import sources_of
 from tests.runtime.drafts import NONSENSE, Passes, batch_of, check_best, draft_of, nodes_of, passes, slots_of
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import best_first
@@ -19,14 +20,14 @@ EVERYTHING = 10**6
 
 
 def grown(made: Passes, rows: int) -> Tree:
-    return best_first_tree(made.batch.anchor, made.first, rows, made.branches, made.second)
+    return best_first_tree(made.batch.anchor, made.sources, rows)
 
 
 @STEADY
 @given(passes(), st.integers(1, 150))
 def test_one_pass_equals_a_heap(made: Passes, rows: int) -> None:
     """Of one request and of several; with equal scores, certain tokens, tokens not proposed, rows to spare."""
-    tree = best_first_tree(made.batch.anchor, made.first, rows)
+    tree = best_first_tree(made.batch.anchor, [Source(made.first)], rows)
     assert tree.tokens.shape == (len(made), rows)
     for row in range(len(made)):
         check_best(nodes_of(tree, row), best_first(made.anchor(row), made.slots(row), EVERYTHING), rows)
@@ -40,6 +41,37 @@ def test_two_passes_equal_a_heap(made: Passes, rows: int) -> None:
     for row in range(len(made)):
         everything = best_first(made.anchor(row), made.slots(row), EVERYTHING, made.behind(row))
         check_best(nodes_of(tree, row), everything, rows)
+
+
+@STEADY
+@given(passes(slots=3, requests=2), passes(slots=3, requests=2, width=2), st.integers(1, 150))
+def test_a_third_source_beside_two_passes_equals_a_heap(made: Passes, copied: Passes, rows: int) -> None:
+    """Fewer candidates a slot, at the root and behind nodes, of which many are those of the passes."""
+    first, second = copied.sources
+    alone, both = [*made.sources, first], [*made.sources, first, second]
+    for sources in (alone, both):
+        tree = best_first_tree(made.batch.anchor, sources, rows)
+        for row in range(len(made)):
+            beside = [(copied.slots(row), copied.behind(row) if sources is both else [])]
+            everything = best_first(made.anchor(row), made.slots(row), EVERYTHING, made.behind(row), beside)
+            check_best(nodes_of(tree, row), everything, rows)
+
+
+def test_the_likelier_of_equal_children_stays_and_of_equals_the_earlier_lane_s() -> None:
+    first = draft_of([[[(1, A), (2, C)], [(3, A), (4, C)]]])
+    copy = draft_of([[[(2, B)], [(3, A)]]])
+    tree = best_first_tree(torch.tensor([0]), [Source(first), Source(copy)], 64)
+    assert [(node.path, node.branch_id) for node in nodes_of(tree, 0)] == [
+        ((0,), 0), ((0, 1), 0), ((0, 2), 1), ((0, 1, 3), 0), ((0, 2, 3), 0), ((0, 1, 4), 0), ((0, 2, 4), 0),
+    ]  # fmt: skip
+
+
+def test_a_source_behind_nodes_alone_proposes_nothing_elsewhere() -> None:
+    first = draft_of([[[(1, A), (2, B)], [(3, A), (4, C)]]])
+    branches = Branches(torch.tensor([[[2, 9]]]), torch.tensor([[1]]), torch.tensor([[-1]]))
+    copy = draft_of([[[[NONSENSE], [(7, A)]]]])
+    tree = best_first_tree(torch.tensor([0]), [Source(first), Source(copy, branches)], 64)
+    assert [node.path for node in nodes_of(tree, 0) if node.branch_id] == [(0, 2, 7)]
 
 
 @STEADY
@@ -96,7 +128,7 @@ def test_by_hand() -> None:
         [[NONSENSE] * 2, [(4, A), (7, B)], [(8, A), (9, C)]],
         [[NONSENSE] * 2, [NONSENSE] * 2, [(10, A), (11, B)]],
     ]])  # fmt: skip
-    tree = best_first_tree(torch.tensor([0]), first, 64, branches, second)
+    tree = best_first_tree(torch.tensor([0]), sources_of(first, branches, second), 64)
     branch_id = {node.path: node.branch_id for node in nodes_of(tree, 0)}
     assert branch_id == {
         (0,): 0, (0, 1): 0, (0, 2): 0,
@@ -110,17 +142,17 @@ def test_a_branch_that_keeps_nothing_or_everything_adds_nothing() -> None:
     first = draft_of([[[(1, A), (2, B)], [(3, A), (4, C)]]])
     branches = Branches(torch.tensor([[[1, 3], [1, 3]]]), torch.tensor([[0, 2]]), torch.tensor([[1, -1]]))
     second = draft_of([[[[(5, 0.0), (6, A)]] * 2, [[NONSENSE] * 2] * 2]])
-    tree = best_first_tree(torch.tensor([0]), first, 9, branches, second)
+    tree = best_first_tree(torch.tensor([0]), sources_of(first, branches, second), 9)
     assert set(nodes_of(tree, 0)) == set(best_first(0, slots_of(first, 0), 9))
 
 
 def test_certain_drafts_come_in_order() -> None:
     """All on one path score alike: a parent stands before its child nevertheless."""
     sure = draft_of([[[(s, 0.0), (9, -math.inf)] for s in range(6)]])
-    nodes = nodes_of(best_first_tree(torch.tensor([7]), sure, 5), 0)
+    nodes = nodes_of(best_first_tree(torch.tensor([7]), [Source(sure)], 5), 0)
     assert [node.path for node in nodes] == [(7, *range(n)) for n in range(5)]
 
 
 def test_nothing_proposed_leaves_the_anchor() -> None:
     nothing = draft_of([[[(1, -math.inf), (2, -math.inf)]] * 3])
-    assert [node.path for node in nodes_of(best_first_tree(torch.tensor([7]), nothing, 5), 0)] == [(7,)]
+    assert [node.path for node in nodes_of(best_first_tree(torch.tensor([7]), [Source(nothing)], 5), 0)] == [(7,)]

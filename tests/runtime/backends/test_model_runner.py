@@ -16,6 +16,7 @@ from d2sd.modeling.drafter import Drafter
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree, from_candidates
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.decode import sources_of
 from d2sd.runtime.drafting import context as module
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
@@ -313,7 +314,7 @@ def test_requests_of_a_batch_do_not_touch_each_other() -> None:
         first = one.draft_first(own, policy.topk)
         branches = policy.branches(own, first)
         second = one.draft_second(own, branches, 1, policy.topk)
-        tree = policy.build(own, first, branches, second)
+        tree = policy.build(own, sources_of(first, branches, second))
         drafts.append((first.tokens, second.tokens))
         trees.append((tree.tokens, tree.parent, tree.branch_id))
         logits.append(one.verify(own, tree).logits)

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from d2sd.policies import NAMES, PolicyName
-from d2sd.runtime.decode import decode_step
+from d2sd.runtime.decode import decode_step, sources_of
 from d2sd.runtime.engine import Engine, Launched
 from d2sd.runtime.grammar.step import StepGrammar
 from d2sd.runtime.request import Request
@@ -119,7 +119,8 @@ def test_a_small_tree_is_filled() -> None:
         batch, _ = engine.prepare(running)
         engine.runner.context.inject(engine.policy.required_drafters)
         result = decode_step(engine.runner, engine.policy, batch)
-        everything = replace(engine.policy, num_nodes=100).build(batch, result.first, result.branches, result.second)
+        sources = sources_of(result.first, result.branches, result.second)
+        everything = replace(engine.policy, num_nodes=100).build(batch, sources)
         for row, one in enumerate(running):
             paths = drafted(everything, row)
             inside = [path for path in paths if is_inside(one.request, one.answer, path)]

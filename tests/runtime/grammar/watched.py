@@ -14,6 +14,7 @@ from d2sd.plugins.trees import Branches, Draft, Tree
 from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import Verified
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.decode import sources_of
 from d2sd.runtime.grammar.grammar import has
 from d2sd.runtime.request import Request
 from d2sd.runtime.speculation.policy import Policy
@@ -59,7 +60,7 @@ class WatchedRunner(CheatingRunner):
             drafts = (self._first, self._second) if self._first else (None, None)
             width = self.policy.topk
             first, second = (d and Draft(d.tokens[..., :width], d.logprob[..., :width]) for d in drafts)
-            usual = self.policy.build(batch, first, self._branches, second)
+            usual = self.policy.build(batch, sources_of(first, self._branches, second))
         for row, text, start, _ in self._known(batch, "unused"):
             request = self._requests[int(batch.sampling.seed[row])]
             if request.grammar is not None:

@@ -14,6 +14,7 @@ from d2sd.errors import RecipeError
 from d2sd.plugins.choice import WIDTH
 from d2sd.plugins.trees import Draft
 from d2sd.policies import MAX_NODES, NAMES, FirstPass, PolicyName
+from d2sd.runtime.decode import sources_of
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.runtime import oracle
 from tests.runtime.drafts import Passes, batch_of, check_best, draft_of, nodes_of, passes
@@ -66,7 +67,7 @@ def test_tree_equals_the_slow_one(name: PolicyName, made: Passes, budget: int) -
     """Node by node: path, origin and score; of a batch and with rows to spare."""
     policy = made_for(name, made, budget)
     branches = made.branches if name in PICKING else None
-    tree = policy.build(made.batch, made.first, branches, made.second if branches else None)
+    tree = policy.build(made.batch, sources_of(made.first, branches, made.second if branches else None))
     assert tree.tokens.shape == (len(made), policy.num_nodes)
     assert policy.num_nodes <= budget
     for row in range(len(made)):
@@ -95,7 +96,7 @@ def test_requests_and_rows_do_not_mix(name: PolicyName, made: Passes, budget: in
         doubt = torch.arange(1, policy.num_branches + 1)[:, None, None] / 8
         tokens = one.first.tokens[:, None].expand(-1, policy.num_branches, -1, -1)
         second = Draft(tokens, one.first.logprob[:, None] - doubt)
-        tree = policy.build(one.batch, one.first, branches, second if branches else None)
+        tree = policy.build(one.batch, sources_of(one.first, branches, second if branches else None))
         return [nodes_of(tree, row) for row in range(len(one))]
 
     together, larger = built(made, budget), built(made, budget + more)
@@ -152,7 +153,7 @@ def test_d2sd_by_hand() -> None:
     branches = policy.branches(batch, first)
     assert branches.prefix_len.tolist() == [[0, 1]]  # worth 1/2, 3/8; "everything accepted" is worth 1/8
     second = draft_of([[[[(9, half)], [(8, half)], [(7, half)]], [[(0, 0.0)], [(6, half)], [(5, half)]]]])
-    nodes = nodes_of(policy.build(batch, first, branches, second), 0)
+    nodes = nodes_of(policy.build(batch, sources_of(first, branches, second)), 0)
     assert [(n.path[1:], n.branch_id) for n in nodes] == [
         ((), 0), ((2,), 0), ((2, 3), 0), ((2, 3, 4), 0),
         ((9,), 1), ((9, 8), 1), ((9, 8, 7), 1),
