@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Literal
 
-from d2sd.bench.fleet.costs import WorkerModel
+from benchmarks.fleet.costs import WorkerModel
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import Sequence

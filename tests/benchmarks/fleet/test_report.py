@@ -8,27 +8,27 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from benchmarks.load import fleet_report, fleet_sweep
-from benchmarks.load.fleet_sweep import Results, Sweep
-from benchmarks.load.replayed import Check, Figures
-from d2sd.bench.fleet.costs import StepCosts
+from benchmarks.fleet import report, sweep
+from benchmarks.fleet.costs import StepCosts
+from benchmarks.fleet.replayed import Check, Figures
+from benchmarks.fleet.sweep import Results, Sweep
 from d2sd.bench.latency import Spread
 from d2sd.bench.provenance import provenance
 from d2sd.runtime.request import Limits
 from d2sd.viz import plot_style as style
-from tests.d2sd.bench.fleet.helpers import engine_costs
+from tests.benchmarks.fleet.helpers import engine_costs
 
 
 def test_a_sweep_becomes_tables_and_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_sweep, "SECONDS", 60.0)
-    monkeypatch.setattr(fleet_sweep, "BEFORE", 20.0)
-    monkeypatch.setattr(fleet_sweep, "MINUTE", 20.0)
-    monkeypatch.setattr(fleet_sweep, "ANSWER", 8)
+    monkeypatch.setattr(sweep, "SECONDS", 60.0)
+    monkeypatch.setattr(sweep, "BEFORE", 20.0)
+    monkeypatch.setattr(sweep, "MINUTE", 20.0)
+    monkeypatch.setattr(sweep, "ANSWER", 8)
     limits = Limits(max_batch=4, max_context=1024, page_size=16, prefill_chunk=128)
     costs = StepCosts(kind="measured", source="made up", engines={"off": engine_costs(0.2, 4, prefill=0.001)})
-    sweep = Sweep(costs, limits, 256)
-    rate = 0.7 * sweep.saturated("off")
-    cells = [sweep.cell("off", workers, rate) for workers in (2, 4)]
+    fleets = Sweep(costs, limits, 256)
+    rate = 0.7 * fleets.saturated("off")
+    cells = [fleets.cell("off", workers, rate) for workers in (2, 4)]
     for cell in cells:
         assert cell.rate == pytest.approx(rate * cell.workers)
         assert cell.moved
@@ -42,18 +42,18 @@ def test_a_sweep_becomes_tables_and_a_plot(tmp_path: Path, monkeypatch: pytest.M
     assert check.errors()["tokens/s"] == pytest.approx(-0.2)
     results = Results(
         provenance=provenance({"name": "tiny"}, "cpu"), costs=costs, checks=[check], limits=limits, cells=cells,
-        routers=[sweep.routed("kv", rate / 8)],
+        routers=[fleets.routed("kv", rate / 8)],
     )  # fmt: skip
-    text = fleet_report.markdown(results)
+    text = report.markdown(results)
     assert text.count("## Simulation") == 3
     assert "-20%" in text
-    fleet_report.plot(results, tmp_path / "fleet.png")
+    report.plot(results, tmp_path / "fleet.png")
     assert (tmp_path / "fleet.png").stat().st_size > 10_000
 
     drawn: list[Axes] = []
     monkeypatch.setattr(style, "finish", lambda figure, title, path: drawn.extend(figure.axes))
     same = [cell.model_copy(update={"policy": "auto"}) for cell in cells]
-    fleet_report.plot(results.model_copy(update={"cells": [*cells, *same]}), tmp_path / "fleet.png")
+    report.plot(results.model_copy(update={"cells": [*cells, *same]}), tmp_path / "fleet.png")
     assert [panel.get_title(loc="left") for panel in drawn] == [
         "tokens a second, logarithmic: equal", "TTFT p99, ms, logarithmic", "ITL p99, ms"
     ]  # fmt: skip

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from pydantic import BaseModel
 
-from d2sd.bench.fleet.simulate import Simulation
-from d2sd.bench.fleet.worker import Stream
+from benchmarks.fleet.simulate import Simulation
+from benchmarks.fleet.worker import Stream
 from d2sd.bench.latency import Slo, Spread, token_latencies
 
 

@@ -15,9 +15,9 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from d2sd.bench.fleet.costs import WorkerModel
-from d2sd.bench.fleet.routing import Router, RouterMode
-from d2sd.bench.fleet.worker import Outcome, Stream, Worker
+from benchmarks.fleet.costs import WorkerModel
+from benchmarks.fleet.routing import Router, RouterMode
+from benchmarks.fleet.worker import Outcome, Stream, Worker
 from d2sd.runtime.request import Limits
 
 

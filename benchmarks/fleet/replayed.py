@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 from pydantic import BaseModel
 
+from benchmarks.fleet.accepted import DRAWS
+from benchmarks.fleet.costs import EngineCosts, WorkerModel
+from benchmarks.fleet.simulate import Fleet, Simulation
+from benchmarks.fleet.worker import Stream
 from benchmarks.load.direct import requests_of
-from d2sd.bench.fleet.accepted import DRAWS
-from d2sd.bench.fleet.costs import EngineCosts, WorkerModel
-from d2sd.bench.fleet.simulate import Fleet, Simulation
-from d2sd.bench.fleet.worker import Stream
 from d2sd.bench.latency import Spread, token_latencies
 from d2sd.bundle.load import Bundle
 from d2sd.bundle.serving import candidate_policies, make_engine

@@ -4,8 +4,8 @@ A step of the engine is the prefill of some prompt chunks and then one decode st
 step costs `empty + context · slope`, where `context` is the mean context of its requests. Prefill costs what its rows
 cost, and a little for every row and token of context that it attends to.
 
-`measured` costs come from `d2sd.bench.fleet.profile`, on one machine, `arithmetic` ones from
-`d2sd.bench.fleet.roofline`.
+`measured` costs come from `benchmarks.fleet.profile`, on one machine, `arithmetic` ones from
+`benchmarks.fleet.roofline`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
-from d2sd.bench.fleet.accepted import lengths_by_draw
+from benchmarks.fleet.accepted import lengths_by_draw
 from d2sd.errors import D2SDError
 from d2sd.io import write_text
 from d2sd.runtime.buckets import bucket

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from d2sd.bench.fleet.worker import Stream, Worker
+from benchmarks.fleet.worker import Stream, Worker
 from d2sd.runtime.prefix_cache import extend_keys
 
 RouterMode = Literal["round-robin", "least-loaded", "kv"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.load.fleet_sweep import ANSWER, BEFORE, MINUTE, PROMPT, SECONDS, SLO, SPREAD, Cell, Results
-from d2sd.bench.fleet.outcome import FleetFigures
+from benchmarks.fleet.outcome import FleetFigures
+from benchmarks.fleet.sweep import ANSWER, BEFORE, MINUTE, PROMPT, SECONDS, SLO, SPREAD, Cell, Results
 from d2sd.bench.latency import Spread
 from d2sd.bench.markdown import table
 from d2sd.viz import plot_style as style

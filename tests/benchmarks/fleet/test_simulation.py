@@ -8,15 +8,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from d2sd.bench.fleet.load import Load
-from d2sd.bench.fleet.outcome import figures
-from d2sd.bench.fleet.routing import ROUTER_MODES, RouterMode
-from d2sd.bench.fleet.simulate import Fleet, Kill, Simulation
-from d2sd.bench.fleet.worker import Stream, Worker
+from benchmarks.fleet.load import Load
+from benchmarks.fleet.outcome import figures
+from benchmarks.fleet.routing import ROUTER_MODES, RouterMode
+from benchmarks.fleet.simulate import Fleet, Kill, Simulation
+from benchmarks.fleet.worker import Stream, Worker
 from d2sd.bench.latency import Slo
 from d2sd.runtime.request import Limits
 from d2sd.runtime.scheduler import Schedule, Scheduler
-from tests.d2sd.bench.fleet.helpers import model
+from tests.benchmarks.fleet.helpers import model
 from tests.runtime.helpers import honest, make_engine, some_requests
 
 LIMITS = Limits(max_batch=8, max_context=512, page_size=16, prefill_chunk=64)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.fleet bundles/smollm2-135m --out build/fleet
 
-First it measures the costs of a step (`d2sd.bench.fleet.profile`), then it runs the engine and the simulation on the
+First it measures the costs of a step (`benchmarks.fleet.profile`), then it runs the engine and the simulation on the
 same requests and reports the difference, then it simulates: fleets of growing size under the same load for each worker,
 each of them again with one worker killed, and the three routers on prompts that share prefixes. What is measured is
 saved, so an interrupted run resumes.
@@ -14,11 +14,11 @@ from pathlib import Path
 
 import click
 
-from benchmarks.load import fleet_report
-from benchmarks.load.fleet_sweep import SHARE, Results, Sweep
-from benchmarks.load.replayed import Check, check
-from d2sd.bench.fleet.profile import profile
-from d2sd.bench.fleet.routing import ROUTER_MODES
+from benchmarks.fleet import report
+from benchmarks.fleet.profile import profile
+from benchmarks.fleet.replayed import Check, check
+from benchmarks.fleet.routing import ROUTER_MODES
+from benchmarks.fleet.sweep import SHARE, Results, Sweep
 from d2sd.bench.provenance import provenance
 from d2sd.bundle.load import load_bundle
 from d2sd.cli.options import FilePath
@@ -72,8 +72,8 @@ def main(
     made = provenance({"name": loaded.recipe.name}, "cpu")
     results = Results(provenance=made, costs=costs, checks=checks, limits=limits, cells=cells, routers=routers)
     write_text(out / "fleet.json", results.model_dump_json(indent=1) + "\n")
-    write_text(out / "fleet.md", fleet_report.markdown(results))
-    fleet_report.plot(results, out / "fleet.png")
+    write_text(out / "fleet.md", report.markdown(results))
+    report.plot(results, out / "fleet.png")
     click.echo((out / "fleet.md").read_text("utf-8"))
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
-from d2sd.bench.fleet.accepted import DRAWS
-from d2sd.bench.fleet.worker import Stream
+from benchmarks.fleet.accepted import DRAWS
+from benchmarks.fleet.worker import Stream
 
 Positive = Annotated[int, Field(ge=1)]
 

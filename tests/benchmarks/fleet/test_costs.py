@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from d2sd.bench.fleet.accepted import DRAWS, capped_geometric, lengths_by_draw, mean_length, shares
-from d2sd.bench.fleet.costs import EngineCosts, PolicyCosts, StepCosts, WorkerModel, load_costs, save_costs
+from benchmarks.fleet.accepted import DRAWS, capped_geometric, lengths_by_draw, mean_length, shares
+from benchmarks.fleet.costs import EngineCosts, PolicyCosts, StepCosts, WorkerModel, load_costs, save_costs
 from d2sd.errors import D2SDError
-from tests.d2sd.bench.fleet.helpers import PLAIN, engine_costs
+from tests.benchmarks.fleet.helpers import PLAIN, engine_costs
 
 
 @pytest.mark.parametrize("mean", [1.0, 2.5, 3.99, 8.0])

@@ -9,8 +9,8 @@ from statistics import mean
 
 import torch
 
-from d2sd.bench.fleet.accepted import mean_length, shares
-from d2sd.bench.fleet.costs import EngineCosts, PolicyCosts, StepCosts, load_costs, save_costs
+from benchmarks.fleet.accepted import mean_length, shares
+from benchmarks.fleet.costs import EngineCosts, PolicyCosts, StepCosts, load_costs, save_costs
 from d2sd.bench.provenance import provenance
 from d2sd.bundle.load import Bundle
 from d2sd.bundle.serving import chat_request, make_engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from d2sd.bench.fleet.costs import EngineCosts, PolicyCosts, WorkerModel
+from benchmarks.fleet.costs import EngineCosts, PolicyCosts, WorkerModel
 from d2sd.runtime.buckets import buckets
 
 PLAIN = [1.0, 0.0, 0.0, 0.0]

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel
 
-from benchmarks.load.replayed import Check
-from d2sd.bench.fleet.costs import StepCosts, WorkerModel
-from d2sd.bench.fleet.load import Load
-from d2sd.bench.fleet.outcome import FleetFigures, figures
-from d2sd.bench.fleet.routing import RouterMode
-from d2sd.bench.fleet.simulate import Fleet, Kill, Simulation
-from d2sd.bench.fleet.worker import Stream
+from benchmarks.fleet.costs import StepCosts, WorkerModel
+from benchmarks.fleet.load import Load
+from benchmarks.fleet.outcome import FleetFigures, figures
+from benchmarks.fleet.replayed import Check
+from benchmarks.fleet.routing import RouterMode
+from benchmarks.fleet.simulate import Fleet, Kill, Simulation
+from benchmarks.fleet.worker import Stream
 from d2sd.bench.latency import Slo
 from d2sd.bench.result import Provenance
 from d2sd.runtime.request import Limits

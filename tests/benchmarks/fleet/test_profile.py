@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.load.replayed import check
-from d2sd.bench.fleet import profile as module
-from d2sd.bench.fleet.accepted import mean_length
-from d2sd.bench.fleet.profile import profile
+from benchmarks.fleet import profile as module
+from benchmarks.fleet.accepted import mean_length
+from benchmarks.fleet.profile import profile
+from benchmarks.fleet.replayed import check
 from d2sd.bundle.load import load_bundle
 from d2sd.errors import D2SDError
 from tests.d2sd.serve.conftest import build_tiny
