@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from d2sd.bench.capacity import UTILIZATION, Demand, Option
+from d2sd.bench.capacity import UTILIZATION, Demand, Option, compute
 from d2sd.bench.markdown import table
 from d2sd.bench.roofline import LAYER_SECONDS, PEAKS
-from d2sd.build.plan import GPUS
+from d2sd.build.plan import GPUS, Plan
+from d2sd.recipe import Policy
 
 
 class Sheet(BaseModel):
@@ -49,6 +50,23 @@ class Sheet(BaseModel):
             f"Lengths are fixed and prompts share no prefix. A GPU is given {UTILIZATION:g} of the rate it sustains: "
             "random arrivals queue. The queue itself is not computed, and TTFT is without one.",
         ]
+
+
+def make_sheet(
+    plan: Plan, gpu: str, demand: Demand, max_batch: int | None, policy: Policy | None, *, tau: float | None,
+    efficiency: float,
+) -> Sheet:  # fmt: skip
+    """Compute plain decoding and `policy`, by default the recipe's; `tau` is the tokens a step of the latter."""
+    recipe = plan.recipe
+    batch, wanted = max_batch or recipe.limits.max_batch, policy or recipe.tree.policy
+    options = [
+        compute(plan, gpu, name, demand, batch, tau=tau if name == wanted else None, efficiency=efficiency)
+        for name in dict.fromkeys(("off", wanted))
+    ]
+    return Sheet(
+        name=recipe.name, precision=recipe.precision + (" with FP8" if recipe.fp8 else ""), gpu=gpu,
+        max_batch=batch, efficiency=efficiency, demand=demand, options=options,
+    )  # fmt: skip
 
 
 def _rows(option: Option) -> tuple[list[str], list[str]]:

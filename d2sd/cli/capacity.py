@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import click
 
-from d2sd.bench.capacity import Demand, compute, read_plan
-from d2sd.bench.capacity_sheet import Sheet
+from d2sd.bench.capacity import Demand, read_plan
+from d2sd.bench.capacity_sheet import make_sheet
 from d2sd.bench.latency import Slo
 from d2sd.bench.roofline import EFFICIENCY
 from d2sd.build.plan import GPUS
 from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError
 from d2sd.io import write_text
+from d2sd.option_types import RealRange
 from d2sd.recipe import Policy
 
-
-class _Range(click.FloatRange):
-    """A range without NaN, which passes every comparison with its bounds."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number: float = super().convert(value, param, ctx)
-        if math.isnan(number):
-            self.fail("nan is not a number.", param, ctx)
-        return number
-
-
 _TOKENS, _BATCH = click.IntRange(1, 2**24), click.IntRange(1, 2**16)
-_RATE, _SECONDS = _Range(0, 1e9, min_open=True), _Range(0, 86_400, min_open=True)
+_RATE, _SECONDS = RealRange(0, 1e9, min_open=True), RealRange(0, 86_400, min_open=True)
 
 
 @click.command(cls=Reporting)
@@ -45,7 +34,7 @@ _RATE, _SECONDS = _Range(0, 1e9, min_open=True), _Range(0, 86_400, min_open=True
 @click.option("--policy", type=click.Choice(get_args(Policy)), help="Tree policy.  [default: the recipe's]")
 @click.option("--tau", type=float, help="Tokens a step of the policy.  [default: the calibration's forecast]")
 @click.option(
-    "--efficiency", type=_Range(0, 1, min_open=True), default=EFFICIENCY, show_default=True,
+    "--efficiency", type=RealRange(0, 1, min_open=True), default=EFFICIENCY, show_default=True,
     help="Share of the GPU's peak bandwidth and products that a step reaches.",
 )  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), help="File of the sheet: .md or .json.")
@@ -69,15 +58,7 @@ def capacity(
         rate=rate, prompt_tokens=prompt_tokens, output_tokens=output_tokens, targets=Slo(ttft=ttft, itl=itl)
     )
     plan = read_plan(source)
-    batch, wanted = max_batch or plan.recipe.limits.max_batch, policy or plan.recipe.tree.policy
-    options = [
-        compute(plan, gpu, name, demand, batch, tau=tau if name == wanted else None, efficiency=efficiency)
-        for name in dict.fromkeys(("off", wanted))
-    ]
-    made = Sheet(
-        name=plan.recipe.name, precision=plan.recipe.precision + (" with FP8" if plan.recipe.fp8 else ""), gpu=gpu,
-        max_batch=batch, efficiency=efficiency, demand=demand, options=options,
-    )  # fmt: skip
+    made = make_sheet(plan, gpu, demand, max_batch, policy, tau=tau, efficiency=efficiency)
     if out is not None:
         write_text(out, made.markdown() if out.suffix == ".md" else made.model_dump_json(indent=1) + "\n")
     click.echo(made.markdown())
