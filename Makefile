@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # An editable install is a path, which type checkers follow too.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --config-settings editable_mode=compat
 
-.PHONY: demo test fast-tests test-slow engines readme lint verify gpu-suite kernels ptx consumers triton-test client-test dynamo-test bench bench-serving peers fleet soak soak-steps differential attack train ablation train-gpu data wheel docs clean
+.PHONY: demo test fast-tests test-slow engines readme lint verify gpu-suite kernels ptx consumers triton-test client-test dynamo-test bench bench-serving peers soak soak-steps differential attack train ablation train-gpu data wheel docs clean
 
 ## on a CPU: build the SmolLM2 bundle, answer a prompt with both drafters, draw it, and compare the policies
 demo: .venv/demo
@@ -174,11 +174,6 @@ $(PEERS)/installed: pyproject.toml $(CONSTRAINTS)
 	$(PEERS)/env/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[gguf,plots]" \
 	  llama-cpp-python==0.3.36
 	touch $@
-
-## step costs of this machine, the simulation against the engine, and 1 to 64 workers simulated: minutes, resumable
-fleet: .venv/dev
-	$(call fp32_bundle,$(BIN))
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fleet $(FP32) --out build/fleet
 
 ## ten minutes of mixed load with disconnects, deadlines, kills and malformed requests, then SIGTERM and a fuzzer
 soak: $(FACE_READY)

@@ -21,17 +21,21 @@ class _FilePath(click.Path):
             self.fail("Not a possible file name.", param, ctx)
 
 
-class Seconds(click.FloatRange):
-    """A duration of up to a year: neither infinite nor NaN, which no range excludes."""
+class RealRange(click.FloatRange):
+    """A range without NaN, which passes every comparison with its bounds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail("nan is not a number.", param, ctx)
+        return number
+
+
+class Seconds(RealRange):
+    """A duration of up to a year."""
 
     def __init__(self, *, min_open: bool = False) -> None:
         super().__init__(0, 366 * 86400, min_open=min_open)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        seconds = super().convert(value, param, ctx)
-        if math.isnan(seconds):
-            self.fail("NaN is not a number of seconds.", param, ctx)
-        return seconds
 
 
 class _Text(click.ParamType[str]):

@@ -26,7 +26,7 @@ from benchmarks.gpu.steps import (
     rows,
 )
 from benchmarks.gpu.traffic import ACTIVATIONS, KV, LOGITS, WEIGHTS, Launch, read, written
-from d2sd.bench.fleet.roofline import PEAKS
+from d2sd.bench.roofline import PEAKS
 
 PAGE = Path(__file__).with_name("roofline.md")
 DRAFT_VOCABULARY = 32768
@@ -89,7 +89,7 @@ def page() -> str:
         f"| {gpu} | {one.bandwidth / 1e12:g} | {one.half / 1e12:,.0f} | {one.fp8 / 1e12:,.0f} | {SHEETS[gpu]} |"
         for gpu, one in PEAKS.items()
     ]  # fmt: skip
-    parts = [TOP, *(f"{line}\n" for line in sheets), "\nDense rates, as in `d2sd/bench/fleet/roofline.py`.\n", bounds()]
+    parts = [TOP, *(f"{line}\n" for line in sheets), "\nDense rates, as in `d2sd/bench/roofline.py`.\n", bounds()]
     found = rows()
     parts += ["\n## Bytes, operations, nodes\n", table(COUNTS, map(counts, found))]
     parts += [

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.gpu.traffic import KV, WEIGHTS, Launch
-from d2sd.bench.fleet.roofline import GpuPeaks
+from d2sd.bench.roofline import GpuPeaks
 
 #: Seconds of a small kernel behind another in a CUDA graph: an assumption, 1.5 to 2.5 µs.
 NODE = 2e-6

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from d2sd.bench.fleet.capacity import REQUESTS, SHARE, Demand, Option
-from d2sd.bench.fleet.roofline import LAYER_SECONDS, PEAKS
-from d2sd.bench.latency import Spread
+from d2sd.bench.capacity import UTILIZATION, Demand, Option, compute
 from d2sd.bench.markdown import table
-from d2sd.build.plan import GPUS
+from d2sd.bench.roofline import LAYER_SECONDS, PEAKS
+from d2sd.build.plan import GPUS, Plan
+from d2sd.recipe import Policy
 
 
 class Sheet(BaseModel):
-    """The sheet as JSON. Every figure is arithmetic or simulated."""
+    """The sheet as JSON. Every figure is arithmetic."""
 
-    label: str = "arithmetic and simulation, not measured"
+    label: str = "arithmetic, not measured"
     name: str  # of the recipe
     precision: str
     gpu: str
@@ -30,7 +30,7 @@ class Sheet(BaseModel):
         bounds = f"TTFT at most {1e3 * targets.ttft:g} ms and mean ITL at most {1e3 * targets.itl:g} ms"
         lines = [
             f"# Capacity: {self.name} on {self.gpu}", "",
-            f"**This is arithmetic and simulation; nothing was measured.** {load}; {bounds}, for {SHARE:.0%}.", "",
+            f"**This is arithmetic; nothing was measured.** {load}; {bounds}.", "",
             table([("", _rows(self.options[0])[0]), *((one.policy, _rows(one)[1]) for one in self.options)]), "",
             "What it assumes:", "", *(f"- {line}" for line in self._assumptions()), "",
         ]  # fmt: skip
@@ -45,35 +45,44 @@ class Sheet(BaseModel):
             "more for small kernels. Host, network and tokenizer take no time.",
             f"Weights and K/V fill at most four fifths of {GPUS[self.gpu] // 10**9} GB; precision {self.precision}; at "
             f"most {self.max_batch} requests decode together (`limits.max_batch`).",
-            "Tokens a step are the calibration's forecast, or the given ones; each further draft is accepted with the "
-            "same probability. Other texts have other acceptance: see τ by prompt set in d2sd bench.",
-            "Lengths are fixed, prompts share no prefix, and each GPU gets its share of Poisson arrivals from a router "
-            "that chooses at random. Queueing is simulated with the runtime's own scheduler: "
-            f"{REQUESTS} requests, so a p99 is of few of them.",
+            "Tokens a step are the calibration's forecast, or the given ones. Other texts have other acceptance: see τ "
+            "by prompt set in d2sd bench.",
+            f"Lengths are fixed and prompts share no prefix. A GPU is given {UTILIZATION:g} of the rate it sustains: "
+            "random arrivals queue. The queue itself is not computed, and TTFT is without one.",
         ]
+
+
+def make_sheet(
+    plan: Plan, gpu: str, demand: Demand, max_batch: int | None, policy: Policy | None, *, tau: float | None,
+    efficiency: float,
+) -> Sheet:  # fmt: skip
+    """Compute plain decoding and `policy`, by default the recipe's; `tau` is the tokens a step of the latter."""
+    recipe = plan.recipe
+    batch, wanted = max_batch or recipe.limits.max_batch, policy or recipe.tree.policy
+    options = [
+        compute(plan, gpu, name, demand, batch, tau=tau if name == wanted else None, efficiency=efficiency)
+        for name in dict.fromkeys(("off", wanted))
+    ]
+    return Sheet(
+        name=recipe.name, precision=recipe.precision + (" with FP8" if recipe.fp8 else ""), gpu=gpu,
+        max_batch=batch, efficiency=efficiency, demand=demand, options=options,
+    )  # fmt: skip
 
 
 def _rows(option: Option) -> tuple[list[str], list[str]]:
     """Headings and values of one policy."""
-    found = option.figures
-    steps = ", ".join(f"{tau:.2f} ({name})" for name, tau in option.tokens_per_step.items())
+    full = option.sustained
     rows = {
         "**GPUs**": f"**{option.gpus}**",
         "requests/s a GPU, at most": f"{option.most_rate:.2f}",
-        "tokens a step": steps,
+        "tokens a step": ", ".join(f"{tau:.2f} ({name})" for name, tau in option.tokens_per_step.items()),
         "served at a batch of": "; ".join(f"{size}: {name}" for size, name in option.served.items()),
         "weights": f"{option.weight_bytes / 1e9:.2f} GB",
-        "K/V pages a GPU: needed (p99) of those that fit": f"{found.pages:.0f} of {option.pages:,}",
-        "at the given rate, of each GPU:": "",
-        "requests in a decode step, mean": f"{found.in_flight:.1f}",
-        "tokens/s": f"{found.tokens_per_second:.0f}",
-        "time in steps": f"{found.utilization:.0%}",
-        "TTFT p50 / p99": _pair(found.ttft),
-        "ITL p50 / p99": _pair(found.itl),
-        "requests within the targets": f"{found.attainment:.1%}",
+        "K/V pages a GPU: needed of those that fit": f"{full.batch * option.request_pages:,} of {option.pages:,}",
+        "at the most that a GPU sustains:": "",
+        "requests/s": f"{full.rate:.2f}",
+        "requests in a decode step": str(full.batch),
+        "TTFT without a queue": f"{1e3 * full.ttft:.1f} ms",
+        "ITL, mean": f"{1e3 * full.itl:.1f} ms",
     }
     return list(rows), list(rows.values())
-
-
-def _pair(latency: Spread) -> str:
-    return f"{latency.p50:.1f} / {latency.p99:.1f} ms"

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from d2sd.bench.fleet.accepted import mean_length
-from d2sd.bench.fleet.roofline import LAYER_SECONDS, PEAKS, Roofline, arithmetic_costs
+from d2sd.bench.roofline import LAYER_SECONDS, PEAKS, Roofline, arithmetic_costs
 from d2sd.build.plan import GPUS, Part, Plan
 from d2sd.errors import D2SDError
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
@@ -73,14 +72,14 @@ def test_fp8_layers_read_half_and_compute_twice_as_fast() -> None:
 
 
 def test_auto_chooses_by_batch_and_serves_plain_decoding_where_nothing_pays() -> None:
-    costs = arithmetic_costs(ROOFLINE, "auto", 16, 1000, tau=4.0).engines["auto"]
-    assert costs.served[1] == "hybrid of 64 rows"
-    assert mean_length(costs.policies["hybrid of 64 rows"].accepted[0]) == pytest.approx(4.0)
-    empty, slope = costs.policies["hybrid of 64 rows"].seconds[4]
-    assert slope > 0
+    costs = arithmetic_costs(ROOFLINE, "auto", 16, 1000, tau=4.0)
+    assert costs[1].policy == costs[4].policy == "hybrid of 64 rows"
+    assert costs[4].tokens == 4.0
     largest = make_policy("hybrid", block_size=16, branches=4, row_budget=64)
-    assert empty + 1000 * slope == pytest.approx(ROOFLINE.decode_seconds(largest, 4, 1000))
-    assert set(arithmetic_costs(ROOFLINE, "auto", 16, 1000, tau=1.05).engines["auto"].served.values()) == {"off"}
+    assert costs[4].seconds == ROOFLINE.decode_seconds(largest, 4, 1000)
+    hardly = arithmetic_costs(ROOFLINE, "auto", 16, 1000, tau=1.05)
+    assert {one.policy for one in hardly.values()} == {"off"}
+    assert {one.tokens for one in hardly.values()} == {1.0}
 
 
 def test_unknown_tokens_a_step_are_asked_for() -> None:

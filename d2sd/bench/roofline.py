@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from d2sd.bench.fleet.accepted import capped_geometric
-from d2sd.bench.fleet.costs import EngineCosts, PolicyCosts, StepCosts
 from d2sd.build.plan import Part, Plan
 from d2sd.bundle.serving import candidate_policies
 from d2sd.convert.checkpoint.weights import DTYPES
@@ -145,44 +143,40 @@ class Roofline:
         return (part.config.vocab_size if ids is None else len(ids)) * part.body.hidden_size
 
 
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What an engine serves in one batch bucket, and what a step of it takes and gives."""
+
+    policy: str
+    seconds: float  # of a decode step
+    tokens: float  # that each request gains in it
+
+
 def arithmetic_costs(
     roofline: Roofline, policy: Policy, max_batch: int, context: int, tau: float | None = None
-) -> StepCosts:
-    """Costs of an engine of `policy`, linear in the context between 0 and `context` tokens.
+) -> dict[int, StepCost]:
+    """Costs of an engine of `policy` by batch bucket, for requests of `context` tokens each.
 
     `tau` is the tokens a step of the policy, in place of the calibration's forecast at the recipe's temperature. Raises
     D2SDError if there is neither.
     """
     plan = roofline.plan
     tree, temperature = plan.recipe.tree, plan.recipe.sampling.temperature
-    found = candidate_policies(
+    candidates = candidate_policies(
         tree, len(plan.drafters), policy, tree.row_budget, plan.calibration, flex=plan.flex is not None
     )
-    largest = found[-1]
+    largest = candidates[-1]
     if policy != "auto" or tau is not None or plan.calibration is None:
-        found = [largest] if isinstance(largest, Off) else [Off(1), largest]
-    forecast = _forecast(plan, found, tau)
+        candidates = [largest] if isinstance(largest, Off) else [Off(1), largest]
+    forecast = _forecast(plan, candidates, tau)
     sizes = buckets(max_batch)
-    seconds = {(one, size): roofline.decode_seconds(one, size, context) for one in found for size in sizes}
-    selector = PolicySelector(found, StepTimes.of(seconds), forecast)
+    seconds = {(one, size): roofline.decode_seconds(one, size, context) for one in candidates for size in sizes}
+    selector = PolicySelector(candidates, StepTimes.of(seconds), forecast)
     chosen = {size: selector.choose(size, temperature) if policy == "auto" else largest for size in sizes}
-    costs = {}
-    for one in dict.fromkeys(chosen.values()):
-        lines = {}
-        for size in sizes:
-            empty = roofline.decode_seconds(one, size, 0)
-            lines[size] = empty, max(0.0, seconds[one, size] - empty) / context
-        tokens = forecast_tau(forecast, one, temperature)
-        costs[str(one)] = PolicyCosts(seconds=lines, accepted=[capped_geometric(tokens, tree.block_size)])
-    rows = buckets(plan.recipe.limits.prefill_chunk)
-    largest_chunk = roofline.prefill_seconds(rows[-1], context) - roofline.prefill_seconds(rows[-1], 0)
-    engine = EngineCosts(
-        served={size: str(one) for size, one in chosen.items()}, policies=costs,
-        prefill=[(count, roofline.prefill_seconds(count, 0)) for count in rows],
-        prefill_context=max(0.0, largest_chunk) / (rows[-1] * context),
-    )  # fmt: skip
-    source = f"{roofline.gpu} at {roofline.efficiency:g} of its peaks, {1e6 * LAYER_SECONDS:g} µs more a layer"
-    return StepCosts(kind="arithmetic", source=source, engines={policy: engine})
+    return {
+        size: StepCost(str(one), seconds[one, size], forecast_tau(forecast, one, temperature))
+        for size, one in chosen.items()
+    }
 
 
 def _forecast(plan: Plan, policies: Sequence[TreePolicy], tau: float | None) -> Forecast:

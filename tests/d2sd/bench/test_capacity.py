@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from d2sd.bench.fleet.capacity import read_plan
+from d2sd.bench.capacity import Demand, most_sustained, operation, read_plan
+from d2sd.bench.latency import Slo
+from d2sd.bench.roofline import StepCost
 from d2sd.build.plan import GPUS
 from d2sd.cli.main import main
 from tests.convert.helpers import add_calibration, write_project
@@ -17,12 +19,6 @@ from tests.d2sd.serve.conftest import build_tiny
 LOAD = {
     "--gpu": "H100", "--rate": 2000, "--prompt-tokens": 20, "--output-tokens": 8, "--ttft": 0.02, "--itl": 0.01,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer requests than for a sheet that somebody reads."""
-    monkeypatch.setattr("d2sd.bench.fleet.capacity.REQUESTS", 80)
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +37,32 @@ def capacity(source: Path, **changed: object) -> Result:
 def test_a_sheet_says_what_it_is_and_is_written(recipe: Path, tmp_path: Path) -> None:
     found = capacity(recipe, out=tmp_path / "sheet.json")
     assert found.exit_code == 0, found.output
-    assert "arithmetic and simulation; nothing was measured" in found.output
+    assert "arithmetic; nothing was measured" in found.output
     assert "0.8 of the H100's peaks" in found.output
     sheet = json.loads((tmp_path / "sheet.json").read_text())
-    assert sheet["label"] == "arithmetic and simulation, not measured"
+    assert sheet["label"] == "arithmetic, not measured"
     assert [one["policy"] for one in sheet["options"]] == ["off", "auto"]
     for one in sheet["options"]:
-        figures = one["figures"]
+        full = one["sustained"]
         assert one["gpus"] * one["most_rate"] >= 2000 > (one["gpus"] - 1) * one["most_rate"]
-        assert figures["attainment"] >= 0.95
-        assert figures["pages"] <= one["pages"]
-        assert figures["requests"] == figures["finished"]
+        assert one["most_rate"] == pytest.approx(0.8 * full["rate"])
+        assert full["ttft"] <= 0.02
+        assert full["itl"] <= 0.01
+        assert full["batch"] * one["request_pages"] <= one["pages"]
     plain, auto = sheet["options"]
     assert auto["weight_bytes"] > plain["weight_bytes"]
+
+
+def test_a_gpu_serves_a_prefill_and_its_steps_for_each_request() -> None:
+    """Two chunks of 0.1 s, and ten steps of 0.05 s for twenty tokens."""
+    demand = Demand(rate=1, prompt_tokens=100, output_tokens=20, targets=Slo(ttft=1, itl=0.1))
+    cost, chunks = StepCost("chain", 0.05, 2.0), [0.1, 0.1]
+    alone, four = (operation(cost, chunks, demand, batch) for batch in (1, 4))
+    assert (alone.rate, alone.ttft, alone.itl) == pytest.approx((1 / 0.7, 0.25, 0.025))
+    assert (four.rate, four.ttft, four.itl) == pytest.approx((4 / 1.3, 0.35, 0.025 + 3 * 0.2 / 20))
+    costs = dict.fromkeys((1, 2, 4, 8, 16), cost)
+    assert most_sustained(costs, chunks, demand, 16).batch == 8  # nine together miss the ITL
+    assert most_sustained(costs, chunks, demand, 3).batch == 3  # no more fit
 
 
 def test_more_load_takes_more_gpus(recipe: Path, tmp_path: Path) -> None:
