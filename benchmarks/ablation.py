@@ -31,7 +31,7 @@ from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.progress import bar
 from d2sd.prompts import read_prompts
 from d2sd.runtime.request import SamplingParams

@@ -21,8 +21,8 @@ from d2sd.bundle.load import load_bundle
 from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.progress import bar
 from d2sd.train.data.features import TrainingData, cache_features
 from d2sd.train.dist import Dist

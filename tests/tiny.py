@@ -12,10 +12,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Family, FlexConfig, Role, RopeConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Family, Role, RopeConfig
 from d2sd.modeling.decoder import Decoder, DecoderOutput
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Rows

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.layers import Attend
 
 # Shape letters: B sequences, A blocks of each, G block size γ, S tokens, T = A·G rows, Hq/Hkv heads, D head size.

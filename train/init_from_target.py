@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from d2sd.errors import D2SDError
-from d2sd.modeling.config import DecoderConfig, DrafterConfig, FlexConfig
+from d2sd.modeling.config import DecoderConfig, DrafterConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
 from d2sd.modeling.layers import Layer
 from d2sd.train.data.features import TrainingData
 from d2sd.train_recipe import FlexGeometry, Geometry

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from d2sd.convert.checkpoint.weights import open_tensors
 from d2sd.errors import CheckpointError, D2SDError
 from d2sd.io import atomic_write
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.train.optimizer import Optimizer
 
 #: Everything that determines the result, by name.

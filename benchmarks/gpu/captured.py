@@ -19,8 +19,8 @@ import torch
 
 from benchmarks.gpu.cases import Case, Note
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner

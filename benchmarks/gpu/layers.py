@@ -24,7 +24,7 @@ from benchmarks.gpu.shapes import PAGE_SIZE, TYPES
 from benchmarks.gpu.timing import Times
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.fp8 import kv_scales, linear_names, make_fp8, round_to_fp8
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import KVPool

@@ -23,10 +23,10 @@ import torch
 from benchmarks.gpu import traffic
 from benchmarks.gpu.cases import Case, Note
 from d2sd.convert.checkpoint.flex import flex_linears
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, RopeConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
 from d2sd.modeling.fp8 import linear_names, round_to_fp8
 from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.plugins.trees import Draft

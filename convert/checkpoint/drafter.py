@@ -35,7 +35,7 @@ from d2sd.convert.checkpoint.weights import (
 from d2sd.errors import CheckpointError
 from d2sd.io import write_json
 from d2sd.modeling.config import DecoderConfig, DrafterConfig, Role, RopeConfig
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.fp8 import linear_names, make_fp8, round_to_fp8
 
 

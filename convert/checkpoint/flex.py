@@ -48,8 +48,8 @@ from d2sd.convert.checkpoint.weights import (
 )
 from d2sd.errors import CheckpointError
 from d2sd.io import write_json
-from d2sd.modeling.config import DecoderConfig, FlexConfig
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.config import DecoderConfig
+from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
 from d2sd.modeling.fp8 import linear_names, make_fp8
 
 KEY, RELEASED_KEY = "flexdraft_config", "dflash_config"

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from d2sd.manifest import Shapes
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig
+from d2sd.modeling.drafters.flexdraft import FlexConfig
 from d2sd.plugins.cascade_attention.mask import WORD
 from d2sd.recipe import Builder, Recipe
 from d2sd.runtime.buckets import bucket, buckets

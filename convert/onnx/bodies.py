@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
 from d2sd.modeling.layers import Layer
 from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, attributes

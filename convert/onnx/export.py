@@ -24,8 +24,8 @@ from d2sd.errors import BuildError
 from d2sd.extras import install_line
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.cascade_attention.onnx import DOMAIN, OPSET, functions
 
 #: Packages whose versions determine the bytes of a graph and the result of its check.

@@ -26,8 +26,8 @@ from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.io import digest, read_json, write_json
 from d2sd.manifest import Manifest
 from d2sd.modeling.config import DrafterConfig
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.recipe import FP8
 
 

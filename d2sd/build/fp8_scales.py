@@ -24,8 +24,8 @@ from d2sd.convert.checkpoint.offline import offline_transformers
 from d2sd.convert.checkpoint.quantization import DRAFTER_UNQUANTIZED, FLEX_UNQUANTIZED, Quantization
 from d2sd.errors import BuildError, CheckpointError
 from d2sd.extras import install_line
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.fp8 import linear_names
 from d2sd.plugins.shared.fp8 import LARGEST, to_pages
 from d2sd.progress import Progress, silent

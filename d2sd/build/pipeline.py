@@ -36,7 +36,8 @@ from d2sd.convert.trtllm.llm_args import unsupported_reason, write_llm_args
 from d2sd.errors import BuildError
 from d2sd.io import hash_files, write_json
 from d2sd.manifest import NAME, DrafterGeometry, FlexGeometry, Manifest, TargetGeometry
-from d2sd.modeling.config import DecoderConfig, DrafterConfig, FlexConfig
+from d2sd.modeling.config import DecoderConfig, DrafterConfig
+from d2sd.modeling.drafters.flexdraft import FlexConfig
 from d2sd.progress import Progress, silent
 from d2sd.recipe import Recipe
 

@@ -25,7 +25,8 @@ from d2sd.convert.checkpoint.target import check_target_tensors, parse_target_co
 from d2sd.convert.checkpoint.weights import DTYPES, has_weights, stored_as
 from d2sd.errors import RecipeError
 from d2sd.extras import require
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, Role
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role
+from d2sd.modeling.drafters.flexdraft import FlexConfig
 from d2sd.plugins.dispatch import HEAD_STEP, LARGEST_HEAD
 from d2sd.prompts import read_prompts
 from d2sd.recipe import FP8, DrafterSource, Recipe, SecondSource, Source

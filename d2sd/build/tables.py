@@ -13,7 +13,6 @@ from d2sd.build.plan import Plan
 from d2sd.build.validate.drafter_config import EXPLANATION
 from d2sd.io import printable, size_text
 from d2sd.manifest import Manifest
-from d2sd.modeling.config import described
 from d2sd.recipe import Recipe
 
 #: soft_wrap: paths are never cut, neither in a narrow terminal nor in a pipe.
@@ -45,7 +44,7 @@ def show_plan(plan: Plan, output: Path) -> None:
     _settings(plan.recipe)
     for part in plan.parts:
         _line(part.name, part.source)
-        _line("", described(part.config))
+        _line("", str(part.config))
         if not part.has_weights:
             _line("", "its weights are not on this machine: sizes are those of config.json")
     if plan.parts:

@@ -12,8 +12,8 @@ from d2sd.errors import BundleError, D2SDError
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
     from d2sd.manifest import Engines
-    from d2sd.modeling.drafter import Drafter
-    from d2sd.modeling.flex import FlexHead
+    from d2sd.modeling.drafters.dflash import Drafter
+    from d2sd.modeling.drafters.flexdraft import FlexHead
     from d2sd.runtime.backends.model_runner import ModelRunner
 
 BackendName = Literal["torch", "onnx", "tensorrt"]

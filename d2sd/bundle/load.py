@@ -16,8 +16,6 @@ from d2sd.convert.checkpoint.target import load_target, stop_tokens
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.manifest import Manifest, load_manifest
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
 from d2sd.progress import Progress, silent
 from d2sd.recipe import Recipe
 
@@ -31,12 +29,10 @@ class Bundle:
     path: Path
     manifest: Manifest
     target: Decoder
-    first: Drafter | None
-    second: Drafter | None
+    drafters: dict[DrafterRole, DraftModel]  # in the order of their roles; those that join the target have joined it
     tokenizer: Any  # a transformers tokenizer with its chat template
     stop_token_ids: tuple[int, ...]
     calibration: CalibrationFile | None
-    flex: FlexHead | None = None  # has joined `target`
 
     @property
     def recipe(self) -> Recipe:

@@ -22,8 +22,8 @@ from d2sd.errors import BundleError
 from d2sd.extras import install_line
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
-from d2sd.modeling.drafter import DraftModel
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins.cascade_attention.mask import pack_mask_bits

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from d2sd.errors import CheckpointError, RecipeError
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
-from d2sd.modeling.drafter import DraftModel
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import kv_scales
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import KVPool

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from d2sd.errors import BundleError
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.runtime.backends.exported import (
     GraphDecoder,
     GraphDrafter,

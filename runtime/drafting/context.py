@@ -34,7 +34,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from d2sd.modeling.drafter import DraftModel
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import CommittedRows, ContextRows
 

@@ -12,7 +12,7 @@ from d2sd.build import build
 from d2sd.convert.checkpoint.drafter import write_drafter
 from d2sd.modeling.config import Family, Role
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.recipe import load_recipe
 from tests.convert.formats.helpers import ROPE
 from tests.convert.helpers import edit_json, write_project, write_target_dir

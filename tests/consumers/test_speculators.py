@@ -11,7 +11,7 @@ from torch import Tensor
 
 from d2sd.convert.checkpoint.drafter import write_drafter
 from d2sd.convert.formats.convert import convert
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from tests.consumers.helpers import TOLERANCE, expected_logits, needs, run_child, write_prompt
 from tests.convert.formats.helpers import reduced, tiny_pair, write_tiny_target
 from tests.convert.helpers import tree_bytes

@@ -11,7 +11,7 @@ import torch
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.config import Family
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from tests.tiny import tiny_decoder, tiny_drafter
 
 #: Layers that the drafter reads, and tokens a page.

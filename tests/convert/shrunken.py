@@ -20,7 +20,7 @@ from d2sd.convert.checkpoint.layer_ids import usual_ids
 from d2sd.convert.checkpoint.target import target_shapes
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Family, RopeConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from tests.convert.helpers import hf_fields, write_target_dir
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d2sd.modeling.decoder import Decoder, DecoderOutput
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.packed import pack
 from d2sd.modeling.rows import Rows

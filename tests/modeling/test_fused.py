@@ -21,8 +21,8 @@ from d2sd.errors import D2SDError
 from d2sd.modeling import kv_pool
 from d2sd.modeling.config import Family
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.fp8 import Fp8Linear, kv_scales, linear_names
 from d2sd.modeling.fused import FusedLayers, fuse
 from d2sd.modeling.product import Product

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from d2sd.convert.engines.profiles import make_profiles
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins.cascade_attention import PagedContext

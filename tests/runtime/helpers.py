@@ -13,8 +13,8 @@ from hypothesis import settings
 from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner

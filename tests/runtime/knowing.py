@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.choice.philox import philox
 from d2sd.plugins.trees import Branches, Draft
 from d2sd.runtime.backends.model_runner import ModelRunner

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.cpu import library
 from d2sd.plugins.trees import Accepted
 from d2sd.policies import NAMES, PolicyName

@@ -10,7 +10,7 @@ import torch
 
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Rows
 from d2sd.runtime.backends.model_runner import ModelRunner

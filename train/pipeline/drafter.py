@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.policies import DrafterName
 from d2sd.progress import Progress
 from d2sd.train.data.features import TrainingData

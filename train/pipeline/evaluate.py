@@ -14,8 +14,8 @@ from d2sd.bundle.serving import make_engine
 from d2sd.convert.checkpoint.flex import with_vocabulary
 from d2sd.convert.checkpoint.weights import fill
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.policies import DrafterName, PolicyName
 from d2sd.progress import Progress
 from d2sd.recipe import Tree

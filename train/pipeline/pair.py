@@ -13,7 +13,7 @@ from d2sd.calibration import NAME, CalibrationFile, write_calibration
 from d2sd.convert.checkpoint.drafter import fingerprint, load_drafter
 from d2sd.errors import D2SDError
 from d2sd.io import digest, read_json, write_json, write_text
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.policies import PolicyName
 from d2sd.train.confidence.fit import Fingerprints, fit_calibration
 from d2sd.train.pipeline.evaluate import Evaluator

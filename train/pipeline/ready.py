@@ -10,7 +10,7 @@ from d2sd.build.sources import obtained
 from d2sd.convert.checkpoint.drafter import check_compatible, check_drafter_tensors, load_drafter, read_drafter_config
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DecoderConfig, DrafterConfig
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.train.init_from_target import drafter_config, flex_config
 from d2sd.train_recipe import TrainRecipe
 

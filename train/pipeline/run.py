@@ -11,7 +11,7 @@ from d2sd.convert.checkpoint.drafter import write_drafter
 from d2sd.convert.checkpoint.flex import write_flex
 from d2sd.extras import install_line, require_plots
 from d2sd.io import check_writable, claim, digest, disk_space
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.policies import DrafterName
 from d2sd.progress import Progress
 from d2sd.train.data.features import TrainingData, cache_features, online_features

@@ -17,7 +17,8 @@ from d2sd.build.plan import Part, Plan
 from d2sd.bundle.serving import candidate_policies
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.errors import D2SDError
-from d2sd.modeling.config import DecoderConfig, DrafterConfig, FlexConfig
+from d2sd.modeling.config import DecoderConfig, DrafterConfig
+from d2sd.modeling.drafters.flexdraft import FlexConfig
 from d2sd.policies import FirstPass
 from d2sd.recipe import Policy
 from d2sd.runtime.buckets import buckets

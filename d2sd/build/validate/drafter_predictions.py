@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d2sd.bundle.load import Bundle
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.plugins.trees import Branches
 from d2sd.progress import Progress, silent
 from d2sd.runtime.backends.model_runner import ModelRunner

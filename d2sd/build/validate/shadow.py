@@ -9,8 +9,8 @@ from torch import Tensor
 
 from d2sd.errors import BuildError
 from d2sd.modeling.decoder import Decoder, DecoderOutput
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Chunks, Rows
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, GraphFlex, Session

@@ -13,7 +13,7 @@ import torch
 from d2sd.convert.checkpoint.drafter import load_drafter, read_drafter_config, write_drafter
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig, RopeConfig
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from tests.convert.helpers import edit_json, tree_bytes
 from tests.tiny import tiny_decoder, tiny_drafter
 

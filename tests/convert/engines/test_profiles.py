@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.engines.profiles import Profile, make_profiles
-from d2sd.modeling.config import DecoderConfig, DrafterConfig, FlexConfig
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.config import DecoderConfig, DrafterConfig
+from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
 from d2sd.policies import PolicyName
 from d2sd.recipe import Builder, Recipe, Tree
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, GraphFlex, OnnxSession, Session

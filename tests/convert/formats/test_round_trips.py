@@ -15,7 +15,7 @@ from d2sd.convert.formats.read import read_drafter
 from d2sd.convert.formats.write import Writable
 from d2sd.modeling.config import Role
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from tests.convert.formats.helpers import (
     draft_logits,
     extra,

@@ -13,8 +13,8 @@ import torch
 from d2sd.convert.checkpoint.flex import flex_linears
 from d2sd.convert.onnx.export import export_drafter, export_flex, export_target
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.fp8 import linear_names
 from d2sd.policies import PolicyName
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, GraphFlex, OnnxSession

@@ -17,8 +17,8 @@ from d2sd.convert.checkpoint.quantization import DRAFTER_UNQUANTIZED
 from d2sd.convert.checkpoint.target import load_target, write_target
 from d2sd.errors import BuildError, CheckpointError
 from d2sd.modeling.config import Family
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
 from tests.convert.helpers import write_target_dir
 from tests.tiny import full_logits, random_tokens, tiny_decoder, tiny_drafter, tiny_flex

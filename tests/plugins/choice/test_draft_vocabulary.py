@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.trees import Branches, Draft, mask_rejected, restart_blocks
 from d2sd.policies import FACTS, PolicyName

@@ -8,7 +8,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.policies import PolicyName
 from d2sd.runtime.backends import model_runner
 from d2sd.runtime.backends.model_runner import ModelRunner

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree, from_candidates
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.plugins.trees import Accepted
 from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified

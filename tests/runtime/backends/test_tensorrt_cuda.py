@@ -15,7 +15,7 @@ from d2sd.convert.engines.profiles import make_profiles
 from d2sd.convert.engines.worker import Job
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Rows
 from d2sd.plugins.cascade_attention.onnx import VERSION

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import CommittedRows
 from d2sd.policies import PolicyName

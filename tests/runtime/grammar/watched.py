@@ -8,8 +8,8 @@ from dataclasses import fields
 from functools import cache
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.trees import Branches, Draft, Tree
 from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import Verified

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.train.data.packing import Packed, pack_blocks
 from d2sd.train.objectives.loss import BlockLoss, Candidates, block_hidden, first_rejections
 from d2sd.train_recipe import Objective

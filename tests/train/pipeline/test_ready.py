@@ -22,7 +22,7 @@ from d2sd.convert.checkpoint.drafter import (
 )
 from d2sd.convert.checkpoint.quantization import Quantization
 from d2sd.convert.checkpoint.weights import stored_as
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.drafter import Training
 from tests.convert.helpers import edit_json, tree_bytes

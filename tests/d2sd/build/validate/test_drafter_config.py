@@ -29,7 +29,7 @@ from d2sd.convert.checkpoint.drafter import write_drafter
 from d2sd.errors import BuildError
 from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.prompts import read_prompts
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sequence import Sequence

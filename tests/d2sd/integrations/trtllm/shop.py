@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from d2sd.convert.checkpoint.drafter import write_drafter
 from d2sd.integrations.trtllm.register import SINGLE_PROCESS
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.rows import Rows
 from tests.d2sd.integrations.trtllm import fake
 from tests.tiny import feed, pool_for, tiny_decoder, tiny_drafter
