@@ -16,6 +16,8 @@ from d2sd.convert.checkpoint.target import load_target, stop_tokens
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.manifest import Manifest, load_manifest
 from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.policies import DrafterRole
 from d2sd.progress import Progress, silent
 from d2sd.recipe import Recipe
 
@@ -51,17 +53,19 @@ def assemble(path: Path, manifest: Manifest) -> Bundle:
     """Load the models of a folder whose files have been verified."""
     dtype = DTYPES[manifest.recipe.precision]
     target = load_target(path / "target", dtype)
-    flex = load_flex(path / "drafter_flex", dtype) if manifest.flex else None
-    if flex is not None:
-        flex.join(target)
+    drafters: dict[DrafterRole, DraftModel] = {}
+    for role in manifest.recipe.drafters.sources:
+        if role is DrafterRole.FLEX:
+            drafters[role] = flex = load_flex(path / role.folder, dtype)
+            flex.join(target)
+        else:
+            drafters[role] = load_drafter(path / role.folder, dtype)
     return Bundle(
         path=path,
         manifest=manifest,
         target=target,
-        first=load_drafter(path / "drafter_first", dtype) if manifest.first else None,
-        second=load_drafter(path / "drafter_second", dtype) if manifest.second else None,
+        drafters=drafters,
         tokenizer=load_tokenizer(path / "target"),
         stop_token_ids=stop_tokens(path / "target"),
         calibration=load_calibration(path / CALIBRATION) if manifest.recipe.drafters.calibration else None,
-        flex=flex,
     )
