@@ -107,7 +107,7 @@ def decode_step(
         second = calibrated(guided(second, branches), batch, policy.second_pass, branches)
     tree, paths = _built(policy, batch, first, branches, second, timer)
     with timer("verify"):
-        verified = policy.verify(runner, batch, tree)
+        verified = runner.verify(batch, tree, policy.drafts_ahead)
     mask = _mask(batch.grammar, paths, verified.logits, timer)
     with timer("accept"):
         depths = min(runner.block_size, policy.num_nodes)
@@ -115,7 +115,7 @@ def decode_step(
         accepted = sample_target(tree, verified.logits, *where, mask, static_shapes=runner.static_shapes)
     with timer("commit"):
         runner.commit(batch, verified, accepted)
-        following = policy.draft_ahead(runner, batch, verified, accepted)
+        following = runner.draft_ahead(batch, verified, accepted, policy.drafts_ahead, policy.topk)
     found = first, branches, second, tree, accepted, following
     return StepResult(*found, _packed(batch, verified.logits, accepted, following))
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.config import DrafterConfig
-from d2sd.modeling.drafters.interface import DraftModel, Tables, drafted_slots
+from d2sd.modeling.drafters.interface import DraftModel, Tables
 from d2sd.modeling.inference import ContextLayers, InferenceLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import Attend, Layer, RMSNorm
@@ -56,7 +56,7 @@ class DFlashModel(DraftModel):
             hidden = self.draft(embedded, rows, pool)
         else:
             hidden = self.inject_and_draft(context, embedded, rows, pool)
-        return tables.head(drafted_slots(hidden, blocks))
+        return self.logits(hidden.view(*blocks.shape, -1), blocks[:, :, 0], tables)
 
 
 class Drafter(DFlashModel):

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.config import BodyConfig, Family, check_draft_vocabulary, described
-from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafters.interface import DraftModel, Tables, drafted_slots
+from d2sd.modeling.decoder import Decoder, DecoderOutput, TargetModel
+from d2sd.modeling.drafters.interface import DraftModel, Tables
+from d2sd.modeling.drafters.parallel import verify_and_draft
 from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import MLP, Attend, Attention, Layer, RMSNorm
@@ -175,14 +176,24 @@ class FlexHead(DraftModel):
         self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables
     ) -> Tensor:
         assert context is None, "it reads the target's pages"
-        anchor = tables.embed(blocks[:, :, 0])
-        x = self.blocks(anchor).flatten(1, 2)
+        anchors = tables.embed(blocks[:, :, 0])
+        x = self.blocks(anchors).flatten(1, 2)
         hidden = self.draft(x, rows, pool.from_layer(self.config.split_layer))
-        return self.corrected_logits(drafted_slots(hidden, blocks), anchor[:, :, None], tables)
+        return self._corrected(hidden.view(*blocks.shape, -1), anchors, tables)
 
-    def corrected_logits(self, hidden: Tensor, anchor: Tensor, tables: Tables) -> Tensor:
-        """hidden [..., S, E] of slots behind anchors whose embeddings are `anchor [..., 1, E]` -> [..., S, V] fp32."""
-        return tables.head(hidden).float() + self.calibrate(hidden, anchor)
+    def logits(self, hidden: Tensor, anchors: Tensor, tables: Tables) -> Tensor:
+        return self._corrected(hidden, tables.embed(anchors), tables)
+
+    def _corrected(self, hidden: Tensor, anchors: Tensor, tables: Tables) -> Tensor:
+        """As `logits`, in fp32; `anchors [B, K, E]` are embedded."""
+        hidden = hidden[:, :, 1:].contiguous()
+        return tables.head(hidden).float() + self.calibrate(hidden, anchors[:, :, None])
+
+    def verify_and_draft(
+        self, target: TargetModel, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...]
+    ) -> tuple[DecoderOutput, Tensor]:
+        assert not self.config.anchored
+        return verify_and_draft(self, target, tokens, rows, pool, aux_layer_ids)
 
     @torch.no_grad()
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from d2sd.modeling.config import BodyConfig
+from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import CommittedRows, Rows
 
@@ -74,14 +75,22 @@ class DraftModel(nn.Module):
         """
         raise NotImplementedError
 
+    def logits(self, hidden: Tensor, anchors: Tensor, tables: Tables) -> Tensor:
+        """Hidden states [B, K, G, E] of blocks behind `anchors [B, K]` -> logits [B, K, G-1, V or Vd] of their slots.
+
+        Contiguous hidden states: on a view PyTorch multiplies batch by batch, 60 times slower in bf16 on a CPU.
+        """
+        return tables.head(hidden[:, :, 1:].contiguous())
+
+    def verify_and_draft(
+        self, target: TargetModel, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...]
+    ) -> tuple[DecoderOutput, Tensor]:
+        """The target's pass over tokens [B, N], and hidden states [B, N, G, E] of a block drafted behind each node.
+
+        For kinds that can draft in the pass that verifies (`FirstPass.CARRIED`).
+        """
+        raise NotImplementedError
+
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """features [B, C, n·E] of committed tokens at `positions [B, C]` -> k, v [L, B, C, Hkv, D] for the pages."""
         raise NotImplementedError
-
-
-def drafted_slots(hidden: Tensor, blocks: Tensor) -> Tensor:
-    """Hidden states [B, K·G, E] of all rows -> [B, K, G-1, E] of the slots after the anchors.
-
-    Contiguous: on a view PyTorch multiplies batch by batch, 60 times slower in bf16 on a CPU.
-    """
-    return hidden.view(*blocks.shape, -1)[:, :, 1:].contiguous()

@@ -7,14 +7,18 @@ layers behind the target's pass, over the same keys and values. Anchored heads h
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
-from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Rows
+
+if TYPE_CHECKING:
+    from d2sd.modeling.drafters.flexdraft import FlexHead
 
 # Shape letters: B requests, N nodes, G block size γ, E hidden, Hq/Hkv heads, D head size.
 
@@ -26,7 +30,6 @@ def verify_and_draft(
 
     `pool` has the target's pages.
     """
-    assert not head.config.anchored
     out: DecoderOutput = target(tokens, rows, pool, aux_layer_ids)
     split, count, size = head.config.split_layer, tokens.shape[1], head.config.block_size
     behind = rows_behind(rows, size)

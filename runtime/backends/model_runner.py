@@ -42,6 +42,7 @@ class Verified:
 
     logits: Tensor  # [B, N, V]: fp32, or the head's own type where kernels choose the tokens
     rows: DecoderOutput
+    behind: Tensor | None = None  # [B, N, G, E], hidden states that a drafter made behind every node
 
 
 class ModelRunner:
@@ -128,7 +129,7 @@ class ModelRunner:
         """One block per request: [B, S, M] with M = `width`."""
         masks = self._masks[role].expand(len(batch.anchor), 1, -1)
         logits = self._draft(role, batch, torch.cat([batch.anchor[:, None, None], masks], dim=-1))
-        draft = self.candidates(role, batch.context_len, batch.sampling, logits, width)
+        draft = self._candidates(role, batch.context_len, batch.sampling, logits, width)
         return Draft(draft.tokens[:, 0], draft.logprob[:, 0])
 
     @torch.inference_mode()
@@ -137,17 +138,34 @@ class ModelRunner:
         drafter = self.drafters[role]
         blocks = trees.restart_blocks(branches, batch.anchor, drafter.mask_token_id)
         logits = trees.mask_rejected(branches, self._draft(role, batch, blocks), drafter.draft_ids)
-        return self.candidates(role, batch.context_len, batch.sampling, logits, width)
+        return self._candidates(role, batch.context_len, batch.sampling, logits, width)
 
     @torch.inference_mode()
-    def verify(self, batch: Batch, tree: Tree) -> Verified:
-        """The target over all nodes."""
-        out: DecoderOutput = self.target(tree.tokens, tree_rows(batch, tree), self.target_pool, self.aux_layer_ids)
-        return Verified(self.node_logits(out.hidden), out)
+    def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
+        """The target over all nodes; in the same pass the drafter `ahead` drafts behind each of them."""
+        where = tree.tokens, _rows(batch, tree), self.target_pool, self.aux_layer_ids
+        out: DecoderOutput
+        if ahead is None:
+            out, behind = self.target(*where), None
+        else:
+            out, behind = self.drafters[ahead].verify_and_draft(self.target, *where)
+        logits = (self.target.raw_logits if choice.reads_any_type(out.hidden) else self.target.logits)(out.hidden)
+        return Verified(logits, out, behind)
 
-    def node_logits(self, hidden: Tensor) -> Tensor:
-        """`Verified.logits` of hidden states [B, N, E]."""
-        return (self.target.raw_logits if choice.reads_any_type(hidden) else self.target.logits)(hidden)
+    @torch.inference_mode()
+    def draft_ahead(
+        self, batch: Batch, verified: Verified, accepted: Accepted, role: DrafterRole | None, width: int
+    ) -> Draft | None:
+        """The next step's block per request [B, S, M], from behind the last accepted node; None without a `role`."""
+        if role is None or verified.behind is None:
+            return None
+        of_rows, last = torch.arange(len(batch.anchor), device=batch.anchor.device), accepted.count - 1
+        hidden = verified.behind[of_rows, accepted.path[of_rows, last]][:, None]
+        # an id below 0, at which the request has ended, is no row of the table; there any row will do
+        anchor = accepted.tokens[of_rows, last].clamp(min=0)
+        logits = self.drafters[role].logits(hidden, anchor[:, None], self._tables[role])
+        draft = self._candidates(role, batch.context_len + accepted.count, batch.sampling, logits, width)
+        return Draft(draft.tokens[:, 0], draft.logprob[:, 0])
 
     @torch.inference_mode()
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
@@ -197,20 +215,15 @@ class ModelRunner:
             self._slots, self._same_block = number % self.block_size, block[:, None] == block
         return self._slots[:rows], self._same_block[:rows, :rows]
 
-    def candidates(
+    def _candidates(
         self, role: DrafterRole, context_len: Tensor, sampling: Sampling, logits: Tensor, width: int
     ) -> Draft:
-        """logits [B, K, S, V or Vd] of a drafter, behind `context_len [B]` tokens -> [B, K, S, M]."""
         ids = self.drafters[role].draft_ids
         return candidates(logits, context_len, sampling, min(width, self._widest), ids)
 
     def width(self, most: int) -> int:
         """Candidates that every slot of a draft has, if a policy takes up to `most`."""
         return min(most, self._widest)
-
-    def tables(self, role: DrafterRole) -> Tables:
-        """The target's embedding, and its head over the drafter's vocabulary."""
-        return self._tables[role]
 
     def _draft_tables(self) -> dict[DrafterRole, Tables]:
         """Drafters with the same draft vocabulary share a head."""
@@ -225,8 +238,7 @@ class ModelRunner:
         }
 
 
-def tree_rows(batch: Batch, tree: Tree) -> Rows:
-    """The rows of the target's pass over a tree."""
+def _rows(batch: Batch, tree: Tree) -> Rows:
     return Rows(batch.context_len[:, None] + tree.depth, tree.attn_mask, batch.page_table, batch.context_len)
 
 

@@ -24,18 +24,17 @@ import torch
 from d2sd.errors import RecipeError
 from d2sd.plugins import trees
 from d2sd.plugins.choice import WIDTH
-from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
+from d2sd.plugins.trees import Branches, Draft, Tree
 from d2sd.policies import FACTS, MAX_NODES, DrafterRole, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sequence import Sequence as DecodingSequence
-from d2sd.runtime.speculation import flex_parallel
 from d2sd.runtime.speculation.carried import carried_draft
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from d2sd.runtime.backends.model_runner import ModelRunner, Verified
+    from d2sd.runtime.backends.model_runner import ModelRunner
 
 #: Node budgets that `auto` compares: throughput is flat around the optimum. A tile of the CPU kernels has twelve rows.
 AUTO_SIZES = (4, 8, 12, 16, 24, 32, 64)
@@ -74,6 +73,11 @@ class Policy:
         return FACTS[self.name].drafters
 
     @property
+    def drafts_ahead(self) -> DrafterRole | None:
+        """The drafter that drafts for the next step in the pass that verifies; None: none does."""
+        return self.first_drafter if self.first_pass is FirstPass.CARRIED else None
+
+    @property
     def drafts_on_host(self) -> bool:
         """Whether the first draft is made on the host, by `host_draft`."""
         return self.first_pass in (FirstPass.PROMPT_LOOKUP, FirstPass.CARRIED)
@@ -91,14 +95,6 @@ class Policy:
     def host_draft(self, runner: ModelRunner, sequences: Sequence[DecodingSequence], batch_size: int) -> Draft:
         """The first draft [B, S, M] of policies whose host makes it; rows that pad the batch propose nothing."""
         raise NotImplementedError
-
-    def verify(self, runner: ModelRunner, batch: Batch, tree: Tree) -> Verified:
-        """The target's pass over the tree."""
-        return runner.verify(batch, tree)
-
-    def draft_ahead(self, runner: ModelRunner, batch: Batch, verified: Verified, accepted: Accepted) -> Draft | None:
-        """The first draft of the next step, if this step makes it."""
-        return None
 
     def branches(self, batch: Batch, first: Draft) -> Branches:
         """Restart points of the second pass; only for policies that have one."""
@@ -233,13 +229,6 @@ class FlexParallel(_Chained):
     def host_draft(self, runner: ModelRunner, sequences: Sequence[DecodingSequence], batch_size: int) -> Draft:
         rows = [one.next_draft for one in sequences]
         return carried_draft(rows, runner.block_size - 1, runner.width(WIDTH), batch_size)
-
-    def verify(self, runner: ModelRunner, batch: Batch, tree: Tree) -> Verified:
-        return flex_parallel.verify(runner, batch, tree)
-
-    def draft_ahead(self, runner: ModelRunner, batch: Batch, verified: Verified, accepted: Accepted) -> Draft | None:
-        assert isinstance(verified, flex_parallel.VerifiedAhead)
-        return flex_parallel.draft_ahead(runner, batch, verified, accepted)
 
 
 _POLICIES: dict[PolicyName, type[Policy]] = {

@@ -44,6 +44,7 @@ from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.carried import carried_draft
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from d2sd.runtime.speculation.prompt_lookup import lookup_draft
+from tests.tiny import runner_of
 
 BLOCK, BRANCHES, NODES, VOCABULARY = 16, 4, 64, 512
 
@@ -145,7 +146,7 @@ def runner(
     finally:
         torch.set_default_dtype(torch.float32)
     head.join(target)
-    return ModelRunner(*(models if drafters else (target,)), flex=head if flex else None, exact=exact)
+    return runner_of(*(models if drafters else (target,)), flex=head if flex else None, exact=exact)
 
 
 def batch_of(size: int, kinds: tuple[SamplingParams, ...]) -> Batch:

@@ -27,7 +27,7 @@ from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.text import Decode
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.oracle import plain_text
-from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
 BLOCK, BRANCHES, BUDGET = 5, 3, 14
 
@@ -96,8 +96,7 @@ def cheater(requests: SequenceOf[Request], *, first_errors: float = 0.3, second_
 
 
 def honest() -> ModelRunner:
-    target, first, second, flex = copies()
-    return ModelRunner(target, first, second, flex=flex)
+    return runner_of(*copies())
 
 
 def make_engine(
@@ -198,7 +197,7 @@ def check_pages(runner: ModelRunner, table: Tensor, tokens: list[int]) -> None:
     """All pools hold what one pass over `tokens` from nothing gives."""
     sync_drafters(runner)
     target, *drafters, _ = models()
-    out = target.full_pass(torch.tensor([tokens]), aux_layer_ids=runner._aux_layer_ids)
+    out = target.full_pass(torch.tensor([tokens]), aux_layer_ids=runner.aux_layer_ids)
     k, v = committed(runner.pools[0], table, len(tokens))
     torch.testing.assert_close(k, out.k[:, 0], atol=1e-4, rtol=0)
     torch.testing.assert_close(v, out.v[:, 0], atol=1e-4, rtol=0)

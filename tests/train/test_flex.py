@@ -13,7 +13,6 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Rows
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.speculation.policy import make_policy
@@ -25,7 +24,7 @@ from d2sd.train.init_from_target import flex_head
 from d2sd.train.loop import Trainer
 from d2sd.train.objectives.loss import flex_hidden
 from d2sd.train_recipe import FlexGeometry
-from tests.tiny import feed, greedy_text, pool_for, random_tokens, tiny_decoder, tiny_flex
+from tests.tiny import feed, greedy_text, pool_for, random_tokens, runner_of, tiny_decoder, tiny_flex
 from tests.train.helpers import BLOCK, settings
 
 LAYERS = 2
@@ -59,7 +58,7 @@ def fresh(decoder: Decoder, *, anchored: bool = False) -> FlexHead:
 def share_of_blocks(decoder: Decoder, head: FlexHead, known: list[Response]) -> float:
     """Accepted drafts over drafted ones, served greedily; the last step of an answer is cut by its length."""
     target, flex = deepcopy((decoder, head))
-    runner = ModelRunner(target, flex=flex)
+    runner = runner_of(target, flex=flex)
     policy = make_policy("flex", block_size=BLOCK, branches=1, row_budget=BLOCK)
     engine = Engine(runner, policy, Limits(max_batch=4, max_context=32, page_size=4, prefill_chunk=16))
     done = engine.generate(Request(tuple(one.prompt_ids), len(one.response_ids)) for one in known)

@@ -24,7 +24,7 @@ from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from tests.modeling.test_fp8 import fp8_decoder
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET
-from tests.tiny import in_fp8, random_tokens, tiny_drafter, tiny_flex
+from tests.tiny import in_fp8, random_tokens, runner_of, tiny_drafter, tiny_flex
 
 pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
 pytestmark = [pytest.mark.export, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -40,7 +40,7 @@ def executor_of(folder: Path, target: Decoder, *drafters: Drafter, flex: FlexHea
         graphs.append(GraphDrafter(drafter, OnnxSession(folder / f"{place}.onnx"), PAGE))
     export_flex(flex, PAGE, folder / "flex.onnx")
     head = GraphFlex(flex, OnnxSession(folder / "flex.onnx"))
-    return ModelRunner(GraphDecoder(target, aux_layer_ids, OnnxSession(folder / "target.onnx")), *graphs, flex=head)
+    return runner_of(GraphDecoder(target, aux_layer_ids, OnnxSession(folder / "target.onnx")), *graphs, flex=head)
 
 
 def engine_of(runner: ModelRunner, name: PolicyName) -> Engine:
@@ -61,7 +61,7 @@ def test_an_fp8_graph_multiplies_the_numbers_of_the_emulation(tmp_path: Path) ->
     prompts = random_tokens(target, 6, 5, seed=3).tolist()
     requests = [Request(tuple(prompt), 12, SamplingParams()) for prompt in prompts]
     plain, drafts = deepcopy((target, head))
-    alone = ModelRunner(plain, deepcopy(first), deepcopy(second), flex=drafts)
+    alone = runner_of(plain, deepcopy(first), deepcopy(second), flex=drafts)
     expected = [s.answer for s in engine_of(alone, "off").generate(requests)]
     for policy in ("hybrid", "flex"):
         found, emulated = (engine_of(one, policy).generate(requests) for one in (runner, alone))

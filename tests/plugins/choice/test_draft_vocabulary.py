@@ -26,6 +26,7 @@ from tests.runtime.cuda_graphs import test_capture as test_capturable
 from tests.runtime.cuda_graphs.test_capture import HOT, check_same, layers_of_pytorch, record, running  # noqa: F401, a fixture
 from tests.runtime.helpers import BLOCK, BRANCHES, STEADY, copies, expected, plain, some_requests
 from tests.runtime.test_lossless import DRAFTING, WAYS
+from tests.tiny import runner_of
 
 Ids = tuple[int, ...] | None
 
@@ -199,7 +200,7 @@ def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> No
     batch = replace(batch, sampling=Sampling.of([params] * len(TEXTS), whole.vocab_size, "cpu"))
     vocabularies = IDS, IDS[::2]
     target, *drafters, _ = copies()
-    small = ModelRunner(target, *map(narrowed, drafters, vocabularies))
+    small = runner_of(target, *map(narrowed, drafters, vocabularies))
     small._target_pool, small._pools, small.context = whole._target_pool, whole._pools, whole.context
     width = len(IDS[::2])
 
@@ -227,6 +228,6 @@ def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> No
 def test_nothing_is_read_back(policy: PolicyName, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with vocabularies can be captured in a graph like any other."""
     target, first, second, flex = copies()
-    made = ModelRunner(target, narrowed(first, IDS), narrowed(second, frequent(24)), flex=flex)
+    made = runner_of(target, narrowed(first, IDS), narrowed(second, frequent(24)), flex=flex)
     monkeypatch.setattr(test_capturable, "honest", lambda: made)
     check_same(record(running(policy, HOT, SamplingParams()), 3))

@@ -22,7 +22,7 @@ from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.policy import make_policy
 from tests.modeling.test_flex import reference as flex_reference
 from tests.runtime.helpers import BLOCK, check_pages, choices, copies, honest, models, poison, sync_drafters
-from tests.tiny import full_logits, tiny_drafter
+from tests.tiny import full_logits, runner_of, tiny_drafter
 
 PAGE = 4
 TEXTS = [[5, 9, 1, 33, 20, 7, 41, 8, 2], [60, 3], [11, 12, 13, 14, 15, 16]]  # the last token is the anchor
@@ -351,9 +351,9 @@ def test_sampled_drafts_follow_the_noise_of_their_positions(ready: tuple[ModelRu
 def test_drafters_go_in_order() -> None:
     target, _, second, _ = copies()
     with pytest.raises(AssertionError):
-        ModelRunner(target, None, second)
-    assert ModelRunner(target).block_size == 1
-    assert ModelRunner(target, block_size=6).block_size == 6
+        runner_of(target, None, second)
+    assert runner_of(target).block_size == 1
+    assert runner_of(target, block_size=6).block_size == 6
 
 
 @pytest.mark.parametrize("field", ["block_size", "target_layer_ids"])
@@ -362,5 +362,5 @@ def test_drafters_that_do_not_fit_each_other(field: str) -> None:
     other = {"block_size": 7, "target_layer_ids": (1,)}[field]
     second = tiny_drafter(target.config, role="variable_prefix", **{"block_size": BLOCK, field: other})  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=field) as caught:
-        ModelRunner(target, first, second)
+        runner_of(target, first, second)
     assert caught.value.found == other

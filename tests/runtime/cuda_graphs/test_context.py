@@ -24,7 +24,7 @@ from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, check_pages, copies, expected, make_engine
 from tests.runtime.recorded_graphs import RecordedGraphs
-from tests.tiny import tiny_decoder, tiny_drafter
+from tests.tiny import runner_of, tiny_decoder, tiny_drafter
 
 WIDTH, PAGES = 3, 5
 
@@ -198,7 +198,7 @@ def left(positions: SequenceOf[int], page: int) -> CommittedRows:
 
 
 def runner_with_pages() -> ModelRunner:
-    runner = ModelRunner(*copies()[:3])
+    runner = runner_of(*copies()[:3])
     runner.allocate(8, 4)
     return runner
 

@@ -114,8 +114,8 @@ def test_requests_and_rows_do_not_mix(name: PolicyName, made: Passes, budget: in
         ("d2sd", 2, FirstPass.DRAFTER, 1, 1, 2, 9),
         ("ddtree", 1, FirstPass.DRAFTER, None, WIDTH, 0, 64),
         ("hybrid", 2, FirstPass.DRAFTER, 1, WIDTH, 2, 64),
-        ("flex", 0, FirstPass.FLEX, None, 1, 0, 4),
-        ("flex_tree", 0, FirstPass.FLEX, None, WIDTH, 0, 64),
+        ("flex", 0, FirstPass.DRAFTER, None, 1, 0, 4),
+        ("flex_tree", 0, FirstPass.DRAFTER, None, WIDTH, 0, 64),
         ("flex_parallel", 0, FirstPass.CARRIED, None, 16, 0, 4),
     ],
 )
@@ -124,7 +124,7 @@ def test_static_facts(
 ) -> None:
     """Merged trees have no more rows than their candidates can fill; grown ones take all they are given."""
     policy = make_policy(name, block_size=4, branches=2, row_budget=64)
-    assert (policy.name, len(policy.required_drafters), policy.first_pass, policy.second_pass) == (
+    assert (policy.name, len(policy.drafters), policy.first_pass, policy.second_pass) == (
         name,
         drafters,
         first,

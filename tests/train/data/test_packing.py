@@ -15,7 +15,6 @@ from torch import Tensor
 
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.layers import Attend
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
@@ -23,7 +22,7 @@ from d2sd.train.data.features import TrainingSequence
 from d2sd.train.data.packing import Packed, attend_packed, draw_anchors, pack_blocks
 from d2sd.train.flex_attention import attend_flex, packed_mask
 from d2sd.train.objectives.loss import block_hidden
-from tests.tiny import random_tokens, tiny_decoder, tiny_drafter
+from tests.tiny import random_tokens, runner_of, tiny_decoder, tiny_drafter
 from tests.train.helpers import BLOCK
 
 # Shape letters: B sequences, A blocks of each, G block size γ, S tokens, Hq/Hkv heads, D head size.
@@ -248,7 +247,7 @@ def test_training_forward_equals_the_serving_executor(which: int, anchor: int) -
     hidden = block_hidden(drafter, EMBEDDING, packed, visible[None])[0]
     trained = TARGET.logits(hidden[:, 1:])  # [A, G-1, V]
 
-    runner = ModelRunner(deepcopy(TARGET), deepcopy(DRAFTER), deepcopy(second))  # it may repack weights
+    runner = runner_of(deepcopy(TARGET), deepcopy(DRAFTER), deepcopy(second))  # it may repack weights
     runner.allocate(pages=6, page_size=4)
     page_table, nothing = torch.tensor([[5, 2, 4, 1]]), torch.tensor([0])
     if anchor:
