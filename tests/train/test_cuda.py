@@ -10,7 +10,7 @@ from torch import Tensor
 
 from d2sd.train.data.features import online_features
 from d2sd.train.data.packing import attend_packed
-from d2sd.train.flex_attention import attend_flex
+from d2sd.train.sparse_attention import attend_flex
 from d2sd.train.loop import Trainer
 from tests.tiny import tiny_decoder, tiny_drafter
 from tests.train.helpers import TAPS, greedy_responses, new_drafter, settings, target

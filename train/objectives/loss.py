@@ -13,7 +13,7 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.train.data.packing import Packed, attend_packed
 from d2sd.train.data.prefixes import first_errors
-from d2sd.train.flex_attention import attend_flex
+from d2sd.train.sparse_attention import attend_flex
 from d2sd.train.objectives.head import Added, Head, HeadStats, head_stats_fused
 from d2sd.train.objectives.terms import objective
 from d2sd.train_recipe import Objective

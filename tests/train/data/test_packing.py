@@ -20,7 +20,7 @@ from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.train.data.features import TrainingSequence
 from d2sd.train.data.packing import Packed, attend_packed, draw_anchors, pack_blocks
-from d2sd.train.flex_attention import attend_flex, packed_mask
+from d2sd.train.sparse_attention import attend_flex, packed_mask
 from d2sd.train.objectives.loss import block_hidden
 from tests.tiny import random_tokens, runner_of, tiny_decoder, tiny_drafter
 from tests.train.helpers import BLOCK
