@@ -10,7 +10,7 @@ from torch import Tensor
 
 from d2sd.train.data.features import online_features
 from d2sd.train.data.packing import attend_packed
-from d2sd.train.sparse_attention import attend_flex
+from d2sd.train.sparse_attention import attend_sparse
 from d2sd.train.loop import Trainer
 from tests.tiny import tiny_decoder, tiny_drafter
 from tests.train.helpers import TAPS, greedy_responses, new_drafter, settings, target
@@ -36,7 +36,7 @@ def test_flex_gives_the_plain_paths_states_and_gradients(length: int, dtype: tor
         gradients = torch.autograd.grad(hidden.float().square().sum(), list(drafter.parameters()))
         return hidden.float().detach(), [gradient.float() for gradient in gradients]
 
-    (plain, slopes), (fused, others) = out(attend_packed), out(attend_flex)
+    (plain, slopes), (fused, others) = out(attend_packed), out(attend_sparse)
     torch.testing.assert_close(fused, plain, rtol=tolerance, atol=tolerance)
     for slope, other in zip(slopes, others, strict=True):
         assert float((slope - other).norm()) <= tolerance * float(slope.norm())

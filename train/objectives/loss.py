@@ -13,7 +13,7 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.train.data.packing import Packed, attend_packed
 from d2sd.train.data.prefixes import first_errors
-from d2sd.train.sparse_attention import attend_flex
+from d2sd.train.sparse_attention import attend_sparse
 from d2sd.train.objectives.head import Added, Head, HeadStats, head_stats_fused
 from d2sd.train.objectives.terms import objective
 from d2sd.train_recipe import Objective
@@ -100,7 +100,7 @@ def block_hidden(drafter: Drafter, embedding: Tensor, packed: Packed, visible: T
     features, embedded = packed.features.float(), F.embedding(tokens, embedding).float()
     scores = tokens.numel() * drafter.config.body.num_heads * (features.shape[1] + tokens.shape[-1])
     fused = features.is_cuda and scores > _SCORES
-    attend = (attend_flex if fused else attend_packed)(drafter, features, packed.positions)
+    attend = (attend_sparse if fused else attend_packed)(drafter, features, packed.positions)
     hidden: Tensor = drafter(embedded.flatten(1, 2), packed.positions.flatten(1), attend)
     return hidden.view(*tokens.shape, -1)
 

@@ -20,7 +20,7 @@ from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.train.data.features import TrainingSequence
 from d2sd.train.data.packing import Packed, attend_packed, draw_anchors, pack_blocks
-from d2sd.train.sparse_attention import attend_flex, packed_mask
+from d2sd.train.sparse_attention import attend_sparse, packed_mask
 from d2sd.train.objectives.loss import block_hidden
 from tests.tiny import random_tokens, runner_of, tiny_decoder, tiny_drafter
 from tests.train.helpers import BLOCK
@@ -129,7 +129,7 @@ def random_rows(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @UNCOMPILED
-@pytest.mark.parametrize("way", [attend_packed, attend_flex], ids=["packed", "flex"])
+@pytest.mark.parametrize("way", [attend_packed, attend_sparse], ids=["packed", "sparse"])
 def test_attention_equals_loops_over_the_drawn_mask(way: Way) -> None:
     """Two sequences of unequal length, each by itself; the padded block reads its own rows alone."""
     packed, body = packed_pair(), DRAFTER.config.body
@@ -215,16 +215,16 @@ def test_gradients_reach_the_fusion_through_the_context() -> None:
 
 
 @UNCOMPILED
-def test_flex_gives_the_same_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_attention_gives_the_same_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through every layer, masks and padding included. Values only: on a CPU the operator has no backward pass."""
     packed = packed_pair()
     with torch.no_grad():
         expected = hidden_of(packed, 2)
-        monkeypatch.setattr("d2sd.train.objectives.loss.attend_packed", attend_flex)
+        monkeypatch.setattr("d2sd.train.objectives.loss.attend_packed", attend_sparse)
         torch.testing.assert_close(hidden_of(packed, 2), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_flex_skips_what_no_row_reads() -> None:
+def test_sparse_attention_skips_what_no_row_reads() -> None:
     """Tiles of 128 × 128 of which the mask hides everything: 4 blocks of 128 slots, whose context ends by token 256."""
     positions = torch.tensor([0, 100, 200, 256])[None, :, None] + torch.arange(128)
     mask = packed_mask(positions, 512)
