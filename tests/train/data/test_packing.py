@@ -20,8 +20,8 @@ from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.train.data.features import TrainingSequence
 from d2sd.train.data.packing import Packed, attend_packed, draw_anchors, pack_blocks
+from d2sd.train.dflash import block_hidden
 from d2sd.train.sparse_attention import attend_sparse, packed_mask
-from d2sd.train.objectives.loss import block_hidden
 from tests.tiny import random_tokens, runner_of, tiny_decoder, tiny_drafter
 from tests.train.helpers import BLOCK
 
@@ -220,7 +220,7 @@ def test_sparse_attention_gives_the_same_hidden_states(monkeypatch: pytest.Monke
     packed = packed_pair()
     with torch.no_grad():
         expected = hidden_of(packed, 2)
-        monkeypatch.setattr("d2sd.train.objectives.loss.attend_packed", attend_sparse)
+        monkeypatch.setattr("d2sd.train.dflash.attend_packed", attend_sparse)
         torch.testing.assert_close(hidden_of(packed, 2), expected, rtol=1e-5, atol=1e-5)
 
 

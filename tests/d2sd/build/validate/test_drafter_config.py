@@ -35,7 +35,7 @@ from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.responses import Response
-from d2sd.train.init_from_target import first_drafter
+from d2sd.train.dflash import first_drafter
 from d2sd.train.loop import Trainer
 from d2sd.train_recipe import Geometry
 from tests.convert.helpers import edit_json, tree_bytes, write_project, write_target_dir

@@ -20,9 +20,8 @@ from d2sd.runtime.stats import mean_tau
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import pack_blocks
 from d2sd.train.data.responses import Response
-from d2sd.train.init_from_target import flex_head
+from d2sd.train.flexdraft import flex_added, flex_head, flex_hidden
 from d2sd.train.loop import Trainer
-from d2sd.train.objectives.loss import flex_hidden
 from d2sd.train_recipe import FlexGeometry
 from tests.tiny import feed, greedy_text, pool_for, random_tokens, runner_of, tiny_decoder, tiny_flex
 from tests.train.helpers import BLOCK, settings
@@ -75,7 +74,9 @@ def test_training_computes_what_is_served(anchored: bool) -> None:
     data = features(decoder, known)
     anchors = [torch.tensor([0, 4, 11]), torch.tensor([3, 8])]
     packed = pack_blocks([data[0], data[1]], anchors, BLOCK)
-    hidden, inner = flex_hidden(head, decoder.embed_tokens.weight, packed)
+    table = decoder.embed_tokens.weight
+    hidden = flex_hidden(head, table, packed, torch.ones(packed.tokens.shape[:2]))
+    trained = flex_added(head, hidden, table, packed).logits(torch.float32)
     for row, starts in enumerate(anchors):
         text = torch.tensor([known[row].prompt_ids + known[row].response_ids])
         for block, anchor in enumerate(starts.tolist()):
@@ -89,7 +90,7 @@ def test_training_computes_what_is_served(anchored: bool) -> None:
             served = head.draft(x, rows, KVPool.from_layer(pool, head.config.split_layer))
             torch.testing.assert_close(hidden[row, block], served[0], atol=1e-4, rtol=0)
             added = head.calibrate(served[0], decoder.embed_tokens(text[0, anchor]))
-            torch.testing.assert_close(head.calibration.outer(inner[row, block]), added, atol=1e-4, rtol=0)
+            torch.testing.assert_close(trained[row, block], added, atol=1e-4, rtol=0)
 
 
 def test_the_first_head_is_the_targets_attention() -> None:
