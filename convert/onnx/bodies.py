@@ -6,8 +6,7 @@ inputs, one per layer; K/V of the new rows are outputs, which the runtime commit
     target    embedded, positions, attn_mask, page_table, context_len, pages      -> hidden, features, k, v
     drafter   the same, and features, feature_positions, feature_len of context
               not yet written to the pages                                      -> hidden, k, v of that context
-    FlexDraft positions, attn_mask, page_table, context_len, and the pages of the
-              target's last layers                                              -> hidden of mask rows
+              one that reads the target's pages has no features                 -> hidden
 """
 
 from __future__ import annotations

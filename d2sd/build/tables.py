@@ -65,17 +65,11 @@ def show_manifest(bundle: Path, manifest: Manifest) -> None:
     _line("files", f"{len(sizes)}, every hash verified")
     _settings(manifest.recipe)
     table = Table("model", "parameters", "on disk")
-    models = {
-        "target": manifest.target,
-        "drafter_first": manifest.first,
-        "drafter_second": manifest.second,
-        "drafter_flex": manifest.flex,
-    }
+    models = {"target": manifest.target} | {f"drafter_{name}": model for name, model in manifest.drafters.items()}
     for name, model in models.items():
-        if model is not None:
-            _line(name, ", ".join(f"{k} {v}" for k, v in model.model_dump(exclude={"parameters"}).items()))
-            size = sum(count for file, count in sizes.items() if file.startswith(f"{name}/"))
-            table.add_row(name, f"{model.parameters:,}", size_text(size))
+        _line(name, ", ".join(f"{k} {v}" for k, v in model.model_dump(exclude={"parameters"}).items()))
+        size = sum(count for file, count in sizes.items() if file.startswith(f"{name}/"))
+        table.add_row(name, f"{model.parameters:,}", size_text(size))
     show_table(table)
     if built := manifest.engines:
         plugins = ", ".join(f"{count} in {model}" for model, count in built.plugins.items())

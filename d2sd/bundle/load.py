@@ -9,11 +9,10 @@ from typing import Any
 from d2sd.bundle.files import verify_files
 from d2sd.calibration import NAME as CALIBRATION_NAME
 from d2sd.calibration import CalibrationFile, load_calibration
-from d2sd.convert.checkpoint.drafter import load_drafter
-from d2sd.convert.checkpoint.flex import load_flex
 from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.convert.checkpoint.target import load_target, stop_tokens
 from d2sd.convert.checkpoint.weights import DTYPES
+from d2sd.convert.kinds import kind_of
 from d2sd.manifest import Manifest, load_manifest
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftModel
@@ -31,7 +30,7 @@ class Bundle:
     path: Path
     manifest: Manifest
     target: Decoder
-    drafters: dict[DrafterRole, DraftModel]  # in the order of their roles; those that join the target have joined it
+    drafters: dict[DrafterRole, DraftModel]  # in the order of their roles; attached to the target
     tokenizer: Any  # a transformers tokenizer with its chat template
     stop_token_ids: tuple[int, ...]
     calibration: CalibrationFile | None
@@ -55,11 +54,9 @@ def assemble(path: Path, manifest: Manifest) -> Bundle:
     target = load_target(path / "target", dtype)
     drafters: dict[DrafterRole, DraftModel] = {}
     for role in manifest.recipe.drafters.sources:
-        if role is DrafterRole.FLEX:
-            drafters[role] = flex = load_flex(path / role.folder, dtype)
-            flex.join(target)
-        else:
-            drafters[role] = load_drafter(path / role.folder, dtype)
+        kind = kind_of(role)
+        drafters[role] = kind.load(path / role.folder, dtype)
+        kind.attach(drafters[role], target)
     return Bundle(
         path=path,
         manifest=manifest,

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from d2sd.convert.checkpoint.flex import flex_linears
-from d2sd.convert.onnx.export import export_drafter, export_flex, export_target
+from d2sd.convert.kinds import FLEXDRAFT, kind_of
+from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import linear_names
-from d2sd.policies import PolicyName
-from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, GraphFlex, OnnxSession
+from d2sd.policies import DrafterRole, PolicyName
+from d2sd.runtime.backends.exported import GraphDecoder, OnnxSession, graph_drafter
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request, SamplingParams
@@ -31,16 +30,16 @@ pytestmark = [pytest.mark.export, pytest.mark.slow, pytest.mark.timeout(300)]
 PAGE = 4
 
 
-def executor_of(folder: Path, target: Decoder, *drafters: Drafter, flex: FlexHead) -> ModelRunner:
-    aux_layer_ids = drafters[0].config.target_layer_ids
+def executor_of(folder: Path, target: Decoder, *drafters: DraftModel) -> ModelRunner:
+    """By graphs of all models, the drafters in the order of their roles."""
+    aux_layer_ids, dtype = drafters[0].config.target_layer_ids, target.embed_tokens.weight.dtype
     export_target(target, aux_layer_ids, PAGE, folder / "target.onnx")
     graphs = []
-    for place, drafter in enumerate(drafters):
-        export_drafter(drafter, PAGE, folder / f"{place}.onnx")
-        graphs.append(GraphDrafter(drafter, OnnxSession(folder / f"{place}.onnx"), PAGE))
-    export_flex(flex, PAGE, folder / "flex.onnx")
-    head = GraphFlex(flex, OnnxSession(folder / "flex.onnx"))
-    return runner_of(GraphDecoder(target, aux_layer_ids, OnnxSession(folder / "target.onnx")), *graphs, flex=head)
+    for role, drafter in zip(DrafterRole, drafters, strict=True):
+        file = folder / f"{role.folder}.onnx"
+        export_drafter(kind_of(role).graph_body(drafter), drafter.config, dtype, PAGE, file)
+        graphs.append(graph_drafter(drafter, OnnxSession(file), PAGE))
+    return runner_of(GraphDecoder(target, aux_layer_ids, OnnxSession(folder / "target.onnx")), *graphs)
 
 
 def engine_of(runner: ModelRunner, name: PolicyName) -> Engine:
@@ -55,9 +54,9 @@ def test_an_fp8_graph_multiplies_the_numbers_of_the_emulation(tmp_path: Path) ->
     first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
     second = tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
     first, second = (in_fp8(drafter, linear_names(drafter)) for drafter in (first, second))
-    head = in_fp8(tiny_flex(target, block_size=BLOCK, anchored=True), flex_linears(tiny_flex(target)))
+    head = in_fp8(tiny_flex(target, block_size=BLOCK, anchored=True), FLEXDRAFT.fp8_layers(tiny_flex(target)))
     head.join(target)
-    runner = executor_of(tmp_path, target, first, second, flex=head)
+    runner = executor_of(tmp_path, target, first, second, head)
     prompts = random_tokens(target, 6, 5, seed=3).tolist()
     requests = [Request(tuple(prompt), 12, SamplingParams()) for prompt in prompts]
     plain, drafts = deepcopy((target, head))

@@ -25,11 +25,12 @@ from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.cli.build import build
 from d2sd.cli.inspect import inspect
-from d2sd.convert.checkpoint.drafter import write_drafter
+from d2sd.convert.kinds import DFLASH
 from d2sd.errors import BuildError
 from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.policies import DrafterRole
 from d2sd.prompts import read_prompts
 from d2sd.runtime.request import SamplingParams
 from d2sd.runtime.sequence import Sequence
@@ -84,7 +85,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, (name, role) in enumerate(ROLES.items()):
         shutil.rmtree(folder / name)
         drafter = learnt(folder.with_name(f"training {name}"), seed)
-        write_drafter(folder / name, replace(drafter.config, **role), drafter.state_dict())
+        DFLASH.write(folder / name, replace(drafter.config, **role), drafter.state_dict())
     told = [{"id": a.id, "turns": [" ".join(f"w{token}" for token in a.prompt_ids)]} for a in answers()]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
     return folder
@@ -209,19 +210,19 @@ def test_from_the_places_of_its_steps_a_served_chain_commits_as_much(project: Pa
     prompts = [text for _, text in read_prompts(project / "prompts.jsonl")]
     requests = [chat_request(bundle, text, SamplingParams(), TOKENS) for text in prompts]
     plain = make_engine(bundle, policy="off").generate(requests)
-    drafters = {name: drafter for name, drafter in (("first", bundle.first), ("second", bundle.second)) if drafter}
-    tried = {name: candidate_configs(drafter.config, bundle.tokenizer)[0] for name, drafter in drafters.items()}
+    drafters = {role: drafter for role, drafter in bundle.drafters.items() if isinstance(drafter, Drafter)}
+    tried = {role: candidate_configs(drafter.config, bundle.tokenizer)[0] for role, drafter in drafters.items()}
     before = [drafter.config for drafter in drafters.values()]
     found = evaluate_configs(bundle, drafters, tried, plain)
     assert [drafter.config for drafter in drafters.values()] == before, "the bundle stays as it was"
     means = []
-    for name, drafter in drafters.items():
-        for reading, guesses in found[name].items():
+    for role, drafter in drafters.items():
+        for reading, guesses in found[role].items():
             drafter.config = replace(drafter.config, target_layer_ids=reading.layer_ids, mask_token_id=reading.mask)
-            alone = make_engine(replace(bundle, first=drafter, second=None), policy="chain")
+            alone = make_engine(replace(bundle, drafters={DrafterRole.FIRST: drafter}), policy="chain")
             lengths = torch.split(guesses.lengths, [len(sequence.answer) for sequence in plain])
             for sequence, ahead in zip(alone.generate(requests), lengths, strict=True):
-                assert steps_over(ahead.tolist()) == sequence.stats.steps, (name, reading)
+                assert steps_over(ahead.tolist()) == sequence.stats.steps, (role, reading)
             means.append(guesses.mean)
     assert len(set(means)) == len(means) == 2 * 4, "no two are alike, so none was taken for another"
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from d2sd.convert.checkpoint.drafter import write_drafter
+from d2sd.convert.kinds import DFLASH
 from d2sd.integrations.trtllm.register import SINGLE_PROCESS
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
@@ -35,7 +35,7 @@ def models(block_size: int = 5, second_layers: int = 3) -> tuple[Decoder, Drafte
 def write_bundle(folder: Path, first: Drafter, second: Drafter) -> Path:
     """The part of a bundle that the module reads."""
     for name, drafter in (("drafter_first", first), ("drafter_second", second)):
-        write_drafter(folder / name, drafter.config, drafter.state_dict())
+        DFLASH.write(folder / name, drafter.config, drafter.state_dict())
     return folder
 
 
