@@ -32,6 +32,7 @@ from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.policies import DrafterRole
 from d2sd.progress import bar
 from d2sd.prompts import read_prompts
 from d2sd.runtime.request import SamplingParams
@@ -119,7 +120,7 @@ class Ablation:
         target = load_bundle(self.work / "target", verify=False)  # engines repack the weights
         dtype = target.target.embed_tokens.weight.dtype
         size = self.recipe.block_size
-        bundle = replace(target, first=as_written(drafter, None, dtype))
+        bundle = replace(target, drafters={DrafterRole.FIRST: as_written(drafter, None, dtype)})
         flight = min(8, self.per_set)
         asked = [
             (key, chat_request(bundle, text, SamplingParams(), self.tokens))

@@ -21,6 +21,7 @@ from d2sd.modeling.config import DecoderConfig, DrafterConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.fp8 import linear_names
+from d2sd.policies import DrafterRole
 from d2sd.recipe import Compute, Recipe, load_recipe
 from tests.tiny import in_fp8, tiny_decoder, tiny_drafter
 
@@ -81,10 +82,10 @@ def test_the_first_layers_of_smollm2(smollm2_bundle: Path, tmp_path: Path) -> No
 def pair(folder: Path) -> tuple[Decoder, Drafter]:
     """SmolLM2 and its first drafter, whose engine the second shares."""
     bundle = load_bundle(folder, verify=False)
-    assert bundle.first is not None
-    assert bundle.second is not None
-    assert str(bundle.second.config) == str(bundle.first.config), "one engine stands for both"
-    return bundle.target, bundle.first
+    first, second = (bundle.drafters[role] for role in (DrafterRole.FIRST, DrafterRole.SECOND))
+    assert isinstance(first, Drafter)
+    assert str(second.config) == str(first.config), "one engine stands for both"
+    return bundle.target, first
 
 
 def build_smollm2(target: Decoder, drafter: Drafter, folder: Path, fp8: bool, compute: Compute) -> None:

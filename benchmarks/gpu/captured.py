@@ -29,7 +29,7 @@ from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.runtime.knowing import Knowing
-from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
 POLICIES: tuple[PolicyName, ...] = ("off", "lookup", "chain", "d2sd", "hybrid", "flex")
 BLOCK, BRANCHES, NODES = 5, 3, 14
@@ -91,7 +91,7 @@ def models() -> tuple[Decoder, Drafter, Drafter, FlexHead]:
 
 def cpu_texts(requests: Sequence[Request]) -> dict[int, list[int]]:
     """Prompt and answer of every request by plain decoding on the CPU, by seed."""
-    engine = Engine(ModelRunner(deepcopy(models()[0]), block_size=BLOCK), _policy("off"), LIMITS)
+    engine = Engine(runner_of(deepcopy(models()[0]), block_size=BLOCK), _policy("off"), LIMITS)
     return {s.request.sampling.seed: s.tokens for s in engine.generate(requests)}
 
 

@@ -21,7 +21,7 @@ from d2sd.bench.fleet.simulate import Fleet, Simulation
 from d2sd.bench.fleet.worker import Stream
 from d2sd.bench.latency import Spread, token_latencies
 from d2sd.bundle.load import Bundle
-from d2sd.bundle.serving import candidate_policies, make_engine
+from d2sd.bundle.serving import auto_policies, candidate_policies, make_engine
 from d2sd.recipe import Policy
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.policy_selector import PolicySelector
@@ -94,9 +94,9 @@ def check(bundle: Bundle, policy: Policy, costs: EngineCosts, concurrency: int, 
 
 def _selector(bundle: Bundle, costs: EngineCosts) -> PolicySelector:
     """Chooses at every batch size what the costs say is served there."""
-    tree, drafters = bundle.recipe.tree, sum(one is not None for one in (bundle.first, bundle.second))
+    tree = bundle.recipe.tree
     names = set(costs.policies) | {"off"}
-    known = [p for p in candidate_policies(tree, drafters, "auto", tree.row_budget) if str(p) in names]
+    known = [p for p in candidate_policies(tree, tree.row_budget, auto_policies(bundle)) if str(p) in names]
     never = 1e9
     seconds = {(one, size): 1.0 if str(one) == name else never for one in known for size, name in costs.served.items()}
     return PolicySelector(known, StepTimes.of(seconds), {})

@@ -116,7 +116,7 @@ def test_mask_rows_equal_the_reference(
         monkeypatch.setattr(library, "available", lambda: False)
     pack(target)
     pack(head, target)
-    assert (head.native is not None) == (compiled and library.available())
+    assert (head.compiled is not None) == (compiled and library.available())
     hidden = drafted(target, head, anchors[:, 0], rows, pool)
     logits = target.logits(hidden[:, 1:]) + head.calibrate(hidden[:, 1:], target.embed_tokens(anchors))
     for row, (states, expected) in enumerate(wanted):

@@ -105,9 +105,9 @@ def test_fp8_layers_and_pages(bias: bool, shared: bool) -> None:
                 linear.weight_scale = torch.tensor(3e-4)
     together = fused(models[0]), fused(models[1])
     for one in together:
-        assert isinstance(one.native, FusedLayers)
+        assert isinstance(one.compiled, FusedLayers)
         assert all(
-            (part.scales is None) == shared for layer in one.native._layers for part in (layer.qkv, layer.gate_up)
+            (part.scales is None) == shared for layer in one.compiled._layers for part in (layer.qkv, layer.gate_up)
         )
     expected, found = outputs(*models), outputs(*together)
     for name, tensor in expected.items():
@@ -147,7 +147,7 @@ def test_a_flexdraft_head_shares_fused_layers(narrow: bool, narrow_head: bool) -
     own = sum(p.nbytes for name, p in head.layers.named_parameters() if name.endswith("proj.weight"))
     expected = drafts(target, head)
     fuse(head, target)
-    assert head.native is None, "its target is not fused"
+    assert head.compiled is None, "its target is not fused"
     modules = [weakref.ref(target.layers[layer]) for layer in (1, 2)]
     fuse(target)
     torch.testing.assert_close(drafts(target, head), expected, atol=within, rtol=within)
@@ -155,7 +155,7 @@ def test_a_flexdraft_head_shares_fused_layers(narrow: bool, narrow_head: bool) -
     assert not len(head.layers)
     gc.collect()
     assert [module() for module in modules] == [None, None], "the target's unfused layers are gone"
-    found, theirs, ours = drafts(target, head), target.native, getattr(head, "native", None)
+    found, theirs, ours = drafts(target, head), target.compiled, getattr(head, "compiled", None)
     torch.testing.assert_close(found, expected, atol=within, rtol=within)
     assert isinstance(theirs, FusedLayers)
     assert isinstance(ours, FusedLayers)
@@ -206,7 +206,7 @@ def test_weights_are_held_once() -> None:
         layers = list(model.layers)
         fuse(model)
         fuse(model)
-        native = model.native
+        native = model.compiled
         assert isinstance(native, FusedLayers)
         assert native.nbytes == weights
         assert not list(native.parameters())
@@ -251,14 +251,14 @@ def test_where_layers_are_fused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert not use()
     model = tiny_decoder()
     fuse(model)
-    assert model.native is None
+    assert model.compiled is None
 
 
 @pytest.mark.usefixtures("anywhere")
 def test_products_of_two_kinds_stay_apart() -> None:
     model = in_fp8(tiny_decoder(), ["layers.1.mlp.up_proj"])
     fuse(model)
-    assert model.native is None
+    assert model.compiled is None
 
 
 class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -409,7 +409,7 @@ def test_a_drafters_layers_share_the_largest_input_scale() -> None:
         linear = layer.get_submodule("self_attn.v_proj")
         assert isinstance(linear, Fp8Linear)
         linear.input_scale = torch.tensor(0.5 * (1 + index))
-    native = fused(drafter).native
+    native = fused(drafter).compiled
     assert isinstance(native, FusedLayers)
     assert {float(layer.qkv.input_scale) for layer in native._layers} == {1.5}  # type: ignore[arg-type]
     assert native._context is not None

@@ -37,6 +37,7 @@ from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request, SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from tests.cuda import guard
+from tests.tiny import runner_of
 
 T = TypeVar("T")
 BLOCK, BRANCHES, NODES, STEPS = 8, 3, 16, 4
@@ -112,8 +113,7 @@ def main(folder: str, *runs: str) -> None:
     torch.zeros = lambda *a, pin_memory=False, **k: zeros(*a, **k)
     for policy, kind in zip(runs[::2], runs[1::2], strict=True):
         with FakeTensorMode(allow_non_fake_inputs=False):
-            *drafting, head = models()
-            runner = model_runner.ModelRunner(*drafting, flex=head)
+            runner = runner_of(*models())
             made = make_policy(policy, block_size=BLOCK, branches=BRANCHES, row_budget=NODES)  # type: ignore[arg-type]
             engine = Engine(runner, made, Limits(4, 256, 16, 64))
             for row in range(3):

@@ -190,7 +190,7 @@ def poison_what_is_given_up(runner: ModelRunner) -> None:
 
 def sync_drafters(runner: ModelRunner) -> None:
     """Bring all drafters' pages up to date, which otherwise waits until they draft."""
-    runner.context.inject(range(runner.drafters))
+    runner.context.inject(runner.drafters)
 
 
 def check_pages(runner: ModelRunner, table: Tensor, tokens: list[int]) -> None:

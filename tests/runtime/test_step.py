@@ -78,7 +78,7 @@ ASKED: dict[PolicyName, list[tuple[str, int, int]]] = {
     "hybrid": [("first", 0, WIDTH), ("second", 1, WIDTH)],
     "flex": [("first", 2, 1)],
     "flex_tree": [("first", 2, WIDTH)],
-    "flex_parallel": [("behind", 0, WIDTH)],
+    "flex_parallel": [("ahead", 2, WIDTH)],
 }
 
 

@@ -17,7 +17,7 @@ from d2sd.runtime.drafting import context as module
 from d2sd.runtime.request import Request, SamplingParams
 from d2sd.runtime.speculation.policy import Chain, Policy
 from tests.runtime.helpers import BLOCK, check_pages, copies, expected, make_engine, some_requests, sync_drafters
-from tests.tiny import runner_of
+from tests.tiny import prepared, runner_of
 
 
 class Eager(ModelRunner):
@@ -30,7 +30,7 @@ class Eager(ModelRunner):
 
 def owed(runner: ModelRunner) -> list[int]:
     """Rows owed to each drafter, without padding and what was dropped. The queues stay as they are."""
-    copied = [copy(debts) for debts in runner.context._queues]
+    copied = [copy(debts) for debts in runner.context._queues.values()]
     for debts in copied:
         debts.compact()
     return [debts.rows for debts in copied]
@@ -55,7 +55,7 @@ def test_pages_hold_what_they_would_had_it_been_paid_at_once(policy: PolicyName,
         if requests and step % 2 == 0:
             sequences.append(engine.submit(requests.pop(0)))
         engine.step()
-        most = max(most, *runner.context.pending_rows)
+        most = max(most, *runner.context.pending_rows.values())
         for sequence in engine.scheduler.running:
             for page in sequence.pages:
                 request_keys.setdefault(page, set()).add(sequence.id)
@@ -94,7 +94,7 @@ def test_a_drafter_finds_everything_when_its_turn_comes() -> None:
     """Twenty plain steps, then a chain: it drafts what it would have drafted had it been fed all along."""
     drafts = []
     for kind in (ModelRunner, Eager):
-        runner = kind(*copies()[:3])
+        runner = kind(*prepared(*copies()[:3]))
         engine = make_engine(runner, "off")
         for request in some_requests()[:3]:
             engine.submit(Request(request.prompt, 30, request.sampling))
