@@ -82,18 +82,18 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
     assert selector.expected(Flex(4), 0.0) == selector.expected(FlexParallel(4), 0.0) == forecast[3]
     assert trained(project) == files
 
-    edit_json(project / "out" / "calibration.json", "flex", "0" * 16)
+    edit_json(project / "out" / "calibration.json", "drafters.flex", "0" * 16)
     ended = CliRunner().invoke(main, ["build", f"{project}/bundle.yaml", "--out", f"{project}/other"])
     assert ended.exit_code == 2
-    assert "another FlexDraft head" in ended.output
+    assert "another flex drafter" in ended.output
     assert not (project / "other").exists()
 
 
 def test_the_plan_knows_it(project: Path) -> None:
     result = train(project, "--plan")
     assert result.exit_code == 0, result.output
-    assert "flex drafter  0 of 4 steps" in result.output
-    assert "calibration   3 held-out prompts" in result.output
+    assert "flex drafter    0 of 4 steps" in result.output
+    assert "calibration     3 held-out prompts" in result.output
     edit(project, "flex.head.layers", 3)
     result = CliRunner().invoke(main, [*arguments(project), "--plan"])
     assert result.exit_code != 0
