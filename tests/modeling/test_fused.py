@@ -140,7 +140,7 @@ def test_a_flexdraft_head_shares_fused_layers(narrow: bool, narrow_head: bool) -
     dtype, within = (torch.float32, 2e-5) if narrow else (torch.bfloat16, 0)
     target = tiny_decoder("qwen3" if narrow else "qwen2").to(dtype)
     target = in_fp8(target, linear_names(target), cache=True) if narrow else target
-    head = tiny_flex(target, layers=2, block_size=4).to(dtype)
+    head = tiny_flex(target, layers=2, block_size=4, anchored=True).to(dtype)
     if narrow_head:
         head = in_fp8(head, [name for name in linear_names(head) if "self_attn" in name])
         head.join(target)
@@ -166,8 +166,8 @@ def test_a_flexdraft_head_shares_fused_layers(narrow: bool, narrow_head: bool) -
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize(("narrow", "narrow_head"), FP8.values(), ids=FP8)
 @torch.inference_mode()
-def test_mask_rows_join_fused_layers(narrow: bool, narrow_head: bool) -> None:
-    """In parallel mode: two kinds of rows, one pass through the MLPs of the last layers."""
+def test_mask_rows_behind_fused_layers(narrow: bool, narrow_head: bool) -> None:
+    """In parallel mode a head keeps its own layers behind the target's fused ones, and their weights are views."""
     target = tiny_decoder("qwen3", layers=4)
     target = in_fp8(target, linear_names(target), cache=True) if narrow else target
     head = tiny_flex(target, layers=2, block_size=3)
@@ -192,35 +192,41 @@ def test_mask_rows_join_fused_layers(narrow: bool, narrow_head: bool) -> None:
     fuse(head, target)
     for found, wanted in zip(run(), expected, strict=True):
         torch.testing.assert_close(found, wanted, atol=5e-5, rtol=5e-5)
+    assert isinstance(head.compiled, FusedLayers)
+    assert storages(weights_of(head.layers)) <= storages([one.weight for one in products(head.compiled)])
 
 
 def products(native: FusedLayers) -> list[Product]:
     return [getattr(one, name) for one in native._layers for name in ("qkv", "o", "gate_up", "down")]
 
 
+def weights_of(layers: nn.ModuleList) -> list[Tensor]:
+    """Of all products, in FP8 or not."""
+    tensors = [*layers.named_parameters(), *layers.named_buffers()]
+    return [tensor for name, tensor in tensors if name.endswith("proj.weight")]
+
+
+def storages(weights: list[Tensor]) -> set[tuple[int, int]]:
+    """The address and bytes of the memory of each."""
+    return {(memory.data_ptr(), memory.nbytes()) for memory in (weight.untyped_storage() for weight in weights)}
+
+
 @pytest.mark.usefixtures("anywhere")
 def test_weights_are_held_once() -> None:
     target, drafter = pair(tiny_decoder("qwen3"))
     for model in (target, drafter):
-        weights = sum(p.nbytes for name, p in model.layers.named_parameters() if name.endswith("proj.weight"))
-        layers = list(model.layers)
+        layers = model.layers
+        weights = sum(weight.nbytes for weight in weights_of(layers))
         fuse(model)
         fuse(model)
         native = model.compiled
         assert isinstance(native, FusedLayers)
         assert native.nbytes == weights
         assert not list(native.parameters())
-        assert not any(
-            isinstance(m, nn.Linear)
-            for one in layers
-            for n, m in one.named_modules()
-            if "o_" not in n and "mlp" not in n
-        )
-        storages = {
-            product.weight.untyped_storage().data_ptr(): product.weight.untyped_storage().nbytes()
-            for product in products(native)
-        }
-        assert sum(storages.values()) == weights, "and the context's product has none of its own"
+        held = storages([product.weight for product in products(native)])
+        assert sum(size for _, size in held) == weights, "and the context's product has none of its own"
+        if model is target:  # a drafter's projections are joined once more, for its context
+            assert storages(weights_of(layers)) == held, "nor have layers that somebody keeps"
 
 
 def test_where_layers_are_fused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

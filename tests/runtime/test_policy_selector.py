@@ -274,7 +274,7 @@ class Scripted:
     cost: Callable[[int, int], float]
     slow: frozenset[int] = frozenset()  # verifications that a busy machine makes a hundred times as long
     now: float = 0.0
-    settled: tuple[int, ...] = ()
+    settled: tuple[DrafterRole, ...] = ()
     verified: Counter[tuple[int, int]] = field(default_factory=Counter)
     device: str = "cpu"
     vocab_size: int = 32
@@ -287,14 +287,14 @@ class Scripted:
     def context(self) -> Scripted:
         return self
 
-    def inject(self, drafters: Collection[int]) -> None:
+    def inject(self, drafters: Collection[DrafterRole]) -> None:
         self.settled = tuple(drafters)
 
     def drop(self, pages: Sequence[int]) -> None:
         raise AssertionError("there are no requests")
 
-    def _pass(self, batch: Batch, drafter: int, *shape: int) -> Draft:
-        assert drafter in self.settled
+    def _pass(self, batch: Batch, role: DrafterRole, *shape: int) -> Draft:
+        assert role in self.settled
         self.now += 1.0
         size = len(batch.anchor), *shape
         return Draft(torch.arange(shape[-1]).expand(size), torch.full(size, -1.0))
@@ -305,13 +305,13 @@ class Scripted:
     def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:
         raise AssertionError("there are no prompts")
 
-    def draft_first(self, batch: Batch, width: int) -> Draft:
-        return self._pass(batch, 0, 3, width)
+    def draft_first(self, batch: Batch, width: int, role: DrafterRole) -> Draft:
+        return self._pass(batch, role, 3, width)
 
-    def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
-        return self._pass(batch, drafter, branches.prefix_len.shape[1], 3, width)
+    def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
+        return self._pass(batch, role, branches.prefix_len.shape[1], 3, width)
 
-    def verify(self, batch: Batch, tree: Tree) -> Verified:
+    def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None) -> Verified:
         assert not batch.active.any()
         assert 0 <= int(batch.page_table.min()) <= int(batch.page_table.max()) < self.pool_pages
         size, rows = tree.tokens.shape
@@ -321,6 +321,11 @@ class Scripted:
 
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         self.now += 0.25
+
+    def draft_ahead(
+        self, batch: Batch, verified: Verified, accepted: Accepted, role: DrafterRole | None, width: int
+    ) -> None:
+        assert role is None, "these policies draft in passes of their own"
 
 
 def measured(

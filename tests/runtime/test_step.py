@@ -105,7 +105,7 @@ def test_clock_and_trace_know_what_was_done(policy: PolicyName) -> None:
     engine.record_trace = True
     engine.generate([Request((1, 2), 3)])
     stages = {"prefill", "build_tree", "verify", "accept", "commit", "retire"}
-    if policy not in ("off", "flex_parallel"):
+    if policy != "off":
         stages.add("draft_first")
     if policy in ("reanchor", "d2sd", "hybrid"):
         stages |= {"pick_boundaries", "draft_second"}

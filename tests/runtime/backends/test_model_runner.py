@@ -23,7 +23,7 @@ from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.policy import make_policy
 from tests.modeling.test_flex import reference as flex_reference
 from tests.runtime.helpers import BLOCK, check_pages, choices, copies, honest, models, poison, sync_drafters
-from tests.tiny import full_logits, runner_of, tiny_drafter
+from tests.tiny import full_logits, runner_of, tiny_drafter, tiny_flex
 
 PAGE = 4
 FIRST, SECOND, *_ = DrafterRole
@@ -354,10 +354,8 @@ def test_sampled_drafts_follow_the_noise_of_their_positions(ready: tuple[ModelRu
             assert second.top1[row, branch, length:].tolist() == wanted[length:].tolist()
 
 
-def test_drafters_go_in_order() -> None:
-    target, _, second, _ = copies()
-    with pytest.raises(AssertionError):
-        runner_of(target, None, second)
+def test_without_drafters_a_block_has_the_size_asked_for() -> None:
+    target, *_ = copies()
     assert runner_of(target).block_size == 1
     assert runner_of(target, block_size=6).block_size == 6
 
@@ -370,3 +368,12 @@ def test_drafters_that_do_not_fit_each_other(field: str) -> None:
     with pytest.raises(CheckpointError, match=field) as caught:
         runner_of(target, first, second)
     assert caught.value.found == other
+    assert str(caught.value.where).startswith("drafters.second")
+
+
+def test_a_head_that_does_not_fit_a_drafter() -> None:
+    target, first, *_ = copies()
+    with pytest.raises(CheckpointError, match="block_size") as caught:
+        runner_of(target, first, flex=tiny_flex(target, block_size=7))
+    assert caught.value.found == 7
+    assert str(caught.value.where).startswith("drafters.flex")
