@@ -16,6 +16,7 @@ from d2sd.bundle.load import load_bundle
 from d2sd.convert.engines.build import build_engines
 from d2sd.convert.engines.profiles import make_profiles
 from d2sd.convert.engines.worker import Job
+from d2sd.convert.kinds import DFLASH
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.config import DecoderConfig, DrafterConfig
 from d2sd.modeling.decoder import Decoder
@@ -36,7 +37,8 @@ def build_all(folder: Path, recipe: Recipe, target: Decoder, drafter: Drafter, c
     """Build graphs and engines of both models; check that every attention became our plugin."""
     page = recipe.limits.page_size
     export_target(target, drafter.config.target_layer_ids, page, folder / "target.onnx")
-    export_drafter(drafter, page, folder / "drafter.onnx")
+    dtype = target.embed_tokens.weight.dtype
+    export_drafter(DFLASH.graph_body(drafter), drafter.config, dtype, page, folder / "drafter.onnx")
     configs: dict[str, DecoderConfig | DrafterConfig] = {"target": target.config, "drafter": drafter.config}
     layers = {name: config.body.num_layers for name, config in configs.items()}
     jobs = [

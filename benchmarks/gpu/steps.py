@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.gpu import traffic
 from benchmarks.gpu.cases import Case, Note
-from d2sd.convert.checkpoint.flex import flex_linears
+from d2sd.convert.checkpoint.flexdraft import flex_linears
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter

@@ -3,7 +3,7 @@
 plain_target   the target in the recipe's precision, unless the source already is a checkpoint folder
 texts          prompts with answers sampled from the unquantized target, for calibration and for the comparison
 target         calibrated on the texts
-drafter_*      each calibrated while it drafts for the bundle's target, beside the drafters that it follows
+drafter_*      each calibrated while it drafts for the bundle's target, after the drafters that it follows
 """
 
 from __future__ import annotations

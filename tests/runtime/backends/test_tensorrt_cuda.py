@@ -13,6 +13,7 @@ from torch import Tensor
 from d2sd.convert.engines.build import build_engines
 from d2sd.convert.engines.profiles import make_profiles
 from d2sd.convert.engines.worker import Job
+from d2sd.convert.kinds import DFLASH
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
@@ -58,7 +59,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     models: dict[str, Decoder | Drafter] = {"target": target, "first": first, "second": second}
     export_target(target, first.config.target_layer_ids, PAGE, folder / "target.onnx")
     for name, drafter in (("first", first), ("second", second)):
-        export_drafter(drafter, PAGE, folder / f"{name}.onnx")
+        export_drafter(DFLASH.graph_body(drafter), drafter.config, torch.float16, PAGE, folder / f"{name}.onnx")
     profiles = {name: make_profiles(RECIPE, "tensorrt-rtx", model.config) for name, model in models.items()}
     jobs = [
         Job(

@@ -43,6 +43,7 @@ from tests.convert.helpers import edit_json, tree_bytes, write_project, write_ta
 from tests.tiny import greedy_text, random_tokens, tiny_decoder, tiny_drafter
 from tests.train.helpers import settings
 
+FIRST = DrafterRole.FIRST
 TAPS, MASK, BLOCK, TOKENS = (1, 2), 63, 4, 24
 PROMPTS = 4
 ROLES: dict[str, Any] = {"first": {}, "second": {"role": "variable_prefix", "prefix_weight_base": 0.9}}
@@ -241,13 +242,16 @@ def test_of_several_better_readings_the_best_is_named(monkeypatch: pytest.Monkey
     better = [guesses(40, length=length)[0] for length in (150, 200, 180)]
     asked = config(), tokenizer(64, {}, pad=7)
     found = dict(zip(candidate_configs(*asked)[0], [worst, *better], strict=True))
-    monkeypatch.setattr("d2sd.build.validate.drafter_config.evaluate_configs", lambda *given: {"first": found})
-    recipe = SimpleNamespace(drafters=SimpleNamespace(first=SimpleNamespace(path="mine")), path=Path)
-    bundle: Any = SimpleNamespace(
-        first=SimpleNamespace(config=asked[0]), second=None, tokenizer=asked[1], recipe=recipe
-    )
+    monkeypatch.setattr("d2sd.build.validate.drafter_config.evaluate_configs", lambda *given: {FIRST: found})
+    bundle = bundle_of(*asked)
     with pytest.raises(BuildError, match=r"from 100\.00 to 200\.00 tokens a step with layer ids plus one"):
         check_drafter_config(bundle, [cast("Sequence", None)])
+
+
+def bundle_of(config: DrafterConfig, tokenizer: Any) -> Any:
+    """A bundle of a first drafter alone, without the rest."""
+    recipe = SimpleNamespace(drafters=SimpleNamespace(sources={FIRST: SimpleNamespace(path="mine")}), path=Path)
+    return SimpleNamespace(drafters={FIRST: Drafter(config)}, tokenizer=tokenizer, recipe=recipe)
 
 
 # --- What is tried ---------------------------------------------------------------------------------------------------
@@ -329,9 +333,8 @@ def one_other(monkeypatch: pytest.MonkeyPatch, declared: Predictions, other: Pre
     found = candidate_configs(*asked)[0]
     assert [reading.name for reading in found] == ["as declared", "layer ids plus one"]
     said = dict(zip(found, [declared, other], strict=True))
-    monkeypatch.setattr("d2sd.build.validate.drafter_config.evaluate_configs", lambda *given: {"first": said})
-    recipe = SimpleNamespace(drafters=SimpleNamespace(first=SimpleNamespace(path="mine")), path=Path)
-    return SimpleNamespace(first=SimpleNamespace(config=asked[0]), second=None, tokenizer=asked[1], recipe=recipe)
+    monkeypatch.setattr("d2sd.build.validate.drafter_config.evaluate_configs", lambda *given: {FIRST: said})
+    return bundle_of(*asked)
 
 
 def test_a_slightly_better_config_is_reported_without_failure(
