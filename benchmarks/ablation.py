@@ -38,7 +38,7 @@ from d2sd.prompts import read_prompts
 from d2sd.runtime.request import SamplingParams
 from d2sd.train.data.features import TrainingData, cache_features
 from d2sd.train.dist import Dist
-from d2sd.train.kinds import DFLASH
+from d2sd.train.kinds import TRAINED
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.evaluate import as_written
 from d2sd.train.pipeline.responses import ResponseGenerator
@@ -96,7 +96,7 @@ class Ablation:
     def drafter(self, name: str) -> DraftModel:
         """The trained drafter, resumed from an earlier run if there is one."""
         settings, data = self.settings(name), self.data
-        start = DFLASH.start(self.recipe.shape, self.bundle.target, data, settings.seed)
+        start: DraftModel = TRAINED[DrafterRole.FIRST].start(self.recipe.shape, self.bundle.target, data, settings.seed)
         trainer = Trainer(self.bundle.target, start, data, settings)
         with bar(name, settings.steps) as advance:
             trainer.run(self.out / "states" / f"{name.replace(' ', '')}-{self.steps}", lambda step, said: advance(1))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import click
 
@@ -21,6 +22,7 @@ from d2sd.cli.report import Reporting
 from d2sd.convert.kinds import KINDS
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.policies import DrafterRole
 from d2sd.progress import bar
@@ -69,7 +71,7 @@ def overfit(
     for role, settings in recipe.trained.items():
         before = starts.get(DrafterRole.FIRST)
         if isinstance(settings, SecondSettings) and before is not None:
-            start: DraftModel = second_drafter(before, settings)
+            start: DraftModel = second_drafter(cast("Drafter", before), settings)
         else:
             start = TRAINED[role].start(recipe.shape, target, data, settings.seed)
         starts[role] = start

@@ -60,7 +60,7 @@ def test_the_second_is_trained_on_the_ready_first(project: Path, monkeypatch: py
         *(f"{name}/{file}" for name in ("first", "second") for file in ("config.json", "model.safetensors")),
     }  # fmt: skip
     (trainer,) = made  # the ready one is not trained
-    assert trainer.first is not None
+    assert isinstance(trainer.first, Drafter)
     ready, first, second = (DFLASH.load(project / path, torch.float32) for path in ("ready", "out/first", "out/second"))
     of_first, of_second = DFLASH.fingerprint(first), DFLASH.fingerprint(second)
     assert DFLASH.fingerprint(trainer.first) == of_first == DFLASH.fingerprint(ready) != of_second
