@@ -31,13 +31,14 @@ from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.policies import DrafterRole
 from d2sd.progress import bar
 from d2sd.prompts import read_prompts
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.train.data.features import TrainingData, cache_features
 from d2sd.train.dist import Dist
-from d2sd.train.init_from_target import first_drafter
+from d2sd.train.kinds import TRAINED
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.evaluate import as_written
 from d2sd.train.pipeline.responses import ResponseGenerator
@@ -80,7 +81,7 @@ class Ablation:
         """The training data of the recipe."""
         target = load_bundle(self.work / "target", verify=False)  # an engine repacks its weights
         answers = ResponseGenerator(self.recipe, target, self.work, Dist(), bar, click.echo).all()
-        aux_layer_ids = tuple(self.recipe.geometry.target_layer_ids)
+        aux_layer_ids = self.recipe.shape.aux_layer_ids(self.bundle.target.config.body.num_layers)
         with bar("features", len(answers)) as advance:
             found = cache_features(self.bundle.target, aux_layer_ids, answers, self.work / "features.bf16", advance)
         return found.split(self.recipe.data.held_out)[1]
@@ -92,10 +93,10 @@ class Ablation:
         objective = plain.model_copy(update=VARIANTS[name])
         return first.model_copy(update={"objective": objective, "steps": self.steps, "evaluate_every": self.steps})
 
-    def drafter(self, name: str) -> Drafter:
+    def drafter(self, name: str) -> DraftModel:
         """The trained drafter, resumed from an earlier run if there is one."""
         settings, data = self.settings(name), self.data
-        start = first_drafter(self.recipe.geometry, self.bundle.target, data, settings.seed)
+        start: DraftModel = TRAINED[DrafterRole.FIRST].start(self.recipe.shape, self.bundle.target, data, settings.seed)
         trainer = Trainer(self.bundle.target, start, data, settings)
         with bar(name, settings.steps) as advance:
             trainer.run(self.out / "states" / f"{name.replace(' ', '')}-{self.steps}", lambda step, said: advance(1))
@@ -115,11 +116,11 @@ class Ablation:
             found.append(Cell.model_validate_json(path.read_text("utf-8")))
         return found
 
-    def _measured(self, name: str, prompt_set: str, drafter: Drafter) -> Cell:
+    def _measured(self, name: str, prompt_set: str, drafter: DraftModel) -> Cell:
         target = load_bundle(self.work / "target", verify=False)  # engines repack the weights
         dtype = target.target.embed_tokens.weight.dtype
         size = self.recipe.block_size
-        bundle = replace(target, first=as_written(drafter, None, dtype))
+        bundle = replace(target, drafters={DrafterRole.FIRST: as_written(drafter, None, dtype)})
         flight = min(8, self.per_set)
         asked = [
             (key, chat_request(bundle, text, SamplingParams(), self.tokens))

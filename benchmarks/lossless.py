@@ -57,7 +57,7 @@ class Part:
 
 def parts(bundle: Bundle, prompt_set: str) -> list[Part]:
     """All parts of a bundle; plain decoding at batch 1 first, as the reference for the others."""
-    modes = [(policy, batch) for batch in (1, IN_FLIGHT) for policy in NAMES if can_run(bundle, policy)]
+    modes = [(policy, batch) for batch in (1, IN_FLIGHT) for policy in NAMES if can_run(bundle.draft_configs, policy)]
     return [Part(prompt_set, regime, policy, batch) for regime in REGIMES for policy, batch in modes]
 
 

@@ -61,7 +61,7 @@ def main(bundle: Path, file: Path) -> None:
     loaded = load_bundle(bundle)
     texts = [text for _, text in read_prompts(OWN_PROMPTS)[:PROMPTS]]
     known = read_json(file) if file.exists() else {}
-    names = [name for name in NAMES if can_run(loaded, name)]
+    names = [name for name in NAMES if can_run(loaded.draft_configs, name)]
     cells = [f"{name} T={heat} batch={size}" for name, heat, size in product(names, (0.0, 1.0), (1, 8))]
     compare, different = all(cell in known for cell in cells), 0
     for cell, (name, heat, size) in zip(cells, product(names, (0.0, 1.0), (1, 8)), strict=True):

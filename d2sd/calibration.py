@@ -1,4 +1,4 @@
-"""`calibration.json`: Platt parameters of drafters, and the tokens a step that their trees and FlexDraft gained."""
+"""`calibration.json`: Platt parameters of drafters, and the tokens a step that their trees gained."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing_extensions import Self
 
 from d2sd.errors import CheckpointError
 from d2sd.io import write_text
-from d2sd.policies import FACTS, FirstPass
+from d2sd.policies import DRAFTER_NAMES, FACTS, DrafterName, DrafterRole, FirstPass
 from d2sd.schema import read_model
 
 NAME = "calibration.json"
 
-#: By temperature (0, 1), drafter (first, second, and FlexDraft's head where there is one), distance and kind (best,
-#: sibling).
+#: By temperature (0, 1), role of the drafter (at least two, up to the last that is calibrated), distance and kind of
+#: candidate (best, sibling).
 Table = list[list[list[list[float]]]]
 
 
@@ -27,8 +27,8 @@ class CalibrationFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     d2sd_calibration: Literal[1] = 1
-    drafters: tuple[str | None, str | None]  # fingerprints of first and second
-    flex: str | None = None  # fingerprint of a FlexDraft head
+    #: Fingerprints by name. Files that were written before have a list, of the first and the second, and a key `flex`.
+    drafters: dict[DrafterName, str]
     block_size: Annotated[int, Field(ge=2)]
     slope: Table
     offset: Table
@@ -37,6 +37,17 @@ class CalibrationFile(BaseModel):
     #: what it was fitted on, and the expected calibration error before and after
     report: dict[str, float]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_list(cls, values: object) -> object:
+        """Read the fingerprints of files that were written before they had names."""
+        listed = values.get("drafters") if isinstance(values, dict) else None
+        if not isinstance(values, dict) or not isinstance(listed, list) or len(listed) != 2:
+            return values
+        named = zip(DRAFTER_NAMES, [*listed, values.get("flex")], strict=True)
+        found = {name: fingerprint for name, fingerprint in named if fingerprint is not None}
+        return {key: value for key, value in values.items() if key != "flex"} | {"drafters": found}
+
     @model_validator(mode="after")
     def _usable(self) -> Self:
         if self.tau.keys() != {"0", "1"}:
@@ -44,17 +55,21 @@ class CalibrationFile(BaseModel):
         for policy in sorted(self.tau["0"].keys() | self.tau["1"].keys()):
             if not all(curves.get(policy) for curves in self.tau.values()):
                 raise ValueError(f"tau of {policy} is missing or empty at a temperature")
-        of_flex = [name for name, facts in FACTS.items() if facts.forecast_by and facts.first_pass is FirstPass.FLEX]
-        for policy in of_flex:
-            if (self.flex is None) != (policy not in self.tau["0"]):
-                raise ValueError(f"flex, a head's fingerprint, and tau of {policy} belong together: both, or neither")
-        if self.drafters[0] is None and self.drafters[1] is not None:
-            raise ValueError("drafters.1 is a second drafter without a first one")
-        if self.drafters[0] is None and self.flex is None:
-            raise ValueError("drafters.0 and flex are both missing: nothing is calibrated")
+        if not self.drafters:
+            raise ValueError("drafters is empty: nothing is calibrated")
+        if "second" in self.drafters and "first" not in self.drafters:
+            raise ValueError("drafters.second is a second drafter without a first one")
+        for policy, facts in FACTS.items():
+            forecast = facts.forecast_by is not None and facts.first_pass is not FirstPass.CARRIED
+            names = [role.key for role in facts.drafters]
+            if forecast and (policy in self.tau["0"]) != (self.drafters.keys() >= set(names)):
+                raise ValueError(
+                    f"drafters.{' and '.join(names)}, fingerprints, and tau of {policy} belong together: all, or none"
+                )
         if not all(a > 0 for warm in self.slope for drafter in warm for pair in drafter for a in pair):
             raise ValueError("a slope is not above 0: it would reverse the order of the candidates")
-        shape = [2, 2 if self.flex is None else 3, self.block_size - 1, 2]
+        roles = [role for role in DrafterRole if role.key in self.drafters]
+        shape = [2, 1 + max(roles[-1], DrafterRole.SECOND), self.block_size - 1, 2]
         for table in (self.slope, self.offset):
             pairs = [pair for drafters in table for distances in drafters for pair in distances]
             sizes = [len(table), *{len(part) for part in table}, *{len(d) for part in table for d in part}]

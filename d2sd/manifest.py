@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from d2sd.errors import BundleError
+from d2sd.policies import DRAFTER_NAMES, DrafterName
 from d2sd.recipe import Builder, Recipe
 from d2sd.schema import read_model
 
@@ -45,20 +46,14 @@ class TargetGeometry(_Part):
     parameters: int
 
 
-class DrafterGeometry(_Part):
-    role: str
+class DrafterGeometry(BaseModel):
+    """A drafter; its further fields are those of its kind (`DrafterKind.geometry`)."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: dict[str, JsonValue]
+
     num_layers: int
     block_size: int
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]
-    parameters: int
-
-
-class FlexGeometry(_Part):
-    num_layers: int
-    split_layer: int
-    block_size: int
-    calibration_size: int
     parameters: int
 
 
@@ -83,13 +78,21 @@ class Manifest(_Part):
     d2sd_bundle: Literal[1] = SCHEMA
     recipe: Recipe
     target: TargetGeometry
-    first: DrafterGeometry | None
-    second: DrafterGeometry | None
-    flex: FlexGeometry | None = None
+    #: By name. Bundles that were built before this field have a key for each name instead, null without the drafter.
+    drafters: dict[DrafterName, DrafterGeometry]
     engines: Engines | None = None
     files: dict[FileName, Sha256]  # every file of the bundle but this one
     versions: dict[str, str]  # of the tools that decide the bytes
     checks: dict[str, JsonValue]  # figures of the build's checks
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_key_each(cls, values: object) -> object:
+        """Read the keys of bundles that were built before `drafters`."""
+        if not isinstance(values, dict) or "drafters" in values:
+            return values
+        found = {name: values[name] for name in DRAFTER_NAMES if values.get(name) is not None}
+        return {key: value for key, value in values.items() if key not in DRAFTER_NAMES} | {"drafters": found}
 
     def figures(self) -> list[str]:
         """The figures of the checks, one line per mapping."""

@@ -21,7 +21,7 @@ PolicyName = Literal[
     "flex_parallel",
 ]
 NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
-#: A drafter in files, logs and messages; `DrafterRole` is the index of the first two.
+#: A drafter in files, logs and messages: the `key` of its role.
 DrafterName = Literal["first", "second", "flex"]
 
 #: Nodes of the largest tree: its mask has N² entries a request, and larger trees never repay their verification.
@@ -36,20 +36,31 @@ class FirstPass(Enum):
     NONE = "none"
     PROMPT_LOOKUP = "prompt lookup"
     DRAFTER = "drafter"
-    FLEX = "FlexDraft"
-    CARRIED = "FlexDraft, in the step before"
+    CARRIED = "drafter, in the step before"
 
 
 class DrafterRole(IntEnum):
-    """Index of a drafter in the model runner's list, and of its parameters in a calibration; FLEX has these alone."""
+    """A place for a drafter in a bundle, and the index of its parameters in a calibration.
+
+    The first two share a layout, DFlash's; the third is for a FlexDraft head. d2sd.convert.kinds has a record of each.
+    """
 
     FIRST = 0
     SECOND = 1
     FLEX = 2
 
+    @property
+    def key(self) -> DrafterName:
+        """Its name in recipes, manifests and messages."""
+        return DRAFTER_NAMES[self]
 
-#: First drafts that a FlexDraft head makes.
-BY_FLEX = frozenset({FirstPass.FLEX, FirstPass.CARRIED})
+    @property
+    def folder(self) -> str:
+        """Its stage of a build, its folder in a bundle, and the name of its graph and engines."""
+        return f"drafter_{self.key}"
+
+
+DRAFTER_NAMES: tuple[DrafterName, ...] = get_args(DrafterName)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +68,7 @@ class PolicyFacts:
     """Static properties of a policy."""
 
     first_pass: FirstPass = FirstPass.DRAFTER
+    first_drafter: DrafterRole = DrafterRole.FIRST  # of the first draft, if a drafter makes it
     second_pass: DrafterRole | None = None  # the drafter of the branches; None: no second pass
     grows: bool = False  # its tree can use more nodes than one block
     proven: bool = False  # a build compares its answers with plain decoding's
@@ -64,23 +76,12 @@ class PolicyFacts:
     forecast_by: PolicyName | None = None
 
     @property
-    def roles(self) -> tuple[DrafterRole, ...]:
-        """The drafters that a bundle must have for it."""
-        return (DrafterRole.FLEX,) if self.first_pass in BY_FLEX else self.required_drafters
-
-    @property
-    def first_drafter(self) -> DrafterRole:
-        """The drafter whose calibration maps the probabilities of the first draft."""
-        return DrafterRole.FLEX if self.first_pass in BY_FLEX else DrafterRole.FIRST
-
-    @property
-    def required_drafters(self) -> tuple[DrafterRole, ...]:
-        """The drafters that run, the first one first."""
-        if self.first_pass is not FirstPass.DRAFTER:
+    def drafters(self) -> tuple[DrafterRole, ...]:
+        """The drafters that it runs, in their order; a bundle must have them."""
+        if self.first_pass in (FirstPass.NONE, FirstPass.PROMPT_LOOKUP):
             return ()
-        if self.second_pass is DrafterRole.SECOND:
-            return DrafterRole.FIRST, DrafterRole.SECOND
-        return (DrafterRole.FIRST,)
+        second = self.second_pass
+        return (self.first_drafter,) if second in (None, self.first_drafter) else (self.first_drafter, second)
 
 
 FACTS: Mapping[PolicyName, PolicyFacts] = MappingProxyType(
@@ -92,8 +93,8 @@ FACTS: Mapping[PolicyName, PolicyFacts] = MappingProxyType(
         "d2sd": PolicyFacts(second_pass=DrafterRole.SECOND, grows=True, proven=True),
         "ddtree": PolicyFacts(grows=True, forecast_by="ddtree"),
         "hybrid": PolicyFacts(second_pass=DrafterRole.SECOND, grows=True, proven=True, forecast_by="hybrid"),
-        "flex": PolicyFacts(FirstPass.FLEX, proven=True, forecast_by="flex_tree"),
-        "flex_tree": PolicyFacts(FirstPass.FLEX, grows=True, proven=True, forecast_by="flex_tree"),
-        "flex_parallel": PolicyFacts(FirstPass.CARRIED, proven=True, forecast_by="flex_tree"),
+        "flex": PolicyFacts(first_drafter=DrafterRole.FLEX, proven=True, forecast_by="flex_tree"),
+        "flex_tree": PolicyFacts(first_drafter=DrafterRole.FLEX, grows=True, proven=True, forecast_by="flex_tree"),
+        "flex_parallel": PolicyFacts(FirstPass.CARRIED, DrafterRole.FLEX, proven=True, forecast_by="flex_tree"),
     }
 )

@@ -22,7 +22,7 @@ from pydantic import (
 from typing_extensions import Self
 
 from d2sd.errors import RecipeError, shortened
-from d2sd.policies import BY_FLEX, FACTS, MAX_BLOCK_SIZE, MAX_NODES, DrafterRole, PolicyName
+from d2sd.policies import FACTS, MAX_BLOCK_SIZE, MAX_NODES, DrafterRole, PolicyName
 from d2sd.schema import validated
 from d2sd.shipped import find_recipe
 from d2sd.yaml_reader import parse_yaml, read_yaml
@@ -209,6 +209,12 @@ class Drafters(Part):
     #: largest tree.
     calibration: Annotated[Source, BeforeValidator(_path_alone)] | None = None
 
+    @property
+    def sources(self) -> dict[DrafterRole, Source]:
+        """The drafters that there are, in the order of their roles."""
+        named = {role: getattr(self, role.key) for role in DrafterRole}
+        return {role: source for role, source in named.items() if source is not None}
+
 
 class Tree(Part):
     """How drafts are made and merged into a tree."""
@@ -365,14 +371,14 @@ class Recipe(RecipeFile):
                 f"tree.branches {tree.branches} exceeds the {tree.block_size - 1} boundaries of tree.block_size "
                 f"{tree.block_size}; lower it to at most {tree.block_size - 1}"
             )
-        required = () if tree.policy == "auto" else FACTS[tree.policy].required_drafters
-        if DrafterRole.FIRST in required and self.drafters.first is None:
-            raise ValueError(f"tree.policy {tree.policy} needs drafters.first; add it or set tree.policy to off")
-        if DrafterRole.SECOND in required and self.drafters.second is None:
-            raise ValueError(f"tree.policy {tree.policy} needs drafters.second; add it or set tree.policy to ddtree")
-        if tree.policy != "auto" and FACTS[tree.policy].first_pass in BY_FLEX and self.drafters.flex is None:
-            raise ValueError(f"tree.policy {tree.policy} needs drafters.flex; add it or set tree.policy to off")
-        if self.drafters.calibration is not None and self.drafters.first is None and self.drafters.flex is None:
+        drafters = self.drafters.sources
+        for role in () if tree.policy == "auto" else FACTS[tree.policy].drafters:
+            if role not in drafters:
+                raise ValueError(
+                    f"tree.policy {tree.policy} needs drafters.{role.key}; add it or set tree.policy to "
+                    f"{'ddtree' if role is DrafterRole.SECOND else 'off'}"
+                )
+        if self.drafters.calibration is not None and not drafters:
             raise ValueError("drafters.calibration needs drafters.first or drafters.flex; remove it")
         if self.fp8 is not None and self.precision == "fp32":
             raise ValueError("fp8 computes in 16 bits around its products; set precision to bf16 or fp16")

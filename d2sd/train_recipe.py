@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from d2sd.errors import RecipeError
+from d2sd.policies import DrafterRole
 from d2sd.recipe import DrafterSource, Name, Part, Positive, Precision, RecipeFile, Target
 from d2sd.schema import validated
 from d2sd.shipped import find_recipe
@@ -91,6 +92,10 @@ class Geometry(Part):
     #: Size of the draft vocabulary, the most frequent ids of the responses; by default the full vocabulary.
     draft_vocab_size: Annotated[int, Field(ge=2)] | None = None
 
+    def aux_layer_ids(self, _num_target_layers: int) -> tuple[int, ...]:
+        """Target layers whose outputs are the features."""
+        return tuple(self.target_layer_ids)
+
 
 class FlexGeometry(Part):
     """Shape of a FlexDraft head; widths and heads are the target's."""
@@ -105,6 +110,10 @@ class FlexGeometry(Part):
     anchored: bool = False
     #: Size of the draft vocabulary, the most frequent ids of the responses; by default the full vocabulary.
     draft_vocab_size: Annotated[int, Field(ge=2)] | None = None
+
+    def aux_layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
+        """The one before the split."""
+        return (num_target_layers - self.layers - 1,)
 
 
 class Objective(Part):
@@ -263,25 +272,26 @@ class TrainRecipe(RecipeFile):
             raise ValueError("flex.precision fp32 trains through the target's MLPs; set precision to fp32 too")
         if self.ready_first is not None and self.second is None:
             raise ValueError("ready_first leaves nothing to train without `second`; add it")
-        if self.ready_first is not None and self.geometry.draft_vocab_size is not None:
+        if self.ready_first is not None and self.shape.draft_vocab_size is not None:
             raise ValueError("drafter.draft_vocab_size: a ready first drafter has its own; remove it")
         return self
 
     @property
-    def geometry(self) -> Geometry:
-        """Shape of the drafters; not for a recipe of `flex`."""
-        assert self.drafter is not None
-        return self.drafter
+    def shape(self) -> Geometry | FlexGeometry:
+        """Shape of the drafters."""
+        shape = self.flex.head if self.flex is not None else self.drafter
+        assert shape is not None, "validated"
+        return shape
 
     @property
     def block_size(self) -> int:
-        return self.flex.head.block_size if self.flex is not None else self.geometry.block_size
+        return self.shape.block_size
 
-    def aux_layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
-        """Target layers whose outputs are the features: the drafters' own, or the one before FlexDraft's split."""
-        if self.flex is not None:
-            return (num_target_layers - self.flex.head.layers - 1,)
-        return tuple(self.geometry.target_layer_ids)
+    @property
+    def trained(self) -> dict[DrafterRole, TrainSettings]:
+        """The settings of the drafters that are trained, in the order of their roles."""
+        parts = {role: getattr(self, role.key) for role in DrafterRole}
+        return {role: settings for role, settings in parts.items() if settings is not None}
 
 
 def load_train_recipe(path: Path) -> TrainRecipe:

@@ -1,4 +1,4 @@
-"""Geometry of the three kinds of model, free of any file format (`d2sd.convert` fills these from config.json)."""
+"""Geometry of targets and of DFlash drafters, free of any file format (`d2sd.convert` fills these from config.json)."""
 
 from __future__ import annotations
 
@@ -54,6 +54,9 @@ class DecoderConfig:
     vocab_size: int
     tie_word_embeddings: bool
 
+    def __str__(self) -> str:
+        return described(self.body, self.vocab_size)
+
 
 @dataclass(frozen=True, slots=True)
 class DrafterConfig:
@@ -80,52 +83,27 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         ids = self.draft_vocabulary
         if ids is not None:
-            _check_draft_vocabulary(ids, self.vocab_size)
+            check_draft_vocabulary(ids, self.vocab_size)
             assert self.mask_token_id not in ids, "the mask cannot be drafted"
 
+    def __str__(self) -> str:
+        layers = ", ".join(map(str, self.target_layer_ids))
+        return f"{described(self.body, self.vocab_size)}, reads target layers {layers}"
 
-@dataclass(frozen=True, slots=True)
-class FlexConfig:
-    """FlexDraft: what the target's last layers need to draft behind mask rows (`d2sd.modeling.flex`).
-
-    `body` is the target's with `num_layers` counting the layers that draft, the last ones. Slot 0 of a block stands at
-    the anchor's position; slot k predicts the token at its own position.
-    """
-
-    family: Family
-    body: BodyConfig
-    vocab_size: int
-    block_size: int
-    num_target_layers: int
-    calibration_size: int  # hidden size of the calibration network
-    anchored: bool = False  # slot 0 holds the anchor, as in `DrafterConfig`: sequential mode only
-    draft_vocabulary: tuple[int, ...] | None = field(default=None, repr=False)  # as in `DrafterConfig`
-
-    def __post_init__(self) -> None:
-        assert 1 <= self.split_layer < self.num_target_layers, "the first layer is the target's alone"
-        if self.draft_vocabulary is not None:
-            _check_draft_vocabulary(self.draft_vocabulary, self.vocab_size)
-
-    @property
-    def split_layer(self) -> int:
-        """The first layer with mask rows."""
-        return self.num_target_layers - self.body.num_layers
+    def refusal(self, policy: str) -> str | None:
+        """None: this kind runs all policies of its roles."""
+        return None
 
 
-def _check_draft_vocabulary(ids: tuple[int, ...], vocab_size: int) -> None:
+def check_draft_vocabulary(ids: tuple[int, ...], vocab_size: int) -> None:
+    """Assert that ids are ascending and the target's."""
     assert len(ids) >= 2, "the second draft rejects one token, so two are needed"
     assert list(ids) == sorted(set(ids)), "ids are ascending and unique"
     assert ids[0] >= 0, "ids are not negative"
     assert ids[-1] < vocab_size, "ids are the target's"
 
 
-def described(config: DecoderConfig | DrafterConfig | FlexConfig) -> str:
-    """The geometry in one line of text."""
-    body = config.body
+def described(body: BodyConfig, vocab_size: int) -> str:
+    """The geometry of layers in one line of text."""
     heads = f"{body.num_heads}/{body.num_kv_heads} heads of {body.head_dim}"
-    shape = f"{body.num_layers} layers, hidden {body.hidden_size}, {heads}, vocabulary {config.vocab_size}"
-    if isinstance(config, FlexConfig):
-        where = f"drafts in target layers {config.split_layer} to {config.num_target_layers - 1}"
-        return f"{shape}, {where}{', anchored' if config.anchored else ''}"
-    ids = getattr(config, "target_layer_ids", None)
-    return shape if ids is None else f"{shape}, reads target layers {', '.join(map(str, ids))}"
+    return f"{body.num_layers} layers, hidden {body.hidden_size}, {heads}, vocabulary {vocab_size}"

@@ -63,7 +63,7 @@ class TargetModel(nn.Module):
 class Decoder(TargetModel):
     """Parameter names equal Hugging Face's without their leading `model.`."""
 
-    native: InferenceLayers | None
+    compiled: InferenceLayers | None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Decoder(TargetModel):
         self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
         self.rotary = Rotary(body.rope, body.head_dim)
         self.packed_head = None
-        self.register_module("native", None)  # in place of `layers`, see packed.py and fused.py
+        self.register_module("compiled", None)  # in place of `layers`, see packed.py and fused.py
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(body.hidden_size, config.vocab_size, bias=False)
 
@@ -82,8 +82,8 @@ class Decoder(TargetModel):
         self, tokens: Tensor, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
     ) -> DecoderOutput:
         x = self.embed_tokens(tokens)
-        if self.native is not None:
-            out: tuple[Tensor, ...] = self.native(x, self.rotary, rows, pool, aux_layer_ids)
+        if self.compiled is not None:
+            out: tuple[Tensor, ...] = self.compiled(x, self.rotary, rows, pool, aux_layer_ids)
             return DecoderOutput(*out)
         cos_sin = self.rotary(rows.positions, x.dtype)
         attend = pool.attend(rows)

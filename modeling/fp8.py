@@ -126,9 +126,9 @@ def kv_scales(model: nn.Module) -> tuple[Tensor, Tensor] | None:
 
     An exported graph has no layers, so its pages have the type of the graph's inputs.
     """
-    native = getattr(model, "native", None)  # in place of the layers
-    if native is not None:
-        scales: tuple[Tensor, Tensor] | None = native.kv_scales
+    compiled = getattr(model, "compiled", None)  # in place of the layers
+    if compiled is not None:
+        scales: tuple[Tensor, Tensor] | None = compiled.kv_scales
         return scales
     attentions = [layer.self_attn for layer in getattr(model, "layers", ())]
     if not attentions or not isinstance(attentions[0].k_cache, Fp8Cache):

@@ -13,8 +13,8 @@
 
 Nine kernels a layer. Rows of context that a drafter injects as it drafts are in the qkv products of the draft; a tenth
 kernel writes their K/V to the pages before the layer attends. Without a draft, K/V of all layers are one product and
-one `qk_norm_rope`; in FP8 a product a layer, because no FP8 product is batched. FlexDraft's layers have a qkv and an o
-product of their own; all else is the target's fused layers'.
+one `qk_norm_rope`; in FP8 a product a layer, because no FP8 product is batched. A drafter that borrows the
+target's MLPs has a qkv and an o product of its own; all else is the target's fused layers'.
 
 Values are `layers.py`'s: ops round where it rounds. In FP8 an input that several products share is quantized once, with
 the largest of their scales. E4M3 is a floating-point type, so that costs no precision but next to zero. The weights of
@@ -34,11 +34,11 @@ from torch import Tensor, nn
 from d2sd.errors import D2SDError
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder, TargetModel
-from d2sd.modeling.drafter import Drafter, DraftModel
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
 from d2sd.modeling.fused_context import ContextProduct
-from d2sd.modeling.inference import InferenceLayers
+from d2sd.modeling.inference import plain, replace_layers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import MLP, Layer, RMSNorm
 from d2sd.modeling.product import Linear, Product
@@ -51,24 +51,26 @@ from d2sd.plugins.layer_ops import Heads, add_rms_norm, qk_norm_rope, silu_mul
 # and K/V heads, D head size, n auxiliary layers.
 
 
-def fuse(model: TargetModel | DraftModel | FlexHead, target: TargetModel | None = None, *, exact: bool = False) -> None:
+def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, exact: bool = False) -> None:
     """Replace the layers of a CUDA model in place. Fusing twice is fine.
 
-    `target` is that of a FlexDraft head, fused before; if that stays unfused, so does the head.
+    `target` lends its MLPs to a drafter that borrows them, and is fused before; if it is not, nor is the drafter.
     `exact`, of a target: products and attention, the head's too, are those of `d2sd.plugins.batch_invariant`.
 
     Afterwards `state_dict` lacks their weights, which are not kept twice: a fused model can only serve. Where this GPU
     or these layers cannot be fused, they stay, after a warning.
     Raises `D2SDError` instead of that warning under `D2SD_NO_FALLBACK=1`, or if `exact`.
     """
-    if not isinstance(model, Decoder | Drafter | FlexHead) or not len(model.layers):
+    own = plain(model)
+    if own is None:
         return
-    shared = getattr(target, "native", None)
-    if isinstance(model, FlexHead) and not isinstance(shared, FusedLayers):
+    compiled = target.compiled if isinstance(target, Decoder) else None
+    shared = compiled if isinstance(compiled, FusedLayers) else None
+    if target is not None and shared is None:
         return
     fp8 = any(isinstance(one, Fp8Linear | Fp8Cache) for one in model.modules())
-    weight = model.norm.weight
-    if not dispatch.use_fused_layers(weight, model.config.body.head_dim, fp8=fp8, unlike=_unlike(model)):
+    weight = own.norm.weight
+    if not dispatch.use_fused_layers(weight, own.config.body.head_dim, fp8=fp8, unlike=_unlike(own.layers)):
         if exact:
             raise D2SDError(
                 "A batch-invariant step needs fused layers, which this GPU or model does not have.", where="exact",
@@ -76,8 +78,8 @@ def fuse(model: TargetModel | DraftModel | FlexHead, target: TargetModel | None 
             )  # fmt: skip
         return
     context = isinstance(model, Drafter)
-    model.native = FusedLayers(model.config.body, model.layers, model.norm, context=context, target=shared, exact=exact)
-    model.layers = nn.ModuleList()
+    layers = FusedLayers(own.config.body, own.layers, own.norm, context=context, target=shared, exact=exact)
+    replace_layers(own, layers)
     if isinstance(model, Drafter):
         model.fc = Product([cast("Linear", model.fc)], weight.dtype)  # type: ignore[assignment]
     elif exact and isinstance(model, Decoder):
@@ -85,9 +87,9 @@ def fuse(model: TargetModel | DraftModel | FlexHead, target: TargetModel | None 
     torch.cuda.empty_cache()  # the parts that were joined
 
 
-def _unlike(model: Decoder | Drafter | FlexHead) -> str | None:
-    """Why the layers cannot be joined: somebody else's modules in place of linear ones, or products of two kinds."""
-    for layer in cast("Sequence[Layer]", model.layers):
+def _unlike(layers: nn.ModuleList) -> str | None:
+    """Reason the projections cannot be fused: foreign modules, or mixed linear types."""
+    for layer in cast("Sequence[Layer]", layers):
         attention, mlp = layer.self_attn, layer.mlp
         groups = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
         for group in (*groups, (attention.o_proj,), (mlp.down_proj,)):
@@ -98,7 +100,7 @@ def _unlike(model: Decoder | Drafter | FlexHead) -> str | None:
 
 
 class _Layer:
-    """One layer's products and parameters; of FlexDraft's with the MLP of `target`."""
+    """One layer's products and parameters, or with the MLP of `target`."""
 
     def __init__(
         self, layer: Layer, body: BodyConfig, dtype: torch.dtype, target: _Layer | None, *, exact: bool
@@ -108,7 +110,9 @@ class _Layer:
         self.post_norm = layer.post_attention_layernorm.weight.detach()
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         self.qkv = Product(projections, dtype, exact=exact)
-        attention.q_proj = attention.k_proj = attention.v_proj = nn.Identity()  # type: ignore[assignment]
+        sizes = [part.weight.shape[0] for part in projections]
+        for part, weight in zip(projections, torch.split(self.qkv.weight, sizes), strict=True):
+            part.weight.data = weight  # a view: weights are held once, also by a model that keeps its layers
         self.o = Product([attention.o_proj], dtype, exact=exact)
         self.gate_up: Product
         self.down: Product
@@ -157,11 +161,6 @@ class _Pass:
         q = qk_norm_rope(layer.qkv(normed)[None], cos, sin, layer.heads, k.flatten(0, 1)[None], v.flatten(0, 1)[None])
         return q.view(*k.shape[:2], *q.shape[1:]), k, v
 
-    def keep(self, layer: int, stream: Tensor) -> None:
-        """Copy the output of `layer` from the first rows of `stream`, if it is a feature."""
-        if layer in self.columns:
-            self.columns[layer].copy_(stream[: len(self.columns[layer])])
-
 
 class _PassWithContext(_Pass):
     """A pass whose qkv products begin with rows of context; their K/V is in the pages before the layer attends."""
@@ -196,7 +195,7 @@ class _PassWithContext(_Pass):
 def _mlp(mlp: MLP, dtype: torch.dtype, *, exact: bool) -> tuple[Product, Product]:
     gate_up = Product([mlp.gate_proj, mlp.up_proj], dtype, exact=exact)
     for part, weight in zip((mlp.gate_proj, mlp.up_proj), gate_up.weight.chunk(2), strict=True):
-        part.weight.data = weight  # a view, for mask rows of a FlexDraft head that cannot be fused
+        part.weight.data = weight  # a view, for drafters that borrow it and cannot be fused
     return gate_up, Product([mlp.down_proj], dtype, exact=exact)
 
 
@@ -229,8 +228,7 @@ class FusedLayers(nn.Module):
     ) -> None:  # fmt: skip
         """Takes the weights out of `layers` one by one, so that no more than a layer's are held twice.
 
-        `context`: for drafters, which make keys and values of a context too. `target`: for FlexDraft, whose MLPs are
-        those of its last layers.
+        `context`: for drafters, which make keys and values of a context too. `target`: its last layers lend their MLPs.
         """
         super().__init__()
         if context:
@@ -289,42 +287,6 @@ class FusedLayers(nn.Module):
             branch = layer.o(heads.reshape(len(x), -1))
             x, branch = buffer, layer.mlp(x, branch, eps, buffer)
         return x, branch
-
-    def with_masks(
-        self, x: Tensor, mask: Tensor, draft: InferenceLayers, rotary: Rotary, rows: Rows, behind: Rows, pool: KVPool,
-        aux_layer_ids: tuple[int, ...] = (),
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """As `JointLayers.with_masks`: rows of both kinds are two blocks of one matrix, which passes an MLP whole."""
-        assert isinstance(draft, FusedLayers)
-        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            eps, (batch, count, width) = self._config.rms_norm_eps, x.shape
-            split, counts = len(self._layers) - len(draft._layers), [count, behind.positions.shape[1] - count]
-            blocks = [batch * rows_of_request for rows_of_request in counts]
-            out = _Pass(self._config, x, aux_layer_ids)
-            residual, branch = self._run(self._layers[:split], out, x, rotary, rows, pool)
-            assert branch is not None, "the first layer is the target's alone"
-            stream = torch.cat([residual, mask.expand(blocks[1], -1)])
-            branch = torch.cat([branch, branch.new_zeros(blocks[1], width)])
-            tables = [rotary.tables(part, x.dtype) for part in torch.split(behind.positions, counts, 1)]
-            attend = pool.from_layer(split).attend(behind, exact=self._exact)
-            k_of_masks, v_of_masks = x.new_empty(2, batch, counts[1], *out.k.shape[3:]).unbind()
-            for index, pair in enumerate(zip(self._layers[split:], draft._layers, strict=True)):
-                caches = (out.k[split + index], out.v[split + index]), (k_of_masks, v_of_masks)
-                parts, queries = zip(torch.split(stream, blocks), torch.split(branch, blocks), strict=True), []
-                for layer, (part, added), table, (k, v) in zip(pair, parts, tables, caches, strict=True):
-                    normed = add_rms_norm(part, added, layer.input_norm, eps, total=part, scale=layer.qkv.input_scale)
-                    cache = k.flatten(0, 1)[None], v.flatten(0, 1)[None]
-                    q = qk_norm_rope(layer.qkv(normed)[None], *table, layer.heads, *cache)
-                    queries.append(q.view(batch, -1, *q.shape[1:]))
-                out.keep(split + index - 1, stream)
-                heads = attend(index, *(torch.cat(list(both), 1) for both in (queries, *zip(*caches, strict=True))))
-                of_kinds = zip(pair, torch.split(heads.flatten(2), counts, 1), strict=True)
-                branch = torch.cat([layer.o(part.flatten(0, 1)) for layer, part in of_kinds])
-                branch = pair[0].mlp(stream, branch, eps, stream)
-            hidden = add_rms_norm(stream, branch, self._norm, eps, total=stream)
-            out.keep(len(self._layers) - 1, stream)
-            both = [part.view(batch, -1, width) for part in torch.split(hidden, blocks)]
-            return torch.cat(both, 1), out.features, out.k, out.v
 
     def with_context(
         self, context: CommittedRows, projected: Tensor, norm: RMSNorm, x: Tensor, rotary: Rotary, rows: Rows,

@@ -1,11 +1,16 @@
-"""The interface of the layers that a model serves with: compiled CPU kernels or fused CUDA ones."""
+"""The interface of the layers that a model serves with: compiled CPU kernels or fused CUDA ones.
+
+They stand in place of a model's PyTorch layers, from which they are made.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterator
+from typing import Protocol, cast, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import RMSNorm
 from d2sd.modeling.rope import Rotary
@@ -34,24 +39,8 @@ class InferenceLayers(Protocol):
 
 
 @runtime_checkable
-class JointLayers(InferenceLayers, Protocol):
-    """Layers that FlexDraft's mask rows can join."""
-
-    def with_masks(
-        self, x: Tensor, mask: Tensor, draft: InferenceLayers, rotary: Rotary, rows: Rows, behind: Rows, pool: KVPool,
-        aux_layer_ids: tuple[int, ...] = (),
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """A target's pass in which FlexDraft's mask rows join the last layers, with the attention of `draft`.
-
-        x [B, T, E] are the target's own rows, at `rows`; mask [E] is the input of every mask row. `behind` has the
-        positions of both kinds, [B, T + masks]. The fields of `DecoderOutput`: hidden states of both kinds, the rest of
-        the target's own rows.
-        """
-
-
-@runtime_checkable
 class ContextLayers(InferenceLayers, Protocol):
-    """A drafter's layers whose products take rows of context together with those of a draft."""
+    """Layers of a drafter whose products take rows of context together with those of a draft."""
 
     def with_context(
         self, context: CommittedRows, projected: Tensor, norm: RMSNorm, x: Tensor, rotary: Rotary, rows: Rows,
@@ -62,3 +51,34 @@ class ContextLayers(InferenceLayers, Protocol):
         projected [B·T, E] are its features behind `fc`, before `norm`; x [A, U, E] at `rows`, of any requests -> hidden
         states [A, U, E].
         """
+
+
+class _HasBody(Protocol):
+    @property
+    def body(self) -> BodyConfig:
+        """Geometry of the layers."""
+
+
+class PlainModel(Protocol):
+    """A target or drafter whose layers are PyTorch's."""
+
+    config: _HasBody
+    layers: nn.ModuleList
+    norm: RMSNorm
+    compiled: InferenceLayers | None
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules below it, and itself."""
+
+
+def plain(model: nn.Module) -> PlainModel | None:
+    """The model, if it has PyTorch layers that nothing stands in place of yet."""
+    is_plain = len(getattr(model, "layers", ())) > 0 and getattr(model, "compiled", None) is None
+    return cast("PlainModel", model) if is_plain else None
+
+
+def replace_layers(model: PlainModel, layers: InferenceLayers) -> None:
+    """Put `layers` in place of the model's own, which go unless the model `keeps_layers`."""
+    model.compiled = layers
+    if not getattr(model, "keeps_layers", False):
+        model.layers = nn.ModuleList()

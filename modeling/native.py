@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.config import BodyConfig
-from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import Layer, RMSNorm
 from d2sd.modeling.rope import Rotary, rotate
@@ -43,10 +42,7 @@ class NativeLayers(nn.Module):
         self, body: BodyConfig, layers: Sequence[Layer], norm: RMSNorm, *, context: bool = False,
         target: NativeLayers | None = None,
     ) -> None:  # fmt: skip
-        """`context`: for drafters, which make keys and values of a context too.
-
-        `target`: for FlexDraft, whose MLPs are those of this target's last layers.
-        """
+        """`context`: for drafters, which make keys and values of a context too. `target`: its last layers lend MLPs."""
         super().__init__()
         self._config = body
         self._dtype = layers[0].self_attn.o_proj.weight.dtype
@@ -54,7 +50,7 @@ class NativeLayers(nn.Module):
         mlps = [None] * len(layers) if target is None else list(target._layers)[-len(layers) :]
         self._layers: ctypes.Array[library.Layer] = (library.Layer * len(layers))(*map(self._packed, layers, mlps))
         self._norm = self._wide(norm.weight)
-        self._body = self._range(0, len(layers))
+        self._body = self._described()
         self._memory, self._lock = library.Memory(), Lock()  # one pass at a time works in the memory
         self._context = _context(layers, body.rms_norm_eps) if context else None
 
@@ -62,13 +58,11 @@ class NativeLayers(nn.Module):
         if hasattr(self, "_memory"):
             library.functions().d2sd_free(ctypes.byref(self._memory))
 
-    def _range(self, first: int, last: int, draft: NativeLayers | None = None) -> library.Body:
-        """The layers `first` to `last` - 1; `draft` has as many, for mask rows."""
-        body, size = self._config, ctypes.sizeof(library.Layer)
-        at = ctypes.cast(ctypes.byref(self._layers, first * size), ctypes.POINTER(library.Layer))
+    def _described(self) -> library.Body:
+        body = self._config
         return library.Body(
-            last - first, body.hidden_size, body.intermediate_size, body.num_heads, body.num_kv_heads, body.head_dim,
-            library.TYPES[self._dtype], self._norm, at, None if draft is None else draft._layers, body.rms_norm_eps,
+            len(self._layers), body.hidden_size, body.intermediate_size, body.num_heads, body.num_kv_heads,
+            body.head_dim, library.TYPES[self._dtype], self._norm, self._layers, body.rms_norm_eps,
         )  # fmt: skip
 
     def _packed(self, layer: Layer, mlp: library.Layer | None) -> library.Layer:
@@ -109,31 +103,7 @@ class NativeLayers(nn.Module):
         self, x: Tensor, rotary: Rotary, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [B, T, E], of chunks [1, N, E] -> the fields of `DecoderOutput`."""
-        x = x.to(torch.float32, copy=True).contiguous()
-        return self._run(self._body, x, x.shape[1], rotary, rows, pool, aux_layer_ids)
-
-    def with_masks(
-        self, x: Tensor, mask: Tensor, draft: InferenceLayers, rotary: Rotary, rows: Rows, behind: Rows, pool: KVPool,
-        aux_layer_ids: tuple[int, ...] = (),
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """As `InferenceLayers.with_masks`."""
-        assert isinstance(draft, NativeLayers)
-        count, split = x.shape[1], len(self._layers) - len(draft._layers)
-        aux = [tuple(i for i in aux_layer_ids if i < split), tuple(i - split for i in aux_layer_ids if i >= split)]
-        x = x.to(torch.float32, copy=True).contiguous()
-        _, first_features, *first = self._run(self._range(0, split), x, count, rotary, rows, pool, aux[0])
-        masks = mask.float().expand(len(x), behind.positions.shape[1] - count, -1)
-        deep = self._range(split, len(self._layers), draft)
-        x = torch.cat([x, masks], 1)
-        hidden, features, *last = self._run(deep, x, count, rotary, behind, pool.from_layer(split), aux[1])
-        k, v = (torch.cat([a, b[:, :, :count]]) for a, b in zip(first, last, strict=True))
-        return hidden, torch.cat([first_features, features[:, :count]], -1), k, v
-
-    def _run(
-        self, layers: library.Body, x: Tensor, clean: int, rotary: Rotary, rows: Rows | Chunks, pool: KVPool,
-        aux_layer_ids: tuple[int, ...],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """x [B, T, E] fp32 becomes the output of the last of `layers`; rows after the first `clean` are mask rows."""
+        x = x.to(torch.float32, copy=True).contiguous()  # becomes the output of the last layer
         body, dtype = self._config, self._dtype
         batch, count, hidden = x.shape
         assert pool.k.dtype == dtype
@@ -148,11 +118,11 @@ class NativeLayers(nn.Module):
         table, context = rows.page_table.long().contiguous(), rows.context_len.long().contiguous()
         assert int(context.max()) <= table.shape[1] * pool.page_size, "the context is longer than its pages"
         aux = torch.tensor(aux_layer_ids, dtype=torch.long)
-        k, v = torch.empty(2, layers.layers, batch, count, body.num_kv_heads, body.head_dim, dtype=dtype)
+        k, v = torch.empty(2, body.num_layers, batch, count, body.num_kv_heads, body.head_dim, dtype=dtype)
         features = torch.empty(batch, count, len(aux_layer_ids) * hidden, dtype=dtype)
         out = torch.empty(batch, count, hidden, dtype=dtype)
         arguments = library.Pass(
-            len(context), longest, address(starts), clean, address(x), address(cos), address(sin),
+            len(context), longest, address(starts), address(x), address(cos), address(sin),
             *((None, 0, 0) if mask is None else (mask.data_ptr(), mask.stride(0), mask.stride(1))),
             address(pool.k), address(pool.v), *pool.k.shape[1:3],
             address(table), table.shape[1], address(context), address(k), address(v),
@@ -160,7 +130,9 @@ class NativeLayers(nn.Module):
         )  # fmt: skip
         functions, threads = library.functions(), torch.get_num_threads()
         with self._lock:
-            functions.d2sd_layers(ctypes.byref(layers), ctypes.byref(arguments), ctypes.byref(self._memory), threads)
+            functions.d2sd_layers(
+                ctypes.byref(self._body), ctypes.byref(arguments), ctypes.byref(self._memory), threads
+            )
         return out, features, k, v
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:

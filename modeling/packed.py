@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.decoder import Decoder, TargetModel
-from d2sd.modeling.drafter import Drafter, DraftModel
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import Fp8Linear, carried_product, carrier
+from d2sd.modeling.inference import plain, replace_layers
 from d2sd.modeling.layers import Layer
 from d2sd.modeling.native import NativeLayers, supported
 from d2sd.plugins.cpu import library
@@ -55,22 +56,22 @@ class PackedFp8Linear(nn.Module):
         return carried_product(x, self._weight, *self._scales, self._bias)
 
 
-def pack(model: TargetModel | DraftModel | FlexHead, target: TargetModel | None = None) -> None:
+def pack(model: TargetModel | DraftModel, target: TargetModel | None = None) -> None:
     """Replace the layers of a CPU model in place, and give a target's head a packed copy.
 
-    `target` is that of a FlexDraft head, packed before: they share its MLPs.
+    `target` lends its MLPs to a drafter that borrows them, and is packed before.
 
     Packing twice is fine. Afterwards `state_dict` lacks the replaced weights: a packed model can only serve.
     """
     weight = next((one for one in model.parameters() if one.dtype != torch.float8_e4m3fn), None)
     if weight is None:
         return
-    if isinstance(model, Decoder | Drafter | FlexHead) and _compiled(model, weight.dtype):
-        body, layers = model.config.body, cast("Sequence[Layer]", model.layers)
-        shared = getattr(target, "native", None)
+    own = plain(model)
+    if own is not None and supported(own.config.body, own.layers, weight.dtype):
+        shared = target.compiled if isinstance(target, Decoder) else None
         assert shared is None or isinstance(shared, NativeLayers)
-        model.native = NativeLayers(body, layers, model.norm, context=isinstance(model, Drafter), target=shared)
-        model.layers = nn.ModuleList()
+        layers, context = cast("Sequence[Layer]", own.layers), isinstance(model, Drafter)
+        replace_layers(own, NativeLayers(own.config.body, layers, own.norm, context=context, target=shared))
     elif not library.available():
         _say_why(str(library.load()))
     for parent in list(model.modules()):
@@ -86,11 +87,6 @@ def pack(model: TargetModel | DraftModel | FlexHead, target: TargetModel | None 
 @cache
 def _say_why(reason: str) -> None:
     print(f"d2sd: layers run as PyTorch operators, several times slower: {reason}", file=sys.stderr, flush=True)
-
-
-def _compiled(model: Decoder | Drafter | FlexHead, dtype: torch.dtype) -> bool:
-    """Whether the compiled kernels run this model, and do not yet."""
-    return len(model.layers) > 0 and supported(model.config.body, model.layers, dtype)
 
 
 def reduced_head(target: TargetModel, ids: Tensor) -> Callable[[Tensor], Tensor]:

@@ -87,16 +87,15 @@ def decode_step(
 
     The context of the policy's drafters must be in their pages (`DrafterContext.inject`). `calibration` maps the
     drafters' probabilities to acceptance probabilities. `host_draft` [B, S, M] is the first draft of policies that take
-    it from the host: `lookup_draft` or `carried_draft`.
+    it from the host (`Policy.host_draft`).
     """
     calibrated = calibration.apply if calibration is not None and policy.uses_probabilities else uncalibrated
     offered = policy.topk if batch.grammar is None else max(policy.topk, OFFERED)
     guided = partial(_guided, batch.grammar, policy.topk, timer)
     first, branches, second = host_draft, None, None
-    if policy.first_pass in (FirstPass.DRAFTER, FirstPass.FLEX):
-        draft = runner.draft_flex if policy.first_pass is FirstPass.FLEX else runner.draft_first
+    if policy.first_pass is FirstPass.DRAFTER:
         with timer("draft_first"):
-            first = draft(batch, offered)
+            first = runner.draft_first(batch, offered, policy.first_drafter)
         first = calibrated(guided(first), batch, policy.first_drafter)
     elif first is not None:
         first = guided(first)
@@ -107,9 +106,8 @@ def decode_step(
             second = runner.draft_second(batch, branches, policy.second_pass, offered)
         second = calibrated(guided(second, branches), batch, policy.second_pass, branches)
     tree, paths = _built(policy, batch, sources_of(first, branches, second), timer)
-    carried = policy.first_pass is FirstPass.CARRIED
     with timer("verify"):
-        verified = runner.verify_and_draft(batch, tree) if carried else runner.verify(batch, tree)
+        verified = runner.verify(batch, tree, policy.drafts_ahead)
     mask = _mask(batch.grammar, paths, verified.logits, timer)
     with timer("accept"):
         depths = min(runner.block_size, policy.num_nodes)
@@ -117,7 +115,7 @@ def decode_step(
         accepted = sample_target(tree, verified.logits, *where, mask, static_shapes=runner.static_shapes)
     with timer("commit"):
         runner.commit(batch, verified, accepted)
-        following = runner.draft_behind(batch, verified, accepted, policy.topk) if carried else None
+        following = runner.draft_ahead(batch, verified, accepted, policy.drafts_ahead, policy.topk)
     found = first, branches, second, tree, accepted, following
     return StepResult(*found, _packed(batch, verified.logits, accepted, following))
 

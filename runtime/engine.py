@@ -11,7 +11,7 @@ import torch
 
 from d2sd.errors import D2SDError, RequestError
 from d2sd.plugins.trees import Draft
-from d2sd.policies import FirstPass, PolicyName
+from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch, prefill_inputs
 from d2sd.runtime.buckets import bucket
@@ -25,9 +25,7 @@ from d2sd.runtime.sampling.logprobs import add_prompt_logprobs
 from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.runtime.speculation.carried import carried_draft
 from d2sd.runtime.speculation.policy import Policy
-from d2sd.runtime.speculation.prompt_lookup import lookup_draft
 from d2sd.runtime.stats import Clock, EngineStats
 from d2sd.runtime.step_times import Forecast, StepTimes, measure_step_times
 from d2sd.runtime.text import Decode, TextStream
@@ -220,12 +218,9 @@ class Engine:
                 bucket(len(sequences)), _temperature(sequences), context, remaining, self.runner.context.pending_rows
             )
         batch = Batch.pack(sequences, self.runner.vocab_size, self.runner.device)
-        slots, size = self.runner.block_size - 1, len(batch.anchor)
-        if self.in_force.first_pass is FirstPass.PROMPT_LOOKUP:
+        if self.in_force.drafts_on_host:
             with self.clock.stage("draft_first"):
-                return batch, lookup_draft([s.tokens for s in sequences], slots, size)
-        if self.in_force.first_pass is FirstPass.CARRIED:
-            return batch, carried_draft([s.next_draft for s in sequences], slots, self.runner.flex_width, size)
+                return batch, self.in_force.host_draft(self.runner, sequences, len(batch.anchor))
         return batch, None
 
     def launch(

@@ -9,11 +9,13 @@ grammars, penalties and sampling add to a step. If no tree pays, plain decoding 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from types import MappingProxyType
 from typing import NamedTuple
 
+from d2sd.policies import DrafterRole
 from d2sd.runtime.speculation.policy import Off, Policy
 from d2sd.runtime.step_times import Forecast, StepTimes
 
@@ -59,8 +61,9 @@ class PolicySelector:
         (self.off,) = (policy for policy in self.policies if isinstance(policy, Off))
 
     def choose(
-        self, bucket: int, temperature: float, context: float = 0, remaining: float = inf, pending: Sequence[int] = ()
-    ) -> Policy:
+        self, bucket: int, temperature: float, context: float = 0, remaining: float = inf,
+        pending: Mapping[DrafterRole, int] = MappingProxyType({}),
+    ) -> Policy:  # fmt: skip
         """The policy with the most tokens a second for a batch of `bucket` requests; its step begins now.
 
         `temperature`, `context` and `remaining`, tokens that may still be generated, are means of its requests.

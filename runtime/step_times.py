@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from d2sd.policies import DrafterRole
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.buckets import buckets
@@ -32,22 +33,21 @@ class StepTimes:
 
     seconds: Mapping[tuple[Policy, int], float]  # of a step, by policy and batch bucket; pruned policies are missing
     context: Mapping[int, float]  # of a token more of context, by batch bucket
-    pending: Sequence[float]  # of a row of pending context, by drafter
+    pending: Mapping[DrafterRole, float]  # of a row of pending context
 
     @staticmethod
     def of(seconds: Mapping[tuple[Policy, int], float]) -> StepTimes:
         """Steps alone: context and pending rows cost nothing."""
-        return StepTimes(seconds, {}, ())
+        return StepTimes(seconds, {}, {})
 
     def step(self, policy: Policy, bucket: int, context: float) -> float | None:
         """Seconds of a step of `bucket` requests with `context` tokens each; None if it was not measured."""
         seconds = self.seconds.get((policy, bucket))
         return None if seconds is None else seconds + self.context.get(bucket, 0.0) * max(0.0, context - _CONTEXT)
 
-    def catch_up(self, policy: Policy, pending: Sequence[int]) -> float:
-        """Seconds in which the policy's drafters compute their pending context, `pending` rows by drafter."""
-        late = [rows * seconds for rows, seconds in zip(pending, self.pending, strict=False)]
-        return sum(late[drafter] for drafter in policy.required_drafters if drafter < len(late))
+    def catch_up(self, policy: Policy, pending: Mapping[DrafterRole, int]) -> float:
+        """Seconds in which the policy's drafters compute their pending context, `pending` rows of each."""
+        return sum(pending.get(role, 0) * self.pending.get(role, 0.0) for role in policy.drafters)
 
 
 def measure_step_times(
@@ -114,18 +114,18 @@ def time_context(
     return {size: max(0.0, longer[off, size] - seconds[off, size]) / tokens for _, size in longer}
 
 
-def time_pending(runner: ModelRunner) -> list[float]:
+def time_pending(runner: ModelRunner) -> dict[DrafterRole, float]:
     """Seconds of a row of pending context, by drafter."""
-    found = []
-    for drafter in range(runner.drafters):
+    found = {}
+    for role in runner.context.pending_rows:
         taken = []
         for _ in range(1 + _REPEATS):
             _wait(runner)
             start = time.perf_counter()
-            runner.compute_context(drafter, _PENDING)
+            runner.compute_context(role, _PENDING)
             _wait(runner)
             taken.append(time.perf_counter() - start)
-        found.append(min(taken[1:]) / _PENDING)
+        found[role] = min(taken[1:]) / _PENDING
     return found
 
 

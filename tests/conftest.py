@@ -138,3 +138,15 @@ def smollm2_bundle(request: pytest.FixtureRequest) -> Path:
 def smollm2_dir(smollm2_bundle: Path) -> Path:
     """Directory of the SmolLM2-135M-Instruct checkpoint in Hugging Face's layout."""
     return smollm2_bundle / "target"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a package index of the tests' own."""
+    monkeypatch.setenv("D2SD_CACHE", str(tmp_path / "cache"))
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    return tmp_path / "index"

@@ -16,6 +16,8 @@ from d2sd.build.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_ma
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.errors import BuildError
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.policies import DrafterRole
 from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.recipe import Policy
 from d2sd.runtime.request import Request
@@ -91,10 +93,10 @@ def test_sampling_is_lossless(bundle: Bundle) -> None:
 
 
 def test_a_drafter_read_one_layer_too_high_is_named(bundle: Bundle) -> None:
-    assert bundle.first is not None
     asked = requests(bundle, [SamplingParams()] * 4)
     plain = make_engine(bundle, policy="off").generate(asked)
-    shifted = copy.copy(bundle.first)
+    shifted = copy.copy(bundle.drafters[DrafterRole.FIRST])
+    assert isinstance(shifted, Drafter)
     shifted.config = replace(shifted.config, target_layer_ids=tuple(i + 1 for i in shifted.config.target_layer_ids))
     with pytest.raises(BuildError, match=r"acceptance rises from .* layer ids minus one"):
-        check_drafter_config(replace(bundle, first=shifted, second=None), plain)
+        check_drafter_config(replace(bundle, drafters={DrafterRole.FIRST: shifted}), plain)

@@ -16,11 +16,13 @@ from d2sd.bundle.load import load_bundle
 from d2sd.convert.engines.build import build_engines
 from d2sd.convert.engines.profiles import make_profiles
 from d2sd.convert.engines.worker import Job
+from d2sd.convert.kinds import DFLASH
 from d2sd.convert.onnx.export import export_drafter, export_target
-from d2sd.modeling.config import DecoderConfig, DrafterConfig, described
+from d2sd.modeling.config import DecoderConfig, DrafterConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.fp8 import linear_names
+from d2sd.policies import DrafterRole
 from d2sd.recipe import Compute, Recipe, load_recipe
 from tests.tiny import in_fp8, tiny_decoder, tiny_drafter
 
@@ -35,7 +37,8 @@ def build_all(folder: Path, recipe: Recipe, target: Decoder, drafter: Drafter, c
     """Build graphs and engines of both models; check that every attention became our plugin."""
     page = recipe.limits.page_size
     export_target(target, drafter.config.target_layer_ids, page, folder / "target.onnx")
-    export_drafter(drafter, page, folder / "drafter.onnx")
+    dtype = target.embed_tokens.weight.dtype
+    export_drafter(DFLASH.graph_body(drafter), drafter.config, dtype, page, folder / "drafter.onnx")
     configs: dict[str, DecoderConfig | DrafterConfig] = {"target": target.config, "drafter": drafter.config}
     layers = {name: config.body.num_layers for name, config in configs.items()}
     jobs = [
@@ -81,10 +84,10 @@ def test_the_first_layers_of_smollm2(smollm2_bundle: Path, tmp_path: Path) -> No
 def pair(folder: Path) -> tuple[Decoder, Drafter]:
     """SmolLM2 and its first drafter, whose engine the second shares."""
     bundle = load_bundle(folder, verify=False)
-    assert bundle.first is not None
-    assert bundle.second is not None
-    assert described(bundle.second.config) == described(bundle.first.config), "one engine stands for both"
-    return bundle.target, bundle.first
+    first, second = (bundle.drafters[role] for role in (DrafterRole.FIRST, DrafterRole.SECOND))
+    assert isinstance(first, Drafter)
+    assert str(second.config) == str(first.config), "one engine stands for both"
+    return bundle.target, first
 
 
 def build_smollm2(target: Decoder, drafter: Drafter, folder: Path, fp8: bool, compute: Compute) -> None:

@@ -12,14 +12,18 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Family, FlexConfig, Role, RopeConfig
-from d2sd.modeling.decoder import Decoder, DecoderOutput
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Family, Role, RopeConfig
+from d2sd.modeling.decoder import Decoder, DecoderOutput, TargetModel
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.rows import Rows
 from d2sd.plugins.shared.fp8 import LARGEST, to_pages
+from d2sd.policies import DrafterRole
+from d2sd.runtime.backends.model_runner import ModelRunner
 
 Model = TypeVar("Model", Decoder, Drafter, FlexHead)
 ROPE = RopeConfig(10000.0)
@@ -132,6 +136,33 @@ def tiny_flex(
     _randomise(head, seed, residual_gain=1.0)
     head.join(target)
     return head
+
+
+def prepared(
+    target: TargetModel,
+    first: DraftModel | None = None,
+    second: DraftModel | None = None,
+    flex: DraftModel | None = None,
+    *,
+    exact: bool = False,
+) -> tuple[TargetModel, dict[DrafterRole, DraftModel]]:
+    """The arguments of a runner: models that have been prepared, as a bundle's are, and drafters by role."""
+    drafters = {role: one for role, one in zip(DrafterRole, (first, second, flex), strict=True) if one is not None}
+    prepare_for_inference(target, drafters.values(), exact=exact)
+    return target, drafters
+
+
+def runner_of(
+    target: TargetModel,
+    first: DraftModel | None = None,
+    second: DraftModel | None = None,
+    flex: DraftModel | None = None,
+    *,
+    block_size: int = 1,
+    exact: bool = False,
+) -> ModelRunner:
+    """A runner of the models, which are prepared."""
+    return ModelRunner(*prepared(target, first, second, flex, exact=exact), block_size=block_size)
 
 
 def _randomise(model: nn.Module, seed: int, residual_gain: float) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, draw_anchors, pack_blocks
 from d2sd.train.data.prefixes import choose_prefixes
@@ -32,7 +32,7 @@ Report = Callable[[int, dict[str, float]], None]
 
 
 class Trainer:
-    """Trains `drafter`, or a FlexDraft head that has joined `target`; with `first`, a second drafter on prefixes.
+    """Trains `drafter`, which is attached to `target`; with `first`, a second drafter on prefixes.
 
     With several processes each runs its share of every step. Slot weights are normalised within a micro-batch, so its
     size has a small effect on the result.
@@ -41,10 +41,10 @@ class Trainer:
     def __init__(
         self,
         target: Decoder,
-        drafter: Drafter | FlexHead,
+        drafter: DraftModel,
         data: TrainingData,
         settings: TrainSettings,
-        first: Drafter | None = None,
+        first: DraftModel | None = None,
         dist: Dist | None = None,
     ) -> None:
         self.drafter, self.data, self.settings, self.first = drafter, data, settings, first
@@ -59,7 +59,7 @@ class Trainer:
         self._draws = SeededOrder(settings.seed, len(data), settings.batch, self.dist)
         self._identity = {
             "settings": settings.model_dump(exclude={"save_every", "evaluate_every"}),
-            "drafter": asdict(drafter.config),
+            "drafter": asdict(cast("Any", drafter.config)),
             "data": {"sha256": data.digest},
             "first drafter": {"sha256": None if first is None else _digest(first)},
         }
@@ -159,7 +159,7 @@ class Trainer:
         return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _digest(drafter: Drafter) -> str:
+def _digest(drafter: DraftModel) -> str:
     """SHA-256 of a drafter's weights: a second drafter is trained on the rejections of one first drafter."""
     digest = hashlib.sha256()
     for parameter in drafter.parameters():

@@ -11,19 +11,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.train.kinds import trained_kind
 from d2sd.train_recipe import TrainSettings
 
 
 class Optimizer:
     """Optimizer of one drafter."""
 
-    def __init__(self, drafter: Drafter | FlexHead, settings: TrainSettings) -> None:
+    def __init__(self, drafter: DraftModel, settings: TrainSettings) -> None:
         self._drafter = drafter
         parameters = list(drafter.parameters())
-        # a calibration's last matrix has a row for each token, like a head: AdamW, as is usual for heads
-        matrices = [p for name, p in drafter.named_parameters() if p.dim() == 2 and name != "calibration.outer.weight"]
+        heads = trained_kind(drafter).token_rows  # AdamW, as is usual for heads
+        matrices = [p for name, p in drafter.named_parameters() if p.dim() == 2 and name not in heads]
         muon = matrices if settings.optimizer == "muon" else []
         adamw = [p for p in parameters if not any(p is other for other in muon)]
         decay = settings.weight_decay

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from d2sd.convert.checkpoint.weights import open_tensors
 from d2sd.errors import CheckpointError, D2SDError
 from d2sd.io import atomic_write
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.train.optimizer import Optimizer
 
 #: Everything that determines the result, by name.
@@ -31,7 +30,7 @@ class _Saved(BaseModel):
     identity: dict[str, dict[str, JsonValue]]
 
 
-def save_state(folder: Path, step: int, drafter: Drafter | FlexHead, optimizer: Optimizer, identity: Identity) -> None:
+def save_state(folder: Path, step: int, drafter: DraftModel, optimizer: Optimizer, identity: Identity) -> None:
     """Write the folder's checkpoint, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"drafter.{k}": v.detach().cpu().contiguous() for k, v in drafter.named_parameters()}
@@ -40,7 +39,7 @@ def save_state(folder: Path, step: int, drafter: Drafter | FlexHead, optimizer: 
         save_file(tensors, partial, {_KEY: json.dumps({"step": step, "identity": identity})})
 
 
-def load_state(folder: Path, drafter: Drafter | FlexHead, optimizer: Optimizer, identity: Identity) -> int:
+def load_state(folder: Path, drafter: DraftModel, optimizer: Optimizer, identity: Identity) -> int:
     """Load drafter and optimizer; returns the step, 0 if nothing was saved. Raises D2SDError if anything that
     determines the result changed, or for a damaged file.
     """

@@ -19,8 +19,8 @@ import torch
 
 from benchmarks.gpu.cases import Case, Note
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
@@ -30,7 +30,7 @@ from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.runtime.knowing import Knowing
-from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
 POLICIES: tuple[PolicyName, ...] = ("off", "lookup", "chain", "d2sd", "hybrid", "flex")
 BLOCK, BRANCHES, NODES = 5, 3, 14
@@ -90,7 +90,7 @@ def models() -> tuple[Decoder, Drafter, Drafter, FlexHead]:
 
 def cpu_texts(requests: Sequence[Request]) -> dict[int, list[int]]:
     """Prompt and answer of every request by plain decoding on the CPU, by seed."""
-    engine = Engine(ModelRunner(deepcopy(models()[0]), block_size=BLOCK), _policy("off"), LIMITS)
+    engine = Engine(runner_of(deepcopy(models()[0]), block_size=BLOCK), _policy("off"), LIMITS)
     return {s.request.seed: s.tokens for s in engine.generate(requests)}
 
 

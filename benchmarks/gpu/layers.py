@@ -8,12 +8,10 @@ Times are of 36 layers of Qwen3-8B's geometry over 2,048 tokens of context, as o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -24,14 +22,16 @@ from benchmarks.gpu.shapes import PAGE_SIZE, TYPES
 from benchmarks.gpu.timing import Times
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.fp8 import kv_scales, linear_names, make_fp8, round_to_fp8
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.rows import CommittedRows, Rows
 from d2sd.plugins.layer_ops import Heads, reference
 from d2sd.plugins.layer_ops.triton import launch
-from d2sd.runtime.backends import model_runner
+from d2sd.policies import DrafterRole
+from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
@@ -201,13 +201,6 @@ def _outputs(target: Decoder, drafter: Drafter, tokens: Tensor) -> dict[str, Ten
     }  # fmt: skip
 
 
-@contextmanager
-def unfused() -> Iterator[None]:
-    """Runners that are made inside keep PyTorch's layers."""
-    with patch.object(model_runner, "fuse", lambda model, *, exact=False: None):
-        yield
-
-
 def check_tokens(_: Note, device: str = "cuda") -> dict[str, Any]:
     """Tokens of an engine over small fp32 models, d2sd and hybrid, greedy and not: fused equals unfused."""
     body = BodyConfig(128, 256, 3, 4, 2, 32, 1e-6, RopeConfig(1e4), 512, qk_norm=True, qkv_bias=False, o_bias=False)
@@ -217,12 +210,10 @@ def check_tokens(_: Note, device: str = "cuda") -> dict[str, Any]:
     for policy in ("d2sd", "hybrid"):
         answers = []
         for fused in (False, True):
-            copies: Any = deepcopy((target, *drafters))
+            own_target, own = deepcopy((target, dict(zip(DrafterRole, drafters, strict=False))))
             if fused:
-                runner = model_runner.ModelRunner(*copies)
-            else:
-                with unfused():
-                    runner = model_runner.ModelRunner(*copies)
+                prepare_for_inference(own_target, own.values())
+            runner = ModelRunner(own_target, own)
             made = make_policy(policy, block_size=8, branches=3, row_budget=24)
             engine = Engine(runner, made, Limits(max_batch=4, max_context=128, page_size=16, prefill_chunk=32))
             answers.append([sequence.answer for sequence in engine.generate(requests)])

@@ -22,12 +22,13 @@ import torch
 
 from benchmarks.gpu import traffic
 from benchmarks.gpu.cases import Case, Note
-from d2sd.convert.checkpoint.flex import flex_linears
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, RopeConfig
+from d2sd.convert.checkpoint.flexdraft import flex_linears
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
 from d2sd.modeling.fp8 import linear_names, round_to_fp8
+from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.plugins.trees import Draft
 from d2sd.policies import FACTS, FirstPass, PolicyName
@@ -134,11 +135,10 @@ def step(one: Step, note: Note, device: str = "cuda") -> dict[str, Any]:
 
 def made(one: Step, device: str = "cuda") -> ModelRunner:
     """A runner with the models that the policy needs."""
-    target, first, second, flex = models(one.kind, one.drafted, device)
-    facts = FACTS[one.policy]
-    wanted = [(first, second)[role] for role in facts.required_drafters]
-    joined = flex if facts.first_pass in (FirstPass.FLEX, FirstPass.CARRIED) else None
-    runner = ModelRunner(target, *wanted, flex=joined, block_size=BLOCK_SIZE)
+    target, *every = models(one.kind, one.drafted, device)
+    drafters = {role: every[role] for role in FACTS[one.policy].drafters}
+    prepare_for_inference(target, drafters.values())
+    runner = ModelRunner(target, drafters, block_size=BLOCK_SIZE)
     runner.allocate(1 + one.batch * columns(), PAGE_SIZE)
     return runner
 

@@ -12,17 +12,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import torch
+from pydantic import JsonValue
 
 from d2sd.convert.checkpoint.backbone import INERT, READ, body_fields, read_body
+from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary
+from d2sd.convert.checkpoint.fit import check_block_size, check_geometry
 from d2sd.convert.checkpoint.hf_config import MAX_LAYERS, MAX_SIZE, HFConfig, rope_fields
 from d2sd.convert.checkpoint.layer_ids import fault, from_convention, to_convention, usual_ids
+from d2sd.convert.checkpoint.quantization import FILE, KEY, read_quantization
 from d2sd.convert.checkpoint.roles import TRAINING, read_role
-from d2sd.convert.checkpoint.unsupported import KEYS
+from d2sd.convert.checkpoint.unsupported import KEYS, refuse_unsupported
 from d2sd.errors import CheckpointError
-from d2sd.modeling.config import DrafterConfig, Role
+from d2sd.modeling.config import DecoderConfig, DrafterConfig, Role
+from d2sd.policies import DrafterRole
 
+#: Modules that checkpoints hold in 16 bits, because other engines cannot run them in FP8; see `fp8_inputs.py`.
+UNQUANTIZED = ("lm_head", "*embed_tokens", "*fc", "*.q_proj", "*.k_proj", "*.v_proj")
 #: `architectures` of SpecForge drafters whose config was a copy of a Qwen3 target's.
 TARGETS_OWN = "Qwen3ForCausalLM"
 _TOP = READ | INERT | KEYS | {"architectures", "block_size", "num_target_layers", "dflash_config"}
@@ -34,6 +44,90 @@ _INSIDE = (
         "mask_token",  # the id is what counts: the tokenizer may not know the token
     }
 )  # fmt: skip
+
+
+def read_drafter_config(directory: Path, declared: Role | None = None) -> DrafterConfig:
+    """Read a `config.json` of the DFlash layout and the draft vocabulary; raises `CheckpointError` naming file and key.
+
+    `declared` is the role of a drafter whose config has none. FP8 may be described; `formats/` reads every format,
+    unquantized, and converts it to this one.
+    """
+    raw = HFConfig.read(directory)
+    plain = HFConfig({key: value for key, value in raw.values.items() if key != KEY}, raw.where)
+    refuse_unsupported(plain)
+    if plain.values.get("speculators_model_type") is not None:
+        raise CheckpointError(
+            "A recipe's drafter must be in the DFlash layout, and this is a speculators checkpoint.",
+            where=raw.where, fix="d2sd convert --to z-lab",
+        )  # fmt: skip
+    config = read_layout(plain, declared)
+    _check_quantization(directory, raw, config.body.num_layers)
+    ids = read_draft_vocabulary(directory, config.vocab_size, config.mask_token_id)
+    return replace(config, draft_vocabulary=ids)
+
+
+def _check_quantization(directory: Path, raw: HFConfig, layers: int) -> None:
+    """Refuse an FP8 drafter that engines would misread."""
+    quantization = read_quantization(directory, raw)
+    if quantization is None:
+        return
+    sliced = (f"layers.{layer}.self_attn.{kind}_proj" for layer in range(layers) for kind in "qkv")
+    narrow = quantization.of(("fc", *sliced))
+    if narrow or quantization.kv:
+        raise CheckpointError(
+            "Engines do not support FP8 in these layers of a drafter.", where=f"{directory}: {FILE} or {KEY}",
+            found=", ".join(narrow) or "K/V", expected="FP8 in o_proj and the MLP only, and more by d2sd_fp8.json",
+            fix="use the unquantized drafter, and set fp8.drafters",
+        )  # fmt: skip
+
+
+def check_drafter(
+    config: DrafterConfig, target: DecoderConfig, role: DrafterRole, block_size: int, where: Path
+) -> None:
+    """Refuse a drafter that was not made for this target, this role or this block size.
+
+    Such a drafter would run, and almost none of its tokens would be accepted.
+    """
+    expected: Role = "first" if role is DrafterRole.FIRST else "variable_prefix"
+    if config.role != expected:
+        raise CheckpointError(
+            "The drafter does not fit.", where=f"{where / 'config.json'}: dflash_config.training_mode",
+            found=config.role, expected=expected,
+            fix="if it was trained on variable prefixes: d2sd convert --role variable_prefix"
+            if expected == "variable_prefix" else None,
+        )  # fmt: skip
+    check_target(config, target, where)
+    ids = config.target_layer_ids
+    if not all(a < b for a, b in pairwise(ids)):
+        # fc's columns follow the config's order, and TensorRT-LLM sorts the ids: only ascending ids are unambiguous.
+        raise CheckpointError(
+            "The target layer ids are not in ascending order.",
+            where=f"{where / 'config.json'}: dflash_config.target_layer_ids",
+            found=list(ids), expected=sorted(ids), fix="d2sd convert --to z-lab, which also reorders the columns of fc",
+        )  # fmt: skip
+    check_block_size(config, block_size, where)
+
+
+def check_target(config: DrafterConfig, target: DecoderConfig, where: Path) -> None:
+    """Refuse a drafter that was made for another target."""
+    pairs: list[tuple[str, object, object]] = [
+        ("hidden_size", config.body.hidden_size, target.body.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("num_target_layers", config.num_target_layers, target.body.num_layers),
+    ]
+    check_geometry(pairs, config, target, where)
+
+
+def geometry(config: DrafterConfig) -> dict[str, JsonValue]:
+    """What a manifest records of this kind alone."""
+    return {
+        "role": config.role, "mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)
+    }  # fmt: skip
+
+
+def vocabulary_mark(config: DrafterConfig) -> str:
+    """What a fingerprint has of the draft vocabulary."""
+    return "" if config.draft_vocabulary is None else f"draft_vocabulary {list(config.draft_vocabulary)}"
 
 
 def read_layout(config: HFConfig, declared: Role | None = None) -> DrafterConfig:

@@ -18,10 +18,6 @@ from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.errors import CheckpointError
 
 FILE, KEY = "hf_quant_config.json", "quantization_config"
-#: Drafter modules that checkpoints hold in 16 bits, because other engines cannot run them in FP8; see `fp8_inputs.py`.
-DRAFTER_UNQUANTIZED = ("lm_head", "*embed_tokens", "*fc", "*.q_proj", "*.k_proj", "*.v_proj")
-#: Modules of a FlexDraft head that are never quantized, by the names of the layout.
-FLEX_UNQUANTIZED = ("anchor_bias_mlp*", "anchor_projection")
 _FLOAT8 = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 

@@ -4,7 +4,7 @@
               prefill    one request, a chunk of rows
     drafters  drafting   B requests, K blocks of γ rows, after at most γ new context tokens each
               injection  features of many tokens in one product, and one dummy row
-    FlexDraft drafting   B requests, γ mask rows
+              without features, γ rows for each of B requests
 
 Classic TensorRT selects kernels at build time, so it gets one profile per batch bucket of the runtime (powers of two).
 TensorRT-RTX compiles kernels for the exact shapes at run time, and every profile costs: with five profiles instead of
@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from d2sd.manifest import Shapes
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig
+from d2sd.modeling.drafters.interface import DraftConfig
 from d2sd.plugins.cascade_attention.mask import WORD
 from d2sd.recipe import Builder, Recipe
 from d2sd.runtime.buckets import bucket, buckets
@@ -32,9 +33,7 @@ MAX_INJECTED = 1024
 # Shape letters: B requests, T rows, C new context rows, W words of the attention mask, M pages a request, P pages.
 
 
-def make_profiles(
-    recipe: Recipe, builder: Builder, config: DecoderConfig | DrafterConfig | FlexConfig
-) -> list[Profile]:
+def make_profiles(recipe: Recipe, builder: Builder, config: DecoderConfig | DraftConfig) -> list[Profile]:
     """All profiles of one model of a recipe, in the order in which the runtime tries them."""
     tree, limits = recipe.tree, recipe.limits
     sizes = buckets(limits.max_batch)
@@ -44,7 +43,7 @@ def make_profiles(
         decoding = [_rows(recipe, config.body, b, (1, rows, rows)) for b in batches]
         chunk = bucket(limits.prefill_chunk)
         return [*decoding, _rows(recipe, config.body, _just(1), (1, chunk, chunk))]
-    if isinstance(config, FlexConfig):
+    if not config.target_layer_ids:
         return [_rows(recipe, config.body, b, _just(config.block_size)) for b in batches]
     block, drafted = config.block_size, tree.branches * config.block_size
     width = len(config.target_layer_ids) * config.body.hidden_size

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from d2sd.convert.checkpoint.dflash import read_layout
+from d2sd.convert.checkpoint.dflash import check_target, read_layout
 from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary
-from d2sd.convert.checkpoint.drafter import check_target, drafter_shapes
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.layer_ids import sort_columns
 from d2sd.convert.checkpoint.weights import TensorInfo, open_tensors, read_headers, read_tensors
@@ -20,6 +19,7 @@ from d2sd.convert.formats.canonical import CanonicalDrafter, Format, Source
 from d2sd.convert.formats.detect import PICKLES, QUANTIZED, detect
 from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts
 from d2sd.convert.formats.speculators_tensors import EXTRA, read_extra
+from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig, Role
 
@@ -82,7 +82,7 @@ def _body_tensors(
     dtypes = {info.dtype for name, info in found.items() if name not in extra or name in (EMBEDDING, HEAD)}
     dtype = _DTYPES.get(min(dtypes, default="F32"), torch.float32)  # other types are refused by name below
     tensors: dict[str, Tensor] = {}
-    for _, part in read_tensors(folder, drafter_shapes(config), dtype, lambda name: None if name in extra else name):
+    for _, part in read_tensors(folder, DFLASH.shapes(config), dtype, lambda name: None if name in extra else name):
         tensors |= part
     if len(dtypes) > 1:
         raise CheckpointError(

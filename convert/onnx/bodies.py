@@ -6,8 +6,7 @@ inputs, one per layer; K/V of the new rows are outputs, which the runtime commit
     target    embedded, positions, attn_mask, page_table, context_len, pages      -> hidden, features, k, v
     drafter   the same, and features, feature_positions, feature_len of context
               not yet written to the pages                                      -> hidden, k, v of that context
-    FlexDraft positions, attn_mask, page_table, context_len, and the pages of the
-              target's last layers                                              -> hidden of mask rows
+              one that reads the target's pages has no features                 -> hidden
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
 from d2sd.modeling.layers import Layer
 from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, attributes

@@ -19,19 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from d2sd.convert.onnx.bodies import DrafterBody, FlexBody, TargetBody, lower_fp8_to_qdq
+from d2sd.convert.onnx.bodies import TargetBody, lower_fp8_to_qdq
 from d2sd.errors import BuildError
 from d2sd.extras import install_line
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.interface import DraftConfig
 from d2sd.plugins.cascade_attention.onnx import DOMAIN, OPSET, functions
+from d2sd.runtime.backends.exported import IOSpec, drafter_io_spec, target_io_spec
 
 #: Packages whose versions determine the bytes of a graph and the result of its check.
 TOOLS = ("onnx", "onnxscript", "onnxruntime")
-#: Names of the graphs' outputs.
-TARGET_OUTPUTS, DRAFTER_OUTPUTS, FLEX_OUTPUTS = ("hidden", "features", "k", "v"), ("hidden", "k", "v"), ("hidden",)
 _ROWS = ("embedded", "positions", "attn_mask", "page_table", "context_len")
 _FEATURES = ("features", "feature_positions", "feature_len")
 _B, _T, _W, _M, _P, _C = (
@@ -62,31 +60,24 @@ def export_target(target: Decoder, aux_layer_ids: tuple[int, ...], page_size: in
         [*rows, *pools],
         [*shapes, *pool_shapes],
         _names(_ROWS, body),
-        TARGET_OUTPUTS,
+        target_io_spec(body, dtype),
         file,
     )
 
 
-def export_drafter(drafter: Drafter, page_size: int, file: Path) -> None:
-    """Write a drafter's graph. Raises `BuildError` without the extra."""
-    body, dtype = drafter.config.body, drafter.norm.weight.dtype
-    rows, shapes = _example_rows(body, dtype)
+def export_drafter(graph: nn.Module, config: DraftConfig, dtype: torch.dtype, page_size: int, file: Path) -> None:
+    """Write a drafter's graph, `DrafterKind.graph_body`. Raises `BuildError` without the extra."""
+    body = config.body
+    inputs, shapes = _example_rows(body, dtype)
+    names = list(_ROWS)
+    if config.target_layer_ids:
+        width = len(config.target_layer_ids) * body.hidden_size
+        inputs += [torch.zeros(2, 4, width, dtype=dtype), _int(2, 4), _int(2)]
+        shapes += [{0: _B, 1: _C}, {0: _B, 1: _C}, {0: _B}]
+        names += _FEATURES
     pools, pool_shapes = _example_pools(body, page_size, dtype)
-    width = len(drafter.config.target_layer_ids) * body.hidden_size
-    new = [torch.zeros(2, 4, width, dtype=dtype), _int(2, 4), _int(2)]
-    new_shapes = [{0: _B, 1: _C}, {0: _B, 1: _C}, {0: _B}]
-    names = _names((*_ROWS, *_FEATURES), body)
-    _export(
-        DrafterBody(drafter), [*rows, *new, *pools], [*shapes, *new_shapes, *pool_shapes], names, DRAFTER_OUTPUTS, file
-    )
-
-
-def export_flex(head: FlexHead, page_size: int, file: Path) -> None:
-    """Write the graph of a FlexDraft head that has joined its target. Raises `BuildError` without the extra."""
-    body, dtype = head.config.body, head.mask_embedding.dtype
-    rows, shapes = _example_rows(body, dtype)
-    pools, pool_shapes = _example_pools(body, page_size, dtype)
-    _export(FlexBody(head), [*rows, *pools], [*shapes, *pool_shapes], _names(_ROWS, body), FLEX_OUTPUTS, file)
+    spec = drafter_io_spec(config, dtype)
+    _export(graph, [*inputs, *pools], [*shapes, *pool_shapes], _names(names, body), spec, file)
 
 
 def _example_rows(body: BodyConfig, dtype: torch.dtype) -> tuple[list[Tensor], list[Any]]:
@@ -109,9 +100,7 @@ def _names(fixed: Sequence[str], body: BodyConfig) -> list[str]:
     return [*fixed, *(f"{kind}_pages_{layer}" for kind in "kv" for layer in range(body.num_layers))]
 
 
-def _export(
-    body: nn.Module, inputs: list[Any], shapes: list[Any], names: list[str], outputs: Sequence[str], file: Path
-) -> None:
+def _export(body: nn.Module, inputs: list[Any], shapes: list[Any], names: list[str], spec: IOSpec, file: Path) -> None:
     require_exporter()
     import onnx
 
@@ -120,7 +109,7 @@ def _export(
     with torch.inference_mode(), _quiet():
         program = torch.onnx.export(
             body, tuple(inputs), dynamo=True, opset_version=OPSET, dynamic_shapes=tuple(shapes), input_names=names,
-            output_names=list(outputs), verbose=False,
+            output_names=list(spec.outputs), verbose=False,
         )  # fmt: skip
     assert program is not None
     model: Any = program.model_proto

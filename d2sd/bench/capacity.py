@@ -19,11 +19,11 @@ from d2sd.bench.latency import Slo
 from d2sd.bench.roofline import Roofline, StepCost, arithmetic_costs
 from d2sd.build.plan import GPUS, Plan, make_plan
 from d2sd.bundle.load import CALIBRATION
-from d2sd.bundle.serving import forecasts_flex
+from d2sd.bundle.serving import auto_policies
 from d2sd.errors import D2SDError
 from d2sd.manifest import NAME, load_manifest
-from d2sd.policies import BY_FLEX, FACTS
-from d2sd.recipe import Drafters, DrafterSource, FlexSource, Policy, SecondSource, Source, load_recipe
+from d2sd.policies import FACTS
+from d2sd.recipe import Drafters, Policy, load_recipe
 from d2sd.runtime.buckets import bucket
 from d2sd.runtime.memory import plan_kv_memory
 from d2sd.runtime.request import Limits, Request
@@ -74,12 +74,8 @@ def read_plan(source: Path) -> Plan:
         return make_plan(load_recipe(source), weights=False)
     recipe = load_manifest(source).recipe
     named = recipe.drafters
-    local = Drafters(
-        first=named.first and DrafterSource(path="drafter_first"),
-        second=named.second and SecondSource(path="drafter_second"),
-        flex=named.flex and FlexSource(path="drafter_flex"),
-        calibration=named.calibration and Source(path=CALIBRATION),
-    )
+    folders = {role.key: {"path": role.folder} for role in named.sources}
+    local = Drafters.model_validate(folders | ({"calibration": CALIBRATION} if named.calibration else {}))
     target = recipe.target.model_copy(update={"path": "target", "pypi": None, "hf": None})
     # Its checkpoints are quantized already.
     changed: dict[str, object] = {"target": target, "drafters": local, "fp8": None}
@@ -90,10 +86,10 @@ def compute(
     plan: Plan, gpu: str, policy: Policy, demand: Demand, max_batch: int, *, tau: float | None, efficiency: float
 ) -> Option:
     """GPUs of one kind that serve `demand` with `policy`. Raises D2SDError that names the bound that fails."""
-    count = 2 if policy == "auto" else len(FACTS[policy].required_drafters)
-    forecast = forecasts_flex(len(plan.drafters), plan.calibration)
-    wanted = forecast if policy == "auto" else FACTS[policy].first_pass in BY_FLEX
-    plan = replace(plan, drafters=plan.drafters[:count], flex=plan.flex if wanted else None)
+    configs = {role: part.draft_config for role, part in plan.drafters.items()}
+    names = auto_policies(configs, plan.calibration) if policy == "auto" else [policy]
+    roles = {role for name in names for role in FACTS[name].drafters}
+    plan = replace(plan, drafters={role: part for role, part in plan.drafters.items() if role in roles})
     limits = Limits.of(plan.recipe.limits, max_batch)
     limits.check(Request((0,) * demand.prompt_tokens, demand.output_tokens), 1)
     pages = fitting_pages(plan, gpu, limits)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from d2sd.bench.result import Cell, Difference, Key, Response
 from d2sd.build.validate.near_ties import TIE_TOLERANCE, first_mismatch
-from d2sd.policies import DrafterName
+from d2sd.policies import DRAFTER_NAMES, DrafterName
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.observe import observe
 from d2sd.runtime.request import Request
@@ -19,8 +19,6 @@ from d2sd.runtime.trace import StepTrace
 
 #: Tokens of the warm-up, which runs every shape of a step once; its times are discarded.
 _WARM_UP = 8
-#: By `DrafterRole`.
-_DRAFTERS: tuple[DrafterName, ...] = ("first", "second", "flex")
 
 #: A request whose prompt extends to the first differing token -> margin of the two best logits there.
 Gap = Callable[[Request], float]
@@ -53,7 +51,7 @@ class Counts:
             if trace.branches is not None:
                 self.ranks["none" if one.rank is None else str(one.rank)] += 1
             for node in one.judged:
-                self.outcomes.setdefault(_DRAFTERS[node.drafter], []).append((node.prob, node.accepted))
+                self.outcomes.setdefault(DRAFTER_NAMES[node.drafter], []).append((node.prob, node.accepted))
 
 
 def measure_cell(

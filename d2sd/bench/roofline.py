@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from d2sd.build.plan import Part, Plan
-from d2sd.bundle.serving import candidate_policies
+from d2sd.bundle.serving import auto_policies, candidate_policies, check_policy
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.errors import D2SDError
-from d2sd.modeling.config import DecoderConfig, DrafterConfig, FlexConfig
-from d2sd.policies import FirstPass
+from d2sd.modeling.config import DecoderConfig
+from d2sd.policies import DrafterRole
 from d2sd.recipe import Policy
 from d2sd.runtime.buckets import buckets
 from d2sd.runtime.policy_selector import PolicySelector, forecast_tau
-from d2sd.runtime.speculation.policy import Off
+from d2sd.runtime.speculation.policy import Off, make_policy
 from d2sd.runtime.speculation.policy import Policy as TreePolicy
 from d2sd.runtime.step_times import Forecast, StepTimes
 
@@ -61,59 +62,43 @@ class Roofline:
     def decode_seconds(self, policy: TreePolicy, batch: int, context: int) -> float:
         """A decode step of `batch` requests of `context` tokens."""
         assert self.plan.target is not None
-        block, drafters = self.plan.recipe.tree.block_size, self.plan.drafters
-        if policy.first_pass is FirstPass.CARRIED:
-            return self._parallel_seconds(batch, policy.num_nodes, context)
-        seconds = self._seconds(self.plan.target, batch, policy.num_nodes, context, head=True)
-        if policy.first_pass is FirstPass.DRAFTER:
-            seconds += self._seconds(drafters[0], batch, block, context, head=True)
-        if policy.first_pass is FirstPass.FLEX:
-            seconds += self._seconds(self._mask_rows(), batch, block, context, head=True)
+        block = self.plan.recipe.tree.block_size
+        seconds = self._seconds(self.plan.target, batch, policy.num_nodes, context, policy.num_nodes)
+        if policy.drafts_ahead is not None:  # a block behind every node, one of which passes the head
+            part = self._drafter(policy.drafts_ahead)
+            seconds += self._seconds(part, batch, policy.num_nodes * block, context, block)
+        elif policy.drafters:
+            seconds += self._seconds(self._drafter(policy.first_drafter), batch, block, context, block)
         if policy.second_pass is not None:
-            seconds += self._seconds(
-                drafters[policy.second_pass], batch, policy.num_branches * block, context, head=True
-            )
+            rows = policy.num_branches * block
+            seconds += self._seconds(self._drafter(policy.second_pass), batch, rows, context, rows)
         return seconds
 
     def prefill_seconds(self, rows: int, context: int) -> float:
         """A chunk of `rows` prompt tokens behind `context` others; it computes no logits."""
         assert self.plan.target is not None
-        return self._seconds(self.plan.target, 1, rows, context, head=False)
+        return self._seconds(self.plan.target, 1, rows, context, 0)
 
-    def _parallel_seconds(self, batch: int, nodes: int, context: int) -> float:
-        """FlexDraft's parallel mode: one pass reads the weights and K/V of the last layers once for both kinds of rows.
-
-        Mask rows draft behind every node, and one block of logits is computed.
-        """
-        assert self.plan.target is not None
-        assert self.plan.flex is not None
-        block = self.plan.recipe.tree.block_size
-        products, read = self._work(self.plan.target, batch, nodes, context, nodes)
-        masks, _ = self._work(self._mask_rows(), batch, nodes * block, context, block)
-        read += self.plan.flex.weight_bytes + self._head_weights(self.plan.flex) * self._size
-        layers = self.plan.target.body.num_layers + 1  # the choice of the next draft takes about a layer's launches
-        return self._time(products + masks, read, layers)
-
-    def _mask_rows(self) -> Part:
-        """The layers that mask rows pass: FlexDraft's projections, and the MLPs and K/V of the target's last layers."""
-        flex, target = self.plan.flex, self.plan.target
-        assert flex is not None
+    def _drafter(self, role: DrafterRole) -> Part:
+        """A drafter, with the MLPs that it borrows of the target's last layers, and the K/V of theirs that it reads."""
+        part, target = self.plan.drafters[role], self.plan.target
         assert target is not None
-        body = flex.body
-        shared = 3 * body.num_layers * body.hidden_size * body.intermediate_size
-        size = target.weight_bytes / target.parameters
+        body, model = part.body, part.kind.model
+        shared = 3 * body.num_layers * body.hidden_size * body.intermediate_size if model.borrows_mlps else 0
+        read = 0 if model.has_context else target.kv_token_bytes * body.num_layers // target.body.num_layers
         return replace(
-            flex, parameters=flex.parameters + shared, weight_bytes=flex.weight_bytes + round(shared * size),
-            kv_token_bytes=target.kv_token_bytes * body.num_layers // target.body.num_layers,
+            part, parameters=part.parameters + shared, kv_token_bytes=part.kv_token_bytes + read,
+            weight_bytes=part.weight_bytes + round(shared * target.weight_bytes / target.parameters),
         )  # fmt: skip
 
-    def _seconds(self, part: Part, batch: int, rows: int, context: int, *, head: bool) -> float:
-        """One pass over `batch` requests of `rows` rows each."""
-        return self._time(*self._work(part, batch, rows, context, rows if head else 0), part.body.num_layers)
+    def _seconds(self, part: Part, batch: int, rows: int, context: int, logits: int) -> float:
+        """One pass over `batch` requests of `rows` rows each, `logits` of which pass the head.
 
-    def _time(self, products: float, read: float, layers: int) -> float:
-        """Seconds of products at their peak rate and of reading bytes, whichever is longer, and of small kernels."""
-        return max(products, read / PEAKS[self.gpu].bandwidth) / self.efficiency + layers * LAYER_SECONDS
+        The longer of its products at their peak rate and of reading its bytes, and the small kernels of its layers.
+        """
+        products, read = self._work(part, batch, rows, context, logits)
+        slowest = max(products, read / PEAKS[self.gpu].bandwidth)
+        return slowest / self.efficiency + part.body.num_layers * LAYER_SECONDS
 
     @property
     def _size(self) -> int:
@@ -139,7 +124,7 @@ class Roofline:
 
     def _head_weights(self, part: Part) -> int:
         """Weights of the head over the vocabulary or the draft vocabulary."""
-        ids = part.config.draft_vocabulary if isinstance(part.config, DrafterConfig | FlexConfig) else None
+        ids = None if part.role is None else part.draft_config.draft_vocabulary
         return (part.config.vocab_size if ids is None else len(ids)) * part.body.hidden_size
 
 
@@ -162,17 +147,21 @@ def arithmetic_costs(
     """
     plan = roofline.plan
     tree, temperature = plan.recipe.tree, plan.recipe.sampling.temperature
-    candidates = candidate_policies(
-        tree, len(plan.drafters), policy, tree.row_budget, plan.calibration, flex=plan.flex is not None
-    )
+    drafters = {role: part.draft_config for role, part in plan.drafters.items()}
+    if policy == "auto":
+        candidates = candidate_policies(tree, tree.row_budget, auto_policies(drafters, plan.calibration))
+    else:
+        check_policy(drafters, policy, Path(plan.recipe.name))
+        sizes = {"block_size": tree.block_size, "branches": tree.branches, "row_budget": tree.row_budget}
+        candidates = [make_policy(policy, **sizes)]
     largest = candidates[-1]
     if policy != "auto" or tau is not None or plan.calibration is None:
         candidates = [largest] if isinstance(largest, Off) else [Off(1), largest]
     forecast = _forecast(plan, candidates, tau)
-    sizes = buckets(max_batch)
-    seconds = {(one, size): roofline.decode_seconds(one, size, context) for one in candidates for size in sizes}
+    batches = buckets(max_batch)
+    seconds = {(one, size): roofline.decode_seconds(one, size, context) for one in candidates for size in batches}
     selector = PolicySelector(candidates, StepTimes.of(seconds), forecast)
-    chosen = {size: selector.choose(size, temperature) if policy == "auto" else largest for size in sizes}
+    chosen = {size: selector.choose(size, temperature) if policy == "auto" else largest for size in batches}
     return {
         size: StepCost(str(one), seconds[one, size], forecast_tau(forecast, one, temperature))
         for size, one in chosen.items()

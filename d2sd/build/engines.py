@@ -16,17 +16,14 @@ from typing import Any
 
 from d2sd.build.plan import Plan
 from d2sd.build.stage_cache import StageCache
-from d2sd.convert.checkpoint.drafter import load_drafter
-from d2sd.convert.checkpoint.flex import load_flex
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.convert.engines.build import build_engines
 from d2sd.convert.engines.profiles import Profile, make_profiles
 from d2sd.convert.engines.worker import SETTINGS, Job
-from d2sd.convert.onnx.export import TOOLS, export_drafter, export_flex, export_target, require_exporter
+from d2sd.convert.onnx.export import TOOLS, export_drafter, export_target, require_exporter
 from d2sd.io import cache_folder
 from d2sd.manifest import Engines as Built
-from d2sd.modeling.config import DrafterConfig
 from d2sd.plugins.cascade_attention.onnx import VERSION as PLUGIN_ABI
 from d2sd.recipe import Engines
 from d2sd.tensorrt_env import TensorRT, find_tensorrt
@@ -93,25 +90,22 @@ class EngineBuild:
         return files, built
 
     def _aux_layer_ids(self) -> tuple[int, ...]:
-        """Target layers that drafters read; both read the same."""
-        configs = [part.config for part in self.plan.drafters]
-        return configs[0].target_layer_ids if configs and isinstance(configs[0], DrafterConfig) else ()
+        """Target layers that drafters read; all that read features read the same."""
+        found = (part.draft_config.target_layer_ids for part in self.plan.drafters.values())
+        return next(filter(None, found), ())
 
     def _export(self, folder: Path, aux_layer_ids: tuple[int, ...]) -> None:
         recipe = self.plan.recipe
         dtype, page_size = DTYPES[recipe.precision], recipe.limits.page_size
         with self.work.progress("writing graphs", len(self.plan.parts)) as advance:
-            for part in self.plan.parts:
-                source, file = self.work.bundle / part.name, folder / f"{part.name}.onnx"
-                if part is self.plan.target:
-                    target = load_target(source, dtype)
-                    export_target(target, aux_layer_ids, page_size, file)
-                elif part is self.plan.flex:
-                    head = load_flex(source, dtype)
-                    head.join(target)
-                    export_flex(head, page_size, file)
-                else:
-                    export_drafter(load_drafter(source, dtype), page_size, file)
+            target = load_target(self.work.bundle / "target", dtype)
+            export_target(target, aux_layer_ids, page_size, folder / "target.onnx")
+            advance(1)
+            for part in self.plan.drafters.values():
+                drafter = part.kind.load(self.work.bundle / part.name, dtype)
+                part.kind.attach(drafter, target)
+                body = part.kind.graph_body(drafter)
+                export_drafter(body, drafter.config, dtype, page_size, folder / f"{part.name}.onnx")
                 advance(1)
 
     def _timing(self, model: str) -> str | None:

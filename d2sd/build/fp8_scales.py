@@ -1,7 +1,7 @@
 """FP8 scales from NVIDIA ModelOpt (extra `fp8`): max calibration of weights and layer inputs on real text.
 
-The target is quantized as a transformers model and exported by ModelOpt; a drafter or a FlexDraft head, which
-transformers does not support, is quantized in place while d2sd's decoding loop runs it.
+The target is quantized as a transformers model and exported by ModelOpt; a drafter, which transformers does not
+support, is quantized in place while d2sd's decoding loop runs it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from d2sd.convert.checkpoint.flex import flex_linears
 from d2sd.convert.checkpoint.offline import offline_transformers
-from d2sd.convert.checkpoint.quantization import DRAFTER_UNQUANTIZED, FLEX_UNQUANTIZED, Quantization
+from d2sd.convert.checkpoint.quantization import Quantization
+from d2sd.convert.kinds import DrafterKind
 from d2sd.errors import BuildError, CheckpointError
 from d2sd.extras import install_line
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
-from d2sd.modeling.fp8 import linear_names
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.plugins.shared.fp8 import LARGEST, to_pages
 from d2sd.progress import Progress, silent
 
@@ -93,30 +91,29 @@ def quantize_target(
 
 
 class Quantized(NamedTuple):
-    """A drafter or FlexDraft head as a checkpoint holds it."""
+    """A drafter as a checkpoint holds it."""
 
     tensors: dict[str, Tensor]
     description: Quantization
     input_scales: dict[str, float]  # of layers that stay in 16 bits there, and that d2sd runs in FP8
 
 
-def quantize_drafter(modelopt: ModelOpt, drafter: Drafter | FlexHead, run: Callable[[], None]) -> Quantized:
+def quantize_drafter(
+    modelopt: ModelOpt, kind: DrafterKind[Any, Any], drafter: DraftModel, run: Callable[[], None]
+) -> Quantized:
     """Calibrate `drafter` in place while `run` drafts with it.
 
     Raises `BuildError` where a layer was never run or its input was zero.
     """
-    exclude: tuple[str, ...] = DRAFTER_UNQUANTIZED
-    linears = linear_names(drafter)
-    if isinstance(drafter, FlexHead):
-        exclude, linears = FLEX_UNQUANTIZED, flex_linears(drafter)
-    described = Quantization(exclude, kv=False, producer=("modelopt", modelopt.version))
+    linears = kind.fp8_layers(drafter)
+    described = Quantization(kind.unquantized, kv=False, producer=("modelopt", modelopt.version))
     narrow = set(described.of(linears))
     tensors = drafter.state_dict()
     per_tensor = {"num_bits": (4, 3), "axis": None}
     wanted = [
-        {"quantizer_name": f"*{name}.{kind}_quantizer", "cfg": per_tensor}
+        {"quantizer_name": f"*{name}.{part}_quantizer", "cfg": per_tensor}
         for name in linears
-        for kind in ("weight", "input")
+        for part in ("weight", "input")
     ]
     config = {"quant_cfg": [{"quantizer_name": "*", "enable": False}, *wanted], "algorithm": "max"}
     with _quiet():
@@ -128,17 +125,17 @@ def quantize_drafter(modelopt: ModelOpt, drafter: Drafter | FlexHead, run: Calla
     scales: dict[str, float] = {}
     for name in linears:
         layer: Any = drafter.get_submodule(name)
-        for kind, quantizer in (("weight", layer.weight_quantizer), ("input", layer.input_quantizer)):
+        for part, quantizer in (("weight", layer.weight_quantizer), ("input", layer.input_quantizer)):
             largest = quantizer.amax
             if largest is None or not 0 < largest.item() < float("inf"):
                 raise BuildError(
-                    "A drafter's layer cannot be calibrated.", where=f"{name}: largest {kind}",
+                    "A drafter's layer cannot be calibrated.", where=f"{name}: largest {part}",
                     found=None if largest is None else largest.item(), expected="a positive number",
                 )  # fmt: skip
             scale = largest.detach().float().reshape(()) / LARGEST
             if name in narrow:
-                tensors[f"{name}.{kind}_scale"] = scale
-            elif kind == "input":
+                tensors[f"{name}.{part}_scale"] = scale
+            elif part == "input":
                 scales[name] = scale.item()
         if name in narrow:
             tensors[f"{name}.weight"] = to_pages(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"])

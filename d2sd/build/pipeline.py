@@ -1,5 +1,5 @@
-"""Builds a bundle from a recipe, in the stages fetch, target, drafter_first, drafter_second, drafter_flex, calibration,
-trtllm, onnx, engines/..., check, manifest.
+"""Builds a bundle from a recipe, in the stages fetch, target, drafter_... for each drafter, calibration, trtllm, onnx,
+engines/..., check, manifest.
 
 `StageCache` makes a killed build resumable. A bundle's bytes depend only on its recipe, its sources and the tools'
 versions, with two exceptions: FP8 scales also depend on the processor, which determines the order of sums, and TensorRT
@@ -26,8 +26,6 @@ from d2sd.build.validate.checks import check_bundle
 from d2sd.bundle.load import assemble
 from d2sd.calibration import NAME as CALIBRATION_NAME
 from d2sd.calibration import CalibrationFile, write_calibration
-from d2sd.convert.checkpoint.drafter import copy_drafter, fingerprint, load_drafter
-from d2sd.convert.checkpoint.flex import check_flex_tensors, flex_fingerprint, load_flex, write_flex
 from d2sd.convert.checkpoint.gguf import convert_gguf
 from d2sd.convert.checkpoint.target import source_files, write_target
 from d2sd.convert.checkpoint.weights import DTYPES
@@ -35,8 +33,9 @@ from d2sd.convert.trtllm.llm_args import FOLDER as TRTLLM
 from d2sd.convert.trtllm.llm_args import unsupported_reason, write_llm_args
 from d2sd.errors import BuildError
 from d2sd.io import hash_files, write_json
-from d2sd.manifest import NAME, DrafterGeometry, FlexGeometry, Manifest, TargetGeometry
-from d2sd.modeling.config import DecoderConfig, DrafterConfig, FlexConfig
+from d2sd.manifest import NAME, DrafterGeometry, Manifest, TargetGeometry
+from d2sd.modeling.config import DecoderConfig
+from d2sd.policies import FACTS, DrafterRole
 from d2sd.progress import Progress, silent
 from d2sd.recipe import Recipe
 
@@ -84,9 +83,7 @@ def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
     unproven = Manifest(
         recipe=plan.recipe,
         target=_target_geometry(plan.target),
-        first=_drafter_geometry(plan, "drafter_first"),
-        second=_drafter_geometry(plan, "drafter_second"),
-        flex=_flex_geometry(plan.flex),
+        drafters={role.key: _drafter_geometry(part) for role, part in plan.drafters.items()},
         files={},
         versions={tool: version(tool) for tool in _TOOLS},
         checks={},
@@ -97,7 +94,7 @@ def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
     common: dict[str, object] = {"versions": unproven.versions, "precision": plan.recipe.precision}
     files: dict[str, str] = {}
     for part in plan.parts:
-        stage = _target if part is plan.target else _flex if part is plan.flex else _drafter
+        stage = _target if part is plan.target else _drafter
         source, need, write = stage(plan, part, work)
         inputs = common | {"source": source}
         if fp8 is not None and fp8.makes(part):
@@ -174,54 +171,37 @@ def _target(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]
 
 def _drafter(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]:
     """Inputs, bytes needed and writer of a drafter's stage: it is rewritten with every field explicit."""
-    source, config = Path(part.source), part.config
-    assert isinstance(config, DrafterConfig)
-
-    def write(folder: Path) -> None:
-        copy_drafter(source, folder, DTYPES[plan.recipe.precision], config.role)
-
-    inputs = {"role": config.role, "files": hash_files(source, source_files(source), work.progress)}
-    return inputs, part.parameters * DTYPES[plan.recipe.precision].itemsize + _SMALL_FILES, write
-
-
-def _flex(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]:
-    """Inputs, bytes needed and writer of FlexDraft's stage."""
-    source = Path(part.source)
-
-    def write(folder: Path) -> None:
-        head = load_flex(source, DTYPES[plan.recipe.precision])
-        write_flex(folder, head.config, head.state_dict(), check_flex_tensors(source, head.config))
-
+    source, dtype = Path(part.source), DTYPES[plan.recipe.precision]
     files = hash_files(source, source_files(source), work.progress)
-    return {"files": files}, part.weight_bytes + _SMALL_FILES, write
+    inputs = {"config": part.kind.geometry(part.config), "files": files}
+    need = part.parameters * dtype.itemsize + _SMALL_FILES
+    return inputs, need, lambda folder: part.kind.copy(source, folder, dtype, part.config)
 
 
 def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:
     """Bytes needed and writer of the calibration; the writer checks that it was fitted to these drafters."""
 
     def write(folder: Path) -> None:
-        for index, part in enumerate(plan.drafters):
-            assert isinstance(part.config, DrafterConfig)
-            found = fingerprint(load_drafter(Path(part.source), torch.float32, part.config.role))
-            if found != calibration.drafters[index]:
+        for role, part in plan.drafters.items():
+            fitted = calibration.drafters.get(role.key)
+            if fitted is None and _serves_uncalibrated(plan, role):
+                continue
+            found = part.kind.fingerprint(part.kind.load(Path(part.source), torch.float32, part.config))
+            if found != fitted:
                 raise BuildError(
-                    f"The calibration was fitted to another {('first', 'second')[index]} drafter.",
-                    where=f"{_calibration_path(plan.recipe)}: drafters.{index}",
-                    found=calibration.drafters[index], expected=found,
+                    f"The calibration was fitted to another {role.key} drafter.",
+                    where=f"{_calibration_path(plan.recipe)}: drafters.{role.key}", found=fitted, expected=found,
                     fix="run d2sd calibrate on a bundle with these drafters",
-                )  # fmt: skip
-        if plan.flex is not None and calibration.flex is not None:
-            found = flex_fingerprint(load_flex(Path(plan.flex.source), torch.float32))
-            if found != calibration.flex:
-                raise BuildError(
-                    "The calibration was fitted to another FlexDraft head.",
-                    where=f"{_calibration_path(plan.recipe)}: flex", found=calibration.flex, expected=found,
-                    fix="run d2sd calibrate on a bundle with this head",
                 )  # fmt: skip
         folder.mkdir(parents=True)
         write_calibration(folder / CALIBRATION_NAME, calibration)
 
     return 1 << 20, write
+
+
+def _serves_uncalibrated(plan: Plan, role: DrafterRole) -> bool:
+    """Whether the calibration may lack a drafter: it has policies of its own, and `auto` chooses from others' then."""
+    return role is not next(iter(plan.drafters)) and any(facts.first_drafter is role for facts in FACTS.values())
 
 
 def _calibration_path(recipe: Recipe) -> Path | None:
@@ -244,26 +224,7 @@ def _target_geometry(part: Part) -> TargetGeometry:
     )
 
 
-def _flex_geometry(part: Part | None) -> FlexGeometry | None:
-    if part is None:
-        return None
-    assert isinstance(part.config, FlexConfig)
-    return FlexGeometry(
-        num_layers=part.body.num_layers, split_layer=part.config.split_layer, block_size=part.config.block_size,
-        calibration_size=part.config.calibration_size, parameters=part.parameters,
-    )  # fmt: skip
-
-
-def _drafter_geometry(plan: Plan, name: str) -> DrafterGeometry | None:
-    for part in plan.drafters:
-        if part.name == name:
-            assert isinstance(part.config, DrafterConfig)
-            return DrafterGeometry(
-                role=part.config.role,
-                num_layers=part.body.num_layers,
-                block_size=part.config.block_size,
-                mask_token_id=part.config.mask_token_id,
-                target_layer_ids=part.config.target_layer_ids,
-                parameters=part.parameters,
-            )
-    return None
+def _drafter_geometry(part: Part) -> DrafterGeometry:
+    config = part.draft_config
+    common = {"num_layers": config.body.num_layers, "block_size": config.block_size, "parameters": part.parameters}
+    return DrafterGeometry.model_validate(common | part.kind.geometry(config))

@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from d2sd.build.sources import check_downloaded, located, sources_of
 from d2sd.calibration import CalibrationFile, load_calibration
-from d2sd.convert.checkpoint.drafter import (
-    check_compatible,
-    check_drafter_tensors,
-    drafter_fp8_inputs,
-    drafter_shapes,
-    read_drafter_config,
-)
-from d2sd.convert.checkpoint.flex import check_flex, check_flex_tensors, flex_shapes, read_flex_config
 from d2sd.convert.checkpoint.gguf import read_gguf_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.quantization import Quantization, read_quantization
 from d2sd.convert.checkpoint.target import check_target_tensors, parse_target_config, target_shapes
-from d2sd.convert.checkpoint.weights import DTYPES, has_weights, stored_as
+from d2sd.convert.checkpoint.weights import DTYPES, Shapes, has_weights, stored_as
+from d2sd.convert.kinds import DrafterKind, kind_of
 from d2sd.errors import RecipeError
 from d2sd.extras import require
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, Role
+from d2sd.modeling.config import BodyConfig, DecoderConfig
+from d2sd.modeling.drafters.interface import DraftConfig
 from d2sd.plugins.dispatch import HEAD_STEP, LARGEST_HEAD
+from d2sd.policies import FACTS, DrafterRole
 from d2sd.prompts import read_prompts
-from d2sd.recipe import FP8, DrafterSource, Recipe, SecondSource, Source
+from d2sd.recipe import FP8, Recipe, SecondSource, Source
 from d2sd.runtime.memory import KVMemory, plan_kv_memory
 from d2sd.runtime.request import Limits
 from d2sd.tensorrt_env import ALIGNMENT
 
 #: Nominal GPU memory in decimal bytes; the devices report slightly more.
 GPUS = {"H100": 80 * 10**9, "H200": 141 * 10**9, "B200": 180 * 10**9}
-#: Tensors that FP8 holds in one byte per weight: every linear layer of the target except its head, all projections of
-#: a FlexDraft head, and every linear layer of a drafter.
-_PROJECTIONS = ("_proj.weight",)
-_DRAFTER_FP8 = ("_proj.weight", "fc.weight")
+#: Tensors of the target that FP8 holds in one byte per weight: every linear layer except its head.
+_PROJECTIONS = "_proj.weight"
+_NO_FP8 = FP8(target=False, drafters=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +41,28 @@ class Part:
 
     name: str  # its stage, and its folder in the bundle
     source: str
-    config: DecoderConfig | DrafterConfig | FlexConfig
+    config: DecoderConfig | DraftConfig
     parameters: int
     weight_bytes: int  # in memory: FP8 layers one byte a weight, without their scales, two numbers a layer
-    kv_token_bytes: int  # K and V of one token, all layers; FlexDraft has none of its own
-    has_weights: bool = True  # else the sizes are those of its config alone
+    kv_token_bytes: int  # K and V of one token, all layers; 0 for a drafter without pages of its own
+    has_weights: bool  # else the sizes are those of its config alone
+    role: DrafterRole | None = None  # None: the target
 
     @property
     def body(self) -> BodyConfig:
         return self.config.body
+
+    @property
+    def draft_config(self) -> DraftConfig:
+        """The config of a drafter."""
+        assert not isinstance(self.config, DecoderConfig)
+        return self.config
+
+    @property
+    def kind(self) -> DrafterKind[Any, Any]:
+        """The kind of a drafter."""
+        assert self.role is not None
+        return kind_of(self.role)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +75,14 @@ class Plan:
     recipe: Recipe
     target_file: Path | None  # a GGUF in the cache, or a checkpoint folder
     target: Part | None
-    drafters: tuple[Part, ...]
+    drafters: dict[DrafterRole, Part]
     calibration: CalibrationFile | None = None
     missing: tuple[Source, ...] = ()
-    flex: Part | None = None
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """All models known by now, target first."""
-        return (*((self.target,) if self.target else ()), *self.drafters, *((self.flex,) if self.flex else ()))
+        return (*((self.target,) if self.target else ()), *self.drafters.values())
 
     @property
     def weight_bytes(self) -> int:
@@ -84,11 +90,11 @@ class Plan:
 
     @property
     def graph_bytes(self) -> int:
-        """Weights in the graphs: that of FlexDraft has a copy of the MLPs of the target's last layers."""
-        if self.flex is None or self.target is None:
+        """Weights in the graphs, which share none: a drafter that borrows MLPs of the target has a copy of them."""
+        if self.target is None:
             return self.weight_bytes
-        body = self.flex.body
-        copied = 3 * body.num_layers * body.hidden_size * body.intermediate_size
+        bodies = [part.body for part in self.drafters.values() if part.kind.model.borrows_mlps]
+        copied = sum(3 * body.num_layers * body.hidden_size * body.intermediate_size for body in bodies)
         return self.weight_bytes + round(copied * self.target.weight_bytes / self.target.parameters)
 
     def kv_memory(self, free_bytes: int | None = None) -> KVMemory:
@@ -123,7 +129,7 @@ def make_plan(recipe: Recipe, *, weights: bool = True) -> Plan:
     target: Part | None = None
     config: DecoderConfig | None = None
     if target_file is not None:
-        config, quantization, found = _target_config(target_file, is_gguf=source.pypi is not None, weights=weights)
+        target, config = _target(recipe, target_file, weights=weights)
         if recipe.limits.max_context > config.body.max_positions:
             raise RecipeError(
                 "The context is longer than the target's.",
@@ -131,19 +137,13 @@ def make_plan(recipe: Recipe, *, weights: bool = True) -> Plan:
                 found=recipe.limits.max_context,
                 expected=f"at most {config.body.max_positions}",
             )
-        target = _part(recipe, "target", str(target_file), config, quantization, has_weights=found)
-    roles: list[tuple[str, Role, DrafterSource | None]] = [
-        ("drafter_first", "first", recipe.drafters.first),
-        ("drafter_second", "variable_prefix", recipe.drafters.second),
-    ]
-    drafters = tuple(
-        _drafter(recipe, name, role, drafter, folder, config, weights=weights)
-        for name, role, drafter in roles
-        if drafter and (folder := located(recipe, drafter))
-    )
+    drafters = {
+        role: _drafter(recipe, role, source, folder, config, weights=weights)
+        for role, source in recipe.drafters.sources.items()
+        if (folder := located(recipe, source))
+    }
     missing = tuple(source for source in sources_of(recipe) if located(recipe, source) is None)
-    flex = _flex(recipe, config, weights=weights)
-    plan = Plan(recipe, target_file, target, drafters, _calibration(recipe), missing, flex)
+    plan = Plan(recipe, target_file, target, drafters, _calibration(recipe), missing)
     _check_engines(plan)
     for prompts in (recipe.checks.prompts, recipe.fp8.prompts if recipe.fp8 else None):
         if prompts is not None:
@@ -184,15 +184,24 @@ def _calibration(recipe: Recipe) -> CalibrationFile | None:
     return calibration
 
 
-def _target_config(file: Path, *, is_gguf: bool, weights: bool) -> tuple[DecoderConfig, Quantization | None, bool]:
-    """Geometry of the target, how its source checkpoint is quantized, and whether that has weights."""
-    if is_gguf:
-        return parse_target_config(read_gguf_config(file)), None, True
-    config = parse_target_config(HFConfig.read(file))
-    return config, *_checked(file, check_target_tensors, config, weights=weights)
+def _target(recipe: Recipe, file: Path, *, weights: bool) -> tuple[Part, DecoderConfig]:
+    quantization, found = None, True
+    if recipe.target.pypi is not None:
+        config = parse_target_config(read_gguf_config(file))
+    else:
+        config = parse_target_config(HFConfig.read(file))
+        quantization, found = _checked(file, check_target_tensors, config, weights=weights)
+    fp8 = recipe.fp8 or _NO_FP8
+    shapes = target_shapes(config, quantization)
+    narrow = {name for name in shapes if fp8.target and name.endswith(_PROJECTIONS)}
+    if narrow:
+        _refuse_fp8_twice(quantization, str(file), "target")
+    kv = fp8.kv or (quantization is not None and quantization.kv)
+    token = _kv_bytes(config.body, 1 if kv else DTYPES[recipe.precision].itemsize)
+    return Part("target", str(file), config, *_sizes(recipe, shapes, narrow), token, found), config
 
 
-C = TypeVar("C", DecoderConfig, DrafterConfig, FlexConfig)
+C = TypeVar("C", DecoderConfig, DraftConfig)
 
 
 def _checked(
@@ -205,70 +214,44 @@ def _checked(
 
 
 def _drafter(
-    recipe: Recipe,
-    name: str,
-    role: Role,
-    source: DrafterSource,
-    folder: Path,
-    target: DecoderConfig | None,
-    *,
-    weights: bool,
+    recipe: Recipe, role: DrafterRole, source: Source, folder: Path, target: DecoderConfig | None, *, weights: bool
 ) -> Part:
-    config = read_drafter_config(folder, source.role if isinstance(source, SecondSource) else None)
+    kind, policy = kind_of(role), recipe.tree.policy
+    config: DraftConfig = kind.read_config(folder, source.role if isinstance(source, SecondSource) else None)
     if target is not None:
-        check_compatible(config, target, role=role, block_size=recipe.tree.block_size, where=folder)
-    rounded = tuple(f"{layer}.weight" for layer in drafter_fp8_inputs(folder, config))
-    quantization, found = _checked(folder, check_drafter_tensors, config, weights=weights)
-    return _part(recipe, name, str(folder), config, quantization, rounded, has_weights=found)
+        kind.check(config, target, role, recipe.tree.block_size, folder)
+    if policy != "auto" and role in FACTS[policy].drafters and (reason := config.refusal(policy)):
+        raise RecipeError(reason, where="recipe: tree.policy", found=policy, fix="set another policy, or auto")
+    quantization, found = _checked(folder, kind.check_tensors, config, weights=weights)
+    shapes, rounded = kind.shapes(config, quantization), list(kind.fp8_inputs(folder, config))
+    if recipe.fp8 is not None and recipe.fp8.drafters:
+        _refuse_fp8_twice(quantization, str(folder), "drafters")
+        rounded = kind.fp8_layers(kind.empty(config))
+    sizes = _sizes(recipe, shapes, {f"{layer}.weight" for layer in rounded})
+    token = _kv_bytes(config.body, DTYPES[recipe.precision].itemsize) if kind.model.has_context else 0
+    return Part(role.folder, str(folder), config, *sizes, token, found, role)
 
 
-def _flex(recipe: Recipe, target: DecoderConfig | None, *, weights: bool) -> Part | None:
-    source = recipe.drafters.flex
-    folder = located(recipe, source) if source is not None else None
-    if folder is None:
-        return None
-    config = read_flex_config(folder)
-    if target is not None:
-        check_flex(config, target, block_size=recipe.tree.block_size, where=folder)
-    if config.anchored and recipe.tree.policy == "flex_parallel":
+def _refuse_fp8_twice(quantization: Quantization | None, source: str, key: str) -> None:
+    """Raise `RecipeError` for a checkpoint in FP8 that the recipe wants in FP8."""
+    if quantization is not None:
         raise RecipeError(
-            "An anchored FlexDraft head has no parallel mode.", where="recipe: tree.policy", found="flex_parallel",
-            expected="flex or flex_tree", fix="set one of these, or train the head with `anchored: false`",
-        )  # fmt: skip
-    quantization, found = _checked(folder, check_flex_tensors, config, weights=weights)
-    return _part(recipe, "drafter_flex", str(folder), config, quantization, has_weights=found)
+            "This checkpoint is FP8 already.", where=source, fix=f"set fp8.{key} to false: it is kept as it is"
+        )
 
 
-def _part(
-    recipe: Recipe, name: str, source: str, config: DecoderConfig | DrafterConfig | FlexConfig,
-    quantization: Quantization | None, rounded: tuple[str, ...] = (), *, has_weights: bool,
-) -> Part:  # fmt: skip
-    """`quantization` describes the source checkpoint, of which `rounded` are loaded as FP8, too; the recipe's fp8 is
-    applied on top of it.
-    """
-    body, size = config.body, DTYPES[recipe.precision].itemsize
-    fp8 = recipe.fp8 or FP8(target=False, drafters=False)
-    narrow: tuple[str, ...]
-    if isinstance(config, DecoderConfig):
-        shapes, narrow = target_shapes(config, quantization), _PROJECTIONS if fp8.target else ()
-        kv = fp8.kv or (quantization is not None and quantization.kv)
-    elif isinstance(config, FlexConfig):
-        shapes, narrow, kv = flex_shapes(config, quantization), _PROJECTIONS if fp8.drafters else (), False
-    else:
-        shapes, narrow, kv = drafter_shapes(config, quantization), _DRAFTER_FP8 if fp8.drafters else (), False
-    if narrow and quantization is not None:
-        raise RecipeError(
-            "This checkpoint is FP8 already.", where=source,
-            fix=f"set fp8.{'target' if name == 'target' else 'drafters'} to false: it is kept as it is",
-        )  # fmt: skip
+def _sizes(recipe: Recipe, shapes: Shapes, rounded: Collection[str]) -> tuple[int, int]:
+    """Parameters, and bytes of weights in memory; `rounded` tensors are FP8 there, not in the source checkpoint."""
     parameters = weights = 0
     for tensor, shape in shapes.items():
         stored = stored_as(tensor, shapes)
         if stored != "scale":
             parameters += math.prod(shape)
-            is_fp8 = stored == "FP8" or tensor.endswith((*narrow, *rounded))
-            weights += math.prod(shape) * (1 if is_fp8 else size)
-    token = 2 * body.num_layers * body.num_kv_heads * body.head_dim * (1 if kv else size)  # K and V
-    if isinstance(config, FlexConfig):
-        token = 0  # it reads the target's
-    return Part(name, source, config, parameters, weights, token, has_weights)
+            is_fp8 = stored == "FP8" or tensor in rounded
+            weights += math.prod(shape) * (1 if is_fp8 else DTYPES[recipe.precision].itemsize)
+    return parameters, weights
+
+
+def _kv_bytes(body: BodyConfig, size: int) -> int:
+    """K and V of one token in all layers."""
+    return 2 * body.num_layers * body.num_kv_heads * body.head_dim * size

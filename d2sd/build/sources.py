@@ -17,13 +17,7 @@ from d2sd.recipe import Recipe, RecipeFile, Source, Target
 
 def sources_of(recipe: Recipe) -> list[Source]:
     """Every source that a bundle is built from."""
-    named = (
-        recipe.target,
-        recipe.drafters.first,
-        recipe.drafters.second,
-        recipe.drafters.flex,
-        recipe.drafters.calibration,
-    )
+    named = (recipe.target, *recipe.drafters.sources.values(), recipe.drafters.calibration)
     return [source for source in named if source is not None]
 
 

@@ -13,7 +13,6 @@ from d2sd.build.plan import Plan
 from d2sd.build.validate.drafter_config import EXPLANATION
 from d2sd.io import printable, size_text
 from d2sd.manifest import Manifest
-from d2sd.modeling.config import described
 from d2sd.recipe import Recipe
 
 #: soft_wrap: paths are never cut, neither in a narrow terminal nor in a pipe.
@@ -45,7 +44,7 @@ def show_plan(plan: Plan, output: Path) -> None:
     _settings(plan.recipe)
     for part in plan.parts:
         _line(part.name, part.source)
-        _line("", described(part.config))
+        _line("", str(part.config))
         if not part.has_weights:
             _line("", "its weights are not on this machine: sizes are those of config.json")
     if plan.parts:
@@ -66,17 +65,11 @@ def show_manifest(bundle: Path, manifest: Manifest) -> None:
     _line("files", f"{len(sizes)}, every hash verified")
     _settings(manifest.recipe)
     table = Table("model", "parameters", "on disk")
-    models = {
-        "target": manifest.target,
-        "drafter_first": manifest.first,
-        "drafter_second": manifest.second,
-        "drafter_flex": manifest.flex,
-    }
+    models = {"target": manifest.target} | {f"drafter_{name}": model for name, model in manifest.drafters.items()}
     for name, model in models.items():
-        if model is not None:
-            _line(name, ", ".join(f"{k} {v}" for k, v in model.model_dump(exclude={"parameters"}).items()))
-            size = sum(count for file, count in sizes.items() if file.startswith(f"{name}/"))
-            table.add_row(name, f"{model.parameters:,}", size_text(size))
+        _line(name, ", ".join(f"{k} {v}" for k, v in model.model_dump(exclude={"parameters"}).items()))
+        size = sum(count for file, count in sizes.items() if file.startswith(f"{name}/"))
+        table.add_row(name, f"{model.parameters:,}", size_text(size))
     show_table(table)
     if built := manifest.engines:
         plugins = ", ".join(f"{count} in {model}" for model, count in built.plugins.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -12,49 +12,41 @@ from d2sd.errors import BundleError, D2SDError
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
     from d2sd.manifest import Engines
-    from d2sd.modeling.drafter import Drafter
-    from d2sd.modeling.flex import FlexHead
+    from d2sd.modeling.drafters.interface import DraftModel
+    from d2sd.policies import DrafterRole
     from d2sd.runtime.backends.model_runner import ModelRunner
 
 BackendName = Literal["torch", "onnx", "tensorrt"]
-#: Names of the models' folders, graphs and engines.
-MODELS, FLEX = ("target", "drafter_first", "drafter_second"), "drafter_flex"
 
 
-def make_runner(
-    bundle: Bundle, drafters: Sequence[Drafter], name: BackendName, device: str, *, flex: bool = False
-) -> ModelRunner:
-    """Make a runner of the target and `drafters`: none, the first, or both drafters of the bundle; FlexDraft if asked.
+def make_runner(bundle: Bundle, roles: Collection[DrafterRole], name: BackendName, device: str) -> ModelRunner:
+    """Make a runner of the target and the bundle's drafters of these roles.
 
     Raises `BundleError` if the bundle has no graphs or engines or they cannot run on this machine, `BuildError` if
     TensorRT is not installed.
     """
+    from d2sd.modeling.prepare import prepare_for_inference
     from d2sd.runtime.backends.model_runner import ModelRunner
 
-    head = bundle.flex if flex else None
+    drafters = {role: drafter for role, drafter in bundle.drafters.items() if role in roles}
     if name == "torch":
         check_device(device)
-        first, second = (*(drafter.to(device) for drafter in drafters), None, None)[:2]
-        size = bundle.recipe.tree.block_size
-        return ModelRunner(
-            bundle.target.to(device), first, second, flex=head and head.to(device), block_size=size,
-            exact=bundle.recipe.exact,
-        )  # fmt: skip
+        target, drafters = bundle.target.to(device), {role: drafter.to(device) for role, drafter in drafters.items()}
+        prepare_for_inference(target, drafters.values(), exact=bundle.recipe.exact)
+        return ModelRunner(target, drafters, block_size=bundle.recipe.tree.block_size)
     built = bundle.manifest.engines
     if built is None:
         raise BundleError(
             "The bundle has neither graphs nor engines.", where=bundle.path,
             fix="build it with --set 'engines={compute: [portable]}', or serve it with --executor torch",
         )  # fmt: skip
-    if head is not None and FLEX not in built.profiles:
+    if missing := [role.folder for role in drafters if role.folder not in built.profiles]:
         raise BundleError(
-            "The bundle has neither a graph nor an engine of its FlexDraft head.", where=bundle.path,
+            f"The bundle has neither a graph nor an engine of {missing[0]}.", where=bundle.path,
             found=f"graphs of {', '.join(built.profiles)}",
             fix="build it again, choose another policy, or serve it with --executor torch",
         )  # fmt: skip
-    if name == "onnx":
-        return _onnx(bundle, drafters, head)
-    return _tensorrt(bundle, drafters, head, built)
+    return _onnx(bundle, drafters) if name == "onnx" else _tensorrt(bundle, drafters, built)
 
 
 def check_device(device: str) -> None:
@@ -71,8 +63,9 @@ def check_device(device: str) -> None:
         )  # fmt: skip
 
 
-def _onnx(bundle: Bundle, drafters: Sequence[Drafter], flex: FlexHead | None) -> ModelRunner:
-    from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, GraphFlex, OnnxSession
+def _onnx(bundle: Bundle, drafters: Mapping[DrafterRole, DraftModel]) -> ModelRunner:
+    from d2sd.modeling.prepare import prepare_for_inference
+    from d2sd.runtime.backends.exported import GraphDecoder, OnnxSession, graph_drafter
     from d2sd.runtime.backends.model_runner import ModelRunner
 
     recipe = bundle.recipe
@@ -82,16 +75,21 @@ def _onnx(bundle: Bundle, drafters: Sequence[Drafter], flex: FlexHead | None) ->
             fix="build the bundle in fp16 or fp32, or serve it with --executor torch",
         )  # fmt: skip
     folder = bundle.path / "onnx"
-    sessions = [OnnxSession(folder / f"{model}.onnx") for model in MODELS[: 1 + len(drafters)]]
-    graphs = [GraphDrafter(d, s, recipe.limits.page_size) for d, s in zip(drafters, sessions[1:], strict=True)]
-    aux_layer_ids = bundle.first.config.target_layer_ids if bundle.first else ()
-    head = None if flex is None else GraphFlex(flex, OnnxSession(folder / f"{FLEX}.onnx"))
-    return ModelRunner(
-        GraphDecoder(bundle.target, aux_layer_ids, sessions[0]), *graphs, flex=head, block_size=recipe.tree.block_size
-    )
+    target = GraphDecoder(bundle.target, aux_layer_ids(bundle), OnnxSession(folder / "target.onnx"))
+    graphs = {
+        role: graph_drafter(drafter, OnnxSession(folder / f"{role.folder}.onnx"), recipe.limits.page_size)
+        for role, drafter in drafters.items()
+    }
+    prepare_for_inference(target, graphs.values())
+    return ModelRunner(target, graphs, block_size=recipe.tree.block_size)
 
 
-def _tensorrt(bundle: Bundle, drafters: Sequence[Drafter], flex: FlexHead | None, built: Engines) -> ModelRunner:
+def aux_layer_ids(bundle: Bundle) -> tuple[int, ...]:
+    """The layers whose outputs the graphs and engines of the target return."""
+    return next((one.config.target_layer_ids for one in bundle.drafters.values() if one.has_context), ())
+
+
+def _tensorrt(bundle: Bundle, drafters: Mapping[DrafterRole, DraftModel], built: Engines) -> ModelRunner:
     from d2sd.runtime.backends.tensorrt import engine_runner
     from d2sd.runtime.backends.tensorrt_checks import EngineFile, this_device
     from d2sd.tensorrt_env import find_tensorrt
@@ -105,16 +103,13 @@ def _tensorrt(bundle: Bundle, drafters: Sequence[Drafter], flex: FlexHead | None
         )
         for model, profiles in built.profiles.items()
     }
-    recipe = bundle.recipe
-    aux_layer_ids = bundle.first.config.target_layer_ids if bundle.first else ()
     return engine_runner(
         trt,
-        (bundle.target, files[MODELS[0]]),
-        *((drafter, files[model]) for drafter, model in zip(drafters, MODELS[1:], strict=False)),
-        aux_layer_ids=aux_layer_ids,
-        page_size=recipe.limits.page_size,
-        flex=None if flex is None else (flex, files[FLEX]),
-        block_size=recipe.tree.block_size,
+        (bundle.target, files["target"]),
+        {role: (drafter, files[role.folder]) for role, drafter in drafters.items()},
+        aux_layer_ids=aux_layer_ids(bundle),
+        page_size=bundle.recipe.limits.page_size,
+        block_size=bundle.recipe.tree.block_size,
     )
 
 

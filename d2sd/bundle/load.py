@@ -9,15 +9,14 @@ from typing import Any
 from d2sd.bundle.files import verify_files
 from d2sd.calibration import NAME as CALIBRATION_NAME
 from d2sd.calibration import CalibrationFile, load_calibration
-from d2sd.convert.checkpoint.drafter import load_drafter
-from d2sd.convert.checkpoint.flex import load_flex
 from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.convert.checkpoint.target import load_target, stop_tokens
 from d2sd.convert.checkpoint.weights import DTYPES
+from d2sd.convert.kinds import kind_of
 from d2sd.manifest import Manifest, load_manifest
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.interface import DraftConfig, DraftModel
+from d2sd.policies import DrafterRole
 from d2sd.progress import Progress, silent
 from d2sd.recipe import Recipe
 
@@ -31,16 +30,19 @@ class Bundle:
     path: Path
     manifest: Manifest
     target: Decoder
-    first: Drafter | None
-    second: Drafter | None
+    drafters: dict[DrafterRole, DraftModel]  # in the order of their roles; attached to the target
     tokenizer: Any  # a transformers tokenizer with its chat template
     stop_token_ids: tuple[int, ...]
     calibration: CalibrationFile | None
-    flex: FlexHead | None = None  # has joined `target`
 
     @property
     def recipe(self) -> Recipe:
         return self.manifest.recipe
+
+    @property
+    def draft_configs(self) -> dict[DrafterRole, DraftConfig]:
+        """The drafters' configs."""
+        return {role: drafter.config for role, drafter in self.drafters.items()}
 
 
 def load_bundle(path: Path, *, verify: bool = True, progress: Progress = silent) -> Bundle:
@@ -55,17 +57,17 @@ def assemble(path: Path, manifest: Manifest) -> Bundle:
     """Load the models of a folder whose files have been verified."""
     dtype = DTYPES[manifest.recipe.precision]
     target = load_target(path / "target", dtype)
-    flex = load_flex(path / "drafter_flex", dtype) if manifest.flex else None
-    if flex is not None:
-        flex.join(target)
+    drafters: dict[DrafterRole, DraftModel] = {}
+    for role in manifest.recipe.drafters.sources:
+        kind = kind_of(role)
+        drafters[role] = kind.load(path / role.folder, dtype)
+        kind.attach(drafters[role], target)
     return Bundle(
         path=path,
         manifest=manifest,
         target=target,
-        first=load_drafter(path / "drafter_first", dtype) if manifest.first else None,
-        second=load_drafter(path / "drafter_second", dtype) if manifest.second else None,
+        drafters=drafters,
         tokenizer=load_tokenizer(path / "target"),
         stop_token_ids=stop_tokens(path / "target"),
         calibration=load_calibration(path / CALIBRATION) if manifest.recipe.drafters.calibration else None,
-        flex=flex,
     )

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2sd.bundle.backends import BackendName, make_runner
 from d2sd.bundle.chat import Messages, encode_prompt
 from d2sd.bundle.turns import encode_turns
 from d2sd.errors import BundleError, RequestError
-from d2sd.policies import BY_FLEX, FACTS, DrafterRole, FirstPass
+from d2sd.policies import FACTS, DrafterRole, FirstPass, PolicyName
 from d2sd.progress import bar
 from d2sd.recipe import Policy, Tree
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
     from d2sd.calibration import CalibrationFile
+    from d2sd.modeling.drafters.interface import DraftConfig
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.policy_selector import PolicySelector
     from d2sd.runtime.request import Request
@@ -24,8 +27,8 @@ if TYPE_CHECKING:
     from d2sd.runtime.speculation.policy import Policy as TreePolicy
     from d2sd.runtime.step_times import Forecast
 
-#: Node budgets that `auto` compares: throughput is flat around the optimum. A tile of the CPU kernels has twelve rows.
-_ROWS = (4, 8, 12, 16, 24, 32, 64)
+    #: Configs of a bundle's drafters.
+    Drafters = Mapping[DrafterRole, DraftConfig]
 
 
 def make_engine(
@@ -51,40 +54,23 @@ def make_engine(
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.request import Limits
     from d2sd.runtime.speculation.calibration import Calibration
+    from d2sd.runtime.speculation.policy import make_policy
 
-    recipe = bundle.recipe
+    recipe, file = bundle.recipe, bundle.calibration
     name, rows = policy or recipe.tree.policy, row_budget or recipe.tree.row_budget
-    file, count = bundle.calibration, sum(d is not None for d in (bundle.first, bundle.second))
-    flex = bundle.flex is not None and forecasts_flex(count, file)
-    parallel = backend == "torch" and can_run(bundle, "flex_parallel")
-    candidates = candidate_policies(recipe.tree, count, name, rows, file, flex=flex, parallel=parallel)
-    drafters = [bundle.first, bundle.second][: max(len(candidate.required_drafters) for candidate in candidates)]
-    if None in drafters:
-        raise BundleError(
-            f"The policy needs {len(drafters)} drafters.", where=bundle.path,
-            found=f"{count}", fix="choose another with --policy",
-        )  # fmt: skip
-    flex = any(candidate.first_pass in BY_FLEX for candidate in candidates)
-    if flex and bundle.flex is None:
-        raise BundleError(
-            "The policy needs a FlexDraft head.", where=bundle.path, expected="drafters.flex in its recipe",
-            fix="choose another with --policy",
-        )  # fmt: skip
-    if name == "flex_parallel" and not can_run(bundle, name):
-        raise BundleError(
-            "An anchored FlexDraft head has no parallel mode.", where=bundle.path, fix="choose flex with --policy"
-        )
-    if backend != "torch" and any(candidate.first_pass is FirstPass.CARRIED for candidate in candidates):
-        raise BundleError(
-            "Graphs and engines of a FlexDraft head have no parallel mode.", where=bundle.path,
-            found=f"{name} by {backend}", fix="choose flex with --policy, or serve it with --executor torch",
-        )  # fmt: skip
-    models = [drafter for drafter in drafters if drafter is not None]
+    if name == "auto":
+        names = auto_policies(bundle.draft_configs, file, backend)
+        candidates = candidate_policies(recipe.tree, rows, names)
+    else:
+        check_policy(bundle.draft_configs, name, bundle.path, backend)
+        tree = recipe.tree
+        candidates = [make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=rows)]
+    roles = {role for candidate in candidates for role in candidate.drafters}
     limits = Limits.of(recipe.limits, max_batch)
     if prefix_cache is not None:
         limits = replace(limits, prefix_cache=prefix_cache)
     engine = Engine(
-        make_runner(bundle, models, backend, device, flex=flex),
+        make_runner(bundle, roles, backend, device),
         candidates[-1],
         limits,
         decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),
@@ -99,49 +85,59 @@ def make_engine(
     return engine
 
 
-def can_run(bundle: Bundle, name: Policy) -> bool:
-    """Whether the bundle has the drafters of policy `name`; `auto` needs one drafter, or FlexDraft. An anchored head
-    has no parallel mode.
-    """
-    if name == "flex_parallel" and bundle.flex is not None and bundle.flex.config.anchored:
+def check_policy(drafters: Drafters, name: PolicyName, where: Path, backend: BackendName = "torch") -> None:
+    """Raise BundleError if the bundle `where` with these drafters cannot run the policy."""
+    facts = FACTS[name]
+    if missing := [role.key for role in facts.drafters if role not in drafters]:
+        raise BundleError(
+            f"The policy {name} needs a drafter that the bundle does not have.", where=where,
+            found=", ".join(role.key for role in drafters) or "no drafters",
+            expected=f"drafters.{missing[0]} in its recipe", fix="choose another with --policy",
+        )  # fmt: skip
+    if reason := next(filter(None, (drafters[role].refusal(name) for role in facts.drafters)), None):
+        raise BundleError(reason, where=where, found=name, fix="choose another with --policy")
+    if backend != "torch" and facts.first_pass is FirstPass.CARRIED:
+        raise BundleError(
+            "Graphs and engines do not draft in the pass that verifies.", where=where,
+            found=f"{name} by {backend}", fix="choose another with --policy, or serve it with --executor torch",
+        )  # fmt: skip
+
+
+def can_run(drafters: Drafters, name: Policy, backend: BackendName = "torch") -> bool:
+    """Whether a bundle with these drafters has what the policy needs; `auto` needs a drafter."""
+    if name == "auto":
+        return bool(drafters)
+    try:
+        check_policy(drafters, name, Path(), backend)
+    except BundleError:
         return False
-    has = {role for role, one in zip(DrafterRole, (bundle.first, bundle.second, bundle.flex), strict=True) if one}
-    return bool(has) if name == "auto" else has.issuperset(FACTS[name].roles)
+    return True
 
 
-def forecasts_flex(drafters: int, calibration: CalibrationFile | None) -> bool:
-    """Whether `auto` can compare FlexDraft with the drafters' policies, or has it alone."""
-    return drafters == 0 or (calibration is not None and "flex" in calibration.tau["0"])
+def auto_policies(
+    drafters: Drafters, calibration: CalibrationFile | None, backend: BackendName = "torch"
+) -> list[PolicyName]:
+    """The policies that `auto` compares: those with a forecast; without a calibration, the first drafter's."""
+    runs = [name for name, facts in FACTS.items() if facts.forecast_by is not None and can_run(drafters, name, backend)]
+    if calibration is None:
+        main = next(iter(drafters), None)
+        return [name for name in runs if FACTS[name].first_drafter is main]
+    known = forecasts(calibration)
+    return [name for name in runs if name in known]
 
 
-def candidate_policies(
-    tree: Tree, drafters: int, name: Policy, rows: int, file: CalibrationFile | None = None, *,
-    flex: bool = False, parallel: bool = True,
-) -> list[TreePolicy]:  # fmt: skip
-    """The named policy; for `auto` all that `drafters` drafters and FlexDraft can run. The engine starts with the last.
+def candidate_policies(tree: Tree, rows: int, names: Sequence[PolicyName]) -> list[TreePolicy]:
+    """Plain decoding and these policies with the node budgets up to `rows` that `auto` compares, sorted by their nodes.
 
-    They are sorted by their nodes. Those that the calibration `file` does not forecast are left out. `parallel`:
-    FlexDraft has its parallel mode too.
+    The engine starts with the last; of equal nodes, the one with more drafters comes later.
     """
-    from d2sd.runtime.speculation.policy import make_policy
+    from d2sd.runtime.speculation.policy import make_policy, policy_class
 
-    if name != "auto":
-        return [make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=rows)]
-    roles = {*list(DrafterRole)[:drafters], *([DrafterRole.FLEX] if flex else [])}
-    found = [make_policy("off", block_size=tree.block_size, branches=tree.branches, row_budget=1)]
-    known = {kind for kind, facts in FACTS.items() if facts.forecast_by} if file is None else forecasts(file)
-    for kind, facts in FACTS.items():
-        carried = facts.first_pass is FirstPass.CARRIED
-        if kind not in known or not roles.issuperset(facts.roles) or (carried and not parallel):
-            continue
-        sizes = [size for size in _ROWS if size <= rows] if facts.grows else [rows]
-        if carried:  # every row of it is followed by a block of mask rows
-            sizes = [*(size for size in _ROWS if size < min(rows, tree.block_size)), rows]
-        found += [
-            make_policy(kind, block_size=tree.block_size, branches=tree.branches, row_budget=size) for size in sizes
-        ]
-    found.sort(key=lambda one: (one.first_pass is not FirstPass.CARRIED, len(one.required_drafters)))
-    return sorted(found, key=lambda one: one.num_nodes)  # of equal nodes, the one with more drafters is the last
+    made = partial(make_policy, block_size=tree.block_size, branches=tree.branches)
+    found = [made("off", row_budget=1)]
+    for name in names:
+        found += [made(name, row_budget=size) for size in policy_class(name).candidate_sizes(tree.block_size, rows)]
+    return sorted(found, key=lambda one: (one.num_nodes, -FACTS[one.name].first_drafter, len(one.drafters)))
 
 
 def forecasts(file: CalibrationFile) -> Forecast:

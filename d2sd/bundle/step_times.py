@@ -24,6 +24,7 @@ from d2sd.errors import D2SDError
 from d2sd.io import cache_folder, digest, sha256, write_text
 from d2sd.plugins.cpu import library
 from d2sd.plugins.cpu.compiler import processor
+from d2sd.policies import DrafterRole
 from d2sd.runtime.buckets import buckets
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.step_times import Forecast, StepTimes, measure_step_times
@@ -54,7 +55,7 @@ def step_times(
     depends = {
         "files": bundle.manifest.files,  # the calibration decides which trees are not worth timing
         "calibrated": engine.calibration is not None, "precision": (bundle.recipe.precision, bundle.recipe.exact),
-        "block_size": runner.block_size, "drafters": runner.drafters,
+        "block_size": runner.block_size, "drafters": len(runner.drafters),
         "policies": [(policy.name, asdict(policy)) for policy in policies],
         "limits": (limits.max_batch, limits.max_context, limits.page_size),
         "backend": backend, "device": runner.device if on_cpu else torch.cuda.get_device_name(runner.device),
@@ -94,7 +95,7 @@ class _File(BaseModel):
     d2sd_step_times: Literal[1] = 1
     seconds: list[tuple[str, int, Annotated[float, Field(gt=0)]]]  # policy, batch bucket, seconds of a step
     context: dict[int, _Seconds]
-    pending: list[_Seconds]
+    pending: dict[DrafterRole, _Seconds]
     busy: bool = False  # other work had the processor
 
 
@@ -162,5 +163,5 @@ def _read(path: Path, policies: Sequence[Policy], sizes: Sequence[int], *, busy:
 
 def _write(path: Path, times: StepTimes, *, busy: bool) -> None:
     seconds = [(str(policy), size, taken) for (policy, size), taken in times.seconds.items()]
-    file = _File(seconds=seconds, context=dict(times.context), pending=list(times.pending), busy=busy)
+    file = _File(seconds=seconds, context=dict(times.context), pending=dict(times.pending), busy=busy)
     write_text(path, file.model_dump_json() + "\n")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from d2sd.policies import FirstPass
+from d2sd.policies import DrafterRole, FirstPass
 from d2sd.viz.nodes import Step
 from d2sd.viz.text import visible
 
@@ -27,7 +27,7 @@ def introduction(policies: Collection[Policy]) -> str:
             "Plain decoding: nothing is drafted, and every pass of the target model gives one token. "
             "This is what speculation is measured against."
         )
-    if first == {FirstPass.FLEX}:
+    if {role for policy in policies for role in policy.drafters} == {DrafterRole.FLEX}:
         return (
             "At each step the last layers of the target model itself predict the next tokens in parallel (grey boxes), "
             f"each without conditioning on the others. {_CHECKED}"

@@ -21,14 +21,12 @@ struct body {
     long type;
     const float *norm;
     const struct layer *layer;
-    const struct layer *draft; /* of mask rows: their products of attention and norms of heads; or NULL */
     double eps;
 };
 
 struct pass {
     long batch, rows;      /* B, T; of prompts the most that one has */
     const int64_t *starts; /* [B + 1], first row of each request, and M */
-    long clean;            /* rows of a request before its mask rows; T without `draft` */
     float *x;              /* [M, E], overwritten */
     const float *cos, *sin; /* [M, D] */
     const uint8_t *mask;   /* [B, T, T] with these strides, the last one 1; NULL: a row sees those before it */
@@ -123,23 +121,11 @@ static void silu_times(void *to, const float *up, const float *gate, long row, i
     }
 }
 
-/* Whether a row is one of FlexDraft's. */
-INLINE int is_mask(const struct pass *pass, long row) { return row % pass->rows >= pass->clean; }
-
-/* A product of attention: mask rows have weights of their own. */
+/* A product of attention. */
 static void each_attention_tile(
-    const struct run *run, const struct linear *own, const struct linear *draft, float *rows, long stride, int add,
-    const struct share *share) {
-    const struct pass *pass = run->pass;
-    const long parts = draft ? 2 * pass->batch : 1;
-    for (long part = 0; part < parts; part++) {
-        const struct linear *layer = part % 2 ? draft : own;
-        const long first = part / 2 * pass->rows + (part % 2 ? pass->clean : 0);
-        const long masks = pass->rows - pass->clean;
-        struct output output = {layer->bias, rows + first * stride, stride, stride, add};
-        each_tile(layer, run->input + first * run->stride * input_size(layer->type), run->stride,
-                  draft ? (part % 2 ? masks : pass->clean) : all_rows(pass), 0, put_sums, &output, share);
-    }
+    const struct run *run, const struct linear *layer, float *rows, long stride, int add, const struct share *share) {
+    struct output output = {layer->bias, rows, stride, stride, add};
+    each_tile(layer, run->input, run->stride, all_rows(run->pass), 0, put_sums, &output, share);
 }
 
 /* --- phases of a layer --- */
@@ -162,7 +148,7 @@ static void heads_of_rows(const struct run *run, long number, const struct share
     long first, last;
     divide(all, share, &first, &last);
     for (long row = first; row < last; row++) {
-        const struct layer *layer = (is_mask(pass, row) ? body->draft : body->layer) + number;
+        const struct layer *layer = body->layer + number;
         float *q = run->qkv + row * run->width, *k = q + keys;
         for (long h = 0; h < body->heads + body->kv_heads; h++) {
             float *head = h < body->heads ? q + h * size : k + (h - body->heads) * size;
@@ -251,17 +237,17 @@ static void forward(void *arguments, const struct share *share) {
     divide(all, share, &first, &last);
     if (run->seen) list_seen(run, share);
     for (long number = 0; number < body->layers; number++) {
-        const struct layer *layer = body->layer + number, *draft = body->draft ? body->draft + number : NULL;
+        const struct layer *layer = body->layer + number;
         struct output down = {layer->down.bias, pass->x, hidden, hidden, 1};
         norm_rows(run, layer->input_norm, share);
         barrier(share);
-        each_attention_tile(run, &layer->qkv, draft ? &draft->qkv : NULL, run->qkv, run->width, 0, share);
+        each_attention_tile(run, &layer->qkv, run->qkv, run->width, 0, share);
         barrier(share);
         heads_of_rows(run, number, share);
         barrier(share);
         attend_rows(run, number, share);
         barrier(share);
-        each_attention_tile(run, &layer->o, draft ? &draft->o : NULL, pass->x, hidden, 1, share);
+        each_attention_tile(run, &layer->o, pass->x, hidden, 1, share);
         barrier(share);
         norm_rows(run, layer->post_norm, share);
         barrier(share);

@@ -51,7 +51,6 @@ class Body(Structure):
         *((name, c_long) for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "type")),
         ("norm", c_void_p),
         ("layer", POINTER(Layer)),
-        ("draft", POINTER(Layer)),
         ("eps", c_double),
     ]
 
@@ -60,7 +59,7 @@ class Pass(Structure):
     """`struct pass`."""
 
     _fields_ = [
-        ("batch", c_long), ("rows", c_long), ("starts", c_void_p), ("clean", c_long),
+        ("batch", c_long), ("rows", c_long), ("starts", c_void_p),
         ("x", c_void_p), ("cos", c_void_p), ("sin", c_void_p),
         ("mask", c_void_p), ("mask_batch", c_long), ("mask_row", c_long),
         ("k_pages", c_void_p), ("v_pages", c_void_p), ("pages", c_long), ("page_size", c_long),

@@ -1,7 +1,7 @@
 """Models whose bodies are exported graphs; `ModelRunner` runs them like PyTorch modules, over the same K/V pools.
 
 A session runs a graph with named input and output tensors: `OnnxSession` on a CPU, `EngineSession` with TensorRT.
-Embedding and head stay in PyTorch, because the models share them, and so does FlexDraft's calibration network.
+Embedding and head stay in PyTorch, because the models share them, and so does what a kind of drafter adds to them.
 """
 
 # ONNX Runtime has no types, and may be missing where a user's type checker follows these sources.
@@ -9,6 +9,7 @@ Embedding and head stay in PyTorch, because the models share them, and so does F
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,9 +23,10 @@ from d2sd.errors import BundleError
 from d2sd.extras import install_line
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
-from d2sd.modeling.drafter import DraftModel
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import DFlashModel
+from d2sd.modeling.drafters.interface import DraftConfig, DraftModel
 from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.rope import Rotary
 from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins.cascade_attention.mask import pack_mask_bits
 from d2sd.runtime.buckets import bucket, floor_bucket
@@ -50,15 +52,13 @@ def target_io_spec(body: BodyConfig, dtype: torch.dtype) -> IOSpec:
     return IOSpec(_of_rows(body, dtype), dict.fromkeys(("hidden", "features", "k", "v"), dtype))
 
 
-def drafter_io_spec(body: BodyConfig, dtype: torch.dtype) -> IOSpec:
-    """Inputs and outputs of a drafter with weights and pages in `dtype`."""
+def drafter_io_spec(config: DraftConfig, dtype: torch.dtype) -> IOSpec:
+    """Inputs and outputs of a drafter with weights and pages in `dtype`; the pages are the target's if it has none."""
+    rows = _of_rows(config.body, dtype)
+    if not config.target_layer_ids:
+        return IOSpec(rows, {"hidden": dtype})
     of_features = {"features": dtype, "feature_positions": torch.int32, "feature_len": torch.int32}
-    return IOSpec(_of_rows(body, dtype) | of_features, dict.fromkeys(("hidden", "k", "v"), dtype))
-
-
-def flex_io_spec(body: BodyConfig, dtype: torch.dtype) -> IOSpec:
-    """Inputs and outputs of a FlexDraft head with weights and the target's pages in `dtype`; `body` is the head's."""
-    return IOSpec(_of_rows(body, dtype), {"hidden": dtype})
+    return IOSpec(rows | of_features, dict.fromkeys(("hidden", "k", "v"), dtype))
 
 
 def _of_rows(body: BodyConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -150,14 +150,16 @@ class GraphDecoder(TargetModel):
         return DecoderOutput(hidden, features, k, v)
 
 
-class GraphDrafter(DraftModel):
+class GraphDrafter(DFlashModel):
     """A drafter of the geometry of `config`, run by a graph.
 
     A plugin appends the K/V of real features to the context's pages before the block attends to them. Without real
     features (length 0) it writes to the scratch page 0 at most.
     """
 
-    def __init__(self, drafter: DraftModel, session: Session, page_size: int, context_rows: int = CONTEXT_ROWS) -> None:
+    def __init__(
+        self, drafter: DFlashModel, session: Session, page_size: int, context_rows: int = CONTEXT_ROWS
+    ) -> None:
         """`context_rows` is the largest C that the session accepts for one request."""
         super().__init__()
         self.config, self._session = drafter.config, session
@@ -207,18 +209,34 @@ class GraphDrafter(DraftModel):
         return out["k"], out["v"]
 
 
-class GraphFlex(FlexHead):
-    """A FlexDraft head whose draft pass is a graph; the calibration network is that of `head`."""
+class GraphLayers(nn.Module):
+    """The layers of a drafter that reads the target's pages, in place of its compiled ones."""
 
-    def __init__(self, head: FlexHead, session: Session) -> None:
-        nn.Module.__init__(self)  # no layers
-        self.config, self._session = head.config, session
-        self.layers, self.calibration = nn.ModuleList(), head.calibration
-        self.mask_embedding, self.anchor_projection = head.mask_embedding, head.anchor_projection
-        self.register_buffer("draft_ids", head.draft_ids, persistent=False)
+    kv_scales = None
 
-    def draft(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
-        return self._session.run(_of_pass(x, rows, pool))["hidden"]
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+
+    def forward(
+        self, x: Tensor, rotary: Rotary, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
+    ) -> tuple[Tensor]:
+        """x [B, T, E] -> hidden states [B, T, E]."""
+        assert isinstance(rows, Rows)
+        return (self._session.run(_of_pass(x, rows, pool))["hidden"],)
+
+
+def graph_drafter(
+    drafter: DraftModel, session: Session, page_size: int, context_rows: int = CONTEXT_ROWS
+) -> DraftModel:
+    """The drafter with a graph in place of its layers; all else, such as a calibration network, is `drafter`'s."""
+    if isinstance(drafter, DFlashModel):
+        return GraphDrafter(drafter, session, page_size, context_rows)
+    made = copy.copy(drafter)
+    made._modules = made._modules.copy()  # the other's stay as they are
+    made.register_module("layers", nn.ModuleList())
+    made.register_module("compiled", GraphLayers(session))
+    return made
 
 
 def _zeros(device: torch.device, *shape: int) -> Tensor:

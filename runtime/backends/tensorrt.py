@@ -16,17 +16,9 @@ from torch import Tensor
 
 from d2sd.errors import BundleError
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
-from d2sd.runtime.backends.exported import (
-    GraphDecoder,
-    GraphDrafter,
-    GraphFlex,
-    IOSpec,
-    drafter_io_spec,
-    flex_io_spec,
-    target_io_spec,
-)
+from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.policies import DrafterRole
+from d2sd.runtime.backends.exported import GraphDecoder, IOSpec, drafter_io_spec, graph_drafter, target_io_spec
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.backends.tensorrt_checks import (
     EngineFile,
@@ -168,39 +160,30 @@ def max_requests(profiles: Sequence[Profile], rows: int) -> int:
 def engine_runner(
     trt: TensorRT,
     target: tuple[Decoder, EngineFile],
-    *drafters: tuple[Drafter, EngineFile],
+    drafters: Mapping[DrafterRole, tuple[DraftModel, EngineFile]],
+    *,
     aux_layer_ids: tuple[int, ...],
     page_size: int,
-    flex: tuple[FlexHead, EngineFile] | None = None,
     block_size: int = 1,
 ) -> ModelRunner:
-    """The `ModelRunner` over engines of the target, of its first and second drafter, and of a FlexDraft head.
+    """The `ModelRunner` over engines of the target and of drafters.
 
-    Of the PyTorch models only embedding, head, calibration network and draft vocabulary are used, and moved to the GPU,
-    in the engines' type. `aux_layer_ids` are the layers whose features the target's engine returns. `block_size`
-    applies without drafters.
+    Of the PyTorch models only what stands around the layers is used, and moved to the GPU, in the engines' type.
+    `aux_layer_ids` are the layers whose features the target's engine returns. `block_size` applies without drafters.
     Raises `BundleError` if an engine cannot run on this machine.
     """
-    decoder, engine = target
-    device = this_device(engine.path).name
+    decoder, file = target
+    device = this_device(file.path).name
     leave_default_stream()
     dtype = decoder.embed_tokens.weight.dtype
-    session = EngineSession(trt, engine, target_io_spec(decoder.config.body, dtype))
-    drafting = [
-        GraphDrafter(
-            drafter,
-            EngineSession(trt, engine, drafter_io_spec(drafter.config.body, dtype)),
-            page_size,
-            context_rows=max(profile["features"][2][1] for profile in engine.profiles),
-        ).to(device)
-        for drafter, engine in drafters
-    ]
-    head = None
-    if flex is not None:
-        surface = flex_io_spec(flex[0].config.body, dtype)
-        head = GraphFlex(flex[0], EngineSession(trt, flex[1], surface)).to(device)
-    graph = GraphDecoder(decoder, aux_layer_ids, session, partial(max_requests, engine.profiles))
-    runner = ModelRunner(graph.to(device), *drafting, flex=head, block_size=block_size)
+    session = EngineSession(trt, file, target_io_spec(decoder.config.body, dtype))
+    graphs = {}
+    for role, (drafter, engine) in drafters.items():
+        own = EngineSession(trt, engine, drafter_io_spec(drafter.config, dtype))
+        rows = max((profile["features"][2][1] for profile in engine.profiles), default=0) if drafter.has_context else 0
+        graphs[role] = graph_drafter(drafter, own, page_size, rows).to(device)
+    graph = GraphDecoder(decoder, aux_layer_ids, session, partial(max_requests, file.profiles))
+    runner = ModelRunner(graph.to(device), graphs, block_size=block_size)
     # A step runs one context with several shapes. What TensorRT prepares on the host when a shape changes is missing in
     # a graph, and whether a replay then reads the right shapes is not known.
     runner.capture = None

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from d2sd.errors import D2SDError
 from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.plugins.trees import Draft
-from d2sd.policies import FirstPass
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.buckets import bucket
@@ -35,9 +34,7 @@ from d2sd.runtime.request import Limits
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.runtime.speculation.carried import carried_draft
 from d2sd.runtime.speculation.policy import Policy
-from d2sd.runtime.speculation.prompt_lookup import lookup_draft
 
 #: The kinds of sampling that have graphs of their own; see `StaticInputs.batch`.
 _KINDS = SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)
@@ -91,14 +88,14 @@ class DecodeSteps:
         host_draft = host_draft or self._no_draft(policy, len(batch.anchor))
         if graph is None:
             with timer("commit"):
-                self._runner.context.inject(policy.required_drafters)
+                self._runner.context.inject(policy.drafters)
             device = self._runner.device
             draft = host_draft and Draft(host_draft.tokens.to(device), host_draft.logprob.to(device))
             return decode_step(self._runner, policy, batch.to(device), self._calibration, draft, timer)
         with timer("decode"):
             size, length = graph.result.accepted.path.shape
             graph.inputs.load(batch, Link.pack([], size) if link is None else link, host_draft)
-            with self._runner.context.replay(size, length, policy.required_drafters):
+            with self._runner.context.replay(size, length, policy.drafters):
                 graph.replay()
         return graph.result
 
@@ -125,12 +122,7 @@ class DecodeSteps:
 
     def _no_draft(self, policy: Policy, size: int) -> Draft | None:
         """No proposals, for a policy that takes its first draft from the host."""
-        slots = self._runner.block_size - 1
-        if policy.first_pass is FirstPass.PROMPT_LOOKUP:
-            return lookup_draft([], slots, size)
-        return (
-            carried_draft([], slots, self._runner.flex_width, size) if policy.first_pass is FirstPass.CARRIED else None
-        )
+        return policy.host_draft(self._runner, [], size) if policy.drafts_on_host else None
 
     def _captured(self, policy: Policy, inputs: StaticInputs, sampling: Sampling) -> Graph:
         assert self._runner.capture is not None
@@ -155,7 +147,7 @@ def captured_step(
     """What a graph holds: `decode_step`, what it takes from the step before it, and what it leaves to the next."""
     with timer("handover"):
         batch = handover.begin(batch, link)
-        runner.context.begin(len(batch.anchor), policy.required_drafters)
+        runner.context.begin(len(batch.anchor), policy.drafters)
     result = decode_step(runner, policy, batch, calibration, draft, timer)
     with timer("handover"):
         handover.end(batch, link, result)

@@ -28,15 +28,16 @@ written in the order of the queue, so a page's last owner wins.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from d2sd.modeling.drafter import DraftModel
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import CommittedRows, ContextRows
+from d2sd.policies import DrafterRole
 
 # Shape letters: B requests, T rows of each, G block size γ, M pages a request, R rows of all requests, n auxiliary
 # layers, E hidden.
@@ -48,22 +49,27 @@ MAX_PENDING_ROWS = 4096
 class DrafterContext:
     """The context of all drafters of a runner, whose pages are in `pools`; the states are above."""
 
-    def __init__(self, drafters: Sequence[DraftModel], pools: Sequence[KVPool], dtype: torch.dtype) -> None:
-        """`dtype` is that of the features."""
-        self._queues = [_Queue(*pair) for pair in zip(drafters, pools, strict=True)]
-        self._configs, self._pools, self._dtype = [drafter.config for drafter in drafters], pools, dtype
-        self._on_cpu = all(pool.k.device.type == "cpu" for pool in pools)
+    def __init__(
+        self, drafters: Mapping[DrafterRole, DraftModel], pools: Mapping[DrafterRole, KVPool], dtype: torch.dtype
+    ) -> None:
+        """`drafters` are those that have pages of their own, `pools`; `dtype` is that of the features.
+
+        Its methods take the roles of any drafters, and pass over those without pages of their own.
+        """
+        self._queues = {role: _Queue(drafter, pools[role]) for role, drafter in drafters.items()}
+        self._configs, self._pools, self._dtype = [d.config for d in drafters.values()], [*pools.values()], dtype
+        self._on_cpu = all(pool.k.device.type == "cpu" for pool in self._pools)
         self._memory: CommittedRows | None = None  # of the captured steps, G rows a request
         self._left: CommittedRows | None = None  # rows LEFT in that memory
-        self._to_inject: dict[int, CommittedRows] | None = None  # by drafter; None: not inside a captured step
+        self._to_inject: dict[DrafterRole, CommittedRows] | None = None  # by drafter; None: not inside a captured step
         self._committed: CommittedRows | None = None  # by the captured step
 
     @property
-    def pending_rows(self) -> list[int]:
+    def pending_rows(self) -> dict[DrafterRole, int]:
         """Rows QUEUED for each drafter; an upper bound."""
-        return [queue.rows for queue in self._queues]
+        return {role: queue.rows for role, queue in self._queues.items()}
 
-    def add(self, rows: CommittedRows | ContextRows, drafters: Collection[int] | None = None) -> None:
+    def add(self, rows: CommittedRows | ContextRows, drafters: Collection[DrafterRole] | None = None) -> None:
         """Queue the rows for these drafters, or all. In a captured step, `end` leaves them in the graphs' memory.
 
         The tensors are kept, not copied.
@@ -73,12 +79,12 @@ class DrafterContext:
             self._committed = rows
             return
         self._queue_left()
-        for which, queue in enumerate(self._queues):
+        for which, queue in self._queues.items():
             if drafters is None or which in drafters:
                 queue.push(rows)
 
     @torch.inference_mode()
-    def inject(self, drafters: Collection[int]) -> None:
+    def inject(self, drafters: Collection[DrafterRole]) -> None:
         """Inject all rows of these drafters, which are about to run without a graph.
 
         Other drafters stay behind until `MAX_PENDING_ROWS`: one product for many steps reads their weights once.
@@ -86,7 +92,7 @@ class DrafterContext:
         self._queue_left()
         self._flush(drafters)
 
-    def take(self, drafter: int) -> CommittedRows | None:
+    def take(self, drafter: DrafterRole) -> CommittedRows | None:
         """Rows that the pass of a drafter must inject: of its first pass in a captured step; otherwise None."""
         if self._to_inject is not None:
             return self._to_inject.pop(drafter, None)
@@ -99,7 +105,7 @@ class DrafterContext:
         """Drop the rows of these pages, whose K/V is not needed any more; call it before they are written again."""
         if pages and self._on_cpu:
             self._queue_left()
-            for queue in self._queues:
+            for queue in self._queues.values():
                 queue.drop(pages)
 
     # -- captured steps ------------------------------------------------------------------------------------------------
@@ -123,14 +129,15 @@ class DrafterContext:
         """The tensors of the memory that graphs share; none before `reserve`."""
         return [] if self._memory is None else self._memory.tensors
 
-    def begin(self, requests: int, drafters: Collection[int]) -> None:
+    def begin(self, requests: int, drafters: Collection[DrafterRole]) -> None:
         """Begin a captured step of these drafters: each injects the rows LEFT in its first pass (`take`).
 
         All rows of the memory, kept or not: shapes do not depend on the policy of the step before.
         """
         self._to_inject = {}
         if self._memory is not None:
-            self._to_inject = dict.fromkeys(drafters, self._part(requests, self._memory.keep.shape[1]))
+            rows = self._part(requests, self._memory.keep.shape[1])
+            self._to_inject = dict.fromkeys(self._queues.keys() & set(drafters), rows)
 
     @torch.inference_mode()
     def end(self) -> None:
@@ -145,7 +152,7 @@ class DrafterContext:
             slot.copy_(tensor)
 
     @contextmanager
-    def replay(self, requests: int, length: int, drafters: Collection[int]) -> Iterator[None]:
+    def replay(self, requests: int, length: int, drafters: Collection[DrafterRole]) -> Iterator[None]:
         """Around the replay of a graph that runs these drafters over `requests` and commits up to `length` rows of
         each: prepares what it injects, and notes what it leaves.
         """
@@ -153,6 +160,7 @@ class DrafterContext:
             yield
             return
         with torch.inference_mode():
+            drafters = self._queues.keys() & set(drafters)
             taken = drafters if self._left is not None and len(self._left.keep) == requests else ()
             self._queue_left(but=taken)
             self._flush(drafters)
@@ -176,18 +184,18 @@ class DrafterContext:
 
     # -- transitions ---------------------------------------------------------------------------------------------------
 
-    def _queue_left(self, but: Collection[int] = ()) -> None:
+    def _queue_left(self, but: Collection[DrafterRole] = ()) -> None:
         """LEFT -> QUEUED, in a copy, for all drafters but those of a graph that injects them."""
         left, self._left = self._left, None
-        queues = [queue for which, queue in enumerate(self._queues) if which not in but]
+        queues = [queue for which, queue in self._queues.items() if which not in but]
         if left is not None and queues:
             features, page_table, positions, keep = (tensor.clone() for tensor in left.tensors)
             for queue in queues:
                 queue.push(CommittedRows(features, page_table, positions, keep, left.page_size))
 
-    def _flush(self, drafters: Collection[int]) -> None:
+    def _flush(self, drafters: Collection[DrafterRole]) -> None:
         """QUEUED -> INJECTED, of these drafters and of long queues."""
-        for which, queue in enumerate(self._queues):
+        for which, queue in self._queues.items():
             if which in drafters or queue.holds(MAX_PENDING_ROWS, compact=self._on_cpu):
                 queue.flush(compact=self._on_cpu)
 

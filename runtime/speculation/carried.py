@@ -1,4 +1,4 @@
-"""Drafts that one step makes for the next: FlexDraft's parallel mode. Between the steps they are the host's."""
+"""Drafts that one step makes for the next (`FirstPass.CARRIED`). Between the steps they are the host's."""
 
 from __future__ import annotations
 

@@ -27,9 +27,17 @@ from d2sd.plugins.choice import WIDTH
 from d2sd.plugins.trees import Branches, Draft, Source, Tree
 from d2sd.policies import FACTS, MAX_NODES, DrafterRole, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.sequence import Sequence as DecodingSequence
+from d2sd.runtime.speculation.carried import carried_draft
+from d2sd.runtime.speculation.prompt_lookup import lookup_draft
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from d2sd.runtime.backends.model_runner import ModelRunner
+
+#: Node budgets that `auto` compares: throughput is flat around the optimum. A tile of the CPU kernels has twelve rows.
+AUTO_SIZES = (4, 8, 12, 16, 24, 32, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +68,33 @@ class Policy:
         return FACTS[self.name].second_pass
 
     @property
-    def required_drafters(self) -> tuple[DrafterRole, ...]:
+    def drafters(self) -> tuple[DrafterRole, ...]:
         """The drafters that this policy runs."""
-        return FACTS[self.name].required_drafters
+        return FACTS[self.name].drafters
+
+    @property
+    def drafts_ahead(self) -> DrafterRole | None:
+        """The drafter that drafts for the next step in the pass that verifies; None: none does."""
+        return self.first_drafter if self.first_pass is FirstPass.CARRIED else None
+
+    @property
+    def drafts_on_host(self) -> bool:
+        """Whether the first draft is made on the host, by `host_draft`."""
+        return self.first_pass in (FirstPass.PROMPT_LOOKUP, FirstPass.CARRIED)
 
     @classmethod
     def sized(cls, block_size: int, branches: int, rows: int) -> Self:
         """The policy with at most `rows` nodes. Raises RecipeError if a block has fewer boundaries than `branches`."""
         return cls(rows)
+
+    @classmethod
+    def candidate_sizes(cls, block_size: int, rows: int) -> list[int]:
+        """Node budgets that `auto` compares, up to `rows`."""
+        return [size for size in AUTO_SIZES if size <= rows] if FACTS[cls.name].grows else [rows]
+
+    def host_draft(self, runner: ModelRunner, sequences: Sequence[DecodingSequence], batch_size: int) -> Draft:
+        """The first draft [B, S, M] of policies whose host makes it; rows that pad the batch propose nothing."""
+        raise NotImplementedError
 
     def branches(self, batch: Batch, first: Draft) -> Branches:
         """Restart points of the second pass; only for policies that have one."""
@@ -111,6 +138,9 @@ class Chain(_Chained):
 
 class Lookup(_Chained):
     name = "lookup"
+
+    def host_draft(self, runner: ModelRunner, sequences: Sequence[DecodingSequence], batch_size: int) -> Draft:
+        return lookup_draft([one.tokens for one in sequences], runner.block_size - 1, batch_size)
 
 
 class _Branched(Policy):
@@ -182,10 +212,24 @@ class FlexParallel(_Chained):
     topk = WIDTH  # a grammar may lead the draft in the next step
     uses_probabilities = False
 
+    @classmethod
+    def candidate_sizes(cls, block_size: int, rows: int) -> list[int]:
+        """Chains shorter than a block too: every row of the tree is followed by a block of mask rows."""
+        return [*(size for size in AUTO_SIZES if size < min(rows, block_size)), rows]
+
+    def host_draft(self, runner: ModelRunner, sequences: Sequence[DecodingSequence], batch_size: int) -> Draft:
+        rows = [one.next_draft for one in sequences]
+        return carried_draft(rows, runner.block_size - 1, runner.width(WIDTH), batch_size)
+
 
 _POLICIES: dict[PolicyName, type[Policy]] = {
     policy.name: policy for policy in (Off, Lookup, Chain, Reanchor, D2SD, DDTree, Hybrid, Flex, FlexTree, FlexParallel)
 }
+
+
+def policy_class(name: PolicyName) -> type[Policy]:
+    """The class of this name."""
+    return _POLICIES[name]
 
 
 def make_policy(name: PolicyName, *, block_size: int, branches: int, row_budget: int) -> Policy:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from d2sd.build import build
-from d2sd.convert.checkpoint.drafter import write_drafter
+from d2sd.convert.kinds import DFLASH
 from d2sd.modeling.config import Family, Role
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.recipe import load_recipe
 from tests.convert.formats.helpers import ROPE
 from tests.convert.helpers import edit_json, write_project, write_target_dir
@@ -68,7 +68,7 @@ def _project(folder: Path, family: Family, **changes: Any) -> Path:
     edit_json(folder / "target/tokenizer_config.json", "chat_template", "{{ messages[0].content }}")
     for name, role in (("first", "first"), ("second", "variable_prefix")):
         drafter = _drafter(decoder, role)  # type: ignore[arg-type]
-        write_drafter(folder / name, drafter.config, drafter.state_dict())
+        DFLASH.write(folder / name, drafter.config, drafter.state_dict())
     return recipe
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from tests.convert.formats.helpers import draft_logits
 from tests.tiny import full_logits, random_tokens
 

@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from d2sd.convert.checkpoint.drafter import read_drafter_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.target import parse_target_config
+from d2sd.convert.kinds import DFLASH
 from tests.consumers.helpers import needs, python_of, run, run_child
 
 pytestmark = needs("edgellm")
@@ -48,7 +48,7 @@ def graph(folder: Path, work: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
 
 
 def test_it_takes_the_drafters_contract_and_no_default_of_its_own(fp8_bundle: Path, exported: Path) -> None:
-    drafter = read_drafter_config(fp8_bundle / "drafter_first")
+    drafter = DFLASH.read_config(fp8_bundle / "drafter_first")
     base, draft = config(exported / "llm"), config(exported / "dflash_draft")
     for values, role in ((base, "base"), (draft, "draft")):
         assert (values["spec_decode_type"], values["engine_role"]) == ("dflash", role)
@@ -71,7 +71,7 @@ def test_the_drafters_weights_and_the_targets_head_arrive(fp8_bundle: Path, expo
     """Matrices under their names; fc and the vectors of norms may lose theirs, and are looked for among all."""
     found, counts = graph(exported / "dflash_draft", tmp_path)
     given = load_file(fp8_bundle / "drafter_first" / "model.safetensors")
-    layers = read_drafter_config(fp8_bundle / "drafter_first").body.num_layers
+    layers = DFLASH.read_config(fp8_bundle / "drafter_first").body.num_layers
     for name, tensor in given.items():
         if name == "fc.weight" or tensor.dim() == 1:
             assert any(torch.equal(other.half(), tensor.half()) for other in found.values()), name

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from d2sd.convert.checkpoint.drafter import write_drafter
 from d2sd.convert.formats.convert import convert
-from d2sd.modeling.drafter import Drafter
+from d2sd.convert.kinds import DFLASH
+from d2sd.modeling.drafters.dflash import Drafter
 from tests.consumers.helpers import TOLERANCE, expected_logits, needs, run_child, write_prompt
 from tests.convert.formats.helpers import reduced, tiny_pair, write_tiny_target
 from tests.convert.helpers import tree_bytes
@@ -36,7 +36,7 @@ def drafted(folder: Path, target: Path, work: Path, *converted: Path) -> tuple[T
 def test_its_loader_reads_ours_and_drafts_the_same(tmp_path: Path, drafter: Drafter) -> None:
     decoder, _ = tiny_pair()
     target = write_tiny_target(tmp_path / "target", decoder)
-    write_drafter(tmp_path / "zlab", drafter.config, drafter.state_dict())
+    DFLASH.write(tmp_path / "zlab", drafter.config, drafter.state_dict())
     convert(tmp_path / "zlab", "speculators", tmp_path / "out", target=target)
     logits, ids = drafted(tmp_path / "out", target, tmp_path)
     assert ids.tolist() == list(drafter.config.draft_vocabulary or range(drafter.config.vocab_size))
@@ -46,7 +46,7 @@ def test_its_loader_reads_ours_and_drafts_the_same(tmp_path: Path, drafter: Draf
 def test_what_its_own_converter_writes_comes_back_byte_for_byte(tmp_path: Path) -> None:
     decoder, drafter = tiny_pair()
     target = write_tiny_target(tmp_path / "target", decoder)
-    write_drafter(tmp_path / "zlab", drafter.config, drafter.state_dict())
+    DFLASH.write(tmp_path / "zlab", drafter.config, drafter.state_dict())
     drafted(tmp_path / "zlab", target, tmp_path, tmp_path / "theirs")
     convert(tmp_path / "theirs", "speculators", tmp_path / "again", target=target)
     theirs = tree_bytes(tmp_path / "theirs")

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
+from d2sd.convert.kinds import DFLASH
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.config import Family
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from tests.tiny import tiny_decoder, tiny_drafter
 
 #: Layers that the drafter reads, and tokens a page.
@@ -42,4 +43,5 @@ def tiny_pair(family: Family, dtype: torch.dtype) -> tuple[Decoder, Drafter]:
 
 def export_pair(folder: Path, target: Decoder, drafter: Drafter) -> None:
     export_target(target, TAPS, PAGE, folder / "target.onnx")
-    export_drafter(drafter, PAGE, folder / "drafter.onnx")
+    dtype = target.embed_tokens.weight.dtype
+    export_drafter(DFLASH.graph_body(drafter), drafter.config, dtype, PAGE, folder / "drafter.onnx")

@@ -15,11 +15,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from d2sd.calibration import CalibrationFile, write_calibration
-from d2sd.convert.checkpoint.drafter import fingerprint, load_drafter, write_drafter
-from d2sd.convert.checkpoint.flex import write_flex
 from d2sd.convert.checkpoint.hf_config import rope_fields
 from d2sd.convert.checkpoint.target import load_target
+from d2sd.convert.kinds import DFLASH, FLEXDRAFT
 from d2sd.modeling.decoder import Decoder
+from d2sd.policies import DRAFTER_NAMES
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -74,7 +74,7 @@ def write_project(folder: Path, decoder: Decoder | None = None, **changes: Any) 
     write_target_dir(folder / "target", decoder)
     for name, role in (("first", "first"), ("second", "variable_prefix")):
         drafter = tiny_drafter(decoder.config, role=role)  # type: ignore[arg-type]
-        write_drafter(folder / name, drafter.config, drafter.state_dict())
+        DFLASH.write(folder / name, drafter.config, drafter.state_dict())
     recipe = {
         "d2sd": 1,
         "name": "tiny",
@@ -94,7 +94,7 @@ def add_flex(recipe: Path, policy: str = "flex", *, anchored: bool = False) -> P
     values = yaml.safe_load(recipe.read_text())
     target = load_target(recipe.parent / "target", torch.float32)
     head = tiny_flex(target, block_size=values["tree"]["block_size"], anchored=anchored)
-    write_flex(recipe.parent / "flex", head.config, head.state_dict())
+    FLEXDRAFT.write(recipe.parent / "flex", head.config, head.state_dict())
     values["drafters"]["flex"] = {"path": "flex"}
     values["tree"]["policy"] = policy
     recipe.write_text(yaml.safe_dump(values))
@@ -103,13 +103,15 @@ def add_flex(recipe: Path, policy: str = "flex", *, anchored: bool = False) -> P
 
 def calibration_of(*drafters: Path, slots: int = 3) -> CalibrationFile:
     """A calibration of drafters on disk, no two numbers of its tables alike; it promises more tokens than they give."""
-    first, second = (*(fingerprint(load_drafter(path, torch.float32)) for path in drafters), None)[:2]
-    assert first is not None
+    marks = {
+        name: DFLASH.fingerprint(DFLASH.load(path, torch.float32))
+        for name, path in zip(DRAFTER_NAMES, drafters, strict=False)
+    }
     shape = 2, 2, slots, 2
     numbers = torch.arange(8.0 * slots, dtype=torch.float64).view(shape)
     curves = {name: [1 + rows / 8 for rows in range(8)] for name in ("chain", "ddtree", "hybrid")[: 1 + len(drafters)]}
     return CalibrationFile(
-        drafters=(first, second), block_size=slots + 1, slope=(0.5 + numbers / 32).tolist(),
+        drafters=marks, block_size=slots + 1, slope=(0.5 + numbers / 32).tolist(),
         offset=(numbers / 8 - 1).tolist(), tau={"0": curves, "1": curves}, report={"prompts": 2},
     )  # fmt: skip
 

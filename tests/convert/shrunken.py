@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from d2sd.convert.checkpoint.dflash import config_text
-from d2sd.convert.checkpoint.drafter import drafter_shapes, write_drafter
 from d2sd.convert.checkpoint.layer_ids import usual_ids
 from d2sd.convert.checkpoint.target import target_shapes
+from d2sd.convert.kinds import DFLASH
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Family, RopeConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from tests.convert.helpers import hf_fields, write_target_dir
 
 
@@ -101,7 +101,7 @@ def write_headers(folder: Path, name: str) -> None:
         fields = hf_fields(Decoder(found.target))
     _holes(target, shapes, json.dumps(fields))
     for path, config in ((first, found.first), (folder / f"{name}-pair" / "second", found.second)):
-        _holes(path, drafter_shapes(config), config_text(config, torch.bfloat16))
+        _holes(path, DFLASH.shapes(config), config_text(config, torch.bfloat16))
 
 
 def _holes(folder: Path, shapes: dict[str, tuple[int, ...]], config: str) -> None:
@@ -131,4 +131,4 @@ def write_shrunken(folder: Path, name: str) -> None:
     (target / "tokenizer.json").write_text(json.dumps(tokenizer))
     for path, drafter in ((folder / found.folders[1], first), (folder / f"{name}-pair" / "second", second)):
         path.mkdir(parents=True)
-        write_drafter(path, drafter.config, drafter.state_dict())
+        DFLASH.write(path, drafter.config, drafter.state_dict())

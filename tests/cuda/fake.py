@@ -8,7 +8,7 @@ and Triton kernels. Kernels inside an operator of PyTorch count as one. What ker
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -24,15 +24,17 @@ from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from benchmarks.gpu.traffic import launches
 from d2sd.modeling import product
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, Role, RopeConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role, RopeConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import make_fp8
+from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.rope import Rotary
 from d2sd.plugins import dispatch
 from d2sd.plugins.trees import Draft
-from d2sd.policies import FirstPass, PolicyName
+from d2sd.policies import DrafterRole, PolicyName
 from d2sd.runtime.backends import model_runner
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
@@ -41,9 +43,7 @@ from d2sd.runtime.cuda_graphs.steps import captured_step
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.runtime.speculation.carried import carried_draft
 from d2sd.runtime.speculation.policy import Policy, make_policy
-from d2sd.runtime.speculation.prompt_lookup import lookup_draft
 
 BLOCK, BRANCHES, NODES, VOCABULARY = 16, 4, 64, 512
 
@@ -109,8 +109,8 @@ def fake_gpu(watch: Watch, capability: tuple[int, int] = (9, 0)) -> Iterator[Fak
 
 
 def runner(
-    layers: int, drafter_layers: int, *, fp8: bool, exact: bool = False, drafters: bool = True, flex: bool = True,
-    dtype: torch.dtype = torch.bfloat16,
+    layers: int, drafter_layers: int, *, fp8: bool, exact: bool = False, dtype: torch.dtype = torch.bfloat16,
+    roles: Collection[DrafterRole] = tuple(DrafterRole),
 ) -> ModelRunner:  # fmt: skip
     """Narrow models of this depth: launches do not depend on widths. `fp8`: all linear layers but the head."""
     body = BodyConfig(
@@ -131,10 +131,10 @@ def runner(
     try:
         with torch.device("cuda"):
             target = Decoder(DecoderConfig("qwen3", body, VOCABULARY, False))
-            models = target, drafter("first"), drafter("variable_prefix")
             deep = replace(body, num_layers=min(drafter_layers, layers - 1))
             head = FlexHead(FlexConfig("qwen3", deep, VOCABULARY, BLOCK, layers, 16))
-            for model in (*models, head):
+            drafting: list[DraftModel] = [drafter("first"), drafter("variable_prefix"), head]
+            for model in (target, *drafting):
                 linears = [n for n, part in model.named_modules() if isinstance(part, nn.Linear) and n != "lm_head"]
                 if fp8 and model is not head:
                     make_fp8(model, linears, cache=False)
@@ -145,7 +145,9 @@ def runner(
     finally:
         torch.set_default_dtype(torch.float32)
     head.join(target)
-    return ModelRunner(*(models if drafters else (target,)), flex=head if flex else None, exact=exact)
+    drafters = {role: drafting[role] for role in roles}
+    prepare_for_inference(target, drafters.values(), exact=exact)
+    return ModelRunner(target, drafters)
 
 
 def batch_of(size: int, kinds: tuple[SamplingParams, ...]) -> Batch:
@@ -170,19 +172,15 @@ def steps(
     watch = Watch()
     with fake_gpu(watch):
         policy, calibration = policy_of(name), None
-        flex = policy.first_pass in (FirstPass.FLEX, FirstPass.CARRIED)
-        drafters = bool(policy.required_drafters)
-        made = runner(layers, drafter_layers, fp8=fp8, exact=exact, drafters=drafters, flex=flex)
+        made = runner(layers, drafter_layers, fp8=fp8, exact=exact, roles=policy.drafters)
         made.allocate(64, 16)
         if calibrated:
             neutral = torch.ones(2, 3, BLOCK - 1, 2), torch.zeros(2, 3, BLOCK - 1, 2)
             calibration = Calibration(*neutral).to(made.device)
         batch, draft = batch_of(size, kinds), None
-        if policy.first_pass is FirstPass.PROMPT_LOOKUP:
-            draft = lookup_draft([[1, 2, 1, 2]] * size, BLOCK - 1, size)
-        elif policy.first_pass is FirstPass.CARRIED:
-            draft = carried_draft([], BLOCK - 1, made.flex_width, size)
-        draft = draft and Draft(draft.tokens.to("cuda"), draft.logprob.to("cuda"))
+        if policy.drafts_on_host:
+            draft = policy.host_draft(made, [], size)
+            draft = Draft(draft.tokens.to("cuda"), draft.logprob.to("cuda"))
         handover, packed = Handover(size, BLOCK, made.device), Link.pack([], size)
         link = Link(*(getattr(packed, field.name).to("cuda") for field in fields(Link)))
         made.context.reserve(*batch.page_table.shape)

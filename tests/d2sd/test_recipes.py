@@ -199,7 +199,8 @@ def test_memory_by_hand(project: Path, plans: dict[tuple[str, str], Plan]) -> No
     parts = [f"fp8={{target: {a}, drafters: {b}}}" for a, b in (("true", "false"), ("false", "true"))]
     recipe = project / "recipes" / "qwen3-8b.yaml"
     alone, apart = (make_plan(load_recipe(recipe, [override, second("qwen3-8b")])) for override in parts)
-    assert [part.weight_bytes for part in alone.parts] == [sizes[0], *(part.weight_bytes for part in bf16.drafters)]
+    drafters = [part.weight_bytes for part in bf16.drafters.values()]
+    assert [part.weight_bytes for part in alone.parts] == [sizes[0], *drafters]
     assert [part.weight_bytes for part in apart.parts] == [bf16.parts[0].weight_bytes, *sizes[1:]]
 
 
@@ -274,6 +275,6 @@ def test_build_and_generate(tmp_path: Path, name: str, drafters: str, precision:
     out = tmp_path / "bundle"
     run("build", tmp_path / "recipes" / f"{name}.yaml", "--out", out, *sets)
     bundle = load_bundle(out)
-    assert (bundle.first is None, bundle.second is None) == (False, drafters == "first")
+    assert [role.key for role in bundle.drafters] == ["first", "second"][: 1 if drafters == "first" else 2]
     answered = run("generate", out, "-p", "w3 w5 w7", "--stats")
     assert re.search(r"w\d", answered)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d2sd.modeling.decoder import Decoder, DecoderOutput
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.packed import pack
 from d2sd.modeling.rows import Rows
@@ -116,7 +116,7 @@ def test_mask_rows_equal_the_reference(
         monkeypatch.setattr(library, "available", lambda: False)
     pack(target)
     pack(head, target)
-    assert (head.native is not None) == (compiled and library.available())
+    assert (head.compiled is not None) == (compiled and library.available())
     hidden = drafted(target, head, anchors[:, 0], rows, pool)
     logits = target.logits(hidden[:, 1:]) + head.calibrate(hidden[:, 1:], target.embed_tokens(anchors))
     for row, (states, expected) in enumerate(wanted):
@@ -126,8 +126,8 @@ def test_mask_rows_equal_the_reference(
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_block_behind_a_node_is_the_one_drafted_after_it(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tree of two branches over contexts of three lengths: its own rows are those of a pass without mask rows, and
-    every block equals the block of sequential mode once the path to its node is committed. Compiled: bit by bit.
+    """A tree of two branches over contexts of three lengths: its own rows are those of a pass without mask rows, bit by
+    bit, and every block equals the block of sequential mode once the path to its node is committed.
     """
     target, head = pair()
     lengths, parents = [9, 3, 0], [0, 0, 1, 0, 3]
@@ -145,9 +145,8 @@ def test_a_block_behind_a_node_is_the_one_drafted_after_it(compiled: bool, monke
     tree = Rows(rows.context_len[:, None] + depth, mask, rows.page_table, rows.context_len)
     out, behind = head.verify_and_draft(target, nodes, tree, pool, (1, 2))
     alone = target(nodes, tree, pool, (1, 2))
-    exact = {"rtol": 0, "atol": 0} if compiled and library.available() else {"rtol": 0, "atol": 1e-5}
     for name in ("hidden", "features", "k", "v"):
-        torch.testing.assert_close(getattr(out, name), getattr(alone, name), **exact)
+        assert torch.equal(getattr(out, name), getattr(alone, name)), name
     assert behind.shape == (3, 5, GAMMA, target.config.body.hidden_size)
     for node, path in enumerate(paths):
         at = rows.context_len[:, None] + torch.arange(len(path))
@@ -155,7 +154,7 @@ def test_a_block_behind_a_node_is_the_one_drafted_after_it(compiled: bool, monke
         context = rows.context_len + len(path)
         after = Rows(context[:, None] + torch.arange(GAMMA), rows.attn_mask, rows.page_table, context)
         hidden = drafted(target, head, nodes[:, 0], after, pool)  # which mask rows do not see
-        torch.testing.assert_close(behind[:, node], hidden, **exact)
+        torch.testing.assert_close(behind[:, node], hidden, rtol=0, atol=1e-5)
 
 
 def test_the_target_is_the_same_to_the_bit() -> None:

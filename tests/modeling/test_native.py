@@ -28,7 +28,7 @@ HEADS = [(4, 2, 16), (3, 3, 16), (6, 1, 32), (9, 3, 64), (5, 1, 64), (4, 2, 128)
 def packed(model: Decoder) -> Decoder:
     made = copy.deepcopy(model)
     pack(made)
-    assert made.native is not None
+    assert made.compiled is not None
     return made
 
 
@@ -156,7 +156,7 @@ def test_a_packed_drafter_drafts_the_same() -> None:
     plain = tiny_drafter(target)
     native = copy.deepcopy(plain)
     pack(native)
-    assert native.native is not None
+    assert native.compiled is not None
     features, places = torch.randn(1, 9, plain.fc.in_features), torch.arange(9)[None]
     embedded = torch.randn(1, 4, target.body.hidden_size)
     table, length = torch.tensor([[1, 2, 3, 4]]), torch.tensor([9])
@@ -187,8 +187,8 @@ def test_passes_of_one_model_in_several_threads_do_not_meet(threads: int, monkey
 
     expected = [run(new) for new in rows]
     for _ in range(5):
-        assert isinstance(native.native, NativeLayers)
-        library.functions().d2sd_free(ctypes.byref(native.native._memory))  # so that it has to grow again
+        assert isinstance(native.compiled, NativeLayers)
+        library.functions().d2sd_free(ctypes.byref(native.compiled._memory))  # so that it has to grow again
         with ThreadPoolExecutor(4) as pool_of_threads:
             found = list(pool_of_threads.map(run, rows * 4))
         assert all(torch.equal(one, other) for one, other in zip(found, expected * 4, strict=True))

@@ -12,7 +12,6 @@ import torch
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
 from d2sd.policies import PolicyName
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
@@ -20,7 +19,7 @@ from d2sd.runtime.speculation.policy import make_policy
 from ptxsim.launch import executed_as_ptx
 from tests.plugins.on_kernels import run_kernels
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET
-from tests.tiny import tiny_decoder, tiny_drafter
+from tests.tiny import runner_of, tiny_decoder, tiny_drafter
 
 KINDS = SamplingParams(), SamplingParams(temperature=1.0, seed=3), SamplingParams(temperature=0.7, top_p=0.95, seed=2)
 REQUESTS = [
@@ -45,7 +44,7 @@ def answers(policy: PolicyName, dtype: torch.dtype) -> list[list[int]]:
     )
     made = make_policy(policy, block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
     limits = Limits(4, max_context=256, page_size=16, prefill_chunk=32)
-    engine = Engine(ModelRunner(target, *drafters), made, limits)
+    engine = Engine(runner_of(target, *drafters), made, limits)
     return [sequence.answer for sequence in engine.generate(deepcopy(REQUESTS))]
 
 

@@ -16,11 +16,13 @@ from dataclasses import replace
 import torch
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
+from d2sd.policies import DrafterRole
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
+from tests.tiny import prepared
 
 Slot = list[tuple[int, float]]
 
@@ -42,7 +44,7 @@ class CheatingRunner(ModelRunner):
         first_errors: float = 0.3,
         second_errors: float = 0.3,
     ) -> None:
-        super().__init__(target, first, second, flex=flex)
+        super().__init__(*prepared(target, first, second, flex))
         self._texts = {seed - 2**64 if seed >= 2**63 else seed: list(text) for seed, text in texts.items()}
         self._errors = first_errors, second_errors
         self.boundaries: Counter[int] = Counter()
@@ -50,22 +52,19 @@ class CheatingRunner(ModelRunner):
         self._first: Draft | None = None
         self._second: Draft | None = None
 
-    def draft_first(self, batch: Batch, width: int) -> Draft:
-        return self._corrected(batch, super().draft_first(batch, width))
+    def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:
+        return self._corrected(batch, super().draft_first(batch, width, role))
 
-    def draft_flex(self, batch: Batch, width: int) -> Draft:
-        return self._corrected(batch, super().draft_flex(batch, width))
-
-    def draft_behind(self, batch: Batch, verified: Verified, accepted: Accepted, width: int) -> Draft:
+    def draft_ahead(
+        self, batch: Batch, verified: Verified, accepted: Accepted, role: DrafterRole | None, width: int
+    ) -> Draft | None:
+        if (said := super().draft_ahead(batch, verified, accepted, role, width)) is None:
+            return None
         rows, last = torch.arange(len(batch.anchor)), accepted.count - 1
         behind = replace(batch, anchor=accepted.tokens[rows, last], context_len=batch.context_len + accepted.count)
-        draft = self._corrected(behind, super().draft_behind(batch, verified, accepted, width), may_have_ended=True)
+        draft = self._corrected(behind, said, may_have_ended=True)
         self._first = None  # the next batch may have other requests
         return draft
-
-    def verify_and_draft(self, batch: Batch, tree: Tree) -> Verified:
-        self._tree = tree
-        return super().verify_and_draft(batch, tree)
 
     def _corrected(self, batch: Batch, honest: Draft, *, may_have_ended: bool = False) -> Draft:
         tokens, logprob = honest.tokens.tolist(), honest.logprob.tolist()
@@ -79,8 +78,8 @@ class CheatingRunner(ModelRunner):
         self._first, self._second = Draft(torch.tensor(tokens), torch.tensor(logprob)), None
         return self._first
 
-    def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
-        honest = super().draft_second(batch, branches, drafter, width)
+    def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
+        honest = super().draft_second(batch, branches, role, width)
         tokens, logprob = honest.tokens.tolist(), honest.logprob.tolist()
         lengths, rejected = branches.prefix_len.tolist(), branches.rejected.tolist()
         for row, text, start, dice in self._known(batch, "second"):
@@ -96,9 +95,9 @@ class CheatingRunner(ModelRunner):
         self._second = Draft(torch.tensor(tokens), torch.tensor(logprob))
         return self._second
 
-    def verify(self, batch: Batch, tree: Tree) -> Verified:
+    def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
         self._tree = tree
-        return super().verify(batch, tree)
+        return super().verify(batch, tree, ahead)
 
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         """Also count who was accepted without having been the best of a slot."""

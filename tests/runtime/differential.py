@@ -22,10 +22,9 @@ import torch
 
 from d2sd.modeling.config import Family
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.policies import NAMES
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.buckets import buckets
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.policy_selector import PolicySelector
@@ -39,7 +38,7 @@ from tests.runtime.helpers import BLOCK, BRANCHES, all_pages, free_pages
 from tests.runtime.knowing import Knowing
 from tests.runtime.recorded_graphs import RecordedGraphs
 from tests.runtime.soak import VOCABULARY, Thirds, decode
-from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
 Models = tuple[Decoder, Drafter, Drafter, FlexHead]
 TYPES = torch.float32, torch.float32, torch.bfloat16, torch.float16
@@ -145,7 +144,7 @@ class Episode:
     @cached_property
     def alone(self) -> list[tuple[dict[str, Any], str]]:
         """The answer of each request, and its text, by plain decoding with nothing beside it."""
-        engine = Engine(ModelRunner(*self.models()[:3]), Off(1), Limits(1, 64, 4, 64, prefix_cache=False), decode)
+        engine = Engine(runner_of(*self.models()[:3]), Off(1), Limits(1, 64, 4, 64, prefix_cache=False), decode)
         found = []
         for request in self.requests:
             outputs = list(engine.stream([request]))

@@ -26,10 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, RopeConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
 from d2sd.plugins import dispatch
 from d2sd.runtime.backends import model_runner
 from d2sd.runtime.decode import Committed, StepResult
@@ -38,6 +38,7 @@ from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from tests.cuda import guard
+from tests.tiny import runner_of
 
 T = TypeVar("T")
 BLOCK, BRANCHES, NODES, STEPS = 8, 3, 16, 4
@@ -113,8 +114,7 @@ def main(folder: str, *runs: str) -> None:
     torch.zeros = lambda *a, pin_memory=False, **k: zeros(*a, **k)
     for policy, kind in zip(runs[::2], runs[1::2], strict=True):
         with FakeTensorMode(allow_non_fake_inputs=False):
-            *drafting, head = models()
-            runner = model_runner.ModelRunner(*drafting, flex=head)
+            runner = runner_of(*models())
             made = make_policy(policy, block_size=BLOCK, branches=BRANCHES, row_budget=NODES)  # type: ignore[arg-type]
             engine = Engine(runner, made, Limits(4, 256, 16, 64))
             for row in range(3):

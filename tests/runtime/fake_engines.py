@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from d2sd.convert.engines.profiles import make_profiles
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Chunks, Rows
 from d2sd.plugins.cascade_attention import PagedContext
@@ -20,7 +20,7 @@ from d2sd.plugins.cascade_attention.mask import WORD
 from d2sd.plugins.cascade_attention.onnx import VERSION
 from d2sd.plugins.kv_pages import write_pages
 from d2sd.recipe import Recipe
-from d2sd.runtime.backends.exported import drafter_io_spec, flex_io_spec, target_io_spec
+from d2sd.runtime.backends.exported import drafter_io_spec, target_io_spec
 from d2sd.runtime.backends.tensorrt_checks import EngineFile
 from d2sd.tensorrt_env import TensorRT
 from tests.runtime import fake_tensorrt
@@ -73,7 +73,7 @@ def drafter_engine(folder: Path, name: str, drafter: Drafter) -> EngineFile:
     features: dict[str, Dims] = {"features": ("B", "C", width), "feature_positions": ("B", "C"), "feature_len": ("B",)}
     outputs: dict[str, Dims] = {"hidden": ("B", "T", hidden)}
     outputs |= dict.fromkeys(("k", "v"), (body.num_layers, "B", "C", body.num_kv_heads, body.head_dim))
-    surface = drafter_io_spec(body, drafter.fc.weight.dtype)
+    surface = drafter_io_spec(drafter.config, drafter.fc.weight.dtype)
     types = {**surface.inputs, **surface.outputs}
     profiles = make_profiles(RECIPE, "tensorrt", drafter.config)
     return _engine(folder, name, _Graph(_row_inputs(body) | features, outputs, types, profiles, run), "sm89")
@@ -86,7 +86,7 @@ def flex_engine(folder: Path, head: FlexHead) -> EngineFile:
     def run(given: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"hidden": model.draft(given["embedded"], _rows(given), _Pages(given, body))}
 
-    surface, outputs = flex_io_spec(body, head.mask_embedding.dtype), {"hidden": ("B", "T", body.hidden_size)}
+    surface, outputs = drafter_io_spec(head.config, head.mask_embedding.dtype), {"hidden": ("B", "T", body.hidden_size)}
     types, profiles = {**surface.inputs, **surface.outputs}, make_profiles(RECIPE, "tensorrt", head.config)
     return _engine(folder, "flex", _Graph(_row_inputs(body), outputs, types, profiles, run), "sm89")  # type: ignore[arg-type]
 

@@ -13,8 +13,8 @@ from hypothesis import settings
 from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
@@ -28,7 +28,7 @@ from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.text import Decode
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.oracle import plain_text
-from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
 BLOCK, BRANCHES, BUDGET = 5, 3, 14
 
@@ -97,8 +97,7 @@ def cheater(requests: SequenceOf[Request], *, first_errors: float = 0.3, second_
 
 
 def honest() -> ModelRunner:
-    target, first, second, flex = copies()
-    return ModelRunner(target, first, second, flex=flex)
+    return runner_of(*copies())
 
 
 def make_engine(
@@ -192,14 +191,14 @@ def poison_what_is_given_up(runner: ModelRunner) -> None:
 
 def sync_drafters(runner: ModelRunner) -> None:
     """Bring all drafters' pages up to date, which otherwise waits until they draft."""
-    runner.context.inject(range(runner.drafters))
+    runner.context.inject(runner.drafters)
 
 
 def check_pages(runner: ModelRunner, table: Tensor, tokens: list[int]) -> None:
     """All pools hold what one pass over `tokens` from nothing gives."""
     sync_drafters(runner)
     target, *drafters, _ = models()
-    out = target.full_pass(torch.tensor([tokens]), aux_layer_ids=runner._aux_layer_ids)
+    out = target.full_pass(torch.tensor([tokens]), aux_layer_ids=runner.aux_layer_ids)
     k, v = committed(runner.pools[0], table, len(tokens))
     torch.testing.assert_close(k, out.k[:, 0], atol=1e-4, rtol=0)
     torch.testing.assert_close(v, out.v[:, 0], atol=1e-4, rtol=0)

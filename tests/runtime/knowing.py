@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.choice.philox import philox
 from d2sd.plugins.trees import Branches, Draft
+from d2sd.policies import DrafterRole
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
+from tests.tiny import prepared
 
 
 class Knowing(ModelRunner):
@@ -26,28 +28,23 @@ class Knowing(ModelRunner):
     def __init__(
         self, target: Decoder, first: Drafter, second: Drafter, flex: FlexHead, texts: Mapping[int, Sequence[int]]
     ) -> None:
-        super().__init__(target, first, second, flex=flex)
+        super().__init__(*prepared(target, first, second, flex))
         longest = max(map(len, texts.values()))
         padded = [[*text, *[0] * (longest - len(text))] for text in texts.values()]
         self._texts = torch.tensor(padded, device=self.device)
         self._seeds = torch.tensor(list(texts), device=self.device)
 
     @torch.inference_mode()
-    def draft_first(self, batch: Batch, width: int) -> Draft:
+    def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:
         right, known = self._known(batch, 0)
-        return _told(super().draft_first(batch, width), right, known)
+        return _told(super().draft_first(batch, width, role), right, known)
 
     @torch.inference_mode()
-    def draft_flex(self, batch: Batch, width: int) -> Draft:
-        right, known = self._known(batch, 0)
-        return _told(super().draft_flex(batch, width), right, known)
-
-    @torch.inference_mode()
-    def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
+    def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
         right, known = (x[:, None] for x in self._known(batch, 1))
         slots = torch.arange(right.shape[-1], device=right.device)
         rejected = (slots == branches.prefix_len[..., None]) & (right == branches.rejected[..., None])
-        return _told(super().draft_second(batch, branches, drafter, width), right, known & ~rejected)
+        return _told(super().draft_second(batch, branches, role, width), right, known & ~rejected)
 
     def _known(self, batch: Batch, salt: int) -> tuple[Tensor, Tensor]:
         """The right tokens [B, S], and at which slots they are drafted."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from d2sd.plugins.trees import Accepted, Tree
+from d2sd.policies import DrafterRole
 from d2sd.runtime.backends.model_runner import Verified
 from d2sd.runtime.batch import Batch
 from tests.runtime.cheating import CheatingRunner
@@ -30,12 +31,12 @@ class NaNPages(CheatingRunner):
         super().commit(batch, verified, accepted)
         poison(self, 0)
 
-    def verify(self, batch: Batch, tree: Tree) -> Verified:
-        verified = super().verify(batch, tree)
+    def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
+        verified = super().verify(batch, tree, ahead)
         assert not verified.logits.isnan().any()
         return verified
 
-    def _draft(self, which: int, batch: Batch, blocks: Tensor) -> Tensor:
-        logits = super()._draft(which, batch, blocks)
+    def _draft(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> Tensor:
+        logits = super()._draft(role, batch, blocks)
         assert not logits.isnan().any()
         return logits

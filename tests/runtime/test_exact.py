@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.cpu import library
 from d2sd.plugins.trees import Accepted
 from d2sd.policies import NAMES, PolicyName
@@ -22,6 +22,7 @@ from d2sd.runtime.batch import Batch
 from d2sd.runtime.request import Request
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.helpers import make_engine, models, run_staggered, some_requests
+from tests.tiny import prepared
 
 pytestmark = pytest.mark.skipif(not library.available(), reason=f"no CPU kernels: {library.load()}")
 
@@ -84,7 +85,7 @@ def requests(seeds: int) -> list[Request]:
 @cache
 def plain(dtype: torch.dtype, seeds: int) -> tuple[list[list[int]], Logits]:
     """One request at a time, one token a step, prompts whole."""
-    return run(_Plain(*in_type(dtype)[:3]), "off", requests(seeds), 1, 32, None)
+    return run(_Plain(*prepared(*in_type(dtype)[:3])), "off", requests(seeds), 1, 32, None)
 
 
 def check(dtype: torch.dtype, policy: PolicyName, batch: int, chunk: int, pages: int | None, seeds: int = 1) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from d2sd.modeling.config import Family
 from d2sd.plugins.trees import Accepted, Branches, Draft
-from d2sd.policies import BY_FLEX, FACTS, NAMES, PolicyName
+from d2sd.policies import FACTS, NAMES, DrafterRole, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine
@@ -39,7 +39,7 @@ from tests.runtime.helpers import (
     run_staggered,
     some_requests,
 )
-from tests.tiny import greedy_text, tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import greedy_text, prepared, runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def test_requests_are_worth_running() -> None:
 
 
 #: At every change, of all pairs: three policies each way and a fourth where a tree hardly fits, four ways a policy.
-FLEX = [name for name, facts in FACTS.items() if facts.first_pass in BY_FLEX]
+FLEX = [name for name, facts in FACTS.items() if facts.first_drafter is DrafterRole.FLEX]
 OTHERS = [name for name in NAMES if name not in FLEX]
 SAMPLED = {(name, OTHERS[(place + step) % len(OTHERS)]) for place, name in enumerate(WAYS) for step in (0, 3, 4)}
 SAMPLED |= {("few rows", "hybrid")}
@@ -181,9 +181,9 @@ def test_with_real_drafters(policy: PolicyName, way: Way) -> None:
 def test_without_the_models_that_a_policy_does_not_run(policy: PolicyName, drafters: int) -> None:
     target, first, _, head = copies()
     flex = head if policy.startswith("flex") else None
-    runner = ModelRunner(target, first if drafters else None, flex=flex, block_size=BLOCK)
+    runner = runner_of(target, first if drafters else None, flex=flex, block_size=BLOCK)
     engine = WAYS["tight pages"].engine(runner, policy)
-    assert len(engine.policy.required_drafters) <= drafters
+    assert runner.drafters.keys() >= set(engine.policy.drafters)
     WAYS["tight pages"].run(engine, some_requests())
 
 
@@ -199,7 +199,7 @@ def test_lookup_where_the_text_repeats(way: Way, seed: int) -> None:
             parameter.zero_()
     requests = tuple(Request((n, 2 * n), 40, SamplingParams(seed=n)) for n in range(7))
     texts = [greedy_text(target, list(r.prompt), 40) for r in requests]
-    engine = way.engine(ModelRunner(target, block_size=BLOCK), "lookup")
+    engine = way.engine(runner_of(target, block_size=BLOCK), "lookup")
     sequences = run_staggered(engine, requests, gap=way.gap)
     assert [s.answer for s in sequences] == texts
     stats = SequenceStats.merged(s.stats for s in sequences)
@@ -244,7 +244,7 @@ def test_other_families(family: Family) -> None:
 def test_half_precision_runs(dtype: torch.dtype, policy: PolicyName) -> None:
     """Rounding may choose other tokens there, but everything fits together and pages keep the target's dtype."""
     target, first, second, _ = copies()
-    runner = ModelRunner(target.to(dtype), first.to(dtype), second.to(dtype))
+    runner = runner_of(target.to(dtype), first.to(dtype), second.to(dtype))
     engine = make_engine(runner, policy, max_batch=8)
     requests = some_requests()
     sequences = engine.generate(requests)
@@ -320,18 +320,13 @@ class Poisoned(ModelRunner):
         super().commit(batch, verified, accepted)
         poison(self, 0)
 
-    def draft_first(self, batch: Batch, width: int) -> Draft:
-        draft = super().draft_first(batch, width)
+    def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:
+        draft = super().draft_first(batch, width, role)
         assert not draft.logprob.isnan().any()
         return draft
 
-    def draft_flex(self, batch: Batch, width: int) -> Draft:
-        draft = super().draft_flex(batch, width)
-        assert not draft.logprob.isnan().any()
-        return draft
-
-    def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
-        draft = super().draft_second(batch, branches, drafter, width)
+    def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
+        draft = super().draft_second(batch, branches, role, width)
         assert not draft.logprob.isnan().any()
         return draft
 
@@ -340,7 +335,7 @@ class Poisoned(ModelRunner):
 def test_nobody_reads_what_padding_writes(policy: PolicyName) -> None:
     way = Way(max_batch=7, gap=1, prefill_chunk=5)  # batches of 3, 5, 6 and 7 are padded to 4 and 8
     target, first, second, flex = copies()
-    way.run(way.engine(Poisoned(target, first, second, flex=flex), policy), some_requests())
+    way.run(way.engine(Poisoned(*prepared(target, first, second, flex)), policy), some_requests())
 
 
 @pytest.mark.parametrize("policy", ["flex", "flex_tree"])
@@ -349,7 +344,7 @@ def test_an_anchored_head_writes_the_same_text(policy: PolicyName) -> None:
     flex = tiny_flex(target, block_size=BLOCK, anchored=True)
     flex.load_state_dict(plain.state_dict(), strict=False)
     way = Way(gap=2, shuffled=True, pages=16)
-    way.run(way.engine(ModelRunner(target, flex=flex), policy), some_requests())
+    way.run(way.engine(runner_of(target, flex=flex), policy), some_requests())
 
 
 @pytest.mark.parametrize(
@@ -367,5 +362,5 @@ def test_drafters_that_say_nan_change_no_text(policy: PolicyName, spoilt: tuple[
     for which in spoilt:
         drafters[which].norm.weight.data.fill_(torch.nan)
     flex.mask_embedding.data.fill_(torch.nan)
-    engine = make_engine(ModelRunner(target, first, second, flex=flex), policy)
+    engine = make_engine(runner_of(target, first, second, flex=flex), policy)
     assert [s.answer for s in run_staggered(engine, some_requests())] == [expected(r) for r in some_requests()]

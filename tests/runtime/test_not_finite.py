@@ -11,10 +11,9 @@ import torch
 
 from d2sd.errors import UnexpectedError
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.policies import PolicyName
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
@@ -23,7 +22,7 @@ from tests.runtime.helpers import BLOCK, all_pages, free_pages, make_engine
 from tests.runtime.knowing import Knowing
 from tests.runtime.recorded_graphs import RecordedGraphs
 from tests.runtime.soak import Thirds
-from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
 KINDS = {
     "greedy": SamplingParams(),
@@ -49,7 +48,7 @@ def models(bad: int | None = None) -> tuple[Decoder, Drafter, Drafter, FlexHead]
 def plain(request: Request) -> list[int]:
     """The answer of the healthy target."""
     target, first, second, flex = models()
-    (sequence,) = make_engine(ModelRunner(target, first, second, flex=flex), "off").generate([request])
+    (sequence,) = make_engine(runner_of(target, first, second, flex=flex), "off").generate([request])
     return sequence.answer
 
 
@@ -103,7 +102,7 @@ def test_one_step_late_too(kind: str, policy: PolicyName) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_grammar_does_not_hide_it(temperature: float) -> None:
     """Nor does it get the blame: it excludes a third of the tokens, and the message is not about it."""
-    runner = ModelRunner(*models(7)[:3])
+    runner = runner_of(*models(7)[:3])
     request = Request((7, 1), 9, SamplingParams(temperature, seed=1), grammar=Thirds())
     check_error(make_engine(runner, "d2sd").generate([request])[0])
 
@@ -111,7 +110,7 @@ def test_a_grammar_does_not_hide_it(temperature: float) -> None:
 @pytest.mark.parametrize("grammar", [None, Thirds()])
 def test_parameters_that_exclude_every_token_are_named(grammar: Thirds | None) -> None:
     banned = tuple((token,) for token in range(64))
-    runner = ModelRunner(*models()[:3])
+    runner = runner_of(*models()[:3])
     params = SamplingParams(bad_words_token_ids=banned)
     (sequence,) = make_engine(runner).generate([Request((1,), 9, params, grammar=grammar)])
     assert sequence.finish == "error"
@@ -126,7 +125,7 @@ def test_a_trace_shows_tokens_alone(value: float) -> None:
     with torch.no_grad():
         assert target.lm_head is not None
         target.lm_head.weight[:] = value
-    engine = make_engine(ModelRunner(target, *drafters), "d2sd")
+    engine = make_engine(runner_of(target, *drafters), "d2sd")
     engine.record_trace = True
     engine.submit(Request((1,), 9))
     (output,) = engine.step()

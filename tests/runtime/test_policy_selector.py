@@ -18,6 +18,7 @@ from torch import Tensor
 
 from d2sd.errors import RequestError
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
+from d2sd.policies import DrafterRole
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.buckets import buckets
@@ -33,6 +34,8 @@ from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Off, Policy
 from d2sd.runtime.step_times import StepTimes, measure_step_times, time_context, time_steps
 from tests.runtime.helpers import BLOCK, BRANCHES, cheater, expected, honest, make_engine, run_staggered, some_requests
+
+FIRST, SECOND, *_ = DrafterRole
 
 OFF, CHAIN, SMALL, LARGE = Off(1), Chain(4), DDTree(4), DDTree(8)
 POLICIES = (OFF, CHAIN, SMALL, LARGE)
@@ -71,7 +74,7 @@ def serve(own: PolicySelector, accepted: list[int], factor: float = 1.0, tempera
 def test_trees_pay_behind_a_long_context() -> None:
     """It adds the same to a step of every policy: 3 tokens in 2.9 s against 1 in 1 s, and with 5 s more to both."""
     costs = {(OFF, 1): 1.0, (LARGE, 1): 2.9, (OFF, 2): 1.0, (LARGE, 2): 2.9}
-    own = PolicySelector(POLICIES, StepTimes(costs, {1: 0.01}, ()), FORECAST)
+    own = PolicySelector(POLICIES, StepTimes(costs, {1: 0.01}, {}), FORECAST)
     assert own.choose(2, 0.0, 564) == OFF
     assert [own.choose(1, 0.0, context) for context in (0, 64, 564)] == [OFF, OFF, LARGE]
 
@@ -135,11 +138,11 @@ def test_what_speculates_goes_on_without_a_margin() -> None:
 
 def test_drafters_catch_up_only_where_enough_tokens_are_left() -> None:
     """A chain makes 2 tokens in 1 s, plain decoding one; its drafter is 100 rows behind, which takes 3 s."""
-    times = StepTimes({(OFF, 1): 1.0, (CHAIN, 1): 1.0}, {}, [0.03, 50.0])  # a chain does not need the second drafter
+    times = StepTimes({(OFF, 1): 1.0, (CHAIN, 1): 1.0}, {}, {FIRST: 0.03, SECOND: 50.0})  # a chain needs the first
     own = PolicySelector(POLICIES, times, FORECAST)
-    found = [own.choose(1, 0.0, remaining=left, pending=[100, 100]) for left in (1, 6, 7, 100)]
+    found = [own.choose(1, 0.0, remaining=left, pending={FIRST: 100, SECOND: 100}) for left in (1, 6, 7, 100)]
     assert found == [OFF, OFF, CHAIN, CHAIN]
-    assert own.choose(1, 0.0, remaining=6, pending=[0, 100]) == CHAIN
+    assert own.choose(1, 0.0, remaining=6, pending={FIRST: 0, SECOND: 100}) == CHAIN
 
 
 def test_the_last_tokens_are_not_drafted() -> None:
@@ -233,9 +236,9 @@ def test_one_step_shows_at_most_a_factor_of_two(factor: float, limit: float) -> 
 
 
 def test_the_time_of_catching_up_is_expected() -> None:
-    times = StepTimes({(OFF, 1): 1.0, (CHAIN, 1): 0.1}, {}, [0.03])
+    times = StepTimes({(OFF, 1): 1.0, (CHAIN, 1): 0.1}, {}, {FIRST: 0.03})
     own = PolicySelector(POLICIES, times, FORECAST, watch := Watch())
-    assert own.choose(1, 0.0, pending=[100]) == CHAIN
+    assert own.choose(1, 0.0, pending={FIRST: 100}) == CHAIN
     watch.now = 3.1
     own.update(CHAIN, 0.0, [2], own.begun)
     assert own.speculation_scale == pytest.approx(1.0)
@@ -272,7 +275,7 @@ class Scripted:
     cost: Callable[[int, int], float]
     slow: frozenset[int] = frozenset()  # verifications that a busy machine makes a hundred times as long
     now: float = 0.0
-    settled: tuple[int, ...] = ()
+    settled: tuple[DrafterRole, ...] = ()
     verified: Counter[tuple[int, int]] = field(default_factory=Counter)
     device: str = "cpu"
     vocab_size: int = 32
@@ -285,14 +288,14 @@ class Scripted:
     def context(self) -> Scripted:
         return self
 
-    def inject(self, drafters: Collection[int]) -> None:
+    def inject(self, drafters: Collection[DrafterRole]) -> None:
         self.settled = tuple(drafters)
 
     def drop(self, pages: Sequence[int]) -> None:
         raise AssertionError("there are no requests")
 
-    def _pass(self, batch: Batch, drafter: int, *shape: int) -> Draft:
-        assert drafter in self.settled
+    def _pass(self, batch: Batch, role: DrafterRole, *shape: int) -> Draft:
+        assert role in self.settled
         self.now += 1.0
         size = len(batch.anchor), *shape
         return Draft(torch.arange(shape[-1]).expand(size), torch.full(size, -1.0))
@@ -303,13 +306,13 @@ class Scripted:
     def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:
         raise AssertionError("there are no prompts")
 
-    def draft_first(self, batch: Batch, width: int) -> Draft:
-        return self._pass(batch, 0, 3, width)
+    def draft_first(self, batch: Batch, width: int, role: DrafterRole) -> Draft:
+        return self._pass(batch, role, 3, width)
 
-    def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
-        return self._pass(batch, drafter, branches.prefix_len.shape[1], 3, width)
+    def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
+        return self._pass(batch, role, branches.prefix_len.shape[1], 3, width)
 
-    def verify(self, batch: Batch, tree: Tree) -> Verified:
+    def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None) -> Verified:
         assert not batch.active.any()
         assert 0 <= int(batch.page_table.min()) <= int(batch.page_table.max()) < self.pool_pages
         size, rows = tree.tokens.shape
@@ -319,6 +322,11 @@ class Scripted:
 
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         self.now += 0.25
+
+    def draft_ahead(
+        self, batch: Batch, verified: Verified, accepted: Accepted, role: DrafterRole | None, width: int
+    ) -> None:
+        assert role is None, "these policies draft in passes of their own"
 
 
 def measured(

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from d2sd.policies import NAMES, PolicyName
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.drafting import context as module
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request
@@ -30,6 +29,7 @@ from tests.runtime.helpers import (
     run_staggered,
 )
 from tests.runtime.nan_pages import NaNPages
+from tests.tiny import runner_of
 
 PREFIX = tuple(random.Random(11).randrange(64) for _ in range(13))  # three pages of 4, and one token
 KINDS = (SamplingParams(), SamplingParams(1.0), SamplingParams(0.8, top_p=0.9), SamplingParams(1.0, top_k=9))
@@ -164,7 +164,7 @@ def test_hits_differ_from_misses_in_the_last_bits_only() -> None:
     """K/V of a prompt in one chunk, and of one whose prefix another request computed in chunks of three."""
     pools = []
     for first in (False, True):
-        runner = ModelRunner(*copies()[:3])
+        runner = runner_of(*copies()[:3])
         engine = make_engine(runner, "off", prefill_chunk=3 if first else 64)
         if first:
             engine.generate([Request(PREFIX, 1)])

@@ -7,7 +7,7 @@ import torch
 
 from d2sd.plugins.choice import WIDTH
 from d2sd.plugins.trees import Accepted, Branches, Draft
-from d2sd.policies import NAMES, PolicyName
+from d2sd.policies import NAMES, DrafterRole, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import StepResult, decode_step
@@ -26,6 +26,7 @@ from tests.runtime.helpers import (
     run_staggered,
     some_requests,
 )
+from tests.tiny import prepared
 
 SLOTS = BLOCK - 1
 
@@ -35,28 +36,27 @@ class Spy(ModelRunner):
 
     def __init__(self) -> None:
         target, first, second, flex = copies()
-        super().__init__(target, first, second, flex=flex)
+        super().__init__(*prepared(target, first, second, flex))
         self.asked: list[tuple[str, int, int]] = []
         self.said: list[Draft] = []
 
-    def draft_first(self, batch: Batch, width: int) -> Draft:
-        self.asked.append(("first", 0, width))
-        self.said.append(super().draft_first(batch, width))
+    def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:
+        self.asked.append(("first", role, width))
+        self.said.append(super().draft_first(batch, width, role))
         return self.said[-1]
 
-    def draft_flex(self, batch: Batch, width: int) -> Draft:
-        self.asked.append(("flex", 0, width))
-        self.said.append(super().draft_flex(batch, width))
-        return self.said[-1]
+    def draft_ahead(
+        self, batch: Batch, verified: Verified, accepted: Accepted, role: DrafterRole | None, width: int
+    ) -> Draft | None:
+        if (draft := super().draft_ahead(batch, verified, accepted, role, width)) is not None:
+            assert role is not None
+            self.asked.append(("ahead", role, width))
+            self.said.append(draft)
+        return draft
 
-    def draft_behind(self, batch: Batch, verified: Verified, accepted: Accepted, width: int) -> Draft:
-        self.asked.append(("behind", 0, width))
-        self.said.append(super().draft_behind(batch, verified, accepted, width))
-        return self.said[-1]
-
-    def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
-        self.asked.append(("second", drafter, width))
-        self.said.append(super().draft_second(batch, branches, drafter, width))
+    def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
+        self.asked.append(("second", role, width))
+        self.said.append(super().draft_second(batch, branches, role, width))
         return self.said[-1]
 
 
@@ -65,7 +65,7 @@ def one_step(engine: Engine) -> tuple[Batch, StepResult]:
     for row in range(3):
         engine.submit(Request((row + 1, 7, row + 1, 7), 20, SamplingParams(0.5 * row, seed=row)))
     batch, host_draft = engine.prepare(engine.admit())
-    engine.runner.context.inject(engine.policy.required_drafters)
+    engine.runner.context.inject(engine.policy.drafters)
     return batch, decode_step(engine.runner, engine.policy, batch, engine.calibration, host_draft)
 
 
@@ -77,9 +77,9 @@ ASKED: dict[PolicyName, list[tuple[str, int, int]]] = {
     "d2sd": [("first", 0, 1), ("second", 1, 1)],
     "ddtree": [("first", 0, WIDTH)],
     "hybrid": [("first", 0, WIDTH), ("second", 1, WIDTH)],
-    "flex": [("flex", 0, 1)],
-    "flex_tree": [("flex", 0, WIDTH)],
-    "flex_parallel": [("behind", 0, WIDTH)],
+    "flex": [("first", 2, 1)],
+    "flex_tree": [("first", 2, WIDTH)],
+    "flex_parallel": [("ahead", 2, WIDTH)],
 }
 
 
@@ -106,7 +106,7 @@ def test_clock_and_trace_know_what_was_done(policy: PolicyName) -> None:
     engine.record_trace = True
     engine.generate([Request((1, 2), 3)])
     stages = {"prefill", "build_tree", "verify", "accept", "commit", "retire"}
-    if policy not in ("off", "flex_parallel"):
+    if policy != "off":
         stages.add("draft_first")
     if policy in ("reanchor", "d2sd", "hybrid"):
         stages |= {"pick_boundaries", "draft_second"}

@@ -7,14 +7,13 @@ from functools import cache
 import torch
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import pack_blocks
 from d2sd.train.data.prefixes import first_errors
 from d2sd.train.data.responses import Response
-from d2sd.train.init_from_target import drafter_config, drafter_from_target
-from d2sd.train.objectives.loss import block_hidden
+from d2sd.train.dflash import block_hidden, drafter_config, drafter_from_target
 from d2sd.train_recipe import Geometry, SecondSettings
 from tests.tiny import greedy_text, random_tokens, tiny_decoder
 
@@ -67,7 +66,7 @@ def settings(**changes: object) -> SecondSettings:
 
 
 @torch.no_grad()
-def greedy_tau(drafter: Drafter | FlexHead, data: TrainingData, visible: int = 1) -> float:
+def greedy_tau(drafter: DraftModel, data: TrainingData, visible: int = 1) -> float:
     """Mean over greedy answers of tokens a step (bonus included): a walk along each, every block starting with
     `visible` real tokens. With one it is what a server of this drafter's chains would measure.
     """

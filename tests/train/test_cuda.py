@@ -10,8 +10,8 @@ from torch import Tensor
 
 from d2sd.train.data.features import online_features
 from d2sd.train.data.packing import attend_packed
-from d2sd.train.flex_attention import attend_flex
 from d2sd.train.loop import Trainer
+from d2sd.train.sparse_attention import attend_sparse
 from tests.tiny import tiny_decoder, tiny_drafter
 from tests.train.helpers import TAPS, greedy_responses, new_drafter, settings, target
 
@@ -20,7 +20,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 @pytest.mark.parametrize("length", [40, 57])  # the second one must not need another compilation to be right
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 3e-2)], ids=str)
-def test_flex_gives_the_plain_paths_states_and_gradients(length: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_sparse_attention_gives_the_plain_states_and_gradients(
+    length: int, dtype: torch.dtype, tolerance: float
+) -> None:
     decoder = tiny_decoder("qwen3", layers=4)
     drafter = tiny_drafter(decoder.config, block_size=8).requires_grad_(True).cuda()
     generator = torch.Generator().manual_seed(length)
@@ -36,7 +38,7 @@ def test_flex_gives_the_plain_paths_states_and_gradients(length: int, dtype: tor
         gradients = torch.autograd.grad(hidden.float().square().sum(), list(drafter.parameters()))
         return hidden.float().detach(), [gradient.float() for gradient in gradients]
 
-    (plain, slopes), (fused, others) = out(attend_packed), out(attend_flex)
+    (plain, slopes), (fused, others) = out(attend_packed), out(attend_sparse)
     torch.testing.assert_close(fused, plain, rtol=tolerance, atol=tolerance)
     for slope, other in zip(slopes, others, strict=True):
         assert float((slope - other).norm()) <= tolerance * float(slope.norm())

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.train.dist import Dist
 from d2sd.train.loop import Trainer
 from d2sd.train_recipe import TrainSettings

@@ -1,18 +1,17 @@
-"""Fit a confidence calibration to the steps of the drafters' and FlexDraft's trees, at T = 0 and T = 1."""
+"""Fit a confidence calibration to the steps of the drafters' trees, at T = 0 and T = 1."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from d2sd.bundle.load import Bundle
 from d2sd.bundle.serving import can_run, make_engine
 from d2sd.calibration import CalibrationFile
-from d2sd.convert.checkpoint.drafter import fingerprint
-from d2sd.convert.checkpoint.flex import flex_fingerprint
+from d2sd.convert.kinds import KINDS
 from d2sd.errors import D2SDError
-from d2sd.policies import FACTS, DrafterRole, FirstPass, PolicyName
+from d2sd.policies import FACTS, DrafterName, DrafterRole, FirstPass, PolicyName
 from d2sd.progress import bar
 from d2sd.runtime.observe import NodeOutcome, StepObservation, run_observed
 from d2sd.runtime.request import Request
@@ -25,20 +24,12 @@ _NODE_BUDGET = 64
 _REGIMES: tuple[tuple[Literal["0", "1"], float], ...] = (("0", 0.0), ("1", 1.0))
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprints:
-    """Hashes of the weights to which a calibration is tied."""
-
-    drafters: tuple[str | None, str | None]
-    flex: str | None
-
-
-def fingerprints(bundle: Bundle) -> Fingerprints:
-    """Those of the bundle's drafters and FlexDraft head. Call it before an engine packs the weights.
+def fingerprints(bundle: Bundle) -> dict[DrafterName, str]:
+    """Hashes of the weights to which a calibration is tied. Call it before an engine packs them.
 
     Raises D2SDError for a bundle without a drafter, and for weights that its precision has rounded.
     """
-    if bundle.first is None and bundle.flex is None:
+    if not bundle.drafters:
         raise D2SDError("The bundle has no drafter to calibrate.", where=bundle.path)
     if bundle.recipe.precision == "fp16":
         raise D2SDError(
@@ -51,12 +42,11 @@ def fingerprints(bundle: Bundle) -> Fingerprints:
             "A calibration is tied to the drafters' weights, and FP8 has rounded them.",
             where=f"{bundle.path}: fp8.drafters", fix="calibrate a bundle without fp8; the calibration serves both",
         )  # fmt: skip
-    first, second = (fingerprint(one) if one else None for one in (bundle.first, bundle.second))
-    return Fingerprints((first, second), flex_fingerprint(bundle.flex) if bundle.flex else None)
+    return {role.key: KINDS[role].fingerprint(drafter) for role, drafter in bundle.drafters.items()}
 
 
 def fit_calibration(
-    bundle: Bundle, weights: Fingerprints, requests: Sequence[Request], device: str = "cpu"
+    bundle: Bundle, weights: Mapping[DrafterName, str], requests: Sequence[Request], device: str = "cpu"
 ) -> CalibrationFile:
     """Run all requests with the bundle's drafters, fit predicted to observed acceptance, and measure tokens per step by
     number of rows.
@@ -69,23 +59,21 @@ def fit_calibration(
     for key, temperature in _REGIMES:
         tau[key], nodes, roles = {}, [], []
         for watched in dict.fromkeys(facts.forecast_by for facts in FACTS.values()):
-            if watched is None or not can_run(bundle, watched):
+            if watched is None or not can_run(bundle.draft_configs, watched):
                 continue
             steps = watch(bundle, watched, requests, temperature, device)
             for policy, facts in FACTS.items():
                 if facts.forecast_by == watched and facts.first_pass is not FirstPass.CARRIED:
                     tau[key][policy] = _tree_gain(steps) if facts.grows else _chain_gain(steps)
             nodes += [node for node in _all(steps) if node.drafter not in roles]
-            roles += [role for role in FACTS[watched].roles if role not in roles]
+            roles += [role for role in FACTS[watched].drafters if role not in roles]
         outcomes.append(nodes)
     report: dict[str, float] = {"prompts": len(requests), "max_new_tokens": max(r.max_new_tokens for r in requests)}
-    source = bundle.first or bundle.flex
-    assert source is not None
-    slots = source.config.block_size - 1
-    fitted = fit(outcomes[0], outcomes[1], slots, drafters=2 if bundle.flex is None else 3)
+    slots = next(iter(bundle.drafters.values())).config.block_size - 1
+    fitted = fit(outcomes[0], outcomes[1], slots, drafters=1 + max(DrafterRole.SECOND, *bundle.drafters))
     report |= _errors(outcomes, fitted, roles)
     return CalibrationFile(
-        drafters=weights.drafters, flex=weights.flex, block_size=slots + 1, tau=tau, report=report,
+        drafters=dict(weights), block_size=slots + 1, tau=tau, report=report,
         slope=fitted.slope.double().round(decimals=4).tolist(),
         offset=fitted.offset.double().round(decimals=4).tolist(),
     )  # fmt: skip

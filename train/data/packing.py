@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.layers import Attend
 from d2sd.train.data.features import TrainingSequence
 
@@ -62,7 +61,7 @@ def pack_blocks(sequences: Sequence[TrainingSequence], anchors: Sequence[Tensor]
     return Packed(positions, tokens, inside, pad_sequence([s.features for s in sequences], batch_first=True), known)
 
 
-def attend_packed(drafter: Drafter | FlexHead, features: Tensor, positions: Tensor) -> Attend:
+def attend_packed(drafter: DraftModel, features: Tensor, positions: Tensor) -> Attend:
     """Attention of the blocks as drawn above, for rows in the order [B, A·G].
 
     `features [B, S, n·E]` pass through a drafter's `fc`, so gradients reach it. The mask is built once, for all layers.

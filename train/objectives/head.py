@@ -57,11 +57,15 @@ class Head(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What is added to the drafter's logits, and learns: inner · weightᵀ + bias, FlexDraft's calibration."""
+    """What is added to the drafter's logits, and learns: inner · weightᵀ + bias."""
 
     inner: Tensor  # [N, R]
     weight: Tensor  # [C, R], of the candidate ids
     bias: Tensor  # [C]
+
+    def of(self, rows: Tensor, ids: Tensor) -> Added:
+        """A part of one that has inner [B, A, G, R] and the whole vocabulary: rows [B·A, G] bool, candidate ids [C]."""
+        return Added(self.inner.flatten(0, 1)[rows], self.weight[ids], self.bias[ids])
 
     def logits(self, dtype: torch.dtype) -> Tensor:
         """[N, C] fp32; the product is in `dtype`."""

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import cast
 
+from d2sd.convert.kinds import KINDS
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
-from d2sd.policies import DrafterName
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.policies import FACTS, DrafterName, DrafterRole, PolicyName
 from d2sd.progress import Progress
 from d2sd.train.data.features import TrainingData
+from d2sd.train.dflash import second_drafter
 from d2sd.train.dist import Dist
-from d2sd.train.init_from_target import first_drafter, flex_head
+from d2sd.train.kinds import METHODS, TRAINED
 from d2sd.train.loop import Trainer
-from d2sd.train.pipeline.evaluate import Evaluator, as_written, flex_as_written
+from d2sd.train.pipeline.evaluate import Evaluator, as_written
 from d2sd.train.pipeline.evaluation import Evaluation
 from d2sd.train.pipeline.log import Say, TrainLog, seconds_each
-from d2sd.train_recipe import FlexSettings, SecondSettings, TrainRecipe, TrainSettings
-
-Trained = TypeVar("Trained", Drafter, FlexHead)
+from d2sd.train_recipe import SecondSettings, TrainRecipe, TrainSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,49 +41,29 @@ class Training:
     say: Say
     draw_curves: Callable[[], None]
 
-    def first(self) -> Drafter:
-        """Train the first drafter, initialised from the target's last layers; evaluated with the policy `chain`."""
-        settings = self.recipe.first
-        assert settings is not None, "a pretrained first drafter is not trained"
-        start = first_drafter(self.recipe.geometry, self.target, self.data, settings.seed)
-        drafter = start.to(self.dist.device)
+    def train(self, role: DrafterRole, settings: TrainSettings, before: Mapping[DrafterRole, DraftModel]) -> DraftModel:
+        """Train the drafter of a place, after those `before` it: from the target, or, on prefixes, from the first."""
+        first = cast("Drafter", before[DrafterRole.FIRST]) if isinstance(settings, SecondSettings) else None
+        if isinstance(settings, SecondSettings) and first is not None:
+            drafter: DraftModel = second_drafter(first, settings)
+        else:
+            drafter = TRAINED[role].start(self.recipe.shape, self.target, self.data, settings.seed)
+        KINDS[role].attach(drafter.to(self.dist.device), self.target)
+        drafters = {**before, role: drafter}
+
+        def evaluated(method: PolicyName) -> Evaluation:
+            used = {each: drafters[each] for each in FACTS[method].drafters}
+            dtype = self.evaluator.dtype
+            written = {each: as_written(one, self.vocabulary, dtype) for each, one in used.items()}
+            return self.evaluator.evaluate(method, written)
+
+        baseline = cache(evaluated)
 
         def evaluate() -> list[Evaluation]:
-            return [self.evaluator.evaluate("chain", self._as_written(drafter))]
+            return [(evaluated if role in FACTS[name].drafters else baseline)(name) for name in METHODS[role]]
 
-        return self._train("first", settings, drafter, None, evaluate)
-
-    def second(self, first: Drafter, settings: SecondSettings) -> Drafter:
-        """Train the second drafter, initialised from the first; the baseline is a second pass by the first drafter."""
-        config = replace(
-            first.config, role="variable_prefix", prefix_weight_base=settings.prefix_base, draft_vocabulary=None
-        )
-        drafter = Drafter(config)
-        drafter.load_state_dict(first.state_dict())
-        drafter.to(self.dist.device)
-
-        @cache
-        def baseline() -> Evaluation:
-            return self.evaluator.evaluate("reanchor", self._as_written(first))
-
-        def evaluate() -> list[Evaluation]:
-            return [baseline(), self.evaluator.evaluate("d2sd", self._as_written(first), self._as_written(drafter))]
-
-        return self._train("second", settings, drafter, first, evaluate)
-
-    def flex(self, settings: FlexSettings) -> FlexHead:
-        """Train a FlexDraft head, initialised from the target's last layers; evaluated with the policy `flex`."""
-        head = flex_head(settings.head, self.target, self.data, settings.seed).to(self.dist.device)
-        head.join(self.target)
-
-        def evaluate() -> list[Evaluation]:
-            written = flex_as_written(head, self.vocabulary, self.evaluator.dtype)
-            return [self.evaluator.evaluate("flex", flex=written)]
-
-        return self._train("flex", settings, head, None, evaluate)
-
-    def _as_written(self, drafter: Drafter) -> Drafter:
-        return as_written(drafter, self.vocabulary, self.evaluator.dtype)
+        self._train(role.key, settings, drafter, first, evaluate)
+        return drafter
 
     def _report(self, name: DrafterName, step: int, steps: int, found: list[Evaluation]) -> None:
         """Print one line per evaluation, also without a terminal, where progress bars are hidden."""
@@ -93,9 +73,9 @@ class Training:
         self.say(f"{name} drafter: step {step:,} of {steps:,}, tau {tau}{left}", err=True)
 
     def _train(
-        self, name: DrafterName, settings: TrainSettings, drafter: Trained, first: Drafter | None,
+        self, name: DrafterName, settings: TrainSettings, drafter: DraftModel, first: Drafter | None,
         run_evaluation: Callable[[], list[Evaluation]],
-    ) -> Trained:  # fmt: skip
+    ) -> None:  # fmt: skip
         trainer = Trainer(self.target, drafter, self.data, settings, first, self.dist)
         with (
             self.progress(f"training {name}", settings.steps) as advance,
@@ -120,4 +100,3 @@ class Training:
 
             trainer.run(self.work / name, report, evaluate)
             advance(settings.steps - shown)  # all steps if an earlier run had finished
-        return drafter

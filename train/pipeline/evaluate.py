@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any, TypeVar, cast
 
 import torch
 
 from d2sd.bundle.load import Bundle
 from d2sd.bundle.serving import make_engine
-from d2sd.convert.checkpoint.flex import with_vocabulary
 from d2sd.convert.checkpoint.weights import fill
+from d2sd.convert.kinds import KINDS
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
-from d2sd.policies import DrafterName, PolicyName
+from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.policies import DRAFTER_NAMES, DrafterName, DrafterRole, PolicyName
 from d2sd.progress import Progress
 from d2sd.recipe import Tree
 from d2sd.runtime.observe import run_observed
 from d2sd.runtime.request import Request
 from d2sd.runtime.stats import reliability_bins
 from d2sd.train.data.responses import Response
+from d2sd.train.kinds import trained_kind
 from d2sd.train.pipeline.evaluation import AcceptedLengths, Evaluation
 from d2sd.train_recipe import TrainRecipe
 
 #: Node budget of every tree; a chain or a tree of all branches may have fewer nodes.
 _NODE_BUDGET = 64
-#: By `DrafterRole`.
-_DRAFTERS: tuple[DrafterName, ...] = ("first", "second", "flex")
+
+Model = TypeVar("Model", bound=DraftModel)
 
 
 class Evaluator:
@@ -57,22 +58,17 @@ class Evaluator:
         """The dtype in which drafters are served, equal to the target's."""
         return self._bundle.target.embed_tokens.weight.dtype
 
-    def serving(
-        self, first: Drafter | None = None, second: Drafter | None = None, flex: FlexHead | None = None
-    ) -> Bundle:
+    def serving(self, drafters: Mapping[DrafterRole, DraftModel]) -> Bundle:
         """The target with these drafters, which an engine may repack: pass copies of drafters in training."""
-        if flex is not None:
-            flex.join(self._bundle.target)  # whose layers no engine packs
-        return replace(self._bundle, target=self._target, first=first, second=second, flex=flex)
+        for role, drafter in drafters.items():
+            KINDS[role].attach(drafter, self._bundle.target)  # whose layers no engine packs
+        return replace(self._bundle, target=self._target, drafters=dict(drafters))
 
-    def evaluate(
-        self, method: PolicyName, first: Drafter | None = None, second: Drafter | None = None,
-        flex: FlexHead | None = None,
-    ) -> Evaluation:  # fmt: skip
+    def evaluate(self, method: PolicyName, drafters: Mapping[DrafterRole, DraftModel]) -> Evaluation:
         """Generate from the prompts with the policy `method`, in one batch, and count accepted tokens."""
         batch = min(self._bundle.recipe.limits.max_batch, len(self._evaluated))
         engine = make_engine(
-            self.serving(first, second, flex),
+            self.serving(drafters),
             policy=method,
             row_budget=_NODE_BUDGET,
             device=self.device,
@@ -85,7 +81,7 @@ class Evaluator:
             for step in run_observed(engine, advance):
                 accepted[step.sequence.id][1].append(step.accepted)
                 for node in step.judged:
-                    outcomes.setdefault(_DRAFTERS[node.drafter], []).append((node.prob, node.accepted))
+                    outcomes.setdefault(DRAFTER_NAMES[node.drafter], []).append((node.prob, node.accepted))
         return Evaluation(
             method=method,
             rows=engine.policy.num_nodes,
@@ -100,16 +96,17 @@ class Evaluator:
         return target if self.device.startswith("cuda") else copy.deepcopy(target)
 
 
-def flex_as_written(
-    head: FlexHead, vocabulary: tuple[int, ...] | None, dtype: torch.dtype = torch.bfloat16
-) -> FlexHead:
-    """The same of a FlexDraft head; it has not joined a target."""
-    return with_vocabulary(head, vocabulary).to(torch.bfloat16).to(dtype)
-
-
-def as_written(drafter: Drafter, vocabulary: tuple[int, ...] | None, dtype: torch.dtype = torch.bfloat16) -> Drafter:
-    """A copy on the CPU with the draft vocabulary `vocabulary`, rounded to bf16 as drafters are on disk."""
+def as_written(drafter: Model, vocabulary: tuple[int, ...] | None, dtype: torch.dtype = torch.bfloat16) -> Model:
+    """A copy on the CPU with the draft vocabulary `vocabulary`, rounded to bf16 as drafters are on disk; it is not
+    attached to a target.
+    """
+    config = replace(cast("Any", drafter.config), draft_vocabulary=vocabulary)
     with torch.device("meta"):
-        out = Drafter(replace(drafter.config, draft_vocabulary=vocabulary))
-    fill(out, {k: v.detach().to("cpu", torch.bfloat16).to(dtype) for k, v in drafter.state_dict().items()})
+        out = type(drafter)(config)
+    tensors = {
+        name: tensor.detach().to("cpu", torch.bfloat16).to(dtype) for name, tensor in drafter.state_dict().items()
+    }
+    if vocabulary is not None:
+        tensors |= {name: tensors[name][list(vocabulary)] for name in trained_kind(drafter).token_rows}
+    fill(out, tensors)
     return out

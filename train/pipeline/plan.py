@@ -33,15 +33,10 @@ def plan(recipe: TrainRecipe, work: Path, out: Path) -> Iterator[tuple[str, str]
     yield "features", _features(recipe, work, target)
     if recipe.ready_first is not None:
         yield "first drafter", f"ready: {ready}" if ready is not None else "ready, to be fetched"
-    trained: tuple[tuple[DrafterName, TrainSettings | None], ...] = (
-        ("first", recipe.first), ("second", recipe.second), ("flex", recipe.flex),
-    )  # fmt: skip
-    for name, settings in trained:
-        if settings is not None:
-            yield "FlexDraft head" if name == "flex" else f"{name} drafter", _training(name, settings, work)
+    for role, settings in recipe.trained.items():
+        yield f"{role.key} drafter", _training(role.key, settings, work)
     yield "evaluation", f"{recipe.evaluation.prompts} held-out prompts, {recipe.evaluation.max_new_tokens} tokens each"
-    if recipe.flex is None:
-        yield "calibration", f"{recipe.data.held_out} held-out prompts"
+    yield "calibration", f"{recipe.data.held_out} held-out prompts"
     yield "out", f"{out}, work in {work}"
 
 
@@ -76,7 +71,7 @@ def _features(recipe: TrainRecipe, work: Path, target: Part | None) -> str:
     responses = read_responses(work, vocab_size=vocab_size) if known else []
     limit = len(planned_jobs(recipe)) * (data.max_prompt_tokens + data.max_new_tokens)
     tokens = sum(len(r.prompt_ids) + len(r.response_ids) for r in responses) or limit
-    width = target.body.hidden_size * (len(recipe.aux_layer_ids(target.body.num_layers)) + 1)
+    width = target.body.hidden_size * (len(recipe.shape.aux_layer_ids(target.body.num_layers)) + 1)
     size = f"{2 * width * tokens / 1e6:,.1f} MB {'for the responses so far' if responses else 'at most'}"
     progress = read_progress(work / "features.json")
     done = progress.done if progress is not None else 0

@@ -7,25 +7,27 @@ from pathlib import Path
 import torch
 
 from d2sd.build.sources import obtained
-from d2sd.convert.checkpoint.drafter import check_compatible, check_drafter_tensors, load_drafter, read_drafter_config
+from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
-from d2sd.modeling.config import DecoderConfig, DrafterConfig
-from d2sd.modeling.drafter import Drafter
-from d2sd.train.init_from_target import drafter_config, flex_config
+from d2sd.modeling.config import DecoderConfig
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.policies import DrafterRole
+from d2sd.train.kinds import TRAINED
 from d2sd.train_recipe import TrainRecipe
 
 
-def first_config(recipe: TrainRecipe, target: DecoderConfig) -> DrafterConfig:
-    """Config of the first drafter: from the recipe's geometry and the target, or from the pretrained drafter.
-
-    Raises D2SDError if it does not match the target or the recipe; called early, hours before the drafter is used.
+def check_geometry(recipe: TrainRecipe, target: DecoderConfig) -> None:
+    """Raise D2SDError if what the recipe trains does not fit the target, or if its pretrained first drafter does not
+    match the target or the recipe; called early, hours before the drafter is used.
     """
-    config = drafter_config(recipe.geometry, target, None)
-    if recipe.ready_first is None:
-        return config
-    folder, geometry = _folder(recipe), recipe.geometry
-    ready = read_drafter_config(folder)
-    check_compatible(ready, target, role="first", block_size=ready.block_size, where=folder)
+    for role in recipe.trained:
+        TRAINED[role].config(recipe.shape, target)
+    geometry = recipe.drafter
+    if recipe.ready_first is None or geometry is None:
+        return
+    folder = _folder(recipe)
+    ready = DFLASH.read_config(folder)
+    DFLASH.check(ready, target, DrafterRole.FIRST, ready.block_size, folder)
     for key, found, expected in (
         ("num_hidden_layers", ready.body.num_layers, geometry.layers),
         ("block_size", ready.block_size, geometry.block_size),
@@ -38,25 +40,16 @@ def first_config(recipe: TrainRecipe, target: DecoderConfig) -> DrafterConfig:
                 where=f"{folder / 'config.json'}: {key}", found=found, expected=expected,
                 fix="copy the drafter's value to `drafter` in the recipe",
             )  # fmt: skip
-    if check_drafter_tensors(folder, ready) is not None:
+    if DFLASH.check_tensors(folder, ready) is not None:
         raise CheckpointError(
             "The pretrained first drafter is quantized, so the second cannot be initialised from it.", where=folder,
             fix="name the drafter before quantization",
         )  # fmt: skip
-    return ready
-
-
-def check_geometry(recipe: TrainRecipe, target: DecoderConfig) -> None:
-    """Raise D2SDError if what the recipe trains, or its pretrained first drafter, does not fit the target."""
-    if recipe.flex is not None:
-        flex_config(recipe.flex.head, target)
-    else:
-        first_config(recipe, target)
 
 
 def load_ready(recipe: TrainRecipe) -> Drafter:
-    """The pretrained first drafter in fp32 on the CPU, without gradients. Call `first_config` first to check it."""
-    return load_drafter(_folder(recipe), torch.float32)
+    """The pretrained first drafter in fp32 on the CPU, without gradients. Call `check_geometry` first."""
+    return DFLASH.load(_folder(recipe), torch.float32)
 
 
 def _folder(recipe: TrainRecipe) -> Path:

@@ -7,31 +7,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from d2sd.bundle.load import Bundle, load_bundle
-from d2sd.convert.checkpoint.drafter import write_drafter
-from d2sd.convert.checkpoint.flex import write_flex
+from d2sd.convert.kinds import KINDS
 from d2sd.extras import install_line, require_plots
 from d2sd.io import check_writable, claim, digest, disk_space
-from d2sd.modeling.drafter import Drafter
-from d2sd.policies import DrafterName
+from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.policies import DRAFTER_NAMES, DrafterRole
 from d2sd.progress import Progress
 from d2sd.train.data.features import TrainingData, cache_features, online_features
 from d2sd.train.data.responses import Response
 from d2sd.train.dist import Dist
 from d2sd.train.pipeline.drafter import Training
-from d2sd.train.pipeline.evaluate import Evaluator, as_written, flex_as_written
-from d2sd.train.pipeline.flex import finish_flex, weights_digest
+from d2sd.train.pipeline.evaluate import Evaluator, as_written
+from d2sd.train.pipeline.finish import finish, weights_digest
 from d2sd.train.pipeline.log import Say, paced, read_log, tensorboard_is_installed
-from d2sd.train.pipeline.pair import finish_pair
 from d2sd.train.pipeline.ready import check_geometry, load_ready
 from d2sd.train.pipeline.responses import ResponseGenerator
 from d2sd.train.pipeline.target import pinned_target
-from d2sd.train_recipe import FlexSettings, Geometry, TrainRecipe
+from d2sd.train_recipe import Geometry, TrainRecipe
 from d2sd.viz.training import plot_training
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training of a pair or a FlexDraft head, in one process or several.
+    """One training of all drafters of a recipe, in one process or several.
 
     Only the main process writes shared files and prints.
     """
@@ -47,10 +45,8 @@ class Run:
         """Run all stages: from the prompts to a folder of drafters that a bundle's recipe can name."""
         bundle = self._target()
         check_geometry(self.recipe, bundle.target.config)  # raises D2SDError before hours of work
-        parts = {"first": self.recipe.first, "second": self.recipe.second, "flex": self.recipe.flex}
-        for name, settings in parts.items():
-            if settings is not None:
-                self.dist.check(settings.batch, f"{name}.batch")
+        for role, settings in self.recipe.trained.items():
+            self.dist.check(settings.batch, f"{role.key}.batch")
         if self.dist.is_main:
             self._begin()
         responses = ResponseGenerator(self.recipe, bundle, self.work, self.dist, self.progress, self.say).all()
@@ -64,30 +60,17 @@ class Run:
             self.recipe, bundle.target, data, vocabulary, evaluator, self.work, self.dist, self.progress, self.say,
             self._draw_curves,
         )  # fmt: skip
-        if self.recipe.flex is not None:
-            self._flex(training, self.recipe.flex, evaluator)
-            return
-        first = ready or training.first()
-        self._write("first", first, vocabulary)
-        if self.recipe.second is not None:
-            self._write("second", training.second(first, self.recipe.second), vocabulary)
+        before = weights_digest(bundle.target)
+        drafters: dict[DrafterRole, DraftModel] = {}
+        if ready is not None:
+            drafters[DrafterRole.FIRST] = ready
+            self._write(DrafterRole.FIRST, ready, vocabulary)
+        for role, settings in self.recipe.trained.items():
+            drafters[role] = training.train(role, settings, drafters)
+            self._write(role, drafters[role], vocabulary)
+        assert weights_digest(bundle.target) == before, "training changed the target"
         if self.dist.is_main:
-            finish_pair(self.recipe, evaluator, self.work, self.out, self.say)
-            self._draw_curves()
-            self.say(str(self.out))
-        self.dist.barrier()
-
-    def _flex(self, training: Training, settings: FlexSettings, evaluator: Evaluator) -> None:
-        """Train and write a FlexDraft head; asserts that no bit of the target has changed."""
-        before = weights_digest(training.target)
-        head = training.flex(settings)
-        assert weights_digest(training.target) == before, "training changed the target"
-        if self.dist.is_main:
-            folder = self.out / "flex"
-            folder.mkdir(parents=True, exist_ok=True)
-            written = flex_as_written(head, training.vocabulary)
-            write_flex(folder, written.config, written.state_dict())
-            finish_flex(self.recipe, settings, evaluator, self.work, self.out, before, self.say)
+            finish(self.recipe, evaluator, drafters.keys(), self.work, self.out, before, self.say)
             self._draw_curves()
             self.say(str(self.out))
         self.dist.barrier()
@@ -107,7 +90,7 @@ class Run:
             self.say(f"TensorBoard is not installed, so no events are written: {install_line('train')}", err=True)
 
     def _features(self, bundle: Bundle, responses: list[Response]) -> TrainingData:
-        aux_layer_ids = self.recipe.aux_layer_ids(bundle.target.config.body.num_layers)
+        aux_layer_ids = self.recipe.shape.aux_layer_ids(bundle.target.config.body.num_layers)
         if self.recipe.data.features == "online":
             return online_features(bundle.target, aux_layer_ids, responses)
 
@@ -131,7 +114,7 @@ class Run:
 
     def _vocabulary(self, data: TrainingData, bundle: Bundle) -> tuple[int, ...] | None:
         """The draft vocabulary: the most frequent ids, ascending, without the mask token."""
-        geometry = self.recipe.flex.head if self.recipe.flex is not None else self.recipe.geometry
+        geometry = self.recipe.shape
         count = geometry.draft_vocab_size
         if count is None:
             return None
@@ -142,12 +125,12 @@ class Run:
             chosen[geometry.mask_token_id] = False
         return tuple(chosen.nonzero()[:, 0].tolist())
 
-    def _write(self, name: DrafterName, drafter: Drafter, vocabulary: tuple[int, ...] | None) -> None:
+    def _write(self, role: DrafterRole, drafter: DraftModel, vocabulary: tuple[int, ...] | None) -> None:
         if self.dist.is_main:
-            (self.out / name).mkdir(parents=True, exist_ok=True)
+            folder = self.out / role.key
+            folder.mkdir(parents=True, exist_ok=True)
             copy = as_written(drafter, vocabulary)
-            write_drafter(self.out / name, copy.config, copy.state_dict())
+            KINDS[role].write(folder, copy.config, copy.state_dict())
 
     def _draw_curves(self) -> None:
-        names: tuple[DrafterName, ...] = ("first", "second", "flex")
-        plot_training([read_log(self.work, name) for name in names], self.out / "curves.png")
+        plot_training([read_log(self.work, name) for name in DRAFTER_NAMES], self.out / "curves.png")

@@ -7,11 +7,9 @@ from pathlib import Path
 
 from d2sd.bench import metrics, views
 from d2sd.bench.result import Cell, Result
-from d2sd.policies import DrafterName
+from d2sd.policies import DRAFTER_NAMES, DrafterName
 from d2sd.viz import plot_style as style
 from d2sd.viz.plot_style import Line
-
-DRAFTERS: tuple[DrafterName, ...] = ("first", "second")
 
 
 def plot_acceptance(result: Result, path: Path) -> None:
@@ -53,7 +51,7 @@ def plot_calibration(result: Result, path: Path) -> None:
     shown = {t: cells for t, cells in shown.items() if cells}
     if not shown:
         return
-    drafters = [d for d in DRAFTERS if any(sum(_tokens(cell, d)) for cells in shown.values() for _, cell in cells)]
+    drafters = [d for d in DRAFTER_NAMES if any(sum(_tokens(cell, d)) for cells in shown.values() for _, cell in cells)]
     ratios = [3, 1.3] * len(shown)
     figure, axes = style.panels(2 * len(shown), len(drafters), 2.9, sharex=True, height_ratios=ratios)
     for (temperature, cells), above, below in zip(shown.items(), axes[::2], axes[1::2], strict=True):

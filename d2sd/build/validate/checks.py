@@ -37,7 +37,7 @@ def check_bundle(bundle: Bundle, progress: Progress = silent) -> dict[str, Any]:
     compared = [name for name, facts in FACTS.items() if facts.proven]
     figures: dict[str, Any] = {}
     for policy in compared:
-        if not can_run(bundle, policy):
+        if not can_run(bundle.draft_configs, policy):
             continue
         sequences = make_engine(bundle, policy=policy).generate(requests)
         equal = sum(s.answer == answer for s, answer in zip(sequences, plain, strict=True))

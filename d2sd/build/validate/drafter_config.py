@@ -20,6 +20,8 @@ from d2sd.build.validate.drafter_predictions import Hypothesis, Predictions, eva
 from d2sd.bundle.load import Bundle
 from d2sd.errors import BuildError
 from d2sd.modeling.config import DrafterConfig
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.policies import DrafterRole
 from d2sd.progress import Progress, silent
 from d2sd.runtime.sequence import Sequence
 
@@ -44,20 +46,19 @@ def check_drafter_config(bundle: Bundle, plain: SequenceOf[Sequence], progress: 
     Raises BuildError if another reading is clearly better than the declared one. Prints a warning if one is slightly
     better, and if a drafter is almost never accepted.
     """
-    named = (("first", bundle.first), ("second", bundle.second))
-    drafters = {name: drafter for name, drafter in named if drafter is not None}
+    drafters = {role: drafter for role, drafter in bundle.drafters.items() if isinstance(drafter, Drafter)}
     if not plain:  # no prompt fits the context
         return {}
-    tried = {name: candidate_configs(drafter.config, bundle.tokenizer) for name, drafter in drafters.items()}
-    found = evaluate_configs(bundle, drafters, {name: some for name, (some, _) in tried.items()}, plain, progress)
+    tried = {role: candidate_configs(drafter.config, bundle.tokenizer) for role, drafter in drafters.items()}
+    found = evaluate_configs(bundle, drafters, {role: some for role, (some, _) in tried.items()}, plain, progress)
     figures: dict[str, Any] = {}
-    for name, ((declared, *others), left_out) in tried.items():
-        guesses = found[name]
+    for role, ((declared, *others), left_out) in tried.items():
+        guesses, name = found[role], role.key
         longest = guesses[declared].mean
         better = [reading for reading in others if sign_test(guesses[reading], guesses[declared])]
         best = max(better, key=lambda reading: guesses[reading].mean, default=declared)
         if best is not declared and guesses[best].mean >= _RATIO * longest:
-            raise _wrong_config(bundle, name, declared, best, guesses)
+            raise _wrong_config(bundle, role, declared, best, guesses)
         if guesses[best].mean > longest:
             print(
                 f"the {name} drafter may not match its config: it commits {guesses[best].mean:.3f} tokens a "
@@ -136,11 +137,11 @@ def sign_test(one: Predictions, other: Predictions) -> bool:
 
 
 def _wrong_config(
-    bundle: Bundle, name: str, declared: Hypothesis, better: Hypothesis, guesses: dict[Hypothesis, Predictions]
+    bundle: Bundle, role: DrafterRole, declared: Hypothesis, better: Hypothesis, guesses: dict[Hypothesis, Predictions]
 ) -> BuildError:
     """The error for a key of the drafter's config that has the wrong value."""
-    source = getattr(bundle.recipe.drafters, name)
-    folder = f"the recipe's drafters.{name}" if source.path is None else bundle.recipe.path(source.path)
+    source = bundle.recipe.drafters.sources[role]
+    folder = f"the recipe's drafters.{role.key}" if source.path is None else bundle.recipe.path(source.path)
     config = f"{folder}/config.json"
     if better.layer_ids != declared.layer_ids:
         key, found, expected = "target_layer_ids", f"{list(declared.layer_ids)}", f"{list(better.layer_ids)}"
@@ -149,7 +150,7 @@ def _wrong_config(
         key, found, expected = "mask_token_id", f"{declared.mask}", f"{better.mask}"
         fix = "set it to the id that the drafter was trained with"
     return BuildError(
-        f"The {name} drafter does not fit: acceptance rises from {guesses[declared].mean:.2f} to "
+        f"The {role.key} drafter does not fit: acceptance rises from {guesses[declared].mean:.2f} to "
         f"{guesses[better].mean:.2f} tokens a step with {better.name}.",
         where=f"{config}: dflash_config.{key}", found=found, expected=expected, fix=fix,
     )  # fmt: skip

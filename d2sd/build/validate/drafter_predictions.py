@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d2sd.bundle.load import Bundle
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.plugins.trees import Branches
+from d2sd.policies import DrafterRole
 from d2sd.progress import Progress, silent
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
@@ -53,24 +55,24 @@ class Predictions:
 
 def evaluate_configs(
     bundle: Bundle,
-    drafters: Mapping[str, Drafter],
-    tried: Mapping[str, SequenceOf[Hypothesis]],
+    drafters: Mapping[DrafterRole, Drafter],
+    tried: Mapping[DrafterRole, SequenceOf[Hypothesis]],
     plain: SequenceOf[Sequence],
     progress: Progress = silent,
-) -> dict[str, dict[Hypothesis, Predictions]]:
+) -> dict[DrafterRole, dict[Hypothesis, Predictions]]:
     """Try every reading of every drafter on `plain`, finished requests of plain decoding.
 
     Readings with the same layer ids share one target pass.
     """
-    found: dict[str, dict[Hypothesis, Predictions]] = {name: {} for name in drafters}
+    found: dict[DrafterRole, dict[Hypothesis, Predictions]] = {role: {} for role in drafters}
     with progress("checking that the drafters fit", sum(map(len, tried.values()))) as advance:
         for ids in sorted({reading.layer_ids for some in tried.values() for reading in some}):
-            asked = {name: [reading for reading in some if reading.layer_ids == ids] for name, some in tried.items()}
-            readers = [name for name, some in asked.items() if some]
-            runner = _prefilled_runner(bundle, [_with_layer_ids(drafters[name], ids) for name in readers], plain)
-            for which, name in enumerate(readers):
-                for reading in asked[name]:
-                    found[name][reading] = _predictions(runner, which, reading.mask, plain, bundle)
+            asked = {role: [reading for reading in some if reading.layer_ids == ids] for role, some in tried.items()}
+            readers = {role: _with_layer_ids(drafters[role], ids) for role, some in asked.items() if some}
+            runner = _prefilled_runner(bundle, readers, plain)
+            for role in readers:
+                for reading in asked[role]:
+                    found[role][reading] = _predictions(runner, role, reading.mask, plain, bundle)
                     advance(1)
     return found
 
@@ -82,21 +84,24 @@ def _with_layer_ids(drafter: Drafter, ids: tuple[int, ...]) -> Drafter:
     return other
 
 
-def _prefilled_runner(bundle: Bundle, drafters: SequenceOf[Drafter], plain: SequenceOf[Sequence]) -> ModelRunner:
+def _prefilled_runner(
+    bundle: Bundle, drafters: Mapping[DrafterRole, Drafter], plain: SequenceOf[Sequence]
+) -> ModelRunner:
     """Make a runner with every text prefilled, one page per text, from page 1."""
-    runner = ModelRunner(bundle.target, *drafters)
+    prepare_for_inference(bundle.target, drafters.values())
+    runner = ModelRunner(bundle.target, drafters)
     runner.allocate(1 + len(plain), max(len(sequence.tokens) for sequence in plain))
     chunk = bundle.recipe.limits.prefill_chunk
     for page, sequence in enumerate(plain, 1):
         for start in range(0, len(sequence.tokens), chunk):
             tokens = torch.tensor(sequence.tokens[start : start + chunk])
             runner.prefill(tokens, [len(tokens)], torch.tensor([[page]]), torch.tensor([start]))
-    runner.context.inject(range(len(drafters)))
+    runner.context.inject(drafters)
     return runner
 
 
 def _predictions(
-    runner: ModelRunner, which: int, mask: int, plain: SequenceOf[Sequence], bundle: Bundle
+    runner: ModelRunner, role: DrafterRole, mask: int, plain: SequenceOf[Sequence], bundle: Bundle
 ) -> Predictions:
     """Draft before every token, in batches of the bundle's max_batch."""
     slots = runner.block_size - 1
@@ -105,7 +110,7 @@ def _predictions(
         text = torch.tensor(sequence.tokens)
         anchors = torch.arange(len(sequence.request.prompt) - 1, len(text) - 1)
         parts = torch.split(anchors, bundle.recipe.limits.max_batch)
-        best = torch.cat([_draft(runner, which, mask, page, text[part], part) for part in parts])
+        best = torch.cat([_draft(runner, role, mask, page, text[part], part) for part in parts])
         guessed = anchors[:, None] + 1 + torch.arange(slots)  # [P, S], which token a slot predicts
         right = (best == F.pad(text, (0, slots), value=-1)[guessed]).long()  # no token is known after the text
         lengths.append(1 + right.cumprod(1).sum(1))
@@ -114,7 +119,7 @@ def _predictions(
     return Predictions(torch.cat(lengths), torch.cat(hits))
 
 
-def _draft(runner: ModelRunner, which: int, mask: int, page: int, anchor: Tensor, position: Tensor) -> Tensor:
+def _draft(runner: ModelRunner, role: DrafterRole, mask: int, page: int, anchor: Tensor, position: Tensor) -> Tensor:
     """The top-1 tokens [P, S] after `anchor [P]` at `position [P]` of one text."""
     count, slots = len(anchor), runner.block_size - 1
     sampling = Sampling.of([SamplingParams()] * count, runner.vocab_size, runner.device)
@@ -122,4 +127,4 @@ def _draft(runner: ModelRunner, which: int, mask: int, page: int, anchor: Tensor
     # Passed as kept prefix tokens, these masks replace the mask of the drafter's config.
     masks = torch.full((count, 1, slots), mask)
     kept = Branches(masks, torch.full((count, 1), slots), rejected=torch.full((count, 1), -1))
-    return runner.draft_second(batch, kept, which, 1).top1[:, 0]
+    return runner.draft_second(batch, kept, role, 1).top1[:, 0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from d2sd.build.validate.exercise import policy_of, trees_of
 from d2sd.build.validate.perplexity import Text, compare_texts
 from d2sd.bundle.load import Bundle
 from d2sd.bundle.serving import chat_request, make_engine
@@ -32,11 +33,8 @@ def sample_texts(bundle: Bundle, recipe: Recipe, progress: Progress = silent) ->
     return [Text([*s.request.prompt, *s.answer], len(s.request.prompt)) for s in done]
 
 
-def exercise_drafters(bundle: Bundle, recipe: Recipe) -> None:
-    """Generate with every drafter of the bundle, or its FlexDraft head, while ModelOpt records the largest inputs of
-    their layers.
-    """
-    policy: Policy = "flex" if bundle.flex is not None else "chain" if bundle.second is None else "hybrid"
+def exercise_drafters(bundle: Bundle, policy: Policy, recipe: Recipe) -> None:
+    """Generate while ModelOpt records the largest inputs of a drafter's layers."""
     _generate(bundle, recipe, policy, SamplingParams(), _DRAFTER_PROMPTS)
 
 
@@ -51,7 +49,7 @@ def compare_fp8(
     figures: dict[str, Any] = {"prompts": len(texts), "tokens_each": _budget(recipe)}
     if wanted.target:
         figures["target"] = _compare_targets(plain, fp8, texts, wanted, progress)
-    if fp8.first is not None or fp8.flex is not None:
+    if fp8.drafters:
         figures["tau"] = _compare_tau(plain, fp8, recipe, progress)
     return figures
 
@@ -67,10 +65,7 @@ def _compare_targets(plain: Bundle, fp8: Bundle, texts: list[Text], wanted: FP8,
 
 def _compare_tau(plain: Bundle, fp8: Bundle, recipe: Recipe, progress: Progress) -> dict[str, Any]:
     figures: dict[str, Any] = {}
-    policies: list[Policy] = ["chain", "ddtree" if fp8.second is None else "hybrid"] if fp8.first is not None else []
-    if fp8.flex is not None:
-        policies.append("flex")
-    for policy in policies:
+    for policy in dict.fromkeys([*map(policy_of, fp8.drafters), *trees_of(fp8.drafters)]):
         runs = []
         for bundle, name in ((plain, "unquantized"), (fp8, "FP8")):
             with progress(f"{policy}, {name}"):

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from d2sd.errors import BuildError
 
 if TYPE_CHECKING:
-    from d2sd.build.validate.shadow import ShadowDecoder, ShadowDrafter, ShadowFlex
+    from d2sd.build.validate.shadow import ShadowDecoder, ShadowDrafter
     from d2sd.bundle.load import Bundle
+    from d2sd.policies import DrafterRole
     from d2sd.runtime.request import Request
 
 #: Largest difference that counts as rounding, as a share of an output's largest number.
@@ -21,10 +22,10 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
     Raises `BuildError` if an error is beyond rounding; not with FP8, where one input that rounds the other way changes
     all later values. ONNX Runtime does not support bf16 on a CPU: the result then says so.
     """
-    from d2sd.build.validate.shadow import ShadowDecoder, ShadowDrafter, ShadowFlex
-    from d2sd.bundle.backends import FLEX
-    from d2sd.policies import PolicyName
-    from d2sd.runtime.backends.exported import OnnxSession
+    from d2sd.build.validate.exercise import trees_of
+    from d2sd.build.validate.shadow import ShadowDecoder, ShadowDrafter
+    from d2sd.bundle.backends import aux_layer_ids
+    from d2sd.runtime.backends.exported import OnnxSession, graph_drafter
     from d2sd.runtime.backends.model_runner import ModelRunner
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.request import Limits
@@ -33,25 +34,18 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
     recipe, folder = bundle.recipe, bundle.path / "onnx"
     if recipe.precision == "bf16":
         return {"graphs": "not run: ONNX Runtime does not support bf16 on CPUs"}
-    pairs = {"drafter_first": bundle.first, "drafter_second": bundle.second}
-    aux_layer_ids = bundle.first.config.target_layer_ids if bundle.first else ()
-    target = ShadowDecoder(bundle.target, aux_layer_ids, OnnxSession(folder / "target.onnx"))
-    drafters = {
-        name: ShadowDrafter(drafter, OnnxSession(folder / f"{name}.onnx"), recipe.limits.page_size, name)
-        for name, drafter in pairs.items()
-        if drafter is not None
-    }
-    of_drafters: tuple[PolicyName, ...] = ("off", "ddtree", "hybrid")
-    policies = [of_drafters[len(drafters)]]
-    models: dict[str, ShadowDecoder | ShadowDrafter | ShadowFlex] = {"target": target, **drafters}
-    flex = None
-    if bundle.flex is not None:
-        flex = models[FLEX] = ShadowFlex(bundle.flex, OnnxSession(folder / f"{FLEX}.onnx"), FLEX)
-        policies = [*policies, "flex"] if drafters else ["flex"]
-    tree = recipe.tree
-    runner = ModelRunner(target, *drafters.values(), flex=flex, block_size=tree.block_size)
+    target = ShadowDecoder(bundle.target, aux_layer_ids(bundle), OnnxSession(folder / "target.onnx"))
+    drafters: dict[DrafterRole, ShadowDrafter] = {}
+    for role, plain_drafter in bundle.drafters.items():
+        session = OnnxSession(folder / f"{role.folder}.onnx")
+        graph = graph_drafter(plain_drafter, session, recipe.limits.page_size)
+        drafters[role] = ShadowDrafter(plain_drafter, graph, role.folder)
+    models: dict[str, ShadowDecoder | ShadowDrafter] = {
+        "target": target, **{role.folder: drafter for role, drafter in drafters.items()}
+    }  # fmt: skip
+    tree, runner = recipe.tree, ModelRunner(target, drafters, block_size=recipe.tree.block_size)
     equal = {}
-    for name in policies:
+    for name in trees_of(drafters) or ["off"]:
         policy = make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=tree.row_budget)
         answers = [sequence.answer for sequence in Engine(runner, policy, Limits.of(recipe.limits)).generate(requests)]
         equal[name] = sum(answer == expected for answer, expected in zip(answers, plain, strict=True))

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from d2sd.errors import BuildError
 from d2sd.modeling.decoder import Decoder, DecoderOutput
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.interface import DraftModel, Tables
 from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.rows import Chunks, Rows
-from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, GraphFlex, Session
+from d2sd.modeling.rows import Chunks, CommittedRows, Rows
+from d2sd.runtime.backends.exported import GraphDecoder, Session
 
 
 @dataclass(slots=True)
@@ -65,39 +64,28 @@ class ShadowDecoder(GraphDecoder):
         return out
 
 
-class ShadowDrafter(GraphDrafter):
-    """Serves the outputs of a drafter's graph and compares them with the drafter's."""
+class ShadowDrafter(DraftModel):
+    """Serves a drafter by its graph and compares the outputs with the drafter's."""
 
-    def __init__(self, drafter: Drafter, session: Session, page_size: int, name: str) -> None:
-        super().__init__(drafter, session, page_size)
-        self._plain, self.errors = drafter, ErrorStats(name)
+    def __init__(self, plain: DraftModel, graph: DraftModel, name: str) -> None:
+        super().__init__()
+        self.config, self.mask_token_id, self.draft_ids = plain.config, plain.mask_token_id, plain.draft_ids
+        self.has_context = plain.has_context  # type: ignore[misc]
+        self._plain, self._graph, self.errors = plain, graph, ErrorStats(name)
 
-    def draft(self, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
-        hidden = super().draft(embedded, rows, pool)
-        real = _real(rows)
-        self.errors.compare("hidden", hidden[real], self._plain.draft(embedded, rows, pool)[real])
-        return hidden
+    def draft_logits(
+        self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables
+    ) -> Tensor:
+        found, expected = (one.draft_logits(blocks, rows, pool, context, tables) for one in (self._graph, self._plain))
+        real = _real(rows)[:, 0]
+        self.errors.compare("logits", found[real], expected[real])
+        return found
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = super().context_keys_values(features, positions)
-        for name, found, expected in zip(
-            "kv", (k, v), self._plain.context_keys_values(features, positions), strict=True
-        ):
-            self.errors.compare(name, found, expected)
-        return k, v
-
-
-class ShadowFlex(GraphFlex):
-    """Serves the mask rows of a FlexDraft head's graph and compares them with the head's."""
-
-    def __init__(self, head: FlexHead, session: Session, name: str) -> None:
-        super().__init__(head, session)
-        self._plain, self.errors = head, ErrorStats(name)
-
-    def draft(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
-        hidden, real = super().draft(x, rows, pool), _real(rows)
-        self.errors.compare("hidden", hidden[real], self._plain.draft(x, rows, pool)[real])
-        return hidden
+        found, expected = (one.context_keys_values(features, positions) for one in (self._graph, self._plain))
+        for name, ours, theirs in zip("kv", found, expected, strict=True):
+            self.errors.compare(name, ours, theirs)
+        return found
 
 
 def _real(rows: Rows | Chunks) -> Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 
 from d2sd.errors import RecipeError
-from d2sd.policies import BY_FLEX, FACTS, NAMES, DrafterRole, FirstPass, PolicyName
+from d2sd.policies import FACTS, NAMES, FirstPass, PolicyName
 from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.text import TextStream
 from d2sd.serve.openai.generation import Generation
@@ -53,13 +53,10 @@ def choices(bundle: Bundle, engine: Engine) -> dict[PolicyName, Policy]:
     if runner.capture is not None:
         ready = engine.selector.policies if engine.selector else [engine.policy]
         return {policy.name: policy for policy in ready}
-    drafters = [r for r, m in zip(DrafterRole, (runner.first, runner.second), strict=False) if m is not None]
     found: dict[PolicyName, Policy] = {}
     for name in NAMES:
         facts = FACTS[name]
-        if facts.first_pass is FirstPass.CARRIED or (facts.first_pass in BY_FLEX and runner.flex is None):
-            continue
-        if set(facts.required_drafters) <= set(drafters):
+        if facts.first_pass is not FirstPass.CARRIED and set(facts.drafters) <= runner.drafters.keys():
             try:
                 found[name] = make_policy(
                     name, block_size=tree.block_size, branches=tree.branches, row_budget=tree.row_budget

@@ -15,15 +15,10 @@ from d2sd.build import build
 from d2sd.build.plan import make_plan
 from d2sd.bundle.load import load_bundle
 from d2sd.convert.checkpoint.draft_vocab import NAME
-from d2sd.convert.checkpoint.drafter import (
-    check_drafter_tensors,
-    fingerprint,
-    load_drafter,
-    read_drafter_config,
-    write_drafter,
-)
+from d2sd.convert.kinds import DFLASH
 from d2sd.errors import BuildError, BundleError, CheckpointError
 from d2sd.modeling.config import DrafterConfig
+from d2sd.policies import DrafterRole
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import add_calibration, edit_json, tree_bytes, write_project
 from tests.tiny import tiny_decoder, tiny_drafter
@@ -34,7 +29,7 @@ IDS = (0, 3, 17, 40, 62)  # the tiny vocabulary is 0 .. 63, the mask 63
 def written(folder: Path, ids: tuple[int, ...] | None = IDS) -> DrafterConfig:
     drafter = tiny_drafter(tiny_decoder().config)
     config = replace(drafter.config, draft_vocabulary=ids)
-    write_drafter(folder, config, drafter.state_dict())
+    DFLASH.write(folder, config, drafter.state_dict())
     return config
 
 
@@ -45,12 +40,12 @@ def test_round_trip(tmp_path: Path) -> None:
         "vocab_size": 64,
         "ids": [0, 3, 17, 40, 62],
     }
-    assert read_drafter_config(tmp_path / "a") == config
-    check_drafter_tensors(tmp_path / "a", config)
-    drafter = load_drafter(tmp_path / "a", torch.bfloat16)
+    assert DFLASH.read_config(tmp_path / "a") == config
+    DFLASH.check_tensors(tmp_path / "a", config)
+    drafter = DFLASH.load(tmp_path / "a", torch.bfloat16)
     assert drafter.draft_ids is not None
     assert drafter.draft_ids.tolist() == list(IDS)
-    write_drafter(tmp_path / "b", drafter.config, load_drafter(tmp_path / "a", torch.float32).state_dict())
+    DFLASH.write(tmp_path / "b", drafter.config, DFLASH.load(tmp_path / "a", torch.float32).state_dict())
     assert tree_bytes(tmp_path / "a") == tree_bytes(tmp_path / "b")
 
 
@@ -65,7 +60,7 @@ def test_other_readers_find_the_files_they_know(tmp_path: Path) -> None:
 def test_a_drafter_written_over_another_does_not_inherit_its_vocabulary(tmp_path: Path) -> None:
     written(tmp_path)
     written(tmp_path, None)
-    assert read_drafter_config(tmp_path).draft_vocabulary is None
+    assert DFLASH.read_config(tmp_path).draft_vocabulary is None
 
 
 def test_a_fingerprint_is_of_the_vocabulary_too(tmp_path: Path) -> None:
@@ -73,8 +68,8 @@ def test_a_fingerprint_is_of_the_vocabulary_too(tmp_path: Path) -> None:
     marks = []
     for name, ids in {"whole": None, "reduced": IDS, "again": IDS, "other": (0, 3, 17, 40, 61)}.items():
         written(tmp_path / name, ids)
-        marks.append(fingerprint(load_drafter(tmp_path / name, torch.float32)))
-    assert marks[0] == fingerprint(tiny_drafter(tiny_decoder().config))
+        marks.append(DFLASH.fingerprint(DFLASH.load(tmp_path / name, torch.float32)))
+    assert marks[0] == DFLASH.fingerprint(tiny_drafter(tiny_decoder().config))
     assert marks[1] == marks[2]
     assert len(set(marks)) == 3
 
@@ -84,7 +79,7 @@ def test_without_a_vocabulary_a_fingerprint_is_of_the_weights_alone() -> None:
     drafter = tiny_drafter(tiny_decoder().config)
     for parameter in drafter.parameters():
         parameter.fill_(0.5)
-    assert fingerprint(drafter) == "0a040a28c373e3fab5945fddc5f7d41b57ead66475cc09a5087340b94a95002e"
+    assert DFLASH.fingerprint(drafter) == "0a040a28c373e3fab5945fddc5f7d41b57ead66475cc09a5087340b94a95002e"
 
 
 def key(name: str, value: Any) -> Callable[[Path], object]:
@@ -125,7 +120,7 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], object], messa
     written(tmp_path)
     damage(tmp_path / NAME)
     with pytest.raises(CheckpointError, match=message) as caught:
-        read_drafter_config(tmp_path)
+        DFLASH.read_config(tmp_path)
     assert str(caught.value.where).startswith(str(tmp_path / NAME))
 
 
@@ -137,9 +132,7 @@ def test_a_bundle_carries_each_drafters_own(tmp_path: Path) -> None:
             add_calibration(recipe)
         build(load_recipe(recipe), tmp_path / name, validate=False)
         bundle = load_bundle(tmp_path / name)
-        assert bundle.first is not None
-        assert bundle.second is not None
-        assert (bundle.first.config.draft_vocabulary, bundle.second.config.draft_vocabulary) == (IDS, None)
+        assert [drafter.config.draft_vocabulary for drafter in bundle.drafters.values()] == [IDS, None]
         assert f"drafter_first/{NAME}" in bundle.manifest.files
     edit_json(tmp_path / "plain/drafter_first" / NAME, "ids", list(IDS[1:]))
     with pytest.raises(BundleError, match=rf"changed(.|\n)*drafter_first/{NAME}"):
@@ -175,6 +168,5 @@ def test_a_killed_build_goes_on_with_the_vocabulary_of_now(tmp_path: Path) -> No
         build(load_recipe(recipe), tmp_path / "out", validate=False, finished=stop)
     written(recipe.parent / "first", IDS[1:])
     build(load_recipe(recipe), tmp_path / "out", validate=False)
-    first = load_bundle(tmp_path / "out").first
-    assert first is not None
+    first = load_bundle(tmp_path / "out").drafters[DrafterRole.FIRST]
     assert first.config.draft_vocabulary == IDS[1:]

@@ -10,10 +10,10 @@ from typing import Literal
 import pytest
 import torch
 
-from d2sd.convert.checkpoint.drafter import load_drafter, read_drafter_config, write_drafter
+from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig, RopeConfig
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from tests.convert.helpers import edit_json, tree_bytes
 from tests.tiny import tiny_decoder, tiny_drafter
 
@@ -23,7 +23,7 @@ YARN = RopeConfig(1e6, "yarn", 4.0, 32768, beta_fast=30.0, attention_factor=1.2)
 
 def written(folder: Path, config: DrafterConfig) -> Path:
     drafter = Drafter(config)
-    write_drafter(folder, config, {name: tensor.bfloat16() for name, tensor in drafter.state_dict().items()})
+    DFLASH.write(folder, config, {name: tensor.bfloat16() for name, tensor in drafter.state_dict().items()})
     return folder
 
 
@@ -37,9 +37,9 @@ def config() -> DrafterConfig:
 def test_round_trip(tmp_path: Path, role: Literal["first", "variable_prefix"], rope: RopeConfig) -> None:
     config = tiny_drafter(tiny_decoder(rope=rope).config, role=role).config
     folder = written(tmp_path / "a", config)
-    assert read_drafter_config(folder) == config
-    drafter = load_drafter(folder, torch.bfloat16)
-    write_drafter(tmp_path / "b", drafter.config, drafter.state_dict())
+    assert DFLASH.read_config(folder) == config
+    drafter = DFLASH.load(folder, torch.bfloat16)
+    DFLASH.write(tmp_path / "b", drafter.config, drafter.state_dict())
     assert tree_bytes(tmp_path / "a") == tree_bytes(tmp_path / "b")
 
 
@@ -69,11 +69,11 @@ def test_the_public_spelling_is_read(tmp_path: Path, config: DrafterConfig) -> N
     del values["rope_scaling"]
     values["dflash_config"] = {"mask_token_id": 63, "target_layer_ids": [0, 1]}
     path.write_text(json.dumps(values))
-    assert read_drafter_config(tmp_path) == replace(config, role="first", prefix_weight_base=None)
+    assert DFLASH.read_config(tmp_path) == replace(config, role="first", prefix_weight_base=None)
     for key in ("block_size", "num_target_layers"):  # Qwen3.5's drafters keep them inside
         values["dflash_config"][key] = values.pop(key)
     path.write_text(json.dumps(values))
-    assert read_drafter_config(tmp_path).block_size == 4
+    assert DFLASH.read_config(tmp_path).block_size == 4
 
 
 @pytest.mark.parametrize(
@@ -100,4 +100,4 @@ def test_what_would_mean_another_model_is_refused(
     written(tmp_path, config)
     edit_json(tmp_path / "config.json", key, value)
     with pytest.raises(CheckpointError, match=rf"config\.json: {key.replace('.', ': ')}"):
-        read_drafter_config(tmp_path)
+        DFLASH.read_config(tmp_path)

@@ -11,20 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from d2sd.convert.checkpoint.drafter import read_drafter_config
-from d2sd.convert.checkpoint.flex import (
-    check_flex,
-    check_flex_tensors,
-    flex_fingerprint,
-    flex_linears,
-    load_flex,
-    read_flex_config,
-    with_vocabulary,
-    write_flex,
-)
-from d2sd.convert.checkpoint.quantization import FLEX_UNQUANTIZED, Quantization
+from d2sd.convert.checkpoint.flexdraft import with_vocabulary
+from d2sd.convert.checkpoint.quantization import Quantization
+from d2sd.convert.kinds import DFLASH, FLEXDRAFT
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import BodyConfig, Family, RopeConfig
+from d2sd.policies import DrafterRole
 from tests.convert.helpers import edit_json, edit_tensors, tree_bytes
 from tests.tiny import in_fp8, tiny_decoder, tiny_flex
 
@@ -37,7 +29,7 @@ FLOAT8 = {"dynamic": False, "num_bits": 8, "type": "float"}
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     head = tiny_flex(TARGET, layers=2)
-    write_flex(tmp_path / "head", head.config, head.state_dict())
+    FLEXDRAFT.write(tmp_path / "head", head.config, head.state_dict())
     return tmp_path / "head"
 
 
@@ -60,13 +52,13 @@ def released(folder: Path) -> Path:
 def test_round_trip(tmp_path: Path, family: Family, rope: RopeConfig) -> None:
     target = tiny_decoder(family, layers=4, rope=rope, attention_bias=family == "llama")
     head = tiny_flex(target, layers=3, draft_vocabulary=(0, 4, 9), anchored=family == "llama")
-    write_flex(tmp_path / "a", head.config, head.state_dict())
-    again = load_flex(tmp_path / "a", torch.float32)
+    FLEXDRAFT.write(tmp_path / "a", head.config, head.state_dict())
+    again = FLEXDRAFT.load(tmp_path / "a", torch.float32)
     assert again.config == head.config
-    write_flex(tmp_path / "b", again.config, again.state_dict())
+    FLEXDRAFT.write(tmp_path / "b", again.config, again.state_dict())
     assert tree_bytes(tmp_path / "a") == tree_bytes(tmp_path / "b")
-    assert flex_fingerprint(again) == flex_fingerprint(head)
-    check_flex(again.config, target.config, block_size=4, where=tmp_path)
+    assert FLEXDRAFT.fingerprint(again) == FLEXDRAFT.fingerprint(head)
+    FLEXDRAFT.check(again.config, target.config, DrafterRole.FLEX, 4, tmp_path)
 
 
 def test_every_field_is_written(folder: Path) -> None:
@@ -83,19 +75,19 @@ def test_every_field_is_written(folder: Path) -> None:
 
 
 def test_the_release_is_read_as_what_it_means(folder: Path) -> None:
-    plain = load_flex(folder, torch.float32)
-    again = load_flex(released(folder), torch.float32)
+    plain = FLEXDRAFT.load(folder, torch.float32)
+    again = FLEXDRAFT.load(released(folder), torch.float32)
     assert again.config == plain.config
-    assert flex_fingerprint(again) == flex_fingerprint(plain)
+    assert FLEXDRAFT.fingerprint(again) == FLEXDRAFT.fingerprint(plain)
 
 
 def test_both_keys_may_stand_if_they_agree(folder: Path) -> None:
     block = json.loads((folder / "config.json").read_text())["flexdraft_config"]
     edit_json(folder / "config.json", "dflash_config", block)
-    assert read_flex_config(folder) == CONFIG
+    assert FLEXDRAFT.read_config(folder) == CONFIG
     edit_json(folder / "config.json", "dflash_config", block | {"anchor_bias_rank": 9})
     with pytest.raises(CheckpointError, match="disagree") as caught:
-        read_flex_config(folder)
+        FLEXDRAFT.read_config(folder)
     assert str(caught.value.where).endswith("config.json: dflash_config")
 
 
@@ -127,7 +119,7 @@ WRONG: dict[str, tuple[str, Any, str, str]] = {
 def test_a_config_that_is_wrong(folder: Path, key: str, value: Any, what: str, where: str) -> None:
     edit_json(folder / "config.json", key, value)
     with pytest.raises(CheckpointError, match=what) as caught:
-        read_flex_config(folder)
+        FLEXDRAFT.read_config(folder)
     assert str(caught.value.where).endswith(where)
     assert caught.value.expected is not None
 
@@ -148,7 +140,7 @@ OTHERS: dict[str, tuple[str, Any]] = {
 @pytest.mark.parametrize(("key", "target"), OTHERS.values(), ids=OTHERS)
 def test_a_head_for_another_target(key: str, target: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="another target") as caught:
-        check_flex(CONFIG, target, block_size=4, where=tmp_path)
+        FLEXDRAFT.check(CONFIG, target, DrafterRole.FLEX, 4, tmp_path)
     assert str(caught.value.where).endswith(f"config.json: {key}")
     assert caught.value.found != caught.value.expected
 
@@ -156,9 +148,9 @@ def test_a_head_for_another_target(key: str, target: Any, tmp_path: Path) -> Non
 def test_norms_and_block_must_agree(tmp_path: Path) -> None:
     body: BodyConfig = replace(CONFIG.body, rms_norm_eps=1e-6)
     with pytest.raises(CheckpointError, match="another target"):
-        check_flex(replace(CONFIG, body=body), TARGET.config, block_size=4, where=tmp_path)
+        FLEXDRAFT.check(replace(CONFIG, body=body), TARGET.config, DrafterRole.FLEX, 4, tmp_path)
     with pytest.raises(CheckpointError, match="another block size") as caught:
-        check_flex(CONFIG, TARGET.config, block_size=8, where=tmp_path)
+        FLEXDRAFT.check(CONFIG, TARGET.config, DrafterRole.FLEX, 8, tmp_path)
     assert caught.value.fix is not None
     assert "tree.block_size to 4" in caught.value.fix
 
@@ -167,24 +159,24 @@ def test_tensors_that_are_wrong(folder: Path) -> None:
     file = folder / "model.safetensors"
     edit_tensors(file, layers__0__extra=torch.ones(2))
     with pytest.raises(CheckpointError, match=r"unknown layers\.0\.extra"):
-        check_flex_tensors(folder, CONFIG)
+        FLEXDRAFT.check_tensors(folder, CONFIG)
     edit_tensors(file, layers__0__extra=None, mask_embedding=torch.ones(3))
     with pytest.raises(CheckpointError, match="mask_embedding"):
-        check_flex_tensors(folder, CONFIG)
+        FLEXDRAFT.check_tensors(folder, CONFIG)
     network = [name for name in load_file(file) if name.startswith("anchor_bias_mlp")]
     edit_tensors(file, **dict.fromkeys(network))
-    with pytest.raises(CheckpointError, match="no calibration network"):
-        load_flex(folder, torch.float32)
+    with pytest.raises(CheckpointError, match=r"missing calibration\.inner"):
+        FLEXDRAFT.load(folder, torch.float32)
 
 
 def test_fp8_is_of_the_projections(tmp_path: Path) -> None:
     """The same bytes after a round trip; the calibration network, the anchor's projection and K/V cannot be FP8."""
     head = tiny_flex(TARGET, layers=2, anchored=True)
-    narrow = in_fp8(head, flex_linears(head))
-    described = Quantization(FLEX_UNQUANTIZED, kv=False, producer=("modelopt", "1"))
-    write_flex(tmp_path / "a", head.config, narrow.state_dict(), described)
-    assert check_flex_tensors(tmp_path / "a", read_flex_config(tmp_path / "a")) == described
-    write_flex(tmp_path / "b", head.config, load_flex(tmp_path / "a", torch.float32).state_dict(), described)
+    narrow = in_fp8(head, FLEXDRAFT.fp8_layers(head))
+    described = Quantization(FLEXDRAFT.unquantized, kv=False, producer=("modelopt", "1"))
+    FLEXDRAFT.write(tmp_path / "a", head.config, narrow.state_dict(), described)
+    assert FLEXDRAFT.check_tensors(tmp_path / "a", FLEXDRAFT.read_config(tmp_path / "a")) == described
+    FLEXDRAFT.write(tmp_path / "b", head.config, FLEXDRAFT.load(tmp_path / "a", torch.float32).state_dict(), described)
     assert tree_bytes(tmp_path / "a") == tree_bytes(tmp_path / "b")
     config, separate = tmp_path / "a" / "config.json", tmp_path / "a" / "hf_quant_config.json"
     separate.unlink()
@@ -195,7 +187,7 @@ def test_fp8_is_of_the_projections(tmp_path: Path) -> None:
         before = config.read_text()
         edit_json(config, f"quantization_config.{key}", value)
         with pytest.raises(CheckpointError, match=f"found: {found}"):
-            read_flex_config(tmp_path / "a")
+            FLEXDRAFT.read_config(tmp_path / "a")
         config.write_text(before)
 
 
@@ -203,19 +195,19 @@ def test_an_anchored_head_has_its_projection(folder: Path) -> None:
     """And no other head has one."""
     edit_json(folder / "config.json", "flexdraft_config.anchored", True)
     with pytest.raises(CheckpointError, match=r"anchor_projection\.weight"):
-        load_flex(folder, torch.float32)
+        FLEXDRAFT.load(folder, torch.float32)
     edit_tensors(folder / "model.safetensors", **{"anchor_projection.weight": torch.ones(32, 32)})
-    assert load_flex(folder, torch.float32).config.anchored
+    assert FLEXDRAFT.load(folder, torch.float32).config.anchored
     edit_json(folder / "config.json", "flexdraft_config.anchored", False)
     with pytest.raises(CheckpointError, match=r"anchor_projection\.weight"):
-        load_flex(folder, torch.float32)
+        FLEXDRAFT.load(folder, torch.float32)
 
 
 def test_it_is_no_dflash_drafter(folder: Path) -> None:
     """Under either key: as the first or second drafter of a recipe it is refused, and the error says where it goes."""
     for one in (folder, released(folder)):
         with pytest.raises(CheckpointError, match="FlexDraft") as caught:
-            read_drafter_config(one)
+            DFLASH.read_config(one)
         assert caught.value.fix == "name it as drafters.flex in the recipe"
 
 

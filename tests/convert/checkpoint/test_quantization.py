@@ -12,11 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from d2sd.convert.checkpoint.drafter import copy_drafter, load_drafter, read_drafter_config, write_drafter
 from d2sd.convert.checkpoint.fp8_inputs import NAME
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.quantization import (
-    DRAFTER_UNQUANTIZED,
     FILE,
     KEY,
     Quantization,
@@ -24,6 +22,7 @@ from d2sd.convert.checkpoint.quantization import (
     read_quantization,
 )
 from d2sd.convert.checkpoint.target import load_target, write_target
+from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import Fp8Linear, linear_names, round_to_fp8
@@ -190,21 +189,21 @@ def test_an_fp8_head_is_refused(source: Path) -> None:
 def write_fp8_drafter(folder: Path, *, whole: bool = False) -> Path:
     """`whole`: with scales for the layers that the checkpoint holds in 16 bits."""
     drafter = tiny_drafter(tiny_decoder().config)
-    quantization = Quantization(DRAFTER_UNQUANTIZED, kv=False, producer=("modelopt", "0.47.0"))
+    quantization = Quantization(DFLASH.unquantized, kv=False, producer=("modelopt", "0.47.0"))
     names = linear_names(drafter)
     tensors = fp8_tensors(drafter.state_dict(), quantization.of(names))
     scales = {name: 8 / 448 for name in names if name not in quantization.of(names)} if whole else {}
-    write_drafter(folder, drafter.config, tensors, quantization, scales)
+    DFLASH.write(folder, drafter.config, tensors, quantization, scales)
     return folder
 
 
 def test_a_drafter_round_trips(tmp_path: Path) -> None:
     folder = write_fp8_drafter(tmp_path / "once")
-    drafter = load_drafter(folder, torch.float32)
+    drafter = DFLASH.load(folder, torch.float32)
     fp8 = {name for name, layer in drafter.named_modules() if isinstance(layer, Fp8Linear)}
     kinds = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     assert fp8 == {f"layers.{index}.{kind}" for index in range(2) for kind in kinds}
-    write_drafter(tmp_path / "twice", drafter.config, drafter.state_dict(), read(folder))
+    DFLASH.write(tmp_path / "twice", drafter.config, drafter.state_dict(), read(folder))
     assert tree_bytes(folder) == tree_bytes(tmp_path / "twice")
 
 
@@ -213,7 +212,7 @@ def test_a_drafter_whose_other_layers_d2sd_rounds(tmp_path: Path) -> None:
     stored, whole = write_fp8_drafter(tmp_path / "stored"), write_fp8_drafter(tmp_path / "whole", whole=True)
     assert tree_bytes(whole).keys() - tree_bytes(stored).keys() == {NAME}
     assert tree_bytes(stored).items() <= tree_bytes(whole).items()
-    expected, found = load_drafter(stored, torch.float32), load_drafter(whole, torch.float32)
+    expected, found = DFLASH.load(stored, torch.float32), DFLASH.load(whole, torch.float32)
     others = [name for name in linear_names(expected) if not isinstance(expected.get_submodule(name), Fp8Linear)]
     round_to_fp8(expected, dict.fromkeys(others, 8 / 448))
     assert all(isinstance(found.get_submodule(name), Fp8Linear) for name in linear_names(found))
@@ -222,9 +221,9 @@ def test_a_drafter_whose_other_layers_d2sd_rounds(tmp_path: Path) -> None:
     for name, tensor in expected.state_dict().items():
         assert tensors[name].dtype == tensor.dtype
         assert tensors[name].float().equal(tensor.float()), name
-    copy_drafter(whole, tmp_path / "copy", torch.float32)
+    DFLASH.copy(whole, tmp_path / "copy", torch.float32)
     assert tree_bytes(tmp_path / "copy") == tree_bytes(whole)
-    copy_drafter(stored, tmp_path / "copy", torch.float32)
+    DFLASH.copy(stored, tmp_path / "copy", torch.float32)
     assert tree_bytes(tmp_path / "copy") == tree_bytes(stored), "no scales are left of an earlier drafter"
 
 
@@ -246,26 +245,26 @@ def test_scales_that_are_not_of_these_layers_are_named(tmp_path: Path, key: str,
     write_fp8_drafter(tmp_path, whole=True)
     edit_json(tmp_path / NAME, key, value)
     with pytest.raises(CheckpointError, match=named):
-        load_drafter(tmp_path, torch.float32)
+        DFLASH.load(tmp_path, torch.float32)
 
 
 def test_scales_need_a_description(tmp_path: Path) -> None:
     folder = write_fp8_drafter(tmp_path / "fp8", whole=True)
     drafter = tiny_drafter(tiny_decoder().config)
-    write_drafter(tmp_path / "plain", drafter.config, drafter.state_dict())
+    DFLASH.write(tmp_path / "plain", drafter.config, drafter.state_dict())
     shutil.copy(folder / NAME, tmp_path / "plain")
     with pytest.raises(CheckpointError, match="layers in 16 bits"):
-        load_drafter(tmp_path / "plain", torch.float32)
+        DFLASH.load(tmp_path / "plain", torch.float32)
 
 
 @pytest.mark.parametrize(("narrow", "but"), [("*fc", []), ("*.q_proj", []), ("*.v_proj", ["layers.0.*"])])
 def test_a_drafter_that_engines_would_misread_is_named(tmp_path: Path, narrow: str, but: list[str]) -> None:
     folder = write_fp8_drafter(tmp_path)
-    wide = [pattern for pattern in DRAFTER_UNQUANTIZED if pattern != narrow] + but
+    wide = [pattern for pattern in DFLASH.unquantized if pattern != narrow] + but
     edit_json(folder / FILE, "quantization.exclude_modules", wide)
     edit_json(folder / "config.json", f"{KEY}.ignore", wide)
     with pytest.raises(CheckpointError, match="Engines do not support FP8"):
-        read_drafter_config(folder)
+        DFLASH.read_config(folder)
 
 
 def test_a_drafter_with_fp8_pages_is_named(tmp_path: Path) -> None:
@@ -273,7 +272,7 @@ def test_a_drafter_with_fp8_pages_is_named(tmp_path: Path) -> None:
     edit_json(folder / FILE, "quantization.kv_cache_quant_algo", "FP8")
     edit_json(folder / "config.json", KEY, ...)
     with pytest.raises(CheckpointError, match="K/V"):
-        read_drafter_config(folder)
+        DFLASH.read_config(folder)
 
 
 def test_a_copy_without_hf_quant_config_is_still_fp8(tmp_path: Path, source: Path) -> None:

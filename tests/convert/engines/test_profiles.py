@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.engines.profiles import Profile, make_profiles
-from d2sd.modeling.config import DecoderConfig, DrafterConfig, FlexConfig
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.config import DecoderConfig
+from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.modeling.drafters.interface import DraftConfig
 from d2sd.policies import PolicyName
 from d2sd.recipe import Builder, Recipe, Tree
-from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, GraphFlex, OnnxSession, Session
-from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession, Session, graph_drafter
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.memory import plan_kv_memory
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.convert.exported import Exported, ExportOnce
-from tests.tiny import random_tokens, tiny_decoder, tiny_flex
+from tests.tiny import random_tokens, runner_of, tiny_decoder, tiny_flex
 
 pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
 RECIPE = Recipe.model_validate(
@@ -48,7 +48,7 @@ BUILDERS: tuple[Builder, ...] = "tensorrt-rtx", "tensorrt"
 class Watched:
     """A session that finds each run's profile, of both builders."""
 
-    def __init__(self, session: Session, config: DecoderConfig | DrafterConfig | FlexConfig) -> None:
+    def __init__(self, session: Session, config: DecoderConfig | DraftConfig) -> None:
         self._session = session
         self._profiles = {builder: make_profiles(RECIPE, builder, config) for builder in BUILDERS}
         self.used: dict[Builder, set[int]] = {builder: set() for builder in BUILDERS}
@@ -74,7 +74,7 @@ def watched_engine(pair: Exported, policy: PolicyName) -> tuple[Engine, list[Wat
         Watched(OnnxSession(pair.folder / f"{name}.onnx"), model.config)
         for name, model in (("target", target), ("drafter", drafters[0]), ("drafter", drafters[1]))
     ]
-    runner = ModelRunner(
+    runner = runner_of(
         GraphDecoder(target, drafters[0].config.target_layer_ids, watched[0]),
         *(GraphDrafter(drafter, session, 4, 1024) for drafter, session in zip(drafters, watched[1:], strict=True)),
     )
@@ -111,7 +111,7 @@ def test_mask_rows_fit() -> None:
     target = tiny_decoder("qwen3", head_dim=16)
     head = tiny_flex(target, block_size=4)
     watched = Watched(Eager(head), head.config)
-    runner = ModelRunner(target, flex=GraphFlex(head, watched))
+    runner = runner_of(target, flex=graph_drafter(head, watched, 4))
     prompts = [random_tokens(target, 1, size, seed=size)[0].tolist() for size in (1, 36, 30)]
     for sequence in Engine(runner, policy_of("flex"), LIMITS).generate([Request(tuple(p), 12) for p in prompts]):
         assert len(sequence.answer) == 12

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from d2sd.convert.formats.vocabulary import to_tensors
 from d2sd.modeling.config import Role, RopeConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from tests.convert.helpers import write_target_dir
 from tests.tiny import tiny_decoder, tiny_drafter
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from d2sd.convert.checkpoint.drafter import write_drafter
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.target import parse_target_config
 from d2sd.convert.formats.convert import convert
 from d2sd.convert.formats.read import read_drafter
 from d2sd.convert.formats.shared_tensors import read_target_parts
+from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import Family, RopeConfig
 from tests.convert.formats.helpers import (
@@ -113,7 +113,7 @@ def test_a_drafter_of_the_last_layer_is_not_written_as_a_speculator(tmp_path: Pa
     """The state of the last layer has no number there; z-lab's layout has one."""
     decoder, drafter = tiny_pair(ids=(0, 2, 5))
     target = write_tiny_target(tmp_path / "target", decoder)
-    write_drafter(tmp_path / "a", drafter.config, drafter.state_dict())
+    DFLASH.write(tmp_path / "a", drafter.config, drafter.state_dict())
     with pytest.raises(CheckpointError, match=r"last layer(.|\n)*/a\n(.|\n)*0 to 4"):
         convert(tmp_path / "a", "speculators", tmp_path / "b", target=target)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "target"]
@@ -132,7 +132,7 @@ def test_a_drafter_of_the_last_layer_is_not_written_as_a_speculator(tmp_path: Pa
     ids=["another width", "stretched alone"],
 )
 def test_a_drafter_of_another_target_is_refused_by_the_differing_key(tmp_path: Path, drafter: Any, key: str) -> None:
-    write_drafter(tmp_path / "a", drafter.config, drafter.state_dict())
+    DFLASH.write(tmp_path / "a", drafter.config, drafter.state_dict())
     read_drafter(tmp_path / "a")
     with pytest.raises(CheckpointError, match=rf"another target(.|\n)*{key}\n  found(.|\n)*expected"):
         read_drafter(tmp_path / "a", read_target_parts(write_tiny_target(tmp_path / "target", DECODER)))

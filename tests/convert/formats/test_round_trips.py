@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.convert.checkpoint.drafter import load_drafter, read_drafter_config, write_drafter
 from d2sd.convert.formats.convert import convert
 from d2sd.convert.formats.read import read_drafter
 from d2sd.convert.formats.write import Writable
+from d2sd.convert.kinds import DFLASH
 from d2sd.modeling.config import Role
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from tests.convert.formats.helpers import (
     draft_logits,
     extra,
@@ -33,7 +33,7 @@ from tests.tiny import random_tokens
 
 def logits(decoder: Decoder, folder: Path) -> Tensor:
     tokens = random_tokens(decoder, 1, 12)[0]
-    return draft_logits(decoder, load_drafter(folder, torch.float32), tokens[:11], int(tokens[11]))
+    return draft_logits(decoder, DFLASH.load(folder, torch.float32), tokens[:11], int(tokens[11]))
 
 
 @pytest.fixture
@@ -66,12 +66,12 @@ def test_our_own_z_lab_directory_also_through_speculators(
 ) -> None:
     drafter = tiny_pair(role=role)[1]
     drafter = reduced(drafter) if vocabulary else drafter
-    write_drafter(tmp_path / "a", drafter.config, drafter.state_dict())
+    DFLASH.write(tmp_path / "a", drafter.config, drafter.state_dict())
     assert convert(tmp_path / "a", "z-lab", tmp_path / "b") == ("z-lab", [])
     convert(tmp_path / "a", "speculators", tmp_path / "c", target=target)
     convert(tmp_path / "c", "z-lab", tmp_path / "d", target=target)
     assert tree_bytes(tmp_path / "a") == tree_bytes(tmp_path / "b") == tree_bytes(tmp_path / "d")
-    assert read_drafter_config(tmp_path / "d").role == role
+    assert DFLASH.read_config(tmp_path / "d").role == role
 
 
 @pytest.mark.parametrize("vocabulary", [False, True], ids=["whole", "reduced"])
@@ -111,7 +111,7 @@ def test_across_formats_logits_are_equal(
     assert found == form
     convert(tmp_path / "b", "z-lab", tmp_path / "c", target=target)
     torch.testing.assert_close(logits(decoder, tmp_path / "c"), expected, atol=1e-6, rtol=0)
-    assert read_drafter_config(tmp_path / "c") == drafter.config
+    assert DFLASH.read_config(tmp_path / "c") == drafter.config
 
 
 def test_unsorted_ids_are_put_in_order_with_their_columns(tmp_path: Path, decoder: Decoder) -> None:
@@ -119,7 +119,7 @@ def test_unsorted_ids_are_put_in_order_with_their_columns(tmp_path: Path, decode
     source = write_foreign(tmp_path / "a", public_fields(drafter), drafter.state_dict())
     _, notes = convert(source, "z-lab", tmp_path / "b")
     assert any("[4, 0, 2] and the columns of fc.weight" in note for note in notes)
-    assert read_drafter_config(tmp_path / "b").target_layer_ids == (0, 2, 4)
+    assert DFLASH.read_config(tmp_path / "b").target_layer_ids == (0, 2, 4)
     # fc adds the same products in another order, seen in fp32's fifth digit; wrong columns differ in the first.
     torch.testing.assert_close(logits(decoder, tmp_path / "b"), logits(decoder, source), atol=1e-4, rtol=0)
 
@@ -127,7 +127,7 @@ def test_unsorted_ids_are_put_in_order_with_their_columns(tmp_path: Path, decode
 def test_other_formats_become_explicit(tmp_path: Path, decoder: Decoder, target: Path) -> None:
     """What our own writer would write of the same drafter, whoever it comes from."""
     drafter = tiny_pair()[1]
-    write_drafter(tmp_path / "ours", drafter.config, drafter.state_dict())
+    DFLASH.write(tmp_path / "ours", drafter.config, drafter.state_dict())
     for form in ("modelopt", "speculators"):
         convert(write_as(tmp_path / form, form, decoder, drafter), "z-lab", tmp_path / f"{form}-2", target=target)
         assert tree_bytes(tmp_path / f"{form}-2") == tree_bytes(tmp_path / "ours")
@@ -167,7 +167,7 @@ def test_shards_become_one_file(tmp_path: Path) -> None:
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     convert(source, "z-lab", tmp_path / "b")
     assert sorted(tree_bytes(tmp_path / "b")) == ["config.json", "model.safetensors"]
-    for name, tensor in load_drafter(tmp_path / "b", torch.float32).state_dict().items():
+    for name, tensor in DFLASH.load(tmp_path / "b", torch.float32).state_dict().items():
         assert torch.equal(tensor, whole[name])
 
 
@@ -192,7 +192,7 @@ def test_a_config_may_say_the_same_otherwise(tmp_path: Path) -> None:
         "dflash_config.block_size": 4, "dflash_config.num_target_layers": 6,
     }.items():  # fmt: skip
         edit_json(source / "config.json", key, value)
-    assert read_drafter_config(source) == drafter.config
+    assert DFLASH.read_config(source) == drafter.config
     _, notes = convert(source, "z-lab", tmp_path / "b")
     assert tree_bytes(tmp_path / "b") == tree_bytes(source)
     assert "rope" not in notes[0]

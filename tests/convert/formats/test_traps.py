@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from d2sd.convert.checkpoint.drafter import check_compatible, read_drafter_config
 from d2sd.convert.formats.convert import convert
 from d2sd.convert.formats.read import read_drafter
 from d2sd.convert.formats.shared_tensors import read_target_parts
+from d2sd.convert.kinds import DFLASH
 from d2sd.errors import BuildError, CheckpointError
 from d2sd.modeling.config import RopeConfig
+from d2sd.policies import DrafterRole
 from tests.convert.formats.helpers import (
     extra,
     modelopt_fields,
@@ -109,7 +110,7 @@ def test_another_model_is_called_by_its_name(zlab: Path, changes: dict[str, Any]
     with pytest.raises(CheckpointError, match=rf"{name}(.|\n)*config\.json: .*{key}\n"):
         read_drafter(zlab)
     with pytest.raises(CheckpointError, match=name):
-        read_drafter_config(zlab)  # what a recipe reads with
+        DFLASH.read_config(zlab)  # what a recipe reads with
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG)
@@ -246,12 +247,12 @@ def test_a_speculators_checkpoint_needs_its_target(speculators: Path, zlab: Path
 
 def test_a_second_drafter_that_does_not_say_so_is_refused_unless_declared(zlab: Path) -> None:
     for declared, role in ((None, "first"), ("variable_prefix", "variable_prefix")):
-        assert read_drafter_config(zlab, declared).role == role  # type: ignore[arg-type]
+        assert DFLASH.read_config(zlab, declared).role == role  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"training_mode(.|\n)*--role variable_prefix"):
-        check_compatible(read_drafter_config(zlab), DECODER.config, role="variable_prefix", block_size=4, where=zlab)
+        DFLASH.check(DFLASH.read_config(zlab), DECODER.config, DrafterRole.SECOND, 4, zlab)
     edit(zlab, {"dflash_config.training_mode": "dflash"})
     with pytest.raises(CheckpointError, match=r"declared(.|\n)*training_mode"):
-        read_drafter_config(zlab, "variable_prefix")
+        DFLASH.read_config(zlab, "variable_prefix")
 
 
 @pytest.mark.parametrize(("key", "value", "role"), [
@@ -268,9 +269,9 @@ def test_specforges_markers(zlab: Path, key: str, value: str, role: str) -> None
 def test_a_recipe_error_says_to_sort_and_to_convert(zlab: Path, speculators: Path) -> None:
     edit(zlab, {"dflash_config.target_layer_ids": [4, 0, 2]})
     with pytest.raises(CheckpointError, match=r"\[4, 0, 2\]\n  expected: \[0, 2, 4\]\n  fix: d2sd convert"):
-        check_compatible(read_drafter_config(zlab), DECODER.config, role="first", block_size=4, where=zlab)
+        DFLASH.check(DFLASH.read_config(zlab), DECODER.config, DrafterRole.FIRST, 4, zlab)
     with pytest.raises(CheckpointError, match=r"speculators checkpoint(.|\n)*d2sd convert"):
-        read_drafter_config(speculators)
+        DFLASH.read_config(speculators)
 
 
 def test_modelopts_harmless_keys_are_harmless(tmp_path: Path) -> None:

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from d2sd.convert.checkpoint.flex import flex_linears
-from d2sd.convert.onnx.export import export_drafter, export_flex, export_target
+from d2sd.convert.kinds import FLEXDRAFT, kind_of
+from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import linear_names
-from d2sd.policies import PolicyName
-from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, GraphFlex, OnnxSession
+from d2sd.policies import DrafterRole, PolicyName
+from d2sd.runtime.backends.exported import GraphDecoder, OnnxSession, graph_drafter
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request
@@ -25,23 +24,23 @@ from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from tests.modeling.test_fp8 import fp8_decoder
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET
-from tests.tiny import in_fp8, random_tokens, tiny_drafter, tiny_flex
+from tests.tiny import in_fp8, random_tokens, runner_of, tiny_drafter, tiny_flex
 
 pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
 pytestmark = [pytest.mark.export, pytest.mark.slow, pytest.mark.timeout(300)]
 PAGE = 4
 
 
-def executor_of(folder: Path, target: Decoder, *drafters: Drafter, flex: FlexHead) -> ModelRunner:
-    aux_layer_ids = drafters[0].config.target_layer_ids
+def executor_of(folder: Path, target: Decoder, *drafters: DraftModel) -> ModelRunner:
+    """By graphs of all models, the drafters in the order of their roles."""
+    aux_layer_ids, dtype = drafters[0].config.target_layer_ids, target.embed_tokens.weight.dtype
     export_target(target, aux_layer_ids, PAGE, folder / "target.onnx")
     graphs = []
-    for place, drafter in enumerate(drafters):
-        export_drafter(drafter, PAGE, folder / f"{place}.onnx")
-        graphs.append(GraphDrafter(drafter, OnnxSession(folder / f"{place}.onnx"), PAGE))
-    export_flex(flex, PAGE, folder / "flex.onnx")
-    head = GraphFlex(flex, OnnxSession(folder / "flex.onnx"))
-    return ModelRunner(GraphDecoder(target, aux_layer_ids, OnnxSession(folder / "target.onnx")), *graphs, flex=head)
+    for role, drafter in zip(DrafterRole, drafters, strict=True):
+        file = folder / f"{role.folder}.onnx"
+        export_drafter(kind_of(role).graph_body(drafter), drafter.config, dtype, PAGE, file)
+        graphs.append(graph_drafter(drafter, OnnxSession(file), PAGE))
+    return runner_of(GraphDecoder(target, aux_layer_ids, OnnxSession(folder / "target.onnx")), *graphs)
 
 
 def engine_of(runner: ModelRunner, name: PolicyName) -> Engine:
@@ -56,13 +55,13 @@ def test_an_fp8_graph_multiplies_the_numbers_of_the_emulation(tmp_path: Path) ->
     first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
     second = tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
     first, second = (in_fp8(drafter, linear_names(drafter)) for drafter in (first, second))
-    head = in_fp8(tiny_flex(target, block_size=BLOCK, anchored=True), flex_linears(tiny_flex(target)))
+    head = in_fp8(tiny_flex(target, block_size=BLOCK, anchored=True), FLEXDRAFT.fp8_layers(tiny_flex(target)))
     head.join(target)
-    runner = executor_of(tmp_path, target, first, second, flex=head)
+    runner = executor_of(tmp_path, target, first, second, head)
     prompts = random_tokens(target, 6, 5, seed=3).tolist()
     requests = [Request(tuple(prompt), 12, SamplingParams()) for prompt in prompts]
     plain, drafts = deepcopy((target, head))
-    alone = ModelRunner(plain, deepcopy(first), deepcopy(second), flex=drafts)
+    alone = runner_of(plain, deepcopy(first), deepcopy(second), flex=drafts)
     expected = [s.answer for s in engine_of(alone, "off").generate(requests)]
     for policy in ("hybrid", "flex"):
         found, emulated = (engine_of(one, policy).generate(requests) for one in (runner, alone))

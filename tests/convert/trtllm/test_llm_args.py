@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from d2sd.convert.checkpoint.drafter import write_drafter
+from d2sd.convert import kinds
 from d2sd.convert.trtllm.fields import COMMIT, Arguments, DFlash, KvCache, check_arguments
 from d2sd.convert.trtllm.llm_args import (
     D2SD,
@@ -32,7 +32,7 @@ def bundle_of(folder: Path, **changes: Any) -> tuple[Path, Recipe]:
     config = tiny_decoder().config
     for name, role in (("drafter_first", "first"), ("drafter_second", "variable_prefix")):
         drafter = tiny_drafter(config, role=role)  # type: ignore[arg-type]
-        write_drafter(folder / name, drafter.config, drafter.state_dict())
+        kinds.DFLASH.write(folder / name, drafter.config, drafter.state_dict())
     return folder, recipe
 
 

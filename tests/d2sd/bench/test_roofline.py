@@ -10,6 +10,7 @@ from d2sd.bench.roofline import LAYER_SECONDS, PEAKS, Roofline, arithmetic_costs
 from d2sd.build.plan import GPUS, Part, Plan
 from d2sd.errors import D2SDError
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
+from d2sd.policies import DrafterRole
 from d2sd.recipe import Recipe
 from d2sd.runtime.speculation.policy import make_policy
 
@@ -25,13 +26,15 @@ def body(layers: int) -> BodyConfig:
     return BodyConfig(4096, 12288, layers, 32, 8, 128, 1e-6, RopeConfig(1e6), 40960, True, False, False)
 
 
-def drafter(name: str) -> Part:
+def drafter(role: DrafterRole) -> Part:
     config = DrafterConfig(body(5), 151_936, 16, 151_669, (1, 9, 17, 25, 33), 36, "first")
-    return Part(name, "", config, 1_048_626_432, 2 * 1_048_626_432, 20_480)
+    return Part(role.folder, "", config, 1_048_626_432, 2 * 1_048_626_432, 20_480, True, role)
 
 
-TARGET = Part("target", "", DecoderConfig("qwen3", body(36), 151_936, False), 8_190_735_360, 2 * 8_190_735_360, 147_456)
-PLAN = Plan(RECIPE, None, TARGET, (drafter("drafter_first"), drafter("drafter_second")))
+TARGET = Part(
+    "target", "", DecoderConfig("qwen3", body(36), 151_936, False), 8_190_735_360, 2 * 8_190_735_360, 147_456, True
+)
+PLAN = Plan(RECIPE, None, TARGET, {role: drafter(role) for role in (DrafterRole.FIRST, DrafterRole.SECOND)})
 ROOFLINE = Roofline(PLAN, "H100", 1.0)
 HEAD = 151_936 * 4096
 OFF = make_policy("off", block_size=16, branches=4, row_budget=64)

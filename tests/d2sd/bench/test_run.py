@@ -498,7 +498,7 @@ def test_bad_values_are_a_message(
 
 
 def test_a_method_that_the_bundle_cannot_run(project: Path, tmp_path: Path) -> None:
-    refused(bench(project, tmp_path, *SMALL, bundle="one"), "2 drafters")
+    refused(bench(project, tmp_path, *SMALL, bundle="one"), "drafters.second")
 
 
 def test_sets_need_names_and_prompts_of_their_own(project: Path, tmp_path: Path) -> None:

@@ -15,13 +15,15 @@ import yaml
 from d2sd.build import build
 from d2sd.bundle.load import load_bundle
 from d2sd.calibration import load_calibration, write_calibration
-from d2sd.convert.checkpoint.drafter import fingerprint, load_drafter, write_drafter
+from d2sd.convert.kinds import DFLASH, kind_of
 from d2sd.errors import BuildError, BundleError, D2SDError
+from d2sd.policies import DrafterRole
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import add_calibration, calibration_of, edit_json, edit_tensors, tree_bytes, write_project
 from tests.tiny import tiny_decoder, tiny_drafter
 
 NAME = "calibration/calibration.json"
+ROOT = Path(__file__).parents[3]
 STAGES = ["fetch", "target", "drafter_first", "drafter_second", "calibration", "check"]
 
 
@@ -59,6 +61,17 @@ def test_what_is_written_is_read(recipe: Path, tmp_path: Path) -> None:
     lines = (tmp_path / "a.json").read_text().splitlines()
     assert [lines[0], lines[-1]] == ["{", "}"]
     assert [line.split('"')[1] for line in lines[1:-1]] == list(json.loads((tmp_path / "a.json").read_text()))
+
+
+def test_a_file_of_the_older_form_is_read(recipe: Path) -> None:
+    """A list of the first and the second, null where there is none, and a head's fingerprint under its own key."""
+    path = recipe.with_name("calibration.json")
+    calibration = load_calibration(path)
+    edit_json(path, "drafters", list(calibration.drafters.values()))
+    assert load_calibration(path) == calibration
+    shipped = ROOT / "models" / "smollm2-135m-flex" / "calibration.json"
+    values = json.loads(shipped.read_text())
+    assert (values["drafters"], load_calibration(shipped).drafters) == ([None, None], {"flex": values["flex"]})
 
 
 def test_it_is_copied_verified_and_loaded(recipe: Path, out: Path) -> None:
@@ -129,10 +142,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "another version": (on("d2sd_calibration", 2), ("d2sd_calibration",)),
     "unknown key": (on("extra", 1), ("extra",)),
     "no drafters": (on("drafters", ...), ("drafters",)),
-    "no fingerprint of the first": (on("drafters", [None, None]), ("drafters.0",)),
-    "a head without its tokens a step": (on("flex", "ab"), ("flex", "tau of flex")),
-    "nothing at all": (on("drafters", [None, None]), ("drafters.0", "flex")),
-    "no fingerprint of the first alone": (on("drafters", [None, "ab"]), ("drafters.1",)),
+    "a head without its tokens a step": (on("drafters.flex", "ab"), ("flex", "tau of flex")),
+    "a drafter of another name": (on("drafters.third", "ab"), ("drafters.third",)),
+    "nothing at all": (on("drafters", {}), ("drafters is empty",)),
+    "no fingerprint of the first alone": (on("drafters.first", ...), ("drafters.second",)),
+    "the older form, of nothing": (on("drafters", [None, None]), ("drafters is empty",)),
+    "the older form, a drafter too many": (on("drafters", ["ab", "cd", "ef"]), ("drafters",)),
     "not a number": (on("report", {"prompts": "many"}), ("report.prompts",)),
     "NaN": (lambda p: p.write_text(p.read_text().replace("0.5", "NaN", 1)), ("slope",)),
     "another temperature": (on("tau", {"0.5": {}}), ("tau",)),
@@ -185,8 +200,8 @@ def test_the_drafters_may_not_be_swapped(tmp_path: Path, out: Path) -> None:
     recipe = write_project(tmp_path / "project")
     edit_tensors(recipe.parent / "second/model.safetensors", norm__weight=torch.ones(32))  # else they are alike
     path = add_calibration(recipe)
-    first, second = json.loads(path.read_text())["drafters"]
-    edit_json(path, "drafters", [second, first])
+    values = json.loads(path.read_text())["drafters"]
+    edit_json(path, "drafters", {"first": values["second"], "second": values["first"]})
     with pytest.raises(BuildError, match="another first drafter"):
         run(recipe, out / "tiny")
 
@@ -277,28 +292,29 @@ def test_a_fingerprint_is_the_same_in_fp32_and_bf16(tmp_path: Path, out: Path) -
     """Drafters come in bf16: what was calibrated on the bundle in fp32 is taken for the one in bf16."""
     recipe = write_project(tmp_path / "project")
     for name in ("first", "second"):
-        drafter = load_drafter(recipe.parent / name, torch.bfloat16)
-        write_drafter(recipe.parent / name, drafter.config, drafter.state_dict())
+        drafter = DFLASH.load(recipe.parent / name, torch.bfloat16)
+        DFLASH.write(recipe.parent / name, drafter.config, drafter.state_dict())
     expected = load_calibration(add_calibration(recipe)).drafters
     for precision in ("fp32", "bf16"):
         build(load_recipe(recipe, [f"precision={precision}"]), out / precision, validate=False)
         bundle = load_bundle(out / precision)
-        assert bundle.first is not None
-        assert bundle.second is not None
-        assert {p.dtype for p in bundle.first.parameters()} == {bundle.target.embed_tokens.weight.dtype}
-        assert (fingerprint(bundle.first), fingerprint(bundle.second)) == expected
+        assert {p.dtype for p in bundle.drafters[DrafterRole.FIRST].parameters()} == {
+            bundle.target.embed_tokens.weight.dtype
+        }
+        found = {role.key: kind_of(role).fingerprint(drafter) for role, drafter in bundle.drafters.items()}
+        assert found == expected
 
 
 def test_a_fingerprint_is_of_every_weight() -> None:
     def drafter() -> Any:
         return tiny_drafter(tiny_decoder().config)
 
-    whole = fingerprint(drafter())
-    assert fingerprint(drafter()) == whole
+    whole = DFLASH.fingerprint(drafter())
+    assert DFLASH.fingerprint(drafter()) == whole
     seen = {whole}
     for name in drafter().state_dict():
         changed = drafter()
         changed.state_dict()[name].view(-1)[-1] += 1
-        seen.add(fingerprint(changed))
+        seen.add(DFLASH.fingerprint(changed))
     assert len(seen) == 1 + len(drafter().state_dict())
-    assert fingerprint(tiny_drafter(tiny_decoder().config, role="variable_prefix", seed=2)) not in seen
+    assert DFLASH.fingerprint(tiny_drafter(tiny_decoder().config, role="variable_prefix", seed=2)) not in seen

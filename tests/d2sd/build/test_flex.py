@@ -12,10 +12,12 @@ import torch
 from d2sd.build import build
 from d2sd.build.plan import make_plan
 from d2sd.bundle.load import Bundle, load_bundle
-from d2sd.bundle.serving import can_run, candidate_policies, make_engine
-from d2sd.convert.checkpoint.flex import load_flex
+from d2sd.bundle.serving import auto_policies, can_run, make_engine
+from d2sd.convert.kinds import FLEXDRAFT
 from d2sd.errors import BundleError, CheckpointError, D2SDError, RecipeError
 from d2sd.manifest import Engines, load_manifest
+from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.policies import DrafterRole
 from d2sd.recipe import Policy, load_recipe
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
@@ -43,20 +45,22 @@ def made(recipe: Path, *, validate: bool = False) -> Bundle:
 def test_a_bundle_with_a_head_alone(recipe: Path) -> None:
     """Every check of a build, the same bytes from a head of its own, and the text of plain decoding."""
     bundle = made(recipe, validate=True)
-    assert bundle.flex is not None
-    assert bundle.flex.norm is bundle.target.norm
+    assert bundle.drafters[DrafterRole.FLEX].norm is bundle.target.norm
     folder = recipe.parent / "flex"
     files = {f"drafter_flex/{name}": content for name, content in tree_bytes(folder).items()}
     assert files.items() <= tree_bytes(bundle.path).items()
     manifest = load_manifest(bundle.path)
-    assert manifest.flex is not None
-    assert manifest.flex.parameters == sum(p.numel() for p in load_flex(folder, torch.float32).parameters())
-    assert (manifest.flex.split_layer, manifest.flex.num_layers, manifest.flex.block_size) == (2, 1, 4)
+    parameters = sum(p.numel() for p in FLEXDRAFT.load(folder, torch.float32).parameters())
+    assert {name: drafter.model_dump() for name, drafter in manifest.drafters.items()} == {
+        "flex": {
+            "num_layers": 1, "block_size": 4, "parameters": parameters, "split_layer": 2, "calibration_size": 8
+        },
+    }  # fmt: skip
     greedy: Any = manifest.checks["greedy"]
     assert greedy["flex"]["equal_to_plain_decoding"] > 0
-    assert [name for name in ("off", "lookup", "flex", "auto", "chain", "hybrid") if can_run(bundle, name)] == [
-        "off", "lookup", "flex", "auto",
-    ]  # fmt: skip
+    names = ("off", "lookup", "flex", "auto", "chain", "hybrid")
+    runs = [name for name in names if can_run(bundle.draft_configs, name)]
+    assert runs == ["off", "lookup", "flex", "auto"]
     names: tuple[Policy, ...] = ("off", "flex", "auto")
     engines = [make_engine(bundle, policy=name) for name in names]
     assert [str(engine.policy) for engine in engines] == ["off", "flex of 4 rows", "flex_tree of 16 rows"]
@@ -78,10 +82,9 @@ def test_who_cannot_run_it(tmp_path: Path, recipe: Path) -> None:
     bundle = made(recipe)
     with pytest.raises(BundleError, match="neither graphs nor engines"):
         make_engine(bundle, policy="flex", backend="onnx")
-    with pytest.raises(BundleError, match=r"no parallel mode[\s\S]*choose flex"):
+    with pytest.raises(BundleError, match=r"do not draft in the pass that verifies"):
         make_engine(bundle, policy="flex_parallel", backend="onnx")
-    by_graphs = candidate_policies(bundle.recipe.tree, 0, "auto", 4, flex=True, parallel=False)
-    assert {policy.name for policy in by_graphs} == {"off", "flex", "flex_tree"}
+    assert auto_policies(bundle.draft_configs, bundle.calibration, "onnx") == ["flex", "flex_tree"]
     older = Engines(
         builder="tensorrt-rtx", version="1", plugin_abi="1", compute=(), profiles={"target": []}, plugins={}
     )
@@ -89,11 +92,11 @@ def test_who_cannot_run_it(tmp_path: Path, recipe: Path) -> None:
     for backend in ("onnx", "tensorrt"):
         for policy in ("flex", "auto"):
             with pytest.raises(
-                BundleError, match=r"neither a graph nor an engine of its FlexDraft[\s\S]*build it again"
+                BundleError, match=r"neither a graph nor an engine of drafter_flex[\s\S]*build it again"
             ):
                 make_engine(bundle, policy=policy, backend=backend)
     plain = write_project(tmp_path / "plain" / "project", tree={"policy": "off", "block_size": 4, "branches": 3})
-    with pytest.raises(BundleError, match="FlexDraft head"):
+    with pytest.raises(BundleError, match=r"drafters\.flex in its recipe"):
         make_engine(made(plain), policy="flex")
     with pytest.raises(RecipeError, match=r"needs drafters\.flex"):
         load_recipe(plain, ["tree.policy=flex"])
@@ -104,8 +107,9 @@ def test_an_anchored_head_drafts_in_sequential_mode_alone(tmp_path: Path) -> Non
     path = write_project(tmp_path / "project", drafters={})
     add_flex(path, anchored=True)
     bundle = made(path, validate=True)
-    assert bundle.flex is not None
-    assert bundle.flex.config.anchored
+    head = bundle.drafters[DrafterRole.FLEX]
+    assert isinstance(head, FlexHead)
+    assert head.config.anchored
     greedy: Any = bundle.manifest.checks["greedy"]
     assert greedy["flex"]["equal_to_plain_decoding"] == greedy["flex"]["prompts"]
     assert "flex_parallel" not in greedy

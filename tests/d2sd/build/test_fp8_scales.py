@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from d2sd.build import fp8_scales as calibrate_fp8
 from d2sd.build.fp8_scales import ModelOpt, load_modelopt, quantize_drafter, quantize_target
-from d2sd.convert.checkpoint.flex import load_flex, write_flex
-from d2sd.convert.checkpoint.quantization import DRAFTER_UNQUANTIZED
 from d2sd.convert.checkpoint.target import load_target, write_target
+from d2sd.convert.kinds import DFLASH, FLEXDRAFT
 from d2sd.errors import BuildError, CheckpointError
 from d2sd.modeling.config import Family
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
 from tests.convert.helpers import write_target_dir
 from tests.tiny import full_logits, random_tokens, tiny_decoder, tiny_drafter, tiny_flex
@@ -121,8 +120,8 @@ def test_a_drafters_scales_are_the_largest_values_it_read(modelopt: ModelOpt) ->
     for hook in hooks:
         hook.remove()
     with torch.inference_mode():
-        tensors, quantization, scales_of_inputs = quantize_drafter(modelopt, drafter, run)
-    assert quantization.exclude == DRAFTER_UNQUANTIZED
+        tensors, quantization, scales_of_inputs = quantize_drafter(modelopt, DFLASH, drafter, run)
+    assert quantization.exclude == DFLASH.unquantized
     fp8 = [f"layers.{i}.{n}" for i in range(2) for n in
            ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]  # fmt: skip
     scales = {f"{name}.{kind}_scale" for name in fp8 for kind in ("weight", "input")}
@@ -157,10 +156,10 @@ def test_a_flexdraft_heads_projections_get_scales(modelopt: ModelOpt, tmp_path: 
 
     with torch.inference_mode():
         plain = draft(head)
-        tensors, quantization, others = quantize_drafter(modelopt, head, run)
+        tensors, quantization, others = quantize_drafter(modelopt, FLEXDRAFT, head, run)
         assert not others
-        write_flex(tmp_path / "head", head.config, tensors, quantization)
-        loaded = load_flex(tmp_path / "head", torch.float32)
+        FLEXDRAFT.write(tmp_path / "head", head.config, tensors, quantization)
+        loaded = FLEXDRAFT.load(tmp_path / "head", torch.float32)
         loaded.join(target)
         found, emulated = draft(loaded), draft(head)
     fp8 = [name for name, layer in loaded.named_modules() if isinstance(layer, Fp8Linear)]
@@ -173,4 +172,4 @@ def test_a_flexdraft_heads_projections_get_scales(modelopt: ModelOpt, tmp_path: 
 def test_a_layer_that_never_ran_is_named(modelopt: ModelOpt) -> None:
     drafter, _ = drafter_and_run()
     with pytest.raises(BuildError, match="fc: largest input"):
-        quantize_drafter(modelopt, drafter, lambda: None)
+        quantize_drafter(modelopt, DFLASH, drafter, lambda: None)

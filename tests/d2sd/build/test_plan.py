@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from d2sd.build.plan import Plan, make_plan
-from d2sd.convert.checkpoint.drafter import drafter_shapes, read_drafter_config, write_drafter
 from d2sd.convert.checkpoint.fp8_inputs import NAME
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.quantization import KEY, Quantization, described
 from d2sd.convert.checkpoint.target import parse_target_config, target_shapes
 from d2sd.convert.checkpoint.weights import Shapes, stored_as
+from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import edit_json, write_project
@@ -88,7 +88,7 @@ def make_target_fp8(folder: Path) -> None:
 
 def make_drafter_fp8(folder: Path) -> None:
     quantization = Quantization(("fc", "*.q_proj", "*.k_proj", "*.v_proj"), False, ("test", "1"))
-    config = read_drafter_config(folder)
-    shapes = drafter_shapes(config, quantization)
+    config = DFLASH.read_config(folder)
+    shapes = DFLASH.shapes(config, quantization)
     wide = [name.removesuffix(".weight") for name in shapes if re.search(r"(fc|[qkv]_proj)\.weight$", name)]
-    write_drafter(folder, config, ones(shapes), quantization, dict.fromkeys(wide, 1.0))
+    DFLASH.write(folder, config, ones(shapes), quantization, dict.fromkeys(wide, 1.0))

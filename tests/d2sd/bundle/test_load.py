@@ -16,6 +16,7 @@ from d2sd.bundle.files import verify_files
 from d2sd.bundle.load import load_bundle
 from d2sd.errors import BundleError
 from d2sd.manifest import load_manifest
+from d2sd.policies import DrafterRole
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import edit_json, write_project
 from tests.tiny import tiny_decoder
@@ -41,13 +42,14 @@ def test_a_bundle_gives_back_its_models(bundle: Path) -> None:
     expected = tiny_decoder().state_dict()
     assert loaded.target.state_dict().keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.target.state_dict().items())
-    assert loaded.first is not None
-    assert loaded.second is not None
-    assert (loaded.first.config.role, loaded.second.config.role) == ("first", "variable_prefix")
+    assert list(loaded.drafters) == [DrafterRole.FIRST, DrafterRole.SECOND]
+    assert [getattr(drafter.config, "role", None) for drafter in loaded.drafters.values()] == [
+        "first", "variable_prefix",
+    ]  # fmt: skip
     assert loaded.stop_token_ids == (2,)
     assert loaded.tokenizer("w5 w7").input_ids == [5, 7]
     assert loaded.recipe.tree.row_budget == 16
-    for model in (loaded.target, loaded.first, loaded.second):
+    for model in (loaded.target, *loaded.drafters.values()):
         assert not model.training
         assert not any(parameter.requires_grad for parameter in model.parameters())
 
@@ -58,8 +60,7 @@ def test_tensors_are_stored_and_loaded_in_the_recipes_precision(
 ) -> None:
     bundle = make(tmp_path, precision=precision)
     loaded = load_bundle(bundle)
-    assert loaded.first is not None
-    assert {p.dtype for m in (loaded.target, loaded.first) for p in m.parameters()} == {dtype}
+    assert {p.dtype for m in (loaded.target, *loaded.drafters.values()) for p in m.parameters()} == {dtype}
     elements = sum(p.numel() for p in loaded.target.parameters())
     assert elements * 2 < (bundle / "target/model.safetensors").stat().st_size < elements * 4
 
@@ -67,8 +68,7 @@ def test_tensors_are_stored_and_loaded_in_the_recipes_precision(
 def test_a_bundle_without_a_second_drafter(tmp_path: Path) -> None:
     tree = {"policy": "chain", "block_size": 4, "branches": 3}
     loaded = load_bundle(make(tmp_path, drafters={"first": {"path": "first"}}, tree=tree))
-    assert loaded.first is not None
-    assert loaded.second is None
+    assert list(loaded.drafters) == [DrafterRole.FIRST]
 
 
 @pytest.mark.parametrize("name", ["target/model.safetensors", "target/tokenizer.json", "drafter_second/config.json"])

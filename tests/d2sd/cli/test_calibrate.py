@@ -13,7 +13,7 @@ from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.calibration import load_calibration
 from d2sd.cli.main import main
-from d2sd.convert.checkpoint.drafter import fingerprint
+from d2sd.convert.kinds import kind_of
 from d2sd.policies import PolicyName
 from d2sd.prompts import read_prompts
 from d2sd.runtime.sampling_params import SamplingParams
@@ -77,9 +77,7 @@ def test_what_is_found(bundle: Path, ended: Result) -> None:
     assert ended.exit_code == 0, ended.output + repr(ended.exception)
     found = load_calibration(bundle.parent / "found.json")
     loaded = load_bundle(bundle)
-    assert loaded.first is not None
-    assert loaded.second is not None
-    assert found.drafters == (fingerprint(loaded.first), fingerprint(loaded.second))
+    assert found.drafters == {role.key: kind_of(role).fingerprint(drafter) for role, drafter in loaded.drafters.items()}
     assert found.block_size == 4
     assert found.tau.keys() == {"0", "1"}
     for key, temperature in (("0", 0.0), ("1", 1.0)):
@@ -161,7 +159,7 @@ def test_without_a_second_drafter(recipe: Path, tmp_path: Path) -> None:
     ended = calibrate(built(recipe, tmp_path / "one", "drafters.second=null"), tmp_path / "one.json")
     assert ended.exit_code == 0, ended.output + repr(ended.exception)
     found = load_calibration(tmp_path / "one.json")
-    assert found.drafters[1] is None
+    assert found.drafters.keys() == {"first"}
     assert {*found.tau["0"], *found.tau["1"]} == {"chain", "ddtree"}
     assert not [name for name in found.report if "second" in name]
     assert found.slope[0][1] == [[1.0, 1.0]] * 3

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from d2sd.cli.main import main
-from d2sd.convert.checkpoint.drafter import read_drafter_config
+from d2sd.convert.kinds import DFLASH
 from tests.convert.formats.helpers import public_fields, tiny_pair, write_foreign, write_tiny_target
 from tests.convert.helpers import tree_bytes
 
@@ -34,14 +34,14 @@ def test_there_and_back(source: Path, tmp_path: Path) -> None:
         "read as speculators\n"
         "note: embed_tokens.weight and lm_head.weight: dropped unchecked; pass --target to compare with the target's\n"
     )
-    assert read_drafter_config(tmp_path / "back") == DRAFTER.config
+    assert DFLASH.read_config(tmp_path / "back") == DRAFTER.config
 
 
 def test_a_role_may_be_declared(source: Path, tmp_path: Path) -> None:
     done = convert(source, "--to", "z-lab", "-o", tmp_path / "second", "--role", "variable_prefix")
     assert done.exit_code == 0
     assert "note: the role variable_prefix is declared, not read" in done.stderr
-    assert read_drafter_config(tmp_path / "second").role == "variable_prefix"
+    assert DFLASH.read_config(tmp_path / "second").role == "variable_prefix"
 
 
 def test_a_refusal_is_a_message_and_leaves_nothing(source: Path, tmp_path: Path) -> None:

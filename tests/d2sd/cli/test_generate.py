@@ -17,6 +17,7 @@ from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.cli.main import main
 from d2sd.errors import BuildError, D2SDError
 from d2sd.plugins.trees import Accepted, Tree
+from d2sd.policies import DrafterRole
 from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.accept import sample_target
@@ -142,8 +143,8 @@ def test_bad_requests_are_a_message(path: Path, arguments: list[str], told: str)
 
 
 def test_a_missing_drafter_is_named(tmp_path: Path, bundle: Bundle) -> None:
-    with pytest.raises(D2SDError, match="2 drafters"):
-        make_engine(replace(bundle, second=None), policy="d2sd")
+    with pytest.raises(D2SDError, match=r"drafters\.second in its recipe"):
+        make_engine(replace(bundle, drafters={DrafterRole.FIRST: bundle.drafters[DrafterRole.FIRST]}), policy="d2sd")
 
 
 def test_a_recipe_may_have_more_requests_than_memory(bundle: Bundle) -> None:

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.trees import Branches, Draft, mask_rejected, restart_blocks
-from d2sd.policies import FACTS, PolicyName
+from d2sd.policies import FACTS, DrafterRole, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sampling.sample import Sampling
@@ -26,8 +26,10 @@ from tests.runtime.cuda_graphs import test_capture as test_capturable
 from tests.runtime.cuda_graphs.test_capture import HOT, check_same, layers_of_pytorch, record, running  # noqa: F401, a fixture
 from tests.runtime.helpers import BLOCK, BRANCHES, STEADY, copies, expected, plain, some_requests
 from tests.runtime.test_lossless import DRAFTING, WAYS
+from tests.tiny import prepared, runner_of
 
 Ids = tuple[int, ...] | None
+FIRST, SECOND, *_ = DrafterRole
 
 
 @cache
@@ -53,7 +55,7 @@ class Coached(ModelRunner):
 
     def __init__(self, first: Ids, second: Ids) -> None:
         target, one, two, _ = copies()
-        super().__init__(target, narrowed(one, first), narrowed(two, second))
+        super().__init__(*prepared(target, narrowed(one, first), narrowed(two, second)))
         every = tuple(range(self.vocab_size))
         self.ids = tuple(first or every), tuple(second or every)
         self.told = [0, 0]  # slots where the right token was leant to
@@ -61,27 +63,27 @@ class Coached(ModelRunner):
             r.seed: r.prompt + plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK) for r in some_requests()
         }
 
-    def _draft(self, which: int, batch: Batch, blocks: Tensor) -> Tensor:
-        logits = super()._draft(which, batch, blocks)
-        assert logits.shape[-1] == len(self.ids[which])
-        place = {token: index for index, token in enumerate(self.ids[which])}
+    def _draft(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> Tensor:
+        logits = super()._draft(role, batch, blocks)
+        assert logits.shape[-1] == len(self.ids[role])
+        place = {token: index for index, token in enumerate(self.ids[role])}
         for row, (seed, start) in enumerate(zip(batch.sampling.seed.tolist(), batch.context_len.tolist(), strict=True)):
             text = self._texts.get(seed % 2**64, ())
             for slot, right in enumerate(text[start + 1 : start + BLOCK]):
-                if right in place and random.Random(f"{seed} {start} {slot} {which}").random() < 0.8:
+                if right in place and random.Random(f"{seed} {start} {slot} {role:d}").random() < 0.8:
                     logits[row, :, slot, place[right]] += 12
-                    self.told[which] += 1
+                    self.told[role] += 1
         return logits
 
-    def draft_first(self, batch: Batch, width: int) -> Draft:
-        return self._within(0, super().draft_first(batch, width))
+    def draft_first(self, batch: Batch, width: int, role: DrafterRole = FIRST) -> Draft:
+        return self._within(role, super().draft_first(batch, width, role))
 
-    def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
-        return self._within(drafter, super().draft_second(batch, branches, drafter, width))
+    def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
+        return self._within(role, super().draft_second(batch, branches, role, width))
 
-    def _within(self, which: int, draft: Draft) -> Draft:
+    def _within(self, role: DrafterRole, draft: Draft) -> Draft:
         assert not draft.logprob.isnan().any()
-        assert set(draft.tokens.flatten().tolist()) <= set(self.ids[which])
+        assert set(draft.tokens.flatten().tolist()) <= set(self.ids[role])
         return draft
 
 
@@ -93,7 +95,7 @@ SIZES = {"both": (24, 24), "first": (24, None), "second": (None, 24), "differ": 
     [
         pytest.param(policy, name, marks=[] if (turn + place) % 3 == 0 else pytest.mark.slow)
         for turn, name in enumerate(["alone", "in flight", "tight pages"])
-        for place, policy in enumerate(name for name in DRAFTING if FACTS[name].required_drafters)
+        for place, policy in enumerate(name for name in DRAFTING if FIRST in FACTS[name].drafters)
     ],
 )
 def test_the_text_is_what_plain_decoding_writes(policy: PolicyName, name: str) -> None:
@@ -124,9 +126,9 @@ def test_what_a_vocabulary_lacks_is_not_gained() -> None:
 
 def test_one_copy_of_the_head_for_each_vocabulary() -> None:
     same, other, single = (Coached(frequent(24), ids) for ids in (frequent(24), frequent(16), None))
-    assert same._heads[0] is same._heads[1]
-    assert other._heads[0] is not other._heads[1]
-    assert single._heads[1] == single.target.raw_logits
+    assert same._tables[FIRST].head is same._tables[SECOND].head
+    assert other._tables[FIRST].head is not other._tables[SECOND].head
+    assert single._tables[SECOND].head == single.target.raw_logits
 
 
 # -- the same drafts as a whole head whose other tokens are impossible -------------------------------------------------
@@ -199,20 +201,20 @@ def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> No
     batch = replace(batch, sampling=Sampling.of([params] * len(TEXTS), whole.vocab_size, "cpu"))
     vocabularies = IDS, IDS[::2]
     target, *drafters, _ = copies()
-    small = ModelRunner(target, *map(narrowed, drafters, vocabularies))
-    small._target_pool, small._pools, small.context = whole._target_pool, whole._pools, whole.context
+    small = runner_of(target, *map(narrowed, drafters, vocabularies))
+    small.target_pool, small._own_pools, small.context = whole.target_pool, whole._own_pools, whole.context
     width = len(IDS[::2])
 
-    def wanted(which: int, logits: Tensor) -> Draft:
+    def wanted(which: DrafterRole, logits: Tensor) -> Draft:
         ids = torch.tensor(vocabularies[which])
         return candidates(masked(logits, ids), batch.context_len, batch.sampling, width)
 
     first = small.draft_first(batch, width + 3)  # there are not so many in the second vocabulary
     masks = torch.full((len(TEXTS), 1, BLOCK - 1), 63)
-    logits = whole._draft(0, batch, torch.cat([batch.anchor[:, None, None], masks], -1))
-    expected_first = wanted(0, logits)
+    logits = whole._draft(FIRST, batch, torch.cat([batch.anchor[:, None, None], masks], -1))
+    expected_first = wanted(FIRST, logits)
     check_equal(first, Draft(expected_first.tokens[:, 0], expected_first.logprob[:, 0]))
-    for which in (0, 1):
+    for which in (FIRST, SECOND):
         length = torch.tensor([[0, 2, 3], [3, 1, 4], [1, 2, 0]])
         rejected = torch.tensor([[IDS[0], IDS[1], 8], [IDS[4], 62, -1], [IDS[2], IDS[3], IDS[6]]])
         branches = Branches(first.top1[:, None].expand(-1, BRANCHES, -1), length, rejected)
@@ -227,6 +229,6 @@ def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> No
 def test_nothing_is_read_back(policy: PolicyName, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with vocabularies can be captured in a graph like any other."""
     target, first, second, flex = copies()
-    made = ModelRunner(target, narrowed(first, IDS), narrowed(second, frequent(24)), flex=flex)
+    made = runner_of(target, narrowed(first, IDS), narrowed(second, frequent(24)), flex=flex)
     monkeypatch.setattr(test_capturable, "honest", lambda: made)
     check_same(record(running(policy, HOT, SamplingParams()), 3))

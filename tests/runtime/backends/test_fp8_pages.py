@@ -8,16 +8,15 @@ from copy import deepcopy
 import pytest
 import torch
 
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.policies import PolicyName
 from d2sd.runtime.backends import model_runner
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits
 from d2sd.runtime.speculation.policy import make_policy
 from tests.modeling.test_fp8 import fp8_decoder
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, some_requests
-from tests.tiny import tiny_drafter
+from tests.tiny import runner_of, tiny_drafter
 
 
 def answers(policy: PolicyName, dtype: torch.dtype) -> tuple[torch.dtype, list[list[int]], list[Counter[int]]]:
@@ -26,7 +25,7 @@ def answers(policy: PolicyName, dtype: torch.dtype) -> tuple[torch.dtype, list[l
     first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
     second = tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
     drafters: list[Drafter] = [deepcopy(d).to(dtype) for d in (first, second)]
-    runner = ModelRunner(target, *drafters)
+    runner = runner_of(target, *drafters)
     made = make_policy(policy, block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
     engine = Engine(runner, made, Limits(max_batch=4, max_context=64, page_size=4, prefill_chunk=8))
     sequences = engine.generate(some_requests())

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree, from_candidates
+from d2sd.policies import DrafterRole
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import sources_of
@@ -23,9 +24,10 @@ from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from tests.modeling.test_flex import reference as flex_reference
 from tests.runtime.helpers import BLOCK, check_pages, choices, copies, honest, models, poison, sync_drafters
-from tests.tiny import full_logits, tiny_drafter
+from tests.tiny import full_logits, runner_of, tiny_drafter, tiny_flex
 
 PAGE = 4
+FIRST, SECOND, *_ = DrafterRole
 TEXTS = [[5, 9, 1, 33, 20, 7, 41, 8, 2], [60, 3], [11, 12, 13, 14, 15, 16]]  # the last token is the anchor
 TABLE = torch.tensor([[9, 2, 7, 4], [5, 1, 0, 0], [3, 8, 6, 0]])
 
@@ -102,7 +104,7 @@ def test_first_draft_equals_drafting_from_nothing(ready: tuple[ModelRunner, Batc
 
 def test_flex_draft_equals_drafting_from_nothing(ready: tuple[ModelRunner, Batch]) -> None:
     runner, batch = ready
-    draft = runner.draft_flex(batch, WIDTH)
+    draft = runner.draft_first(batch, WIDTH, DrafterRole.FLEX)
     assert draft.tokens.shape == (3, BLOCK - 1, WIDTH)
     target, _, _, flex = models()
     for row, text in enumerate(TEXTS):
@@ -120,10 +122,12 @@ def test_heads_get_rows_in_one_piece(ready: tuple[ModelRunner, Batch], monkeypat
         whole.append(hidden.is_contiguous())
         return head(hidden)
 
-    monkeypatch.setattr(runner, "_heads", [partial(watched, head=head) for head in runner._heads])
+    tables = {role: own._replace(head=partial(watched, head=own.head)) for role, own in runner._tables.items()}
+    monkeypatch.setattr(runner, "_tables", tables)
     first = runner.draft_first(batch, WIDTH)
-    runner.draft_second(batch, branches_behind(first, torch.tensor([[1, 2], [0, 3], [2, 1]])), 1, WIDTH)
-    assert whole == [True, True]
+    runner.draft_second(batch, branches_behind(first, torch.tensor([[1, 2], [0, 3], [2, 1]])), SECOND, WIDTH)
+    runner.draft_first(batch, WIDTH, DrafterRole.FLEX)
+    assert whole == [True, True, True]
 
 
 def branches_behind(first: Draft, length: Tensor) -> Branches:
@@ -136,16 +140,18 @@ def branches_behind(first: Draft, length: Tensor) -> Branches:
 LENGTHS = torch.tensor([[0, 2, 3], [3, 1, 4], [1, 2, 0]])  # 4: nothing left to draft
 
 
-@pytest.mark.parametrize("drafter", [0, 1])
-def test_second_draft_equals_drafting_each_branch_from_nothing(ready: tuple[ModelRunner, Batch], drafter: int) -> None:
+@pytest.mark.parametrize("role", [FIRST, SECOND])
+def test_second_draft_equals_drafting_each_branch_from_nothing(
+    ready: tuple[ModelRunner, Batch], role: DrafterRole
+) -> None:
     """By either drafter. So branches do not see each other, and nothing but the rejected token is kept from them."""
     runner, batch = ready
     first = runner.draft_first(batch, 1)
     branches = branches_behind(first, LENGTHS)
-    second = runner.draft_second(batch, branches, drafter, WIDTH)
+    second = runner.draft_second(batch, branches, role, WIDTH)
     assert second.tokens.shape == (3, 3, BLOCK - 1, WIDTH)
     _, *drafters, _ = models()
-    model = drafters[drafter]
+    model = drafters[role]
     for row, text in enumerate(TEXTS):
         for branch, length in enumerate(LENGTHS[row].tolist()):
             kept = [text[-1], *first.top1[row, :length].tolist()]
@@ -161,7 +167,7 @@ def test_branches_need_not_follow_the_best_chain(ready: tuple[ModelRunner, Batch
     runner, batch = ready
     kept = torch.tensor([[[11, 22, 33, 44]]]).expand(3, -1, -1)
     branches = Branches(kept, torch.full((3, 1), 2), torch.full((3, 1), -1))
-    second = runner.draft_second(batch, branches, 1, WIDTH)
+    second = runner.draft_second(batch, branches, SECOND, WIDTH)
     model = models()[2]
     for row, text in enumerate(TEXTS):
         logits = fresh_draft(model, text, [[text[-1], 11, 22] + [model.config.mask_token_id] * 2])[0]
@@ -176,9 +182,9 @@ def test_second_draft_never_repeats_the_rejected_token(ready: tuple[ModelRunner,
     for length in range(BLOCK - 1):
         branches = branches_behind(first, torch.full((3, 1), length))
         free = Branches(branches.tokens, branches.prefix_len, torch.full_like(branches.rejected, -1))
-        wish = runner.draft_second(batch, free, 1, 1).top1[:, 0, length]
+        wish = runner.draft_second(batch, free, SECOND, 1).top1[:, 0, length]
         asked = Branches(branches.tokens, branches.prefix_len, wish[:, None])
-        got = runner.draft_second(batch, asked, 1, runner.vocab_size)
+        got = runner.draft_second(batch, asked, SECOND, runner.vocab_size)
         proposed = got.tokens[:, 0, length].where(got.logprob[:, 0, length].isfinite(), -1)
         assert ((proposed >= 0).sum(-1) == runner.vocab_size - 1).all()
         assert (proposed != wish[:, None]).all()
@@ -219,15 +225,15 @@ def test_drafters_pages_are_paid_before_they_draft(monkeypatch: pytest.MonkeyPat
     settled, _ = prefilled(TEXTS[:2], TABLE[:2])
     with pytest.raises(AssertionError, match="inject"):
         runner.draft_first(batch, WIDTH)
-    runner.context.inject((0,))
+    runner.context.inject((FIRST,))
     one, other = (e.draft_first(batch, WIDTH) for e in (runner, settled))
     assert torch.equal(one.tokens, other.tokens)
     torch.testing.assert_close(one.logprob, other.logprob, atol=1e-5, rtol=1e-5)
     assert runner.pools[1].k[:, 5, 0].isfinite().all()
     assert runner.pools[2].k[:, 5, 0].isnan().all()
     branches = branches_behind(one, LENGTHS[:2])
-    runner.context.inject((1,))
-    second, other_second = (e.draft_second(batch, branches, 1, WIDTH) for e in (runner, settled))
+    runner.context.inject((SECOND,))
+    second, other_second = (e.draft_second(batch, branches, SECOND, WIDTH) for e in (runner, settled))
     assert torch.equal(second.tokens, other_second.tokens)
     monkeypatch.setattr(module, "MAX_PENDING_ROWS", 64)
     for _ in range(9):  # 8 rows each
@@ -313,7 +319,7 @@ def test_requests_of_a_batch_do_not_touch_each_other() -> None:
     for one, own in ((runner, batch), (moved, shuffled)):
         first = one.draft_first(own, policy.topk)
         branches = policy.branches(own, first)
-        second = one.draft_second(own, branches, 1, policy.topk)
+        second = one.draft_second(own, branches, SECOND, policy.topk)
         tree = policy.build(own, sources_of(first, branches, second))
         drafts.append((first.tokens, second.tokens))
         trees.append((tree.tokens, tree.parent, tree.branch_id))
@@ -331,7 +337,7 @@ def test_sampled_drafts_follow_the_noise_of_their_positions(ready: tuple[ModelRu
     batch = replace(batch, sampling=sampling)
     first = runner.draft_first(batch, 1)
     branches = branches_behind(first, LENGTHS)
-    second = runner.draft_second(batch, branches, 1, 1)
+    second = runner.draft_second(batch, branches, SECOND, 1)
     models_ = models()
     depth = torch.arange(BLOCK - 1)[None]
     for row, text in enumerate(TEXTS):
@@ -349,12 +355,10 @@ def test_sampled_drafts_follow_the_noise_of_their_positions(ready: tuple[ModelRu
             assert second.top1[row, branch, length:].tolist() == wanted[length:].tolist()
 
 
-def test_drafters_go_in_order() -> None:
-    target, _, second, _ = copies()
-    with pytest.raises(AssertionError):
-        ModelRunner(target, None, second)
-    assert ModelRunner(target).block_size == 1
-    assert ModelRunner(target, block_size=6).block_size == 6
+def test_without_drafters_a_block_has_the_size_asked_for() -> None:
+    target, *_ = copies()
+    assert runner_of(target).block_size == 1
+    assert runner_of(target, block_size=6).block_size == 6
 
 
 @pytest.mark.parametrize("field", ["block_size", "target_layer_ids"])
@@ -363,5 +367,14 @@ def test_drafters_that_do_not_fit_each_other(field: str) -> None:
     other = {"block_size": 7, "target_layer_ids": (1,)}[field]
     second = tiny_drafter(target.config, role="variable_prefix", **{"block_size": BLOCK, field: other})  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=field) as caught:
-        ModelRunner(target, first, second)
+        runner_of(target, first, second)
     assert caught.value.found == other
+    assert str(caught.value.where).startswith("drafters.second")
+
+
+def test_a_head_that_does_not_fit_a_drafter() -> None:
+    target, first, *_ = copies()
+    with pytest.raises(CheckpointError, match="block_size") as caught:
+        runner_of(target, first, flex=tiny_flex(target, block_size=7))
+    assert caught.value.found == 7
+    assert str(caught.value.where).startswith("drafters.flex")

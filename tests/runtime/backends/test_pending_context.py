@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.plugins.trees import Accepted
 from d2sd.policies import PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
@@ -18,6 +18,7 @@ from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Chain, Policy
 from tests.runtime.helpers import BLOCK, check_pages, copies, expected, make_engine, some_requests, sync_drafters
+from tests.tiny import prepared, runner_of
 
 
 class Eager(ModelRunner):
@@ -30,7 +31,7 @@ class Eager(ModelRunner):
 
 def owed(runner: ModelRunner) -> list[int]:
     """Rows owed to each drafter, without padding and what was dropped. The queues stay as they are."""
-    copied = [copy(debts) for debts in runner.context._queues]
+    copied = [copy(debts) for debts in runner.context._queues.values()]
     for debts in copied:
         debts.compact()
     return [debts.rows for debts in copied]
@@ -47,7 +48,7 @@ def never(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("policy", ["off", "chain", "reanchor"])
 def test_pages_hold_what_they_would_had_it_been_paid_at_once(policy: PolicyName, pages: int | None) -> None:
     """Of all that run, every seventh step. With 11 pages some are preempted."""
-    runner = ModelRunner(*copies()[:3])
+    runner = runner_of(*copies()[:3])
     engine = make_engine(runner, policy, pages=pages, prefix_cache=False)
     requests, request_keys, most = list(some_requests()[:6]), dict[int, set[int]](), 0
     sequences = []
@@ -55,7 +56,7 @@ def test_pages_hold_what_they_would_had_it_been_paid_at_once(policy: PolicyName,
         if requests and step % 2 == 0:
             sequences.append(engine.submit(requests.pop(0)))
         engine.step()
-        most = max(most, *runner.context.pending_rows)
+        most = max(most, *runner.context.pending_rows.values())
         for sequence in engine.scheduler.running:
             for page in sequence.pages:
                 request_keys.setdefault(page, set()).add(sequence.id)
@@ -74,7 +75,7 @@ def test_pages_hold_what_they_would_had_it_been_paid_at_once(policy: PolicyName,
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_a_page_holds_what_its_last_owner_wrote(prefix_cache: bool) -> None:
     """Two requests one after the other on the same pages, nothing paid between: all pools hold the second's tokens."""
-    runner = ModelRunner(*copies()[:3])
+    runner = runner_of(*copies()[:3])
     engine = make_engine(runner, "off", max_batch=1, pages=8, prefix_cache=prefix_cache)
     engine.generate([Request(tuple(range(9)), 14, SamplingParams(seed=1))])
     second = engine.submit(Request(tuple(range(40, 47)), 12, SamplingParams(seed=2)))
@@ -94,7 +95,7 @@ def test_a_drafter_finds_everything_when_its_turn_comes() -> None:
     """Twenty plain steps, then a chain: it drafts what it would have drafted had it been fed all along."""
     drafts = []
     for kind in (ModelRunner, Eager):
-        runner = kind(*copies()[:3])
+        runner = kind(*prepared(*copies()[:3]))
         engine = make_engine(runner, "off")
         for request in some_requests()[:3]:
             engine.submit(Request(request.prompt, 30, request.sampling))
@@ -131,7 +132,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_debts_stay_small_and_weights_are_read_once_for_many(monkeypatch: pytest.MonkeyPatch, seen: list[int]) -> None:
     """A long answer pays every 16th row, a short one never: a drafter's weights are read that seldom."""
     monkeypatch.setattr(module, "MAX_PENDING_ROWS", 16)
-    runner = ModelRunner(*copies()[:3])
+    runner = runner_of(*copies()[:3])
     engine = make_engine(runner, "off", max_batch=1, prefix_cache=False)
     for length in (12, 40, 12):
         engine.generate([Request((1,), length, SamplingParams(seed=length))])
@@ -142,7 +143,7 @@ def test_debts_stay_small_and_weights_are_read_once_for_many(monkeypatch: pytest
 
 def test_padding_and_rejected_rows_are_not_computed(seen: list[int]) -> None:
     """Three requests in a bucket of four, blocks of which little is accepted: every token is computed once."""
-    runner = ModelRunner(*copies()[:3])
+    runner = runner_of(*copies()[:3])
     engine = make_engine(runner, "chain")
     running = [engine.submit(Request(r.prompt, 30, r.sampling)) for r in some_requests()[:3]]
     for _ in range(6):
@@ -152,6 +153,6 @@ def test_padding_and_rejected_rows_are_not_computed(seen: list[int]) -> None:
 
 
 def test_without_drafters_nothing_is_owed() -> None:
-    runner = ModelRunner(copies()[0], block_size=BLOCK)
+    runner = runner_of(copies()[0], block_size=BLOCK)
     make_engine(runner, "off").generate(some_requests()[:1])
     assert owed(runner) == []

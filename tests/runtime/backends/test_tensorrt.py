@@ -16,10 +16,11 @@ from torch import Tensor
 
 from d2sd.convert.engines.profiles import make_profiles
 from d2sd.errors import BundleError
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Rows
 from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, VERSION
-from d2sd.policies import PolicyName
+from d2sd.policies import DrafterRole, PolicyName
 from d2sd.recipe import Builder
 from d2sd.runtime.backends import tensorrt
 from d2sd.runtime.backends import tensorrt_checks as tensorrt_check
@@ -59,12 +60,14 @@ def target(tmp_path: Path) -> EngineFile:
 
 def runner(folder: Path) -> ModelRunner:
     target, first, second, head = deepcopy(models())
-    pairs = [(d, drafter_engine(folder, n, d)) for n, d in (("first", first), ("second", second))]
     engine = target_engine(folder, target, first.config.target_layer_ids)
-    return engine_runner(
-        TRT, (target, engine), *pairs, aux_layer_ids=first.config.target_layer_ids, page_size=PAGE,
-        flex=(head, flex_engine(folder, head)),
-    )  # fmt: skip
+    drafters: dict[DrafterRole, tuple[DraftModel, EngineFile]] = {
+        DrafterRole.FIRST: (first, drafter_engine(folder, "first", first)),
+        DrafterRole.SECOND: (second, drafter_engine(folder, "second", second)),
+        DrafterRole.FLEX: (head, flex_engine(folder, head)),
+    }
+    aux_layer_ids = first.config.target_layer_ids
+    return engine_runner(TRT, (target, engine), drafters, aux_layer_ids=aux_layer_ids, page_size=PAGE)
 
 
 def serve(made: ModelRunner, name: PolicyName) -> Engine:
@@ -170,7 +173,7 @@ def test_a_profile_has_one_context_and_all_share_their_memory(tmp_path: Path, ta
 def drafting(tmp_path: Path, **changes: Any) -> GraphDrafter:
     first = models()[1]
     engine = drafter_engine(tmp_path, "first", first)
-    return GraphDrafter(first, session(engine, drafter_io_spec(first.config.body, torch.float32)), PAGE, **changes)
+    return GraphDrafter(first, session(engine, drafter_io_spec(first.config, torch.float32)), PAGE, **changes)
 
 
 def test_drafting_and_injecting_write_to_no_page(tmp_path: Path) -> None:
@@ -218,8 +221,9 @@ def test_long_context_is_computed_in_parts(tmp_path: Path) -> None:
         torch.testing.assert_close(found, wanted)
     assert [launch.shapes["features"][1] for launch in GRAPHS["first"].launches] == [4, 4, 2]
     made = runner(tmp_path)
-    assert isinstance(made.first, GraphDrafter)
-    assert made.first._context_rows == max(p["features"][2][1] for p in GRAPHS["first"].profiles)
+    of_first = made.drafters[DrafterRole.FIRST]
+    assert isinstance(of_first, GraphDrafter)
+    assert of_first._context_rows == max(p["features"][2][1] for p in GRAPHS["first"].profiles)
 
 
 def test_what_a_drafter_passes_lies_on_its_device() -> None:
@@ -234,7 +238,7 @@ def test_what_a_drafter_passes_lies_on_its_device() -> None:
 
     first = models()[1]
     body, width = first.config.body, first.fc.in_features
-    surface = drafter_io_spec(body, torch.float32)
+    surface = drafter_io_spec(first.config, torch.float32)
     graph = GraphDrafter(first, Asked(), PAGE)  # type: ignore[arg-type]
     with torch.device("meta"):
         table, lengths = torch.zeros(3, 2, dtype=torch.long).t(), torch.zeros(2, dtype=torch.long)

@@ -13,12 +13,15 @@ from torch import Tensor
 from d2sd.convert.engines.build import build_engines
 from d2sd.convert.engines.profiles import make_profiles
 from d2sd.convert.engines.worker import Job
+from d2sd.convert.kinds import DFLASH
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Rows
 from d2sd.plugins.cascade_attention.onnx import VERSION
+from d2sd.policies import DrafterRole
+from d2sd.runtime.backends.exported import GraphDrafter
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.backends.tensorrt import engine_runner
 from d2sd.runtime.backends.tensorrt_checks import EngineFile
@@ -40,7 +43,7 @@ class Served:
     """Models on the CPU, and an executor over their engines."""
 
     target: Decoder
-    drafters: tuple[Drafter, Drafter]
+    drafters: dict[DrafterRole, Drafter]
     engines: ModelRunner
 
 
@@ -56,7 +59,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     models: dict[str, Decoder | Drafter] = {"target": target, "first": first, "second": second}
     export_target(target, first.config.target_layer_ids, PAGE, folder / "target.onnx")
     for name, drafter in (("first", first), ("second", second)):
-        export_drafter(drafter, PAGE, folder / f"{name}.onnx")
+        export_drafter(DFLASH.graph_body(drafter), drafter.config, torch.float16, PAGE, folder / f"{name}.onnx")
     profiles = {name: make_profiles(RECIPE, "tensorrt-rtx", model.config) for name, model in models.items()}
     jobs = [
         Job(
@@ -70,15 +73,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
         name: EngineFile(Path(job.engine), job.builder, report.version, VERSION, job.compute, profiles[name])
         for name, job, report in zip(models, jobs, reports, strict=True)
     }
-    pairs = [(deepcopy(drafter), built[name]) for name, drafter in (("first", first), ("second", second))]
+    drafters = {DrafterRole.FIRST: first, DrafterRole.SECOND: second}
     engines = engine_runner(
         find_tensorrt("tensorrt-rtx"),
         (deepcopy(target), built["target"]),
-        *pairs,
+        {role: (deepcopy(drafter), built[role.key]) for role, drafter in drafters.items()},
         aux_layer_ids=first.config.target_layer_ids,
         page_size=PAGE,
     )
-    return Served(target, (first, second), engines)
+    return Served(target, drafters, engines)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -104,7 +107,7 @@ def moved(rows: Rows) -> Rows:
 
 @torch.inference_mode()
 def test_the_targets_engine_verifies_trees(served: Served) -> None:
-    aux_layer_ids, lengths = served.drafters[0].config.target_layer_ids, torch.tensor([0, 9])
+    aux_layer_ids, lengths = served.drafters[DrafterRole.FIRST].config.target_layer_ids, torch.tensor([0, 9])
     pool, there, table = context(served.target, lengths.tolist())
     tokens = random_tokens(served.target, 2, BUDGET)
     attn_mask = torch.stack([ancestor_mask(random_tree(BUDGET, seed)) for seed in range(2)])
@@ -116,9 +119,10 @@ def test_the_targets_engine_verifies_trees(served: Served) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_drafters_engine_fills_blocks_and_gives_keys_and_values(served: Served, which: int) -> None:
-    drafter, graph = served.drafters[which], served.engines._drafters[which]
+@pytest.mark.parametrize("role", [DrafterRole.FIRST, DrafterRole.SECOND])
+def test_a_drafters_engine_fills_blocks_and_gives_keys_and_values(served: Served, role: DrafterRole) -> None:
+    drafter, graph = served.drafters[role], served.engines.drafters[role]
+    assert isinstance(graph, GraphDrafter)
     lengths = torch.tensor([5, 12])
     pool, there, table = context(drafter, lengths.tolist())
     before = there.k.clone(), there.v.clone()

@@ -97,7 +97,7 @@ def record(engine: Engine, steps: int) -> list[Kernels]:
     for _ in range(steps):
         sequences = engine.admit()
         batch, host_draft = engine.prepare(sequences)
-        engine.runner.context.inject(engine.policy.required_drafters)
+        engine.runner.context.inject(engine.policy.drafters)
         recorder = Recorder()
         with pytest.MonkeyPatch.context() as patch, recorder:
             forbid_reading(patch)

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import CommittedRows
-from d2sd.policies import PolicyName
+from d2sd.policies import DrafterRole, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.drafting.context import DrafterContext
 from d2sd.runtime.engine import Engine
@@ -25,9 +25,10 @@ from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, check_pages, copies, expected, make_engine
 from tests.runtime.recorded_graphs import RecordedGraphs
-from tests.tiny import tiny_decoder, tiny_drafter
+from tests.tiny import prepared, runner_of, tiny_decoder, tiny_drafter
 
 WIDTH, PAGES = 3, 5
+FIRST, SECOND, *_ = DrafterRole
 
 
 def committed(requests: int, length: int, start: int) -> CommittedRows:
@@ -43,7 +44,9 @@ def static(requests: int = 4) -> DrafterContext:
     body = replace(tiny_decoder().config.body, hidden_size=WIDTH, num_layers=1)
     config = replace(tiny_drafter(tiny_decoder().config, block_size=BLOCK).config, body=body, target_layer_ids=(0,))
     drafter = cast(Drafter, SimpleNamespace(config=config))
-    context = DrafterContext([drafter], [KVPool.for_body(body, 8, 4, torch.float32, "cpu")], torch.float32)
+    context = DrafterContext(
+        {FIRST: drafter}, {FIRST: KVPool.for_body(body, 8, 4, torch.float32, "cpu")}, torch.float32
+    )
     context.reserve(requests, PAGES)
     return context
 
@@ -57,9 +60,9 @@ def store(context: DrafterContext, rows: CommittedRows) -> None:
 
 def found_by(context: DrafterContext, requests: int) -> CommittedRows:
     """The rows that a captured step over so many requests injects."""
-    context.begin(requests, (0,))
-    rows = context.take(0)
-    assert context.take(0) is None, "in its first pass only"
+    context.begin(requests, (FIRST,))
+    rows = context.take(FIRST)
+    assert context.take(FIRST) is None, "in its first pass only"
     context.end()
     assert rows is not None
     return rows
@@ -84,7 +87,7 @@ def test_rows_keep_their_addresses_and_are_kept_once() -> None:
     context = static()
     before = [tensor.data_ptr() for tensor in found_by(context, 3).tensors]
     store(context, committed(3, BLOCK, 1))
-    with context.replay(3, BLOCK, (0,)):
+    with context.replay(3, BLOCK, (FIRST,)):
         pass
     assert [tensor.data_ptr() for tensor in found_by(context, 3).tensors] == before
     assert not found_by(context, 3).keep.any()
@@ -105,7 +108,7 @@ class Watched(ModelRunner):
     """Notes whether each captured step took what the one before it left."""
 
     def __init__(self) -> None:
-        super().__init__(*copies()[:3])
+        super().__init__(*prepared(*copies()[:3]))
         self.taken: list[bool] = []
 
     def allocate(self, pages: int, page_size: int) -> None:
@@ -113,7 +116,7 @@ class Watched(ModelRunner):
         replay = self.context.replay
 
         @contextmanager
-        def noted(requests: int, length: int, drafters: Collection[int]) -> Iterator[None]:
+        def noted(requests: int, length: int, drafters: Collection[DrafterRole]) -> Iterator[None]:
             left = self.context._left
             with replay(requests, length, drafters):
                 self.taken.append(left is not None and bool(self.context.memory[3].any()))
@@ -138,7 +141,7 @@ def test_a_step_takes_what_the_one_before_it_left(policy: PolicyName) -> None:
     sequence = engine.submit(request(20, 1))
     while engine.busy:
         engine.step()
-        assert not any(runner.context.pending_rows[: 2 if policy == "d2sd" else 1])
+        assert not any(runner.context.pending_rows[role] for role in engine.policy.drafters)
     assert sequence.answer == expected(sequence.request)
     assert runner.taken == [False] + [True] * (len(runner.taken) - 1)
     assert len(runner.taken) > 5
@@ -199,7 +202,7 @@ def left(positions: SequenceOf[int], page: int) -> CommittedRows:
 
 
 def runner_with_pages() -> ModelRunner:
-    runner = ModelRunner(*copies()[:3])
+    runner = runner_of(*copies()[:3])
     runner.allocate(8, 4)
     return runner
 
@@ -215,12 +218,12 @@ def test_rows_left_are_older_than_what_is_added_later(injected: list[tuple[int, 
     context = runner_with_pages().context
     context.reserve(1, 4)
     leave(context, left([1, 2], 1))
-    assert context.pending_rows == [0, 0]
+    assert context.pending_rows == {FIRST: 0, SECOND: 0}
     context.add(left([9], 2))
     context.memory[2].fill_(99)
-    context.inject((0,))
+    context.inject((FIRST,))
     assert injected == [(1, 2, 9)]
-    assert context.pending_rows == [0, 3], "the second drafter did not run"
+    assert context.pending_rows == {FIRST: 0, SECOND: 3}, "the second drafter did not run"
 
 
 def test_a_graph_takes_the_rows_left_for_its_drafters_alone(injected: list[tuple[int, ...]]) -> None:
@@ -229,17 +232,17 @@ def test_a_graph_takes_the_rows_left_for_its_drafters_alone(injected: list[tuple
     context.reserve(1, 4)
     context.add(left([1], 1))
     leave(context, left([2, 3], 1))
-    with context.replay(1, 2, (0,)):
+    with context.replay(1, 2, (FIRST,)):
         assert injected == [(1,)]
         assert context.memory[3][:, :2].all()
-    assert context.pending_rows == [0, 3]
+    assert context.pending_rows == {FIRST: 0, SECOND: 3}
 
 
 def test_a_graph_over_another_batch_finds_no_rows(injected: list[tuple[int, ...]]) -> None:
     context = runner_with_pages().context
     context.reserve(2, 4)
     leave(context, left([1, 2], 1))
-    with context.replay(2, 2, (0, 1)):
+    with context.replay(2, 2, (FIRST, SECOND)):
         assert injected == [(1, 2)] * 2
         assert not context.memory[3].any()
 
@@ -250,7 +253,7 @@ def test_rows_left_are_dropped_with_their_page(injected: list[tuple[int, ...]]) 
     leave(context, left([1, 2], 1))
     context.drop([1])
     context.add(left([3], 1))
-    context.inject((0,))
+    context.inject((FIRST,))
     assert injected == [(3,)]
 
 
@@ -283,7 +286,7 @@ def test_a_capture_that_fails_leaves_no_context_to_inject(capfd: pytest.CaptureF
     engine, runner = engine_of("chain", max_batch=1)
 
     def refused(run: object) -> None:
-        runner.context.begin(1, (0, 1))
+        runner.context.begin(1, (FIRST, SECOND))
         raise RuntimeError("no graph")
 
     runner.capture = refused  # type: ignore[assignment]

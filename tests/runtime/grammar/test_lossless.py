@@ -117,7 +117,7 @@ def test_a_small_tree_is_filled() -> None:
     for _ in range(12):
         running = engine.admit()
         batch, _ = engine.prepare(running)
-        engine.runner.context.inject(engine.policy.required_drafters)
+        engine.runner.context.inject(engine.policy.drafters)
         result = decode_step(engine.runner, engine.policy, batch)
         sources = sources_of(result.first, result.branches, result.second)
         everything = replace(engine.policy, num_nodes=100).build(batch, sources)

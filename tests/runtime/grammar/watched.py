@@ -8,10 +8,10 @@ from dataclasses import fields
 from functools import cache
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.trees import Branches, Draft, Tree
-from d2sd.policies import FirstPass
+from d2sd.policies import DrafterRole, FirstPass
 from d2sd.runtime.backends.model_runner import Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import sources_of
@@ -42,17 +42,13 @@ class WatchedRunner(CheatingRunner):
         self._branches: Branches | None = None
         self.inside = self.outside = 0  # drafted nodes of constrained requests
 
-    def draft_second(self, batch: Batch, branches: Branches, drafter: int, width: int) -> Draft:
+    def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
         self._branches = branches
-        return super().draft_second(batch, branches, drafter, width)
+        return super().draft_second(batch, branches, role, width)
 
-    def verify(self, batch: Batch, tree: Tree) -> Verified:
+    def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
         self._watch(batch, tree)
-        return super().verify(batch, tree)
-
-    def verify_and_draft(self, batch: Batch, tree: Tree) -> Verified:
-        self._watch(batch, tree)
-        return super().verify_and_draft(batch, tree)
+        return super().verify(batch, tree, ahead)
 
     def _watch(self, batch: Batch, tree: Tree) -> None:
         usual = None

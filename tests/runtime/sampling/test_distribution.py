@@ -14,7 +14,6 @@ from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.policies import PolicyName
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling.sample import Sampling
@@ -23,7 +22,7 @@ from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.stats import SequenceStats
 from tests.runtime.helpers import choices
 from tests.runtime.oracle import allowed, chi_square_p
-from tests.tiny import full_logits, tiny_decoder, tiny_drafter
+from tests.tiny import full_logits, runner_of, tiny_decoder, tiny_drafter
 
 SEEDS, VOCAB, PROMPT, BLOCK = 20_000, 16, 3, 4
 #: What the engine writes is compared seed by seed, not as a distribution: fewer are enough.
@@ -102,7 +101,7 @@ def test_the_engine_writes_the_same_texts(policy: PolicyName) -> None:
     second = tiny_drafter(target().config, layers=1, block_size=BLOCK, role="variable_prefix", seed=5)
     made = make_policy(policy, block_size=BLOCK, branches=2, row_budget=16)
     limits = Limits(max_batch=1024, max_context=4, page_size=4, prefill_chunk=1)
-    engine = Engine(ModelRunner(deepcopy(target()), first, second), made, limits)
+    engine = Engine(runner_of(deepcopy(target()), first, second), made, limits)
     mixed = [kinds[seed % len(kinds)] for seed in range(ENGINE_SEEDS)]
     sequences = engine.generate(
         Request((PROMPT,), 3, SamplingParams(k.temperature, k.top_p, k.top_k, seed)) for seed, k in enumerate(mixed)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from d2sd.errors import RecipeError
 from d2sd.plugins.choice import WIDTH
 from d2sd.plugins.trees import Draft
-from d2sd.policies import MAX_NODES, NAMES, FirstPass, PolicyName
+from d2sd.policies import MAX_NODES, NAMES, DrafterRole, FirstPass, PolicyName
 from d2sd.runtime.decode import sources_of
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.runtime import oracle
@@ -21,6 +21,7 @@ from tests.runtime.drafts import Passes, batch_of, check_best, draft_of, nodes_o
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import Node
 
+FIRST, SECOND, FLEX = DrafterRole
 GROWN: tuple[PolicyName, ...] = ("ddtree", "flex_tree", "hybrid")
 PICKING: tuple[PolicyName, ...] = ("reanchor", "d2sd", "hybrid")
 
@@ -108,24 +109,30 @@ def test_requests_and_rows_do_not_mix(name: PolicyName, made: Passes, budget: in
 @pytest.mark.parametrize(
     ("name", "drafters", "first", "second", "width", "count", "rows"),
     [
-        ("off", 0, FirstPass.NONE, None, 1, 0, 1),
-        ("lookup", 0, FirstPass.PROMPT_LOOKUP, None, 1, 0, 4),
-        ("chain", 1, FirstPass.DRAFTER, None, 1, 0, 4),
-        ("reanchor", 1, FirstPass.DRAFTER, 0, 1, 2, 9),
-        ("d2sd", 2, FirstPass.DRAFTER, 1, 1, 2, 9),
-        ("ddtree", 1, FirstPass.DRAFTER, None, WIDTH, 0, 64),
-        ("hybrid", 2, FirstPass.DRAFTER, 1, WIDTH, 2, 64),
-        ("flex", 0, FirstPass.FLEX, None, 1, 0, 4),
-        ("flex_tree", 0, FirstPass.FLEX, None, WIDTH, 0, 64),
-        ("flex_parallel", 0, FirstPass.CARRIED, None, 16, 0, 4),
+        ("off", (), FirstPass.NONE, None, 1, 0, 1),
+        ("lookup", (), FirstPass.PROMPT_LOOKUP, None, 1, 0, 4),
+        ("chain", (FIRST,), FirstPass.DRAFTER, None, 1, 0, 4),
+        ("reanchor", (FIRST,), FirstPass.DRAFTER, 0, 1, 2, 9),
+        ("d2sd", (FIRST, SECOND), FirstPass.DRAFTER, 1, 1, 2, 9),
+        ("ddtree", (FIRST,), FirstPass.DRAFTER, None, WIDTH, 0, 64),
+        ("hybrid", (FIRST, SECOND), FirstPass.DRAFTER, 1, WIDTH, 2, 64),
+        ("flex", (FLEX,), FirstPass.DRAFTER, None, 1, 0, 4),
+        ("flex_tree", (FLEX,), FirstPass.DRAFTER, None, WIDTH, 0, 64),
+        ("flex_parallel", (FLEX,), FirstPass.CARRIED, None, 16, 0, 4),
     ],
 )
 def test_static_facts(
-    name: PolicyName, drafters: int, first: FirstPass, second: int | None, width: int, count: int, rows: int
+    name: PolicyName,
+    drafters: tuple[DrafterRole, ...],
+    first: FirstPass,
+    second: int | None,
+    width: int,
+    count: int,
+    rows: int,
 ) -> None:
     """Merged trees have no more rows than their candidates can fill; grown ones take all they are given."""
     policy = make_policy(name, block_size=4, branches=2, row_budget=64)
-    assert (policy.name, len(policy.required_drafters), policy.first_pass, policy.second_pass) == (
+    assert (policy.name, policy.drafters, policy.first_pass, policy.second_pass) == (
         name,
         drafters,
         first,

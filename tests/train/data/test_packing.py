@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.layers import Attend
-from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.train.data.features import TrainingSequence
 from d2sd.train.data.packing import Packed, attend_packed, draw_anchors, pack_blocks
-from d2sd.train.flex_attention import attend_flex, packed_mask
-from d2sd.train.objectives.loss import block_hidden
-from tests.tiny import random_tokens, tiny_decoder, tiny_drafter
+from d2sd.train.dflash import block_hidden
+from d2sd.train.sparse_attention import attend_sparse, packed_mask
+from tests.tiny import random_tokens, runner_of, tiny_decoder, tiny_drafter
 from tests.train.helpers import BLOCK
 
 # Shape letters: B sequences, A blocks of each, G block size γ, S tokens, Hq/Hkv heads, D head size.
@@ -130,7 +130,7 @@ def random_rows(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @UNCOMPILED
-@pytest.mark.parametrize("way", [attend_packed, attend_flex], ids=["packed", "flex"])
+@pytest.mark.parametrize("way", [attend_packed, attend_sparse], ids=["packed", "sparse"])
 def test_attention_equals_loops_over_the_drawn_mask(way: Way) -> None:
     """Two sequences of unequal length, each by itself; the padded block reads its own rows alone."""
     packed, body = packed_pair(), DRAFTER.config.body
@@ -216,16 +216,16 @@ def test_gradients_reach_the_fusion_through_the_context() -> None:
 
 
 @UNCOMPILED
-def test_flex_gives_the_same_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_attention_gives_the_same_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through every layer, masks and padding included. Values only: on a CPU the operator has no backward pass."""
     packed = packed_pair()
     with torch.no_grad():
         expected = hidden_of(packed, 2)
-        monkeypatch.setattr("d2sd.train.objectives.loss.attend_packed", attend_flex)
+        monkeypatch.setattr("d2sd.train.dflash.attend_packed", attend_sparse)
         torch.testing.assert_close(hidden_of(packed, 2), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_flex_skips_what_no_row_reads() -> None:
+def test_sparse_attention_skips_what_no_row_reads() -> None:
     """Tiles of 128 × 128 of which the mask hides everything: 4 blocks of 128 slots, whose context ends by token 256."""
     positions = torch.tensor([0, 100, 200, 256])[None, :, None] + torch.arange(128)
     mask = packed_mask(positions, 512)
@@ -248,7 +248,7 @@ def test_training_forward_equals_the_serving_executor(which: int, anchor: int) -
     hidden = block_hidden(drafter, EMBEDDING, packed, visible[None])[0]
     trained = TARGET.logits(hidden[:, 1:])  # [A, G-1, V]
 
-    runner = ModelRunner(deepcopy(TARGET), deepcopy(DRAFTER), deepcopy(second))  # it may repack weights
+    runner = runner_of(deepcopy(TARGET), deepcopy(DRAFTER), deepcopy(second))  # it may repack weights
     runner.allocate(pages=6, page_size=4)
     page_table, nothing = torch.tensor([[5, 2, 4, 1]]), torch.tensor([0])
     if anchor:
@@ -256,8 +256,8 @@ def test_training_forward_equals_the_serving_executor(which: int, anchor: int) -
     sampling = Sampling.of([SamplingParams()], TARGET.config.vocab_size, "cpu")
     batch = Batch(text.tokens[anchor : anchor + 1], page_table, torch.tensor([anchor]), torch.tensor([True]), sampling)
     branches = torch.where(torch.arange(BLOCK) < visible[:, None], packed.tokens[0], drafter.config.mask_token_id)
-    runner.context.inject((which,))
-    served = runner._draft(which, batch, branches[None])[0]
+    runner.context.inject((DrafterRole(which),))
+    served = runner._draft(DrafterRole(which), batch, branches[None])[0]
     torch.testing.assert_close(trained, served, rtol=0, atol=1e-4)
     if which == 0:
         assert trained[0].argmax(-1).tolist() == runner.draft_first(batch, 1).top1[0].tolist()

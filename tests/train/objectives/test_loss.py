@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.train.data.packing import Packed, pack_blocks
-from d2sd.train.objectives.loss import BlockLoss, Candidates, block_hidden, first_rejections
+from d2sd.train.dflash import block_hidden
+from d2sd.train.kinds import DFLASH
+from d2sd.train.objectives.loss import BlockLoss, Candidates, first_rejections
 from d2sd.train_recipe import Objective
 from tests.train.helpers import BLOCK, MASK, VOCAB, exact_features, greedy_responses, new_drafter, target
 
@@ -32,6 +36,12 @@ def everywhere(answers: int = 2) -> Packed:
     texts = [data[i] for i in range(answers)]
     anchors = [torch.arange(text.prompt_length - 1, len(text.tokens) - 1) for text in texts]
     return pack_blocks(texts, anchors, BLOCK)
+
+
+def replace_hidden(monkeypatch: pytest.MonkeyPatch, hidden: Callable[..., Tensor]) -> None:
+    """Let drafters have these hidden states."""
+    kind = replace(DFLASH, hidden=hidden)
+    monkeypatch.setattr("d2sd.train.objectives.loss.trained_kind", lambda drafter: kind)
 
 
 def none_rejected(visible: Tensor) -> Tensor:
@@ -71,7 +81,7 @@ def test_learns_from_the_slots_behind_what_it_sees(least: int, monkeypatch: pyte
     packed = pack_blocks([data[0], data[1]], [torch.arange(4, 20), torch.tensor([18, 19])], BLOCK)
     visible = least + torch.arange(packed.tokens[..., 0].numel()).view(2, -1) % (BLOCK - least)
     hidden = torch.randn(*packed.tokens.shape, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    monkeypatch.setattr("d2sd.train.objectives.loss.block_hidden", lambda *args: hidden)
+    replace_hidden(monkeypatch, lambda *args: hidden)
     loss = BlockLoss(new_drafter(), EMBEDDING, KL)
     terms = loss(packed, visible, none_rejected(visible), whole_vocabulary())
     (gradient,) = torch.autograd.grad(terms["kl"], hidden)
@@ -100,7 +110,7 @@ def test_a_drafter_that_says_what_the_target_says_has_nothing_left_to_learn(monk
     loss = BlockLoss(new_drafter(), EMBEDDING, wanted)
     before = loss(packed, visible, none_rejected(visible), whole_vocabulary())
     assert all(float(term.detach()) > 0.1 for term in before.values())
-    monkeypatch.setattr("d2sd.train.objectives.loss.block_hidden", lambda *args: packed.target_hidden)
+    replace_hidden(monkeypatch, lambda *args: packed.target_hidden)
     after = loss(packed, visible, none_rejected(visible), whole_vocabulary())
     assert all(abs(float(term)) < 1e-5 for term in after.values())
 
@@ -218,7 +228,7 @@ def test_rejections_are_the_first_drafters_first_errors(monkeypatch: pytest.Monk
         assert (visible == 1).all(), "its draft starts at the anchor"
         return torch.nn.functional.one_hot(said, VOCAB).float()
 
-    monkeypatch.setattr("d2sd.train.objectives.loss.block_hidden", hidden)
+    replace_hidden(monkeypatch, hidden)
     correction = torch.zeros(VOCAB)
     correction[-20:] = 9.0  # must not decide what is said
     shuffled = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))

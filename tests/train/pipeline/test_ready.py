@@ -13,18 +13,11 @@ import yaml
 
 from d2sd.calibration import load_calibration
 from d2sd.convert.checkpoint.draft_vocab import write_draft_vocabulary
-from d2sd.convert.checkpoint.drafter import (
-    drafter_shapes,
-    fingerprint,
-    load_drafter,
-    read_drafter_config,
-    write_drafter,
-)
 from d2sd.convert.checkpoint.quantization import Quantization
 from d2sd.convert.checkpoint.weights import stored_as
-from d2sd.modeling.drafter import Drafter
+from d2sd.convert.kinds import DFLASH
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.train.loop import Trainer
-from d2sd.train.pipeline.drafter import Training
 from tests.convert.helpers import edit_json, tree_bytes
 from tests.d2sd.cli.train.helpers import draw, edit, rows, train, trained, write_training
 from tests.tiny import tiny_decoder, tiny_drafter
@@ -41,7 +34,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     torch.manual_seed(0)
     ready = Drafter(replace(config, body=replace(config.body, intermediate_size=24))).bfloat16()
     (folder / "ready").mkdir()
-    write_drafter(folder / "ready", ready.config, ready.state_dict())
+    DFLASH.write(folder / "ready", ready.config, ready.state_dict())
     edit(folder, "first", ...)
     edit(folder, "ready_first", {"path": "ready"})
     edit(folder, "drafter", GEOMETRY)
@@ -49,10 +42,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_second_is_trained_on_the_ready_first(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> Drafter:
-        raise AssertionError("a ready drafter was trained")
-
-    monkeypatch.setattr(Training, "first", refuse)
     made: list[Trainer] = []
     init = Trainer.__init__
 
@@ -60,7 +49,7 @@ def test_the_second_is_trained_on_the_ready_first(project: Path, monkeypatch: py
         init(self, *args)
         made.append(self)
         weights = {name: tensor.clone() for name, tensor in self.drafter.state_dict().items()}
-        ready = load_drafter(project / "ready", torch.float32).state_dict()
+        ready = DFLASH.load(project / "ready", torch.float32).state_dict()
         assert weights.keys() == ready.keys()
         assert all(torch.equal(weights[name], ready[name]) for name in ready), "it starts from the first"
 
@@ -70,14 +59,14 @@ def test_the_second_is_trained_on_the_ready_first(project: Path, monkeypatch: py
         ".d2sd-run.json", "calibration.json", "curves.png", "evaluation.json",
         *(f"{name}/{file}" for name in ("first", "second") for file in ("config.json", "model.safetensors")),
     }  # fmt: skip
-    (trainer,) = made
-    assert trainer.first is not None
-    ready, first, second = (
-        load_drafter(project / path, torch.float32) for path in ("ready", "out/first", "out/second")
-    )
-    assert fingerprint(trainer.first) == fingerprint(first) == fingerprint(ready) != fingerprint(second)
+    (trainer,) = made  # the ready one is not trained
+    assert isinstance(trainer.first, Drafter)
+    ready, first, second = (DFLASH.load(project / path, torch.float32) for path in ("ready", "out/first", "out/second"))
+    of_first, of_second = DFLASH.fingerprint(first), DFLASH.fingerprint(second)
+    assert DFLASH.fingerprint(trainer.first) == of_first == DFLASH.fingerprint(ready) != of_second
     assert second.config == replace(ready.config, role="variable_prefix", prefix_weight_base=0.9)
-    assert load_calibration(project / "out" / "calibration.json").drafters == (fingerprint(ready), fingerprint(second))
+    fingerprints = load_calibration(project / "out" / "calibration.json").drafters
+    assert fingerprints == {"first": of_first, "second": of_second}
     said = json.loads(files["evaluation.json"])
     assert said["settings"].keys() == {"second"}
     assert said["methods"].keys() == {"chain", "reanchor", "d2sd"}
@@ -90,8 +79,8 @@ def test_both_draft_among_the_ready_ones_vocabulary(project: Path) -> None:
     expected = tuple(range(0, 60, 2))
     write_draft_vocabulary(project / "ready", expected, 64)
     trained(project)
-    assert read_drafter_config(project / "out" / "first").draft_vocabulary == expected
-    assert read_drafter_config(project / "out" / "second").draft_vocabulary == expected
+    assert DFLASH.read_config(project / "out" / "first").draft_vocabulary == expected
+    assert DFLASH.read_config(project / "out" / "second").draft_vocabulary == expected
 
 
 @pytest.mark.parametrize(
@@ -136,12 +125,12 @@ def refused(project: Path, told: list[str], more: tuple[str, ...] = ()) -> None:
 
 
 def test_a_quantized_drafter_is_refused_before_any_work(project: Path) -> None:
-    config = read_drafter_config(project / "ready")
+    config = DFLASH.read_config(project / "ready")
     narrow = Quantization(("fc", "*.q_proj", "*.k_proj", "*.v_proj"), False, ("test", "1"))
-    shapes = drafter_shapes(config, narrow)
+    shapes = DFLASH.shapes(config, narrow)
     kinds = {"unquantized": torch.bfloat16, "FP8": torch.float8_e4m3fn, "scale": torch.float32}
     tensors = {name: torch.ones(shape).to(kinds[stored_as(name, shapes)]) for name, shape in shapes.items()}
-    write_drafter(project / "ready", config, tensors, narrow)
+    DFLASH.write(project / "ready", config, tensors, narrow)
     refused(project, ["quantized", "ready"])
 
 

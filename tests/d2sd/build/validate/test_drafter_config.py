@@ -25,23 +25,25 @@ from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.cli.build import build
 from d2sd.cli.inspect import inspect
-from d2sd.convert.checkpoint.drafter import write_drafter
+from d2sd.convert.kinds import DFLASH
 from d2sd.errors import BuildError
 from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.policies import DrafterRole
 from d2sd.prompts import read_prompts
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.responses import Response
-from d2sd.train.init_from_target import first_drafter
+from d2sd.train.dflash import first_drafter
 from d2sd.train.loop import Trainer
 from d2sd.train_recipe import Geometry
 from tests.convert.helpers import edit_json, tree_bytes, write_project, write_target_dir
 from tests.tiny import greedy_text, random_tokens, tiny_decoder, tiny_drafter
 from tests.train.helpers import settings
 
+FIRST = DrafterRole.FIRST
 TAPS, MASK, BLOCK, TOKENS = (1, 2), 63, 4, 24
 PROMPTS = 4
 ROLES: dict[str, Any] = {"first": {}, "second": {"role": "variable_prefix", "prefix_weight_base": 0.9}}
@@ -84,7 +86,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, (name, role) in enumerate(ROLES.items()):
         shutil.rmtree(folder / name)
         drafter = learnt(folder.with_name(f"training {name}"), seed)
-        write_drafter(folder / name, replace(drafter.config, **role), drafter.state_dict())
+        DFLASH.write(folder / name, replace(drafter.config, **role), drafter.state_dict())
     told = [{"id": a.id, "turns": [" ".join(f"w{token}" for token in a.prompt_ids)]} for a in answers()]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
     return folder
@@ -209,19 +211,19 @@ def test_from_the_places_of_its_steps_a_served_chain_commits_as_much(project: Pa
     prompts = [text for _, text in read_prompts(project / "prompts.jsonl")]
     requests = [chat_request(bundle, text, SamplingParams(), TOKENS) for text in prompts]
     plain = make_engine(bundle, policy="off").generate(requests)
-    drafters = {name: drafter for name, drafter in (("first", bundle.first), ("second", bundle.second)) if drafter}
-    tried = {name: candidate_configs(drafter.config, bundle.tokenizer)[0] for name, drafter in drafters.items()}
+    drafters = {role: drafter for role, drafter in bundle.drafters.items() if isinstance(drafter, Drafter)}
+    tried = {role: candidate_configs(drafter.config, bundle.tokenizer)[0] for role, drafter in drafters.items()}
     before = [drafter.config for drafter in drafters.values()]
     found = evaluate_configs(bundle, drafters, tried, plain)
     assert [drafter.config for drafter in drafters.values()] == before, "the bundle stays as it was"
     means = []
-    for name, drafter in drafters.items():
-        for reading, guesses in found[name].items():
+    for role, drafter in drafters.items():
+        for reading, guesses in found[role].items():
             drafter.config = replace(drafter.config, target_layer_ids=reading.layer_ids, mask_token_id=reading.mask)
-            alone = make_engine(replace(bundle, first=drafter, second=None), policy="chain")
+            alone = make_engine(replace(bundle, drafters={DrafterRole.FIRST: drafter}), policy="chain")
             lengths = torch.split(guesses.lengths, [len(sequence.answer) for sequence in plain])
             for sequence, ahead in zip(alone.generate(requests), lengths, strict=True):
-                assert steps_over(ahead.tolist()) == sequence.stats.steps, (name, reading)
+                assert steps_over(ahead.tolist()) == sequence.stats.steps, (role, reading)
             means.append(guesses.mean)
     assert len(set(means)) == len(means) == 2 * 4, "no two are alike, so none was taken for another"
 
@@ -240,13 +242,16 @@ def test_of_several_better_readings_the_best_is_named(monkeypatch: pytest.Monkey
     better = [guesses(40, length=length)[0] for length in (150, 200, 180)]
     asked = config(), tokenizer(64, {}, pad=7)
     found = dict(zip(candidate_configs(*asked)[0], [worst, *better], strict=True))
-    monkeypatch.setattr("d2sd.build.validate.drafter_config.evaluate_configs", lambda *given: {"first": found})
-    recipe = SimpleNamespace(drafters=SimpleNamespace(first=SimpleNamespace(path="mine")), path=Path)
-    bundle: Any = SimpleNamespace(
-        first=SimpleNamespace(config=asked[0]), second=None, tokenizer=asked[1], recipe=recipe
-    )
+    monkeypatch.setattr("d2sd.build.validate.drafter_config.evaluate_configs", lambda *given: {FIRST: found})
+    bundle = bundle_of(*asked)
     with pytest.raises(BuildError, match=r"from 100\.00 to 200\.00 tokens a step with layer ids plus one"):
         check_drafter_config(bundle, [cast("Sequence", None)])
+
+
+def bundle_of(config: DrafterConfig, tokenizer: Any) -> Any:
+    """A bundle of a first drafter alone, without the rest."""
+    recipe = SimpleNamespace(drafters=SimpleNamespace(sources={FIRST: SimpleNamespace(path="mine")}), path=Path)
+    return SimpleNamespace(drafters={FIRST: Drafter(config)}, tokenizer=tokenizer, recipe=recipe)
 
 
 # --- What is tried ---------------------------------------------------------------------------------------------------
@@ -328,9 +333,8 @@ def one_other(monkeypatch: pytest.MonkeyPatch, declared: Predictions, other: Pre
     found = candidate_configs(*asked)[0]
     assert [reading.name for reading in found] == ["as declared", "layer ids plus one"]
     said = dict(zip(found, [declared, other], strict=True))
-    monkeypatch.setattr("d2sd.build.validate.drafter_config.evaluate_configs", lambda *given: {"first": said})
-    recipe = SimpleNamespace(drafters=SimpleNamespace(first=SimpleNamespace(path="mine")), path=Path)
-    return SimpleNamespace(first=SimpleNamespace(config=asked[0]), second=None, tokenizer=asked[1], recipe=recipe)
+    monkeypatch.setattr("d2sd.build.validate.drafter_config.evaluate_configs", lambda *given: {FIRST: said})
+    return bundle_of(*asked)
 
 
 def test_a_slightly_better_config_is_reported_without_failure(

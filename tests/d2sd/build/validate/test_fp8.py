@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from d2sd.build import fp8 as fp8_build
 from d2sd.build import fp8_scales as calibrate_fp8
 from d2sd.cli.main import main
-from d2sd.convert.checkpoint.drafter import load_drafter
 from d2sd.convert.checkpoint.fp8_inputs import NAME
+from d2sd.convert.kinds import DFLASH
 from d2sd.modeling.fp8 import Fp8Linear
 from tests.convert.helpers import add_flex, tree_bytes, write_project
 
@@ -71,7 +71,7 @@ def test_every_model_is_fp8_where_it_should_be(bundle: Path) -> None:
         assert inline["ignore"] == described["exclude_modules"]
         assert (bundle / folder / NAME).exists() == (folder in DRAFTERS)
     for folder in DRAFTERS:
-        drafter = load_drafter(bundle / folder, torch.bfloat16)
+        drafter = DFLASH.load(bundle / folder, torch.bfloat16)
         assert sum(isinstance(layer, Fp8Linear) for layer in drafter.modules()) == 2 * 7 + 1
 
 
@@ -85,7 +85,7 @@ def test_what_changed_is_measured(bundle: Path) -> None:
     assert 0 < found["target"]["same_greedy_token"] <= 1
     assert 8 <= found["target"]["answer_tokens"] <= 8 * 12
     assert found["target"]["prompt_tokens"] > 8
-    for policy in ("chain", "hybrid", "flex"):
+    for policy in ("chain", "hybrid", "flex", "flex_tree"):
         assert all(tau >= 1 for tau in found["tau"][policy]["tau"])
         assert 0 <= found["tau"][policy]["equal_answers"] <= 8
 

@@ -14,13 +14,13 @@ from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import make_engine
 from d2sd.calibration import load_calibration
 from d2sd.cli.main import main
-from d2sd.convert.checkpoint.flex import load_flex
 from d2sd.convert.checkpoint.target import load_target
+from d2sd.convert.kinds import FLEXDRAFT
 from d2sd.errors import RecipeError
 from d2sd.io import MARKER
 from d2sd.runtime.speculation.policy import Flex, FlexParallel
 from d2sd.train.loop import Trainer
-from d2sd.train.pipeline.flex import weights_digest
+from d2sd.train.pipeline.finish import weights_digest
 from d2sd.train_recipe import load_train_recipe
 from tests.convert.helpers import edit_json
 from tests.d2sd.cli.train.helpers import SETTINGS, arguments, edit, nth_time, rows, train, trained, write_training
@@ -53,7 +53,7 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
     assert found["methods"]["flex"]["rows"] == 4
     target = load_target(project / "work" / "target" / "target", torch.float32)
     assert found["target"] == {"sha256 before and after training": weights_digest(target)}
-    head = load_flex(project / "out" / "flex", torch.float32)
+    head = FLEXDRAFT.load(project / "out" / "flex", torch.float32)
     assert head.config.draft_vocabulary is not None
     assert len(head.config.draft_vocabulary) == 12
     assert head.calibration.outer.weight.any()
@@ -82,18 +82,18 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
     assert selector.expected(Flex(4), 0.0) == selector.expected(FlexParallel(4), 0.0) == forecast[3]
     assert trained(project) == files
 
-    edit_json(project / "out" / "calibration.json", "flex", "0" * 16)
+    edit_json(project / "out" / "calibration.json", "drafters.flex", "0" * 16)
     ended = CliRunner().invoke(main, ["build", f"{project}/bundle.yaml", "--out", f"{project}/other"])
     assert ended.exit_code == 2
-    assert "another FlexDraft head" in ended.output
+    assert "another flex drafter" in ended.output
     assert not (project / "other").exists()
 
 
 def test_the_plan_knows_it(project: Path) -> None:
     result = train(project, "--plan")
     assert result.exit_code == 0, result.output
-    assert "FlexDraft head  0 of 4 steps" in result.output
-    assert "calibration" not in result.output
+    assert "flex drafter    0 of 4 steps" in result.output
+    assert "calibration     3 held-out prompts" in result.output
     edit(project, "flex.head.layers", 3)
     result = CliRunner().invoke(main, [*arguments(project), "--plan"])
     assert result.exit_code != 0

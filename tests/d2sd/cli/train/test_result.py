@@ -14,15 +14,9 @@ from d2sd.bench.result import load_result
 from d2sd.bundle.load import load_bundle
 from d2sd.calibration import load_calibration
 from d2sd.cli.main import main
-from d2sd.convert.checkpoint.drafter import (
-    check_compatible,
-    check_drafter_tensors,
-    fingerprint,
-    load_drafter,
-    read_drafter_config,
-)
+from d2sd.convert.kinds import DFLASH
 from d2sd.io import MARKER
-from d2sd.modeling.config import Role
+from d2sd.policies import DrafterRole
 from d2sd.progress import silent
 from d2sd.train.pipeline.evaluate import Evaluator
 from d2sd.train.pipeline.evaluation import Evaluation
@@ -37,14 +31,13 @@ def test_the_pair(whole: Path) -> None:
         MARKER, "calibration.json", "curves.png", "evaluation.json",
         *(f"{name}/{file}" for name in ("first", "second") for file in ("config.json", "model.safetensors")),
     ]  # fmt: skip
-    roles: dict[str, Role] = {"first": "first", "second": "variable_prefix"}
     drafters = []
-    for name, role in roles.items():
-        folder = whole / "out" / name
-        config = read_drafter_config(folder)
-        check_compatible(config, tiny_decoder().config, role=role, block_size=4, where=folder)
-        check_drafter_tensors(folder, config)
-        drafters.append(torch.cat([p.flatten() for p in load_drafter(folder, torch.bfloat16).parameters()]))
+    for role in (DrafterRole.FIRST, DrafterRole.SECOND):
+        folder = whole / "out" / role.key
+        config = DFLASH.read_config(folder)
+        DFLASH.check(config, tiny_decoder().config, role, 4, folder)
+        DFLASH.check_tensors(folder, config)
+        drafters.append(torch.cat([p.flatten() for p in DFLASH.load(folder, torch.bfloat16).parameters()]))
     assert drafters[0].isfinite().all()
     assert not torch.equal(*drafters), "the second one has been trained further"
 
@@ -125,15 +118,15 @@ def test_an_evaluation_leaves_the_target_as_it_is(finished: Path) -> None:
     before = list(bundle.target.state_dict())
     recipe = load_train_recipe(finished / "train.yaml")
     evaluator = Evaluator(recipe, bundle, read(finished)[:3], "cpu", silent)
-    cell = evaluator.evaluate("chain", load_drafter(finished / "out" / "first", torch.float32))
+    cell = evaluator.evaluate("chain", {DrafterRole.FIRST: DFLASH.load(finished / "out" / "first", torch.float32)})
     assert len(cell.requests) == 2
     assert list(bundle.target.state_dict()) == before
 
 
 def test_the_calibration_is_of_the_pair_and_the_build_takes_it(finished: Path) -> None:
     found = load_calibration(finished / "out" / "calibration.json")
-    marks = [fingerprint(load_drafter(finished / "out" / name, torch.float32)) for name in ("first", "second")]
-    assert list(found.drafters) == marks
+    drafters = {name: DFLASH.load(finished / "out" / name, torch.float32) for name in ("first", "second")}
+    assert found.drafters == {name: DFLASH.fingerprint(drafter) for name, drafter in drafters.items()}
     assert (found.report["prompts"], found.report["max_new_tokens"]) == (3, 8)
     assert load_bundle(bundled(finished, "out/calibration.json")).calibration == found
 
@@ -145,7 +138,7 @@ def test_without_a_second_drafter(finished: Path) -> None:
         MARKER, "first", "calibration.json", "curves.png", "evaluation.json",
     }  # fmt: skip
     assert json.loads((finished / "out" / "evaluation.json").read_text())["methods"].keys() == {"chain", "reanchor"}
-    assert load_calibration(finished / "out" / "calibration.json").drafters[1] is None
+    assert load_calibration(finished / "out" / "calibration.json").drafters.keys() == {"first"}
 
 
 def test_online_features_are_stored_nowhere(finished: Path) -> None:
@@ -162,7 +155,7 @@ def test_draft_vocabulary_has_the_most_frequent_response_ids(finished: Path) -> 
     shutil.rmtree(finished / "out")
     files = trained(finished)
     assert files["first/draft_vocab.json"] == files["second/draft_vocab.json"]
-    ids = read_drafter_config(finished / "out" / "second").draft_vocabulary
+    ids = DFLASH.read_config(finished / "out" / "second").draft_vocabulary
     assert ids is not None
     assert len(ids) == 12
     assert 63 not in ids, "the mask"

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from d2sd.convert.checkpoint.drafter import write_drafter
+from d2sd.convert.kinds import DFLASH
 from d2sd.integrations.trtllm.register import SINGLE_PROCESS
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.rows import Rows
 from tests.d2sd.integrations.trtllm import fake
 from tests.tiny import feed, pool_for, tiny_decoder, tiny_drafter
@@ -35,7 +35,7 @@ def models(block_size: int = 5, second_layers: int = 3) -> tuple[Decoder, Drafte
 def write_bundle(folder: Path, first: Drafter, second: Drafter) -> Path:
     """The part of a bundle that the module reads."""
     for name, drafter in (("drafter_first", first), ("drafter_second", second)):
-        write_drafter(folder / name, drafter.config, drafter.state_dict())
+        DFLASH.write(folder / name, drafter.config, drafter.state_dict())
     return folder
 
 

@@ -12,7 +12,7 @@ from d2sd.errors import D2SDError
 from d2sd.integrations.trtllm.drafters import DualDrafter
 from d2sd.integrations.trtllm.register import register
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from tests.d2sd.integrations.trtllm import fake
 from tests.d2sd.integrations.trtllm.shop import Server, block_logits, models, single_process, write_bundle
 from tests.tiny import greedy_text

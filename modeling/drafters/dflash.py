@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.config import DrafterConfig
+from d2sd.modeling.drafters.interface import DraftModel, Tables
 from d2sd.modeling.inference import ContextLayers, InferenceLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import Attend, Layer, RMSNorm
@@ -28,18 +29,17 @@ from d2sd.modeling.rows import CommittedRows, Rows
 # layers, Vd draft vocabulary.
 
 
-class DraftModel(nn.Module):
-    """What the runtime needs of a drafter: PyTorch's `Drafter`, or an exported graph."""
+class DFlashModel(DraftModel):
+    """A drafter of this kind in any form: its context and its blocks, without its layers."""
 
     config: DrafterConfig
-    draft_ids: Tensor | None  # [Vd] int64 on the model's device, `config.draft_vocabulary`; no part of the state_dict
+
+    @property
+    def mask_token_id(self) -> int:  # type: ignore[override]
+        return self.config.mask_token_id
 
     def draft(self, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         """Embedded blocks [B, T, E] over the context in `pool` -> [B, T, E] for the target's head."""
-        raise NotImplementedError
-
-    def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """features [B, C, n·E] of committed tokens at `positions [B, C]` -> k, v [L, B, C, Hkv, D] for the pages."""
         raise NotImplementedError
 
     def inject_and_draft(self, context: CommittedRows, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
@@ -48,11 +48,21 @@ class DraftModel(nn.Module):
         pool.write(k, v, context.page_table, context.positions, context.keep)
         return self.draft(embedded, rows, pool)
 
+    def draft_logits(
+        self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables
+    ) -> Tensor:
+        embedded = tables.embed(blocks.flatten(1))
+        if context is None:
+            hidden = self.draft(embedded, rows, pool)
+        else:
+            hidden = self.inject_and_draft(context, embedded, rows, pool)
+        return self.logits(hidden.view(*blocks.shape, -1), blocks[:, :, 0], tables)
 
-class Drafter(DraftModel):
+
+class Drafter(DFlashModel):
     """Parameter names equal the z-lab checkpoint layout."""
 
-    native: InferenceLayers | None
+    compiled: InferenceLayers | None
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -63,15 +73,15 @@ class Drafter(DraftModel):
         self.layers = nn.ModuleList(Layer(body) for _ in range(body.num_layers))
         self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
         self.rotary = Rotary(body.rope, body.head_dim)
-        self.register_module("native", None)  # in place of `layers`, see packed.py and fused.py
+        self.register_module("compiled", None)  # in place of `layers`, see packed.py and fused.py
         ids = config.draft_vocabulary
         with torch.device("cpu"):  # the ids are known even under torch.device("meta")
             self.register_buffer("draft_ids", None if ids is None else torch.tensor(ids), persistent=False)
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         projected = self.fc(features)
-        if self.native is not None:
-            return self.native.keys_values(projected, self.hidden_norm, self.rotary, positions)
+        if self.compiled is not None:
+            return self.compiled.keys_values(projected, self.hidden_norm, self.rotary, positions)
         context = self.hidden_norm(projected)
         cos_sin = self.rotary(positions, context.dtype)
         layers = cast("Iterable[Layer]", self.layers)
@@ -88,14 +98,14 @@ class Drafter(DraftModel):
         return out
 
     def draft(self, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
-        if self.native is not None:
-            out: tuple[Tensor, ...] = self.native(embedded, self.rotary, rows, pool)
+        if self.compiled is not None:
+            out: tuple[Tensor, ...] = self.compiled(embedded, self.rotary, rows, pool)
             return out[0]
         hidden: Tensor = self(embedded, rows.positions, pool.attend(rows))
         return hidden
 
     def inject_and_draft(self, context: CommittedRows, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
-        if not isinstance(self.native, ContextLayers):
+        if not isinstance(self.compiled, ContextLayers):
             return super().inject_and_draft(context, embedded, rows, pool)
         projected = self.fc(context.features.flatten(0, 1))
-        return self.native.with_context(context, projected, self.hidden_norm, embedded, self.rotary, rows, pool)
+        return self.compiled.with_context(context, projected, self.hidden_norm, embedded, self.rotary, rows, pool)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from d2sd.errors import D2SDError
 from d2sd.modeling.config import Family
 from d2sd.modeling.layers import Layer
-from d2sd.train.init_from_target import drafter_config, drafter_from_target
+from d2sd.train.dflash import drafter_config, drafter_from_target
 from d2sd.train_recipe import Geometry
 from tests.tiny import random_tokens, tiny_decoder
 from tests.train.helpers import GEOMETRY, target

@@ -18,40 +18,32 @@ FP8 is described as in every checkpoint (`quantization.py`): of the attention's 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from pydantic import JsonValue
 
 from d2sd.convert.checkpoint.backbone import INERT, READ
 from d2sd.convert.checkpoint.dflash import refuse_unknown
-from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary, write_draft_vocabulary
-from d2sd.convert.checkpoint.drafter import check_rope
+from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary
+from d2sd.convert.checkpoint.fit import check_block_size, check_geometry
 from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
-from d2sd.convert.checkpoint.quantization import FILE, Quantization, described, read_quantization
+from d2sd.convert.checkpoint.quantization import FILE, read_quantization
 from d2sd.convert.checkpoint.quantization import KEY as QUANTIZATION
 from d2sd.convert.checkpoint.target import parse_target_config
-from d2sd.convert.checkpoint.weights import (
-    check_headers,
-    expected_shapes,
-    fill,
-    read_headers,
-    read_tensors,
-    stored_as,
-    write_tensors,
-)
+from d2sd.convert.checkpoint.weights import fill
 from d2sd.errors import CheckpointError
-from d2sd.io import write_json
-from d2sd.modeling.config import DecoderConfig, FlexConfig
-from d2sd.modeling.flex import FlexHead
-from d2sd.modeling.fp8 import linear_names, make_fp8
+from d2sd.modeling.config import DecoderConfig, Role
+from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
+from d2sd.modeling.fp8 import linear_names
+from d2sd.policies import DrafterRole
 
+#: Modules that are never quantized, by the names of the layout.
+UNQUANTIZED = ("anchor_bias_mlp*", "anchor_projection")
 KEY, RELEASED_KEY = "flexdraft_config", "dflash_config"
 _ARCHITECTURES = ("FlexDraftModel", "FlexDraftBiasModel")
 _TOP = READ | INERT | {"architectures", "block_size", "num_target_layers", KEY, RELEASED_KEY, QUANTIZATION}
@@ -68,8 +60,8 @@ _TO_RELEASE = {ours: theirs for theirs, ours in _FROM_RELEASE.items()}
 _UNUSED = re.compile(r"norm\.weight|layers\.\d+\.(mlp\.\w+_proj|input_layernorm|post_attention_layernorm)\.weight")
 
 
-def read_flex_config(directory: Path) -> FlexConfig:
-    """Read config.json and the draft vocabulary; raises `CheckpointError` naming file and key."""
+def read_flex_config(directory: Path, _declared: Role | None = None) -> FlexConfig:
+    """Read config.json and the draft vocabulary; raises `CheckpointError` naming file and key. A head has no role."""
     config = HFConfig.read(directory)
     part = _block(config)
     refuse_unknown(config, _TOP)
@@ -141,7 +133,7 @@ def _check_layers(part: HFConfig, layers: int, num_target_layers: int) -> None:
         )  # fmt: skip
 
 
-def check_flex(config: FlexConfig, target: DecoderConfig, *, block_size: int, where: Path) -> None:
+def check_flex(config: FlexConfig, target: DecoderConfig, _role: DrafterRole, block_size: int, where: Path) -> None:
     """Refuse a head that was made for another target or block size."""
     deep, own = config.body, target.body
     pairs: list[tuple[str, object, object]] = [
@@ -156,24 +148,18 @@ def check_flex(config: FlexConfig, target: DecoderConfig, *, block_size: int, wh
         ("rms_norm_eps", deep.rms_norm_eps, own.rms_norm_eps),
         ("attention_bias", (deep.qkv_bias, deep.o_bias), (own.qkv_bias, own.o_bias)),
     ]
-    for key, found, expected in pairs:
-        if found != expected:
-            raise CheckpointError(
-                "The FlexDraft head was made for another target.",
-                where=f"{where / 'config.json'}: {key}", found=found, expected=expected,
-            )  # fmt: skip
-    check_rope(deep.rope, own.rope, where)
-    if config.block_size != block_size:
-        raise CheckpointError(
-            "The FlexDraft head was trained for another block size.",
-            where=f"{where / 'config.json'}: block_size", found=config.block_size, expected=block_size,
-            fix=f"set tree.block_size to {config.block_size} in the recipe",
-        )  # fmt: skip
+    check_geometry(pairs, config, target, where)
+    check_block_size(config, block_size, where)
 
 
-def flex_shapes(config: FlexConfig, quantization: Quantization | None = None) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a head's tensors."""
-    return expected_shapes(_empty(config, quantization))
+def geometry(config: FlexConfig) -> dict[str, JsonValue]:
+    """What a manifest records of this kind alone."""
+    return {"split_layer": config.split_layer, "calibration_size": config.calibration_size}
+
+
+def vocabulary_mark(config: FlexConfig) -> str:
+    """What a fingerprint has of the draft vocabulary."""
+    return f"draft_vocabulary {config.draft_vocabulary}"
 
 
 def flex_linears(head: FlexHead) -> list[str]:
@@ -181,61 +167,11 @@ def flex_linears(head: FlexHead) -> list[str]:
     return [name for name in linear_names(head) if name.startswith("layers.")]
 
 
-def check_flex_tensors(directory: Path, config: FlexConfig) -> Quantization | None:
-    """Check names, shapes and types from headers alone. Return how the head is quantized."""
-    quantization = read_quantization(directory, HFConfig.read(directory))
-    found = read_headers(directory)
-    if not any(name.startswith("anchor_bias_mlp.") for name in found):
-        raise CheckpointError(
-            "The head has no calibration network.", where=directory, expected="anchor_bias_mlp.0 and anchor_bias_mlp.2",
-            fix="use a head that was trained with it",
-        )  # fmt: skip
-    check_headers(directory, found, flex_shapes(config, quantization), _ours)
-    return quantization
-
-
-def load_flex(directory: Path, dtype: torch.dtype) -> FlexHead:
-    """Read a head onto the CPU in `dtype`, in eval mode and without gradients; it has not joined a target."""
-    config = read_flex_config(directory)
-    module = _empty(config, check_flex_tensors(directory, config))
-    tensors: dict[str, Tensor] = {}
-    for _, part in read_tensors(directory, expected_shapes(module), dtype, _ours):
-        tensors |= part
-    fill(module, tensors)
-    return module
-
-
-def write_flex(
-    directory: Path, config: FlexConfig, tensors: Mapping[str, Tensor], quantization: Quantization | None = None
-) -> None:
-    """Write a head's directory; `tensors` is `FlexHead.state_dict()`, of one dtype except FP8 tensors."""
-    expected = flex_shapes(config, quantization)
-    given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    assert given == expected, "not this head's tensors"
-    (dtype,) = {tensor.dtype for name, tensor in tensors.items() if stored_as(name, expected) == "unquantized"}
-    named = {_TO_RELEASE.get(name, name): tensor for name, tensor in tensors.items()}
-    write_tensors(directory / "model.safetensors", named)
-    separate, inline = described(quantization) if quantization else (None, None)
-    (directory / "config.json").write_text(_config_text(config, dtype, inline), "utf-8")
-    if separate is not None:
-        write_json(directory / FILE, separate)
-    write_draft_vocabulary(directory, config.draft_vocabulary, config.vocab_size)
-
-
-def flex_fingerprint(head: FlexHead) -> str:
-    """SHA-256 of a head's weights in bf16, by name, and of its draft vocabulary."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(head.state_dict().items()):
-        digest.update(f"{name} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
-    digest.update(f"draft_vocabulary {head.config.draft_vocabulary}".encode())
-    return digest.hexdigest()
-
-
 def with_vocabulary(head: FlexHead, ids: tuple[int, ...] | None) -> FlexHead:
     """A copy of a head over the full vocabulary that drafts among `ids` only; it has not joined a target."""
     assert head.config.draft_vocabulary is None
-    out = _empty(replace(head.config, draft_vocabulary=ids))
+    with torch.device("meta"):
+        out = FlexHead(replace(head.config, draft_vocabulary=ids))
     tensors = {name: tensor.detach().cpu() for name, tensor in head.state_dict().items()}
     if ids is not None:
         for name in ("calibration.outer.weight", "calibration.outer.bias"):
@@ -244,22 +180,20 @@ def with_vocabulary(head: FlexHead, ids: tuple[int, ...] | None) -> FlexHead:
     return out
 
 
-def _ours(name: str) -> str | None:
+def our_name(name: str) -> str | None:
     """Our module's name of a tensor; None for those of the release that no pass uses."""
     if _UNUSED.fullmatch(name):
         return None
     return _FROM_RELEASE.get(name, name)
 
 
-def _empty(config: FlexConfig, quantization: Quantization | None = None) -> FlexHead:
-    with torch.device("meta"):
-        head = FlexHead(config)
-        if quantization is not None:
-            make_fp8(head, quantization.of(flex_linears(head)))
-    return head
+def released_name(name: str) -> str:
+    """The layout's name of a tensor of our module."""
+    return _TO_RELEASE.get(name, name)
 
 
-def _config_text(config: FlexConfig, dtype: torch.dtype, quantization: dict[str, Any] | None) -> str:
+def config_text(config: FlexConfig, dtype: torch.dtype, quantization: Mapping[str, object] | None = None) -> str:
+    """The text of `config.json`; `quantization` is its `quantization_config`."""
     body = config.body
     fields = {
         "architectures": [_ARCHITECTURES[0]],

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from d2sd.modeling.drafter import Drafter
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.layers import Attend
 
 # Shape letters: B sequences, A blocks of each, G block size γ, S tokens, T = A·G rows, Hq/Hkv heads, D head size.
 
 
-def attend_flex(drafter: Drafter, features: Tensor, positions: Tensor) -> Attend:
+def attend_sparse(drafter: Drafter, features: Tensor, positions: Tensor) -> Attend:
     """Same arguments and results as `attend_packed`: features [B, S, n·E], positions [B, A, G].
 
     Context and rows are concatenated in each layer, since FlexAttention reads one key tensor; the mask is built once.

@@ -9,32 +9,76 @@ A block of γ mask rows starts as one learned embedding at the split layer and a
 block], not causal inside the block. Its K/V are dropped after the pass, and the target's rows never see them: the
 target's outputs do not change by a bit. Mask rows do not know the anchor: a small network corrects their logits by it.
 
-Sequential mode (`draft`): one block of mask rows behind the committed context, in a pass of its own. An anchored head,
-which is not in the paper, starts slot 0 as a projection of the anchor's embedding: the anchor is known by then.
-Parallel mode (`verify_and_draft`): the target verifies a tree, and in the same pass a block of mask rows behind each
-node drafts for the case that the accepted path ends there. It sees what its node sees and the node itself, so the block
-that is used equals the one that sequential mode drafts in the next step. Anchored heads have no such mode.
+Sequential mode (`draft_logits`): one block of mask rows behind the committed context, in a pass of its own. An anchored
+head, which is not in the paper, starts slot 0 as a projection of the anchor's embedding: the anchor is known by then.
+Parallel mode is in `parallel.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from d2sd.modeling.config import BodyConfig, FlexConfig
+from d2sd.modeling.config import BodyConfig, Family, check_draft_vocabulary, described
 from d2sd.modeling.decoder import Decoder, DecoderOutput, TargetModel
-from d2sd.modeling.inference import InferenceLayers, JointLayers
+from d2sd.modeling.drafters.interface import DraftModel, Tables
+from d2sd.modeling.drafters.parallel import verify_and_draft
+from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.layers import MLP, Attend, Attention, Layer, RMSNorm
 from d2sd.modeling.rope import Rotary
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.rows import CommittedRows, Rows
 
 # Shape letters: B requests, T mask rows, N nodes, G block size γ, S tokens of a sequence, E hidden, L layers that
 # draft, Hkv heads, D head size, V vocabulary or draft vocabulary.
+
+
+@dataclass(frozen=True, slots=True)
+class FlexConfig:
+    """What the target's last layers need to draft behind mask rows.
+
+    `body` is the target's with `num_layers` counting the layers that draft, the last ones. Slot 0 of a block stands at
+    the anchor's position; slot k predicts the token at its own position.
+    """
+
+    family: Family
+    body: BodyConfig
+    vocab_size: int
+    block_size: int
+    num_target_layers: int
+    calibration_size: int  # hidden size of the calibration network
+    anchored: bool = False  # slot 0 holds the anchor, as in `DrafterConfig`: sequential mode only
+    draft_vocabulary: tuple[int, ...] | None = field(default=None, repr=False)  # as in `DrafterConfig`
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.split_layer < self.num_target_layers, "the first layer is the target's alone"
+        if self.draft_vocabulary is not None:
+            check_draft_vocabulary(self.draft_vocabulary, self.vocab_size)
+
+    @property
+    def split_layer(self) -> int:
+        """The first layer with mask rows."""
+        return self.num_target_layers - self.body.num_layers
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """None: it reads the target's pages."""
+        return ()
+
+    def refusal(self, policy: str) -> str | None:
+        """An anchored head has no parallel mode: mask rows behind a node do not know what follows it."""
+        return (
+            "An anchored FlexDraft head has no parallel mode." if self.anchored and policy == "flex_parallel" else None
+        )
+
+    def __str__(self) -> str:
+        where = f"drafts in target layers {self.split_layer} to {self.num_target_layers - 1}"
+        return f"{described(self.body, self.vocab_size)}, {where}{', anchored' if self.anchored else ''}"
 
 
 class DraftLayer(Layer):
@@ -67,11 +111,14 @@ class AnchorCalibration(nn.Module):
         self.outer = nn.Linear(size, outputs)
 
 
-class FlexHead(nn.Module):
+class FlexHead(DraftModel):
     """What FlexDraft adds to a target. `state_dict` holds the added tensors only; `join` comes before any pass."""
 
-    native: InferenceLayers | None
-    draft_ids: Tensor | None  # as in `DraftModel`
+    config: FlexConfig
+    compiled: InferenceLayers | None
+    mask_token_id = 0  # never embedded: masks have an embedding of their own
+    has_context = False
+    borrows_mlps = True
     norm: RMSNorm
 
     def __init__(self, config: FlexConfig) -> None:
@@ -85,9 +132,14 @@ class FlexHead(nn.Module):
         self.calibration = AnchorCalibration(body.hidden_size, config.calibration_size, outputs)
         self.anchor_projection = nn.Linear(body.hidden_size, body.hidden_size, bias=False) if config.anchored else None
         self.rotary = Rotary(body.rope, body.head_dim)
-        self.register_module("native", None)  # in place of `layers`, see d2sd.modeling.packed
+        self.register_module("compiled", None)  # in place of `layers`, see d2sd.modeling.packed
         with torch.device("cpu"):  # the ids are known even under torch.device("meta")
             self.register_buffer("draft_ids", None if ids is None else torch.tensor(ids), persistent=False)
+
+    @property
+    def keeps_layers(self) -> bool:
+        """Whether its PyTorch layers stay beside compiled ones: parallel mode runs them."""
+        return not self.config.anchored
 
     def join(self, target: Decoder) -> None:
         """Take the target's layer norms, MLPs and last norm: the same modules, not copies. The target is not packed."""
@@ -114,47 +166,34 @@ class FlexHead(nn.Module):
 
     def draft(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         """`forward` over the committed context in `pool`: the target's from the split layer, `KVPool.from_layer`."""
-        if self.native is not None:
-            out: tuple[Tensor, ...] = self.native(x, self.rotary, rows, pool)
+        if self.compiled is not None:
+            out: tuple[Tensor, ...] = self.compiled(x, self.rotary, rows, pool)
             return out[0]
         hidden: Tensor = self(x, rows.positions, pool.attend(rows))
         return hidden
 
+    def draft_logits(
+        self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables
+    ) -> Tensor:
+        assert context is None, "it reads the target's pages"
+        anchors = tables.embed(blocks[:, :, 0])
+        x = self.blocks(anchors).flatten(1, 2)
+        hidden = self.draft(x, rows, pool.from_layer(self.config.split_layer))
+        return self._corrected(hidden.view(*blocks.shape, -1), anchors, tables)
+
+    def logits(self, hidden: Tensor, anchors: Tensor, tables: Tables) -> Tensor:
+        return self._corrected(hidden, tables.embed(anchors), tables)
+
+    def _corrected(self, hidden: Tensor, anchors: Tensor, tables: Tables) -> Tensor:
+        """As `logits`, in fp32; `anchors [B, K, E]` are embedded."""
+        hidden = hidden[:, :, 1:].contiguous()
+        return tables.head(hidden).float() + self.calibrate(hidden, anchors[:, :, None])
+
     def verify_and_draft(
-        self, target: TargetModel, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
+        self, target: TargetModel, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...]
     ) -> tuple[DecoderOutput, Tensor]:
-        """The target's pass over tokens [B, N], and hidden states [B, N, G, E] of the mask rows behind each node.
-
-        `pool` has the target's pages. Not for anchored heads: mask rows behind a node do not know what follows it.
-        """
         assert not self.config.anchored
-        count, size = tokens.shape[1], self.config.block_size
-        behind = rows_behind(rows, size)
-        layers = getattr(target, "native", None)
-        if isinstance(layers, JointLayers) and self.native is not None:
-            both, *rest = layers.with_masks(
-                target.embed_tokens(tokens), self.mask_embedding, self.native, self.rotary, rows, behind, pool,
-                aux_layer_ids,
-            )  # fmt: skip
-            out, masks = DecoderOutput(both[:, :count], *rest), both[:, count:]
-        else:  # in a second pass, over the same keys and values
-            out = target(tokens, rows, pool, aux_layer_ids)
-            masks = self._behind(out, behind, pool)
-        return out, masks.reshape(len(masks), count, size, -1)
-
-    def _behind(self, out: DecoderOutput, behind: Rows, pool: KVPool) -> Tensor:
-        """Hidden states [B, N·G, E] of the mask rows of `behind`, whose first rows are those of `out`."""
-        split, count = self.config.split_layer, out.hidden.shape[1]
-        attend_all = pool.from_layer(split).attend(behind)
-
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q = torch.cat([q.new_zeros(len(q), count, *q.shape[2:]), q], 1)
-            k, v = (torch.cat([own[split + index], new], 1) for own, new in ((out.k, k), (out.v, v)))
-            return attend_all(index, q, k, v)[:, count:]
-
-        positions = behind.positions[:, count:]
-        hidden: Tensor = self(self.mask_embedding.expand(*positions.shape, -1), positions, attend)
-        return hidden
+        return verify_and_draft(self, target, tokens, rows, pool, aux_layer_ids)
 
     @torch.no_grad()
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,18 +224,3 @@ class FlexHead(nn.Module):
         """The same up to the last linear layer: [..., calibration size]."""
         both = torch.cat([anchor.expand_as(hidden).to(hidden.dtype), hidden], -1)
         return F.silu(self.calibration.inner(both))
-
-
-def rows_behind(rows: Rows, size: int) -> Rows:
-    """The rows of `rows`, then behind each of them, in their order, a block of `size` mask rows.
-
-    A block sees what its row sees, and itself; nothing else sees it.
-    """
-    count, device = rows.positions.shape[1], rows.positions.device
-    slots = torch.arange(size, device=device)
-    positions = (rows.positions[:, :, None] + 1 + slots).flatten(1)
-    of_block = torch.arange(count, device=device).repeat_interleave(size)
-    masks = torch.cat([rows.attn_mask[:, of_block], (of_block[:, None] == of_block).expand(len(positions), -1, -1)], 2)
-    own = F.pad(rows.attn_mask, (0, count * size))
-    attn_mask = torch.cat([own, masks], 1)
-    return Rows(torch.cat([rows.positions, positions], 1), attn_mask, rows.page_table, rows.context_len)

@@ -10,10 +10,9 @@ import torch
 
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.rows import Rows
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.speculation.policy import make_policy
@@ -21,11 +20,10 @@ from d2sd.runtime.stats import mean_tau
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import pack_blocks
 from d2sd.train.data.responses import Response
-from d2sd.train.init_from_target import flex_head
+from d2sd.train.flexdraft import flex_added, flex_head, flex_hidden
 from d2sd.train.loop import Trainer
-from d2sd.train.objectives.loss import flex_hidden
 from d2sd.train_recipe import FlexGeometry
-from tests.tiny import feed, greedy_text, pool_for, random_tokens, tiny_decoder, tiny_flex
+from tests.tiny import feed, greedy_text, pool_for, random_tokens, runner_of, tiny_decoder, tiny_flex
 from tests.train.helpers import BLOCK, settings
 
 LAYERS = 2
@@ -59,7 +57,7 @@ def fresh(decoder: Decoder, *, anchored: bool = False) -> FlexHead:
 def share_of_blocks(decoder: Decoder, head: FlexHead, known: list[Response]) -> float:
     """Accepted drafts over drafted ones, served greedily; the last step of an answer is cut by its length."""
     target, flex = deepcopy((decoder, head))
-    runner = ModelRunner(target, flex=flex)
+    runner = runner_of(target, flex=flex)
     policy = make_policy("flex", block_size=BLOCK, branches=1, row_budget=BLOCK)
     engine = Engine(runner, policy, Limits(max_batch=4, max_context=32, page_size=4, prefill_chunk=16))
     done = engine.generate(Request(tuple(one.prompt_ids), len(one.response_ids)) for one in known)
@@ -76,7 +74,9 @@ def test_training_computes_what_is_served(anchored: bool) -> None:
     data = features(decoder, known)
     anchors = [torch.tensor([0, 4, 11]), torch.tensor([3, 8])]
     packed = pack_blocks([data[0], data[1]], anchors, BLOCK)
-    hidden, inner = flex_hidden(head, decoder.embed_tokens.weight, packed)
+    table = decoder.embed_tokens.weight
+    hidden = flex_hidden(head, table, packed, torch.ones(packed.tokens.shape[:2]))
+    trained = flex_added(head, hidden, table, packed).logits(torch.float32)
     for row, starts in enumerate(anchors):
         text = torch.tensor([known[row].prompt_ids + known[row].response_ids])
         for block, anchor in enumerate(starts.tolist()):
@@ -90,7 +90,7 @@ def test_training_computes_what_is_served(anchored: bool) -> None:
             served = head.draft(x, rows, KVPool.from_layer(pool, head.config.split_layer))
             torch.testing.assert_close(hidden[row, block], served[0], atol=1e-4, rtol=0)
             added = head.calibrate(served[0], decoder.embed_tokens(text[0, anchor]))
-            torch.testing.assert_close(head.calibration.outer(inner[row, block]), added, atol=1e-4, rtol=0)
+            torch.testing.assert_close(trained[row, block], added, atol=1e-4, rtol=0)
 
 
 def test_the_first_head_is_the_targets_attention() -> None:

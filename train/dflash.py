@@ -1,10 +1,11 @@
-"""A drafter's initial weights: the target's last layers, and a fusion that starts as one well-scaled auxiliary layer.
+"""A DFlash drafter in training: its initial weights, and its hidden states over packed blocks.
 
-A drafter's context K/V come from hidden_norm(fc(features)). With fc picking the deepest auxiliary layer and hidden_norm
-holding a target layer's input_layernorm, the drafter's layer approximates that target layer's K/V before any
-training. The other auxiliary layers' columns start small, scaled by each layer's typical norm: norms differ by a factor
-of ten and more. The first token's massive activations (rms above 100 in SmolLM2) would dominate a plain mean, so the
-median over tokens is used.
+It starts from the target's last layers, and a fusion that starts as one well-scaled auxiliary layer. Its context K/V
+come from hidden_norm(fc(features)). With fc picking the deepest auxiliary layer and hidden_norm holding a target
+layer's input_layernorm, the drafter's layer approximates that target layer's K/V before any training. The other
+auxiliary layers' columns start small, scaled by each layer's typical norm: norms differ by a factor of ten and more.
+The first token's massive activations (rms above 100 in SmolLM2) would dominate a plain mean, so the median over tokens
+is used.
 """
 
 from __future__ import annotations
@@ -15,21 +16,28 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from d2sd.errors import D2SDError
-from d2sd.modeling.config import DecoderConfig, DrafterConfig, FlexConfig
+from d2sd.modeling.config import DecoderConfig, DrafterConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafter import Drafter
-from d2sd.modeling.flex import FlexHead
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.layers import Layer
 from d2sd.train.data.features import TrainingData
-from d2sd.train_recipe import FlexGeometry, Geometry
+from d2sd.train.data.packing import Packed, attend_packed
+from d2sd.train.sparse_attention import attend_sparse
+from d2sd.train_recipe import Geometry, SecondSettings
 
+# Shape letters: B sequences, A blocks of each, G block size γ, E hidden, n auxiliary layers, N tokens.
+
+#: Attention scores of a layer above which a GPU uses FlexAttention, which stores none: 2 GB of fp32. Below,
+#: `attend_packed` is as fast, and its gradients are tested.
+_SCORES = 1 << 29
 #: Sequences used to measure the typical norm of each auxiliary layer's features.
 _SAMPLE = 64
 
 
-def drafter_config(geometry: Geometry, target: DecoderConfig, prefix_base: float | None) -> DrafterConfig:
+def drafter_config(geometry: Geometry, target: DecoderConfig, prefix_base: float | None = None) -> DrafterConfig:
     """Config of a drafter with the target's hidden size, q/k norms and no biases, as in the DFlash layout.
 
     With `prefix_base` (Pr(n visible tokens) ∝ base^n) a variable-prefix drafter, otherwise a first drafter. Raises
@@ -61,57 +69,18 @@ def first_drafter(geometry: Geometry, target: Decoder, data: TrainingData, seed:
     """The initial first drafter for training on `data`. Raises D2SDError as `drafter_config` does."""
     # a sequence's first token is an outlier
     sample = torch.cat([data[i].features[1:] for i in range(min(_SAMPLE, len(data)))])
-    config = drafter_config(geometry, target.config, None)
+    config = drafter_config(geometry, target.config)
     return drafter_from_target(config, target, sample, torch.Generator().manual_seed(seed))
 
 
-def flex_config(geometry: FlexGeometry, config: DecoderConfig) -> FlexConfig:
-    """Config of a head over the full vocabulary. Raises D2SDError if the target has too few layers."""
-    limit = config.body.num_layers - 1
-    if geometry.layers > limit:
-        raise D2SDError(
-            "The head has more layers than the target can split off.", where="flex.head.layers",
-            found=geometry.layers, expected=f"at most {limit}",
-        )  # fmt: skip
-    return FlexConfig(
-        family=config.family, body=replace(config.body, num_layers=geometry.layers), vocab_size=config.vocab_size,
-        block_size=geometry.block_size, num_target_layers=config.body.num_layers,
-        calibration_size=geometry.calibration_size, anchored=geometry.anchored,
-    )  # fmt: skip
-
-
-@torch.no_grad()
-def flex_head(geometry: FlexGeometry, target: Decoder, data: TrainingData, seed: int) -> FlexHead:
-    """The initial FlexDraft head in fp32 on the CPU, not joined: copies of the target's attention, a small random mask
-    embedding (as published), and a calibration that adds nothing. An anchored head's projection is the linear map that
-    best gives the hidden states before the split from the embeddings of their tokens, over a part of `data`.
-    Raises D2SDError as `flex_config` does.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    head = FlexHead(flex_config(geometry, target.config))
-    head.mask_embedding.normal_(std=0.02, generator=generator)
-    first, last = head.calibration.inner, head.calibration.outer
-    first.weight.normal_(std=first.in_features**-0.5, generator=generator)
-    for zero in (first.bias, last.weight, last.bias):
-        zero.zero_()
-    for layer, source in zip(head.layers, list(target.layers)[head.config.split_layer :], strict=True):
-        wanted = cast("Layer", source).self_attn.state_dict()
-        cast("Layer", layer).self_attn.load_state_dict({name: tensor.float() for name, tensor in wanted.items()})
-    if head.anchor_projection is not None:
-        head.anchor_projection.weight.copy_(_projection(target, data))
-    return head
-
-
-def _projection(target: Decoder, data: TrainingData) -> Tensor:
-    """[E, E]: least squares with a ridge, which decides where the sample has fewer tokens than dimensions."""
-    device = target.embed_tokens.weight.device
-    sample = [data[i] for i in range(min(_SAMPLE, len(data)))]
-    embedded = torch.cat([target.embed_tokens(one.tokens[1:].to(device)) for one in sample]).double()
-    features = torch.cat([one.features[1:] for one in sample]).to(device).double()
-    gram = embedded.T @ embedded
-    gram += 0.01 * gram.diagonal().mean() * torch.eye(len(gram), device=device)
-    weight: Tensor = torch.linalg.solve(gram, embedded.T @ features).T
-    return weight
+def second_drafter(first: Drafter, settings: SecondSettings) -> Drafter:
+    """The initial second drafter: a copy of the first, for blocks with prefixes."""
+    config = replace(
+        first.config, role="variable_prefix", prefix_weight_base=settings.prefix_base, draft_vocabulary=None
+    )
+    drafter = Drafter(config)
+    drafter.load_state_dict(first.state_dict())
+    return drafter
 
 
 @torch.no_grad()
@@ -142,3 +111,16 @@ def drafter_from_target(config: DrafterConfig, target: Decoder, sample: Tensor, 
     fusion[:, -1] += torch.eye(hidden) / rms[-1]
     drafter.fc.weight.copy_(fusion.reshape(hidden, -1))
     return drafter
+
+
+def block_hidden(drafter: Drafter, embedding: Tensor, packed: Packed, visible: Tensor) -> Tensor:
+    """[B, A, G, E]: hidden states of the drafter; each block has `visible [B, A]` real tokens, then mask tokens."""
+    slots = torch.arange(packed.tokens.shape[-1], device=visible.device)
+    tokens = torch.where(slots < visible[..., None], packed.tokens, drafter.config.mask_token_id)
+    # The target's tensors may be bf16; the drafter is fp32, and only autocast changes the dtype of its products.
+    features, embedded = packed.features.float(), F.embedding(tokens, embedding).float()
+    scores = tokens.numel() * drafter.config.body.num_heads * (features.shape[1] + tokens.shape[-1])
+    fused = features.is_cuda and scores > _SCORES
+    attend = (attend_sparse if fused else attend_packed)(drafter, features, packed.positions)
+    hidden: Tensor = drafter(embedded.flatten(1, 2), packed.positions.flatten(1), attend)
+    return hidden.view(*tokens.shape, -1)

@@ -1,0 +1,216 @@
+"""The kinds of drafters: one record for all that a build, a bundle and training do with a drafter of a kind.
+
+A kind is its module in `d2sd.modeling.drafters`, its layout in `d2sd.convert.checkpoint`, its body in a graph
+(`d2sd.convert.onnx.bodies`) and its row in `KINDS`. What kinds do alike is here, in the record's methods.
+
+Bundles and training hold a drafter as a directory: `config.json`, `model.safetensors`, and, in files of their own since
+the layouts have no keys for them, a reduced draft vocabulary (`draft_vocab.py`) and FP8 that only d2sd runs
+(`fp8_inputs.py`). FP8 is described as in every checkpoint (`quantization.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor, nn
+
+from d2sd.convert.checkpoint import dflash, flexdraft
+from d2sd.convert.checkpoint.draft_vocab import write_draft_vocabulary
+from d2sd.convert.checkpoint.fp8_inputs import read_fp8_inputs, write_fp8_inputs
+from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.quantization import FILE, Quantization, described, read_quantization
+from d2sd.convert.checkpoint.weights import (
+    Rename,
+    check_headers,
+    expected_shapes,
+    fill,
+    read_headers,
+    read_tensors,
+    stored_as,
+    write_tensors,
+)
+from d2sd.convert.onnx.bodies import DrafterBody, FlexBody
+from d2sd.io import write_json
+from d2sd.modeling.config import DecoderConfig, DrafterConfig, Role
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
+from d2sd.modeling.drafters.interface import DraftConfig, DraftModel
+from d2sd.modeling.fp8 import linear_names, make_fp8, round_to_fp8
+from d2sd.policies import DrafterRole
+
+Config = TypeVar("Config", bound=DraftConfig)
+Model = TypeVar("Model", bound=DraftModel)
+
+
+def _nothing(_model: DraftModel, _target: Decoder) -> None:
+    """Such a drafter shares no layers with the target."""
+
+
+def _same(name: str) -> str:
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterKind(Generic[Config, Model]):
+    """A kind of drafter: its fields are what differs from kind to kind."""
+
+    model: type[Model]
+    #: Reads `config.json`; for the role see `read_config`.
+    reader: Callable[[Path, Role | None], Config]
+    #: Refuses a drafter, read from a folder, that was not made for this target, role or block size.
+    check: Callable[[Config, DecoderConfig, DrafterRole, int, Path], None]
+    #: Text of `config.json` with every field, the tensors' type and the `quantization_config`.
+    config_text: Callable[[Config, torch.dtype, Mapping[str, object] | None], str]
+    #: Patterns of modules that checkpoints hold in 16 bits.
+    unquantized: tuple[str, ...]
+    #: What a fingerprint has of the draft vocabulary.
+    vocabulary_mark: Callable[[Config], str]
+    #: What a manifest records of this kind alone.
+    geometry: Callable[[Config], dict[str, JsonValue]]
+    #: The part that is exported, of a drafter that is attached to its target.
+    graph_body: Callable[[Model], nn.Module]
+    #: Names of the layers that can be FP8.
+    fp8_layers: Callable[[Model], list[str]] = linear_names
+    #: Takes what a drafter shares with the target's layers, which are not packed yet; comes before any pass.
+    attach: Callable[[Model, Decoder], None] = _nothing
+    #: Names of tensors: of a file -> of the module, None where it is unused; and back.
+    our_name: Rename = _same
+    file_name: Callable[[str], str] = _same
+
+    def read_config(self, directory: Path, declared: Role | None = None) -> Config:
+        """Read the config and the draft vocabulary; raises `CheckpointError` naming file and key.
+
+        `declared` is the role of a drafter whose config has none.
+        """
+        return self.reader(directory, declared)
+
+    def shapes(self, config: Config, quantization: Quantization | None = None) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a drafter's tensors."""
+        return expected_shapes(self.empty(config, quantization))
+
+    def check_tensors(self, directory: Path, config: Config) -> Quantization | None:
+        """Check names, shapes and types of a drafter's tensors from headers alone. Return how it is quantized."""
+        quantization = _quantization(directory)
+        check_headers(directory, read_headers(directory), self.shapes(config, quantization), self.our_name)
+        return quantization
+
+    def fp8_inputs(self, directory: Path, config: Config) -> dict[str, float]:
+        """Input scales of the layers that are stored in 16 bits and run in FP8; none for other drafters."""
+        quantization = _quantization(directory)
+        names = self.fp8_layers(self.empty(config)) if quantization else []
+        return read_fp8_inputs(directory, sorted(set(names) - set(quantization.of(names) if quantization else ())))
+
+    def load(self, directory: Path, dtype: torch.dtype, config: Config | None = None) -> Model:
+        """Read a drafter onto the CPU in `dtype`, in eval mode and without gradients; it is not attached to a target.
+
+        `config` is its config where that has been read, with a declared role.
+        """
+        module = self._stored(directory, dtype, config)
+        round_to_fp8(module, self.fp8_inputs(directory, cast("Config", module.config)))
+        return module
+
+    def copy(self, source: Path, directory: Path, dtype: torch.dtype, config: Config | None = None) -> None:
+        """Write the drafter of `source` with every field explicit, in `dtype`; FP8 stays as it is."""
+        module = self._stored(source, dtype, config)
+        config = cast("Config", module.config)
+        self.write(directory, config, module.state_dict(), _quantization(source), self.fp8_inputs(source, config))
+
+    def write(
+        self,
+        directory: Path,
+        config: Config,
+        tensors: Mapping[str, Tensor],
+        quantization: Quantization | None = None,
+        input_scales: Mapping[str, float] | None = None,
+    ) -> None:
+        """Write a drafter's directory; `tensors` is a `state_dict()` of its model, of one dtype except FP8 tensors.
+
+        `input_scales`: of layers in 16 bits that d2sd runs in FP8.
+        """
+        expected = self.shapes(config, quantization)
+        given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        assert given == expected, f"not this drafter's tensors: {sorted(given.items() ^ expected.items())}"
+        (dtype,) = {tensor.dtype for name, tensor in tensors.items() if stored_as(name, expected) == "unquantized"}
+        named = {self.file_name(name): tensor for name, tensor in tensors.items()}
+        write_tensors(directory / "model.safetensors", named)
+        separate, inline = described(quantization) if quantization else (None, None)
+        (directory / "config.json").write_text(self.config_text(config, dtype, inline), "utf-8")
+        if separate is not None:
+            write_json(directory / FILE, separate)
+        write_fp8_inputs(directory, input_scales or {})
+        write_draft_vocabulary(directory, config.draft_vocabulary, config.vocab_size)
+
+    def fingerprint(self, drafter: Model) -> str:
+        """SHA-256 of a drafter's weights in bf16, by name, and of its draft vocabulary: all that determines its output.
+
+        It is the same for a drafter loaded in fp32 and in bf16.
+        """
+        digest = hashlib.sha256()
+        for name, tensor in sorted(drafter.state_dict().items()):
+            digest.update(f"{name} {list(tensor.shape)}".encode())
+            digest.update(tensor.detach().to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+        digest.update(self.vocabulary_mark(cast("Config", drafter.config)).encode())
+        return digest.hexdigest()
+
+    def empty(self, config: Config, quantization: Quantization | None = None) -> Model:
+        """A drafter on the meta device, with FP8 layers where it is quantized."""
+        with torch.device("meta"):
+            module = self.model(config)
+            if quantization is not None:
+                make_fp8(module, quantization.of(self.fp8_layers(module)))
+        return module
+
+    def _stored(self, directory: Path, dtype: torch.dtype, config: Config | None) -> Model:
+        module = self.empty(config or self.read_config(directory), _quantization(directory))
+        tensors: dict[str, Tensor] = {}
+        for _, part in read_tensors(directory, expected_shapes(module), dtype, self.our_name):
+            tensors |= part
+        fill(module, tensors)
+        return module
+
+
+def _quantization(directory: Path) -> Quantization | None:
+    return read_quantization(directory, HFConfig.read(directory))
+
+
+DFLASH: DrafterKind[DrafterConfig, Drafter] = DrafterKind(
+    model=Drafter,
+    reader=dflash.read_drafter_config,
+    check=dflash.check_drafter,
+    config_text=dflash.config_text,
+    unquantized=dflash.UNQUANTIZED,
+    vocabulary_mark=dflash.vocabulary_mark,
+    geometry=dflash.geometry,
+    graph_body=DrafterBody,
+)
+FLEXDRAFT: DrafterKind[FlexConfig, FlexHead] = DrafterKind(
+    model=FlexHead,
+    reader=flexdraft.read_flex_config,
+    check=flexdraft.check_flex,
+    config_text=flexdraft.config_text,
+    unquantized=flexdraft.UNQUANTIZED,
+    vocabulary_mark=flexdraft.vocabulary_mark,
+    geometry=flexdraft.geometry,
+    graph_body=FlexBody,
+    fp8_layers=flexdraft.flex_linears,
+    attach=FlexHead.join,
+    our_name=flexdraft.our_name,
+    file_name=flexdraft.released_name,
+)
+#: The kind of the drafter in each place of a bundle.
+KINDS: Mapping[DrafterRole, DrafterKind[Any, Any]] = MappingProxyType(
+    {DrafterRole.FIRST: DFLASH, DrafterRole.SECOND: DFLASH, DrafterRole.FLEX: FLEXDRAFT}
+)
+
+
+def kind_of(role: DrafterRole) -> DrafterKind[Any, Any]:
+    """The kind of the drafters in a place."""
+    return KINDS[role]

@@ -1,0 +1,96 @@
+"""The interface of drafters to the runtime: a kind of drafter is one module of this folder, and a graph stands for any.
+
+A drafter gets blocks of token ids, an anchor in front and masks behind it, and gives logits of the slots after the
+anchor. How it embeds them, where it reads the context and what its head adds to the target's are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from d2sd.modeling.config import BodyConfig
+from d2sd.modeling.decoder import DecoderOutput, TargetModel
+from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.rows import CommittedRows, Rows
+
+# Shape letters: B requests, K blocks a request, G block size γ, C new context rows, E hidden, n auxiliary layers, L
+# layers, Hkv K/V heads, D head size, V vocabulary, Vd draft vocabulary.
+
+
+class DraftConfig(Protocol):
+    """The fields that every kind of drafter has."""
+
+    @property
+    def body(self) -> BodyConfig:
+        """Geometry of its layers."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's."""
+
+    @property
+    def block_size(self) -> int:
+        """γ, the anchor included."""
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """Target layers whose outputs it reads, as in `DrafterConfig`; none for kinds without pages of their own."""
+
+    @property
+    def draft_vocabulary(self) -> tuple[int, ...] | None:
+        """The ids that it drafts; None for all."""
+
+    def refusal(self, policy: str) -> str | None:
+        """The reason why it cannot run a policy of its role; None if it can."""
+
+
+class Tables(NamedTuple):
+    """The target's tables, which drafters share."""
+
+    embed: Callable[[Tensor], Tensor]  # ids [...] -> [..., E]
+    head: Callable[[Tensor], Tensor]  # [..., E] -> [..., V or Vd], over the draft vocabulary
+
+
+class DraftModel(nn.Module):
+    """A drafter that the runtime can run: PyTorch's, or an exported graph."""
+
+    config: DraftConfig
+    draft_ids: Tensor | None  # [Vd] int64 on the model's device, `config.draft_vocabulary`; no part of the state_dict
+    mask_token_id: int  # in the masked slots of a block
+    #: It has pages of its own, for K/V made of the target's features; others read the target's pages.
+    has_context: ClassVar[bool] = True
+    #: Its layers have the target's MLPs.
+    borrows_mlps: ClassVar[bool] = False
+
+    def draft_logits(
+        self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables
+    ) -> Tensor:
+        """blocks [B, K, G], rows of which are `rows`, over the context in `pool` -> logits [B, K, G-1, V or Vd].
+
+        `pool` is its own, or the target's for a drafter without one. `context`: rows whose K/V is written to its pages
+        first.
+        """
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor, anchors: Tensor, tables: Tables) -> Tensor:
+        """Hidden states [B, K, G, E] of blocks behind `anchors [B, K]` -> logits [B, K, G-1, V or Vd] of their slots.
+
+        Contiguous hidden states: on a view PyTorch multiplies batch by batch, 60 times slower in bf16 on a CPU.
+        """
+        return tables.head(hidden[:, :, 1:].contiguous())
+
+    def verify_and_draft(
+        self, target: TargetModel, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...]
+    ) -> tuple[DecoderOutput, Tensor]:
+        """The target's pass over tokens [B, N], and hidden states [B, N, G, E] of a block drafted behind each node.
+
+        For kinds that can draft in the pass that verifies (`FirstPass.CARRIED`).
+        """
+        raise NotImplementedError
+
+    def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """features [B, C, n·E] of committed tokens at `positions [B, C]` -> k, v [L, B, C, Hkv, D] for the pages."""
+        raise NotImplementedError

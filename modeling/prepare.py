@@ -1,0 +1,26 @@
+"""Prepares models for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from d2sd.modeling.decoder import TargetModel
+from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.fused import fuse
+from d2sd.modeling.packed import pack
+
+
+def prepare_for_inference(target: TargetModel, drafters: Iterable[DraftModel] = (), *, exact: bool = False) -> None:
+    """Pack the layers of models on a CPU (`packed.py`), or fuse those on CUDA (`fused.py`), in place.
+
+    Afterwards they can serve, but not be saved or trained. Preparing twice is fine. `exact`: the target's step is
+    batch-invariant on CUDA (docs/accuracy.md); compiled CPU layers always are.
+    Raises `D2SDError` if `exact` cannot be had.
+    """
+    on_cpu = target.embed_tokens.weight.device.type == "cpu"
+    if on_cpu:
+        pack(target)
+    else:
+        fuse(target, exact=exact)
+    for drafter in drafters:
+        (pack if on_cpu else fuse)(drafter, target if drafter.borrows_mlps else None)

@@ -1,0 +1,92 @@
+"""A FlexDraft head in training: its initial weights, its hidden states over packed blocks, its calibration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from d2sd.errors import D2SDError
+from d2sd.modeling.config import DecoderConfig
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
+from d2sd.modeling.layers import Layer
+from d2sd.train.data.features import TrainingData
+from d2sd.train.data.packing import Packed, attend_packed
+from d2sd.train.objectives.head import Added
+from d2sd.train_recipe import FlexGeometry
+
+# Shape letters: B sequences, A blocks of each, G block size γ, E hidden, R calibration size, V vocabulary.
+
+#: Sequences that decide an anchored head's projection.
+_SAMPLE = 64
+
+
+def flex_config(geometry: FlexGeometry, config: DecoderConfig) -> FlexConfig:
+    """Config of a head over the full vocabulary. Raises D2SDError if the target has too few layers."""
+    limit = config.body.num_layers - 1
+    if geometry.layers > limit:
+        raise D2SDError(
+            "The head has more layers than the target can split off.", where="flex.head.layers",
+            found=geometry.layers, expected=f"at most {limit}",
+        )  # fmt: skip
+    return FlexConfig(
+        family=config.family, body=replace(config.body, num_layers=geometry.layers), vocab_size=config.vocab_size,
+        block_size=geometry.block_size, num_target_layers=config.body.num_layers,
+        calibration_size=geometry.calibration_size, anchored=geometry.anchored,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def flex_head(geometry: FlexGeometry, target: Decoder, data: TrainingData, seed: int) -> FlexHead:
+    """The initial FlexDraft head in fp32 on the CPU, not joined: copies of the target's attention, a small random mask
+    embedding (as published), and a calibration that adds nothing. An anchored head's projection is the linear map that
+    best gives the hidden states before the split from the embeddings of their tokens, over a part of `data`.
+    Raises D2SDError as `flex_config` does.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    head = FlexHead(flex_config(geometry, target.config))
+    head.mask_embedding.normal_(std=0.02, generator=generator)
+    first, last = head.calibration.inner, head.calibration.outer
+    first.weight.normal_(std=first.in_features**-0.5, generator=generator)
+    for zero in (first.bias, last.weight, last.bias):
+        zero.zero_()
+    for layer, source in zip(head.layers, list(target.layers)[head.config.split_layer :], strict=True):
+        wanted = cast("Layer", source).self_attn.state_dict()
+        cast("Layer", layer).self_attn.load_state_dict({name: tensor.float() for name, tensor in wanted.items()})
+    if head.anchor_projection is not None:
+        head.anchor_projection.weight.copy_(_projection(target, data))
+    return head
+
+
+def _projection(target: Decoder, data: TrainingData) -> Tensor:
+    """[E, E]: least squares with a ridge, which decides where the sample has fewer tokens than dimensions."""
+    device = target.embed_tokens.weight.device
+    sample = [data[i] for i in range(min(_SAMPLE, len(data)))]
+    embedded = torch.cat([target.embed_tokens(one.tokens[1:].to(device)) for one in sample]).double()
+    features = torch.cat([one.features[1:] for one in sample]).to(device).double()
+    gram = embedded.T @ embedded
+    gram += 0.01 * gram.diagonal().mean() * torch.eye(len(gram), device=device)
+    weight: Tensor = torch.linalg.solve(gram, embedded.T @ features).T
+    return weight
+
+
+def flex_hidden(head: FlexHead, embedding: Tensor, packed: Packed, _visible: Tensor) -> Tensor:
+    """[B, A, G, E]: hidden states of the mask rows; the anchor is the one real token of a block."""
+    attend = attend_packed(head, packed.features, packed.positions)
+    x = head.blocks(_anchors(embedding, packed)).flatten(1, 2)
+    hidden: Tensor = head(x, packed.positions.flatten(1), attend)
+    return hidden.view(*packed.tokens.shape, -1)
+
+
+def flex_added(head: FlexHead, hidden: Tensor, embedding: Tensor, packed: Packed) -> Added:
+    """The calibration, of all rows [B, A, G] and over the vocabulary."""
+    inner = head.calibration_inner(hidden, _anchors(embedding, packed)[:, :, None])
+    return Added(inner, head.calibration.outer.weight, head.calibration.outer.bias)
+
+
+def _anchors(embedding: Tensor, packed: Packed) -> Tensor:
+    return F.embedding(packed.tokens[:, :, 0], embedding).float()
