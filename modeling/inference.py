@@ -1,6 +1,6 @@
 """The interface of the layers that a model serves with: compiled CPU kernels or fused CUDA ones.
 
-They stand in place of a model's PyTorch layers, from which they are made.
+They replace a model's PyTorch layers, from which they are made.
 """
 
 from __future__ import annotations
