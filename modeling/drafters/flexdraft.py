@@ -138,7 +138,7 @@ class FlexHead(DraftModel):
 
     @property
     def keeps_layers(self) -> bool:
-        """Whether its PyTorch layers stay beside compiled ones: parallel mode runs them."""
+        """Whether its PyTorch layers stay when it has compiled ones: parallel mode runs them."""
         return not self.config.anchored
 
     def join(self, target: Decoder) -> None:
