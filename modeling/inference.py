@@ -1,6 +1,6 @@
 """The interface of the layers that a model serves with: compiled CPU kernels or fused CUDA ones.
 
-They stand in place of a model's PyTorch layers, from which they are made.
+They replace a model's PyTorch layers, from which they are made.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PlainModel(Protocol):
 
 
 def plain(model: nn.Module) -> PlainModel | None:
-    """The model, if it has PyTorch layers that nothing stands in place of yet."""
+    """The model, if it has PyTorch layers that nothing replaces yet."""
     is_plain = len(getattr(model, "layers", ())) > 0 and getattr(model, "compiled", None) is None
     return cast("PlainModel", model) if is_plain else None
 

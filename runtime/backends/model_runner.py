@@ -161,7 +161,7 @@ class ModelRunner:
             return None
         of_rows, last = torch.arange(len(batch.anchor), device=batch.anchor.device), accepted.count - 1
         hidden = verified.behind[of_rows, accepted.path[of_rows, last]][:, None]
-        # an id below 0, at which the request has ended, is no row of the table; there any row will do
+        # an id below 0, at which the request has ended, is not in the table; there any row will do
         anchor = accepted.tokens[of_rows, last].clamp(min=0)
         logits = self.drafters[role].logits(hidden, anchor[:, None], self._tables[role])
         draft = self._candidates(role, batch.context_len + accepted.count, batch.sampling, logits, width)

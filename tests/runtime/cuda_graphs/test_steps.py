@@ -229,9 +229,9 @@ def test_a_capture_that_fails_leaves_nothing_in_the_queues(monkeypatch: pytest.M
         raise RuntimeError("out of memory")
 
     def graph(*arguments: Any) -> Any:
-        before = engine.runner.context.pending_rows
+        before = engine.runner.context.pending_rows.values()
         found = graph_of(*arguments)
-        queued.append([a - b for a, b in zip(engine.runner.context.pending_rows, before, strict=True)])
+        queued.append([a - b for a, b in zip(engine.runner.context.pending_rows.values(), before, strict=True)])
         return found
 
     monkeypatch.setattr("d2sd.runtime.decode._packed", fail_once)
