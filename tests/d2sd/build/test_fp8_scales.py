@@ -148,7 +148,8 @@ def test_a_flexdraft_heads_projections_get_scales(modelopt: ModelOpt, tmp_path: 
     weights = {name: tensor.clone() for name, tensor in head.state_dict().items()}
 
     def draft(head: FlexHead) -> Tensor:
-        hidden: Tensor = head(torch.arange(4)[None], lambda index, q, k, v: q + v.repeat_interleave(2, dim=2))
+        blocks = head.blocks(torch.zeros(1, 32))
+        hidden: Tensor = head(blocks, torch.arange(4)[None], lambda index, q, k, v: q + v.repeat_interleave(2, dim=2))
         return hidden
 
     def run() -> None:

@@ -334,9 +334,11 @@ def test_a_build_killed_by_the_kernel_resumes_to_the_same_bytes(recipe: Path, ou
     program = (
         "import sys, time; from pathlib import Path; from d2sd.recipe import *\n"
         "from d2sd.build import pipeline as b\n"
-        "def slow(source, folder, *rest):\n"
-        "    write(source, folder, *rest); (folder / 'half').touch(); print('writing', flush=True); time.sleep(60)\n"
-        "write, b.copy_drafter = b.copy_drafter, slow\n"
+        "from d2sd.convert.kinds import DrafterKind\n"
+        "def slow(kind, source, folder, *rest):\n"
+        "    write(kind, source, folder, *rest); (folder / 'half').touch()\n"
+        "    print('writing', flush=True); time.sleep(60)\n"
+        "write, DrafterKind.copy = DrafterKind.copy, slow\n"
         "b.build(load_recipe(Path(sys.argv[1])), Path(sys.argv[2]), validate=False)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program, recipe, out / "tiny"], stdout=subprocess.PIPE, text=True)
