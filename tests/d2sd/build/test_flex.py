@@ -58,8 +58,8 @@ def test_a_bundle_with_a_head_alone(recipe: Path) -> None:
     }  # fmt: skip
     greedy: Any = manifest.checks["greedy"]
     assert greedy["flex"]["equal_to_plain_decoding"] > 0
-    names = ("off", "lookup", "flex", "auto", "chain", "hybrid")
-    runs = [name for name in names if can_run(bundle.draft_configs, name)]
+    kinds: tuple[Policy, ...] = ("off", "lookup", "flex", "auto", "chain", "hybrid")
+    runs = [name for name in kinds if can_run(bundle.draft_configs, name)]
     assert runs == ["off", "lookup", "flex", "auto"]
     names: tuple[Policy, ...] = ("off", "flex", "auto")
     engines = [make_engine(bundle, policy=name) for name in names]
