@@ -23,7 +23,7 @@ CAPABILITIES = (80, 89, 90, 100, 120)
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What Triton is asked to compile for a launch."""
+    """The arguments with which Triton compiles a launch."""
 
     types: dict[str, Any]  # of run-time arguments; of a tuple those of its parts
     constants: dict[str, Any]
@@ -31,7 +31,7 @@ class Bound:
 
 
 def bind(kernel: Any, run: Callable[[], object], capability: int) -> Bound:
-    """What the launchers that `run` calls hand to a kernel; they may be given tensors on the meta device.
+    """Reads what the launchers that `run` calls hand to a kernel; they may be given tensors on the meta device.
 
     Triton binds the arguments as for this architecture, and is stopped before it compiles: nothing is launched.
     """

@@ -71,7 +71,7 @@ class Benchmark:
         return FACES[self.settings["face"]].server
 
     def keys(self) -> list[Key]:
-        """What is compared stands side by side."""
+        """Keys of results that are compared side by side."""
         settings = self.settings
         policies = [Variant(policy, True) for policy in settings["policies"]]
         caches = [Variant(settings["policies"][-1], cached) for cached in (False, True)]

@@ -29,7 +29,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class BodyConfig:
-    """What one transformer layer needs, the same for target and drafter."""
+    """Geometry of a transformer layer, the same for target and drafter."""
 
     hidden_size: int
     intermediate_size: int

@@ -11,10 +11,8 @@ from torch.nn import functional as F
 
 from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.inference import InferenceLayers
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.layers import Layer, RMSNorm
-from d2sd.modeling.rope import Rotary
-from d2sd.modeling.rows import Chunks, Rows
+from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
+from d2sd.modeling.layers import Layer, RMSNorm, Rotary
 
 # Shape letters: B requests, T rows, E hidden, V vocabulary, L layers, Hkv heads, D head size, n auxiliary layers.
 
@@ -30,12 +28,12 @@ class DecoderOutput:
 
 
 class TargetModel(nn.Module):
-    """What the runtime needs of a target. The layers are a `Decoder`'s, or an exported graph; tables are PyTorch's."""
+    """A target that the runtime can run. The layers are a `Decoder`'s, or an exported graph; tables are PyTorch's."""
 
     config: DecoderConfig
     embed_tokens: nn.Embedding
     lm_head: nn.Linear  # missing where `config.tie_word_embeddings`
-    packed_head: Callable[[Tensor], Tensor] | None  # see d2sd.modeling.packed
+    packed_head: Callable[[Tensor], Tensor] | None  # see d2sd.modeling.native
 
     @property
     def head(self) -> Tensor:

@@ -39,11 +39,9 @@ from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
 from d2sd.modeling.fused_context import ContextProduct
 from d2sd.modeling.inference import plain, replace_layers
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.layers import MLP, Layer, RMSNorm
+from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
+from d2sd.modeling.layers import MLP, Layer, RMSNorm, Rotary
 from d2sd.modeling.product import Linear, Product
-from d2sd.modeling.rope import Rotary
-from d2sd.modeling.rows import Chunks, CommittedRows, Rows
 from d2sd.plugins import batch_invariant, dispatch
 from d2sd.plugins.layer_ops import Heads, add_rms_norm, qk_norm_rope, silu_mul
 
@@ -130,14 +128,14 @@ class _Layer:
         )  # fmt: skip
 
     def mlp(self, x: Tensor, branch: Tensor | None, eps: float, total: Tensor) -> Tensor:
-        """What the MLP adds to x + branch, which `total` receives; rows [R, E]."""
+        """The MLP's output [R, E] for x + branch, which `total` receives."""
         gate_up, down = self.gate_up, self.down
         normed = add_rms_norm(x, branch, self.post_norm, eps, total=total, scale=gate_up.input_scale)
         return cast("Tensor", down(silu_mul(gate_up(normed), x.dtype, scales=gate_up.scales, scale=down.input_scale)))
 
 
 class _Pass:
-    """What a pass over x [B, T, E] leaves, besides hidden states."""
+    """Outputs of a pass over x [B, T, E], besides hidden states."""
 
     normed: Tensor | None = None  # where the inputs of qkv products are to be; None: anywhere
 
@@ -150,7 +148,7 @@ class _Pass:
         self.columns = {layer: lines[:, i * width : (i + 1) * width] for i, layer in enumerate(aux_layer_ids)}
 
     def positions(self, rows: Rows | Chunks) -> Tensor:
-        """Of all rows of a qkv product."""
+        """Positions of all rows of a qkv product."""
         return rows.positions
 
     def heads(
@@ -251,7 +249,7 @@ class FusedLayers(nn.Module):
 
     @property
     def kv_scales(self) -> tuple[Tensor, Tensor] | None:
-        """Of FP8 pages, (k, v), [L] fp32 each; None where the pages are not FP8."""
+        """Scales of FP8 pages, (k, v), [L] fp32 each; None where the pages are not FP8."""
         heads = [layer.heads for layer in self._layers]
         if heads[0].k_scale is None:
             return None
@@ -292,7 +290,7 @@ class FusedLayers(nn.Module):
         self, context: CommittedRows, projected: Tensor, norm: RMSNorm, x: Tensor, rotary: Rotary, rows: Rows,
         pool: KVPool,
     ) -> Tensor:  # fmt: skip
-        """As `ContextLayers.with_context`."""
+        """See `ContextLayers.with_context`."""
         assert self._context is not None
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
             scale = self._context.input_scale

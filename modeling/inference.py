@@ -11,10 +11,8 @@ from typing import Protocol, cast, runtime_checkable
 from torch import Tensor, nn
 
 from d2sd.modeling.config import BodyConfig
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.layers import RMSNorm
-from d2sd.modeling.rope import Rotary
-from d2sd.modeling.rows import Chunks, CommittedRows, Rows
+from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
+from d2sd.modeling.layers import RMSNorm, Rotary
 
 # Shape letters: B requests, T rows, N rows of chunks, C context rows, E hidden, L layers, Hkv K/V heads, D head size.
 
@@ -24,7 +22,7 @@ class InferenceLayers(Protocol):
 
     @property
     def kv_scales(self) -> tuple[Tensor, Tensor] | None:
-        """Of FP8 pages, (k, v), [L] fp32 each; None where the pages are not FP8."""
+        """Scales of FP8 pages, (k, v), [L] fp32 each; None where the pages are not FP8."""
 
     def __call__(
         self, x: Tensor, rotary: Rotary, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()

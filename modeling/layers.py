@@ -1,15 +1,98 @@
-"""The parts that target and drafter share. Parameter names are Hugging Face's, so checkpoints load without a map."""
+"""The parts that target and drafter share. Parameter names are Hugging Face's, so checkpoints load without a map.
+
+Rotary position embedding: formulas are Hugging Face's (`transformers.modeling_rope_utils`); tests compare with it. The
+half-split layout is used: the first and second half of a head are the two coordinates that rotate together.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Self
 
-from d2sd.modeling.config import BodyConfig
-from d2sd.modeling.rope import CosSin, rotate
+from d2sd.modeling.config import BodyConfig, RopeConfig
+from d2sd.plugins.layer_ops import rope_tables
+
+CosSin = tuple[Tensor, Tensor]
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Return `([D/2] fp32 inverse frequencies, scale of cos and sin)`."""
+    plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope.kind == "default":
+        return plain, 1.0
+    if rope.kind == "linear":
+        return plain / rope.factor, 1.0
+    if rope.kind == "llama3":
+        # Wavelengths longer than the original context are stretched, short ones kept, those between interpolated.
+        wavelength = 2 * math.pi / plain
+        smooth = (rope.original_max_positions / wavelength - rope.low_freq_factor) / (
+            rope.high_freq_factor - rope.low_freq_factor
+        )
+        smooth = smooth.clamp(0, 1)
+        return (1 - smooth) * plain / rope.factor + smooth * plain, 1.0
+    assert rope.kind == "yarn", rope.kind
+    return _yarn(rope, plain, head_dim)
+
+
+def _yarn(rope: RopeConfig, plain: Tensor, head_dim: int) -> tuple[Tensor, float]:
+    def dimension(rotations: float) -> float:
+        """Index of the frequency that turns `rotations` times within the original context."""
+        period = rope.original_max_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(period) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(dimension(rope.beta_fast)), 0)
+    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    frequencies = plain / rope.factor * ramp + plain * (1 - ramp)
+    scale = rope.attention_factor
+    if scale is None:
+        scale = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+    return frequencies, scale
+
+
+class Rotary(torch.nn.Module):
+    """Turns positions into the cos/sin pair that `rotate` applies. It has no parameters, and moves with its model."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
+        super().__init__()
+        # Not a buffer: model.to(bf16) would round it. Computed on the CPU even under torch.device("meta").
+        with torch.device("cpu"):
+            self._frequencies, self._scale = inverse_frequencies(rope, head_dim)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """`Module.to` and the like: the frequencies follow the model's device and stay fp32.
+
+        Moving them at the first call instead would be a host-to-device copy, which a CUDA graph cannot capture.
+        """
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._frequencies = self._frequencies.to(fn(self._frequencies).device)
+        return self
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
+        """Positions [...], absolute -> cos, sin [..., 1, D] (broadcast over heads) in `dtype`.
+
+        Angles are computed in fp32 whatever the model's dtype: positions above 256 are not exact in bf16.
+        """
+        angles = positions[..., None, None].float() * self._frequencies
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        return torch.cat([cos, cos], -1).to(dtype), torch.cat([sin, sin], -1).to(dtype)
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
+        """The same numbers, each once, in one kernel: positions [...] of R rows -> cos, sin [R, D/2]."""
+        return rope_tables(positions, self._frequencies, self._scale, dtype)
+
+
+def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
+    """Rotate `x [..., heads, D]` by the angles of `Rotary`."""
+    cos, sin = cos_sin
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
 
 #: attend(layer index, q [B, T, Hq, D], k, v [B, T, Hkv, D]) -> [B, T, Hq, D]. The closure holds the context: pages at
 #: inference (`KVPool.attend`), a whole packed sequence in training.

@@ -1,21 +1,32 @@
-"""The layers of a model as one call of the compiled CPU kernels (`d2sd.plugins.cpu`), for inference."""
+"""The layers of a model on a CPU, for inference.
+
+Where there is a C compiler they are one call of the compiled kernels (`d2sd.plugins.cpu`), otherwise PyTorch's
+operators with packed products. FP8 weights are converted once to the type in which they are multiplied.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from threading import Lock
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from d2sd.modeling.config import BodyConfig
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.layers import Layer, RMSNorm
-from d2sd.modeling.rope import Rotary, rotate
-from d2sd.modeling.rows import Chunks, Rows
+from d2sd.modeling.decoder import Decoder, TargetModel
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.fp8 import Fp8Linear, carried_product, carrier
+from d2sd.modeling.inference import plain, replace_layers
+from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
+from d2sd.modeling.layers import Layer, RMSNorm, Rotary, rotate
 from d2sd.plugins.cpu import library
-from d2sd.plugins.cpu.library import PANEL, PackedLinear, address
+from d2sd.plugins.cpu.library import PANEL, address
 
 # Shape letters: B requests, T rows, N rows of chunks, E hidden, L layers, Hkv K/V heads, D head size,
 # n auxiliary layers.
@@ -73,15 +84,15 @@ class NativeLayers(nn.Module):
         bias = None if q.bias is None else torch.cat([_padded(q.bias), k.bias, v.bias])
         norms = [layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm]
         products = [
-            PackedLinear.of(weight, bias),
-            PackedLinear.of(attention.o_proj.weight, attention.o_proj.bias),
+            library.PackedLinear.of(weight, bias),
+            library.PackedLinear.of(attention.o_proj.weight, attention.o_proj.bias),
         ]
         if mlp is None:
             width = self._config.hidden_size
             parts = layer.mlp.gate_proj, layer.mlp.up_proj
             gate, up = (_padded(part.weight).view(-1, PANEL, width) for part in parts)
-            products.append(PackedLinear.of(torch.stack([gate, up], 1).flatten(0, 2)))
-            products.append(PackedLinear.of(layer.mlp.down_proj.weight))
+            products.append(library.PackedLinear.of(torch.stack([gate, up], 1).flatten(0, 2)))
+            products.append(library.PackedLinear.of(layer.mlp.down_proj.weight))
         self._kept.extend(products)
         return library.Layer(
             *(self._wide(norm.weight) if isinstance(norm, RMSNorm) else None for norm in norms),
@@ -145,12 +156,12 @@ class NativeLayers(nn.Module):
         return rotate(k_norm(k), rotary(positions, context.dtype)), v
 
 
-def _context(layers: Sequence[Layer], eps: float) -> tuple[PackedLinear, nn.Module]:
+def _context(layers: Sequence[Layer], eps: float) -> tuple[library.PackedLinear, nn.Module]:
     """The product that makes keys and values [2·L·Hkv·D] of a context, and the norm of its keys [L, B, C, Hkv, D]."""
     attentions = [layer.self_attn for layer in layers]
     parts = [one.k_proj for one in attentions] + [one.v_proj for one in attentions]
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
-    product = PackedLinear.of(torch.cat([part.weight for part in parts]), bias)
+    product = library.PackedLinear.of(torch.cat([part.weight for part in parts]), bias)
     norms = [one.k_norm for one in attentions if isinstance(one.k_norm, RMSNorm)]
     if not norms:
         return product, nn.Identity()
@@ -162,3 +173,74 @@ def _context(layers: Sequence[Layer], eps: float) -> tuple[PackedLinear, nn.Modu
 def _padded(weight: Tensor) -> Tensor:
     """Zero outputs after the last, up to a whole panel."""
     return torch.cat([weight, weight.new_zeros(-len(weight) % PANEL, *weight.shape[1:])])
+
+
+def packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """x [..., in] -> x Wᵀ + b by the compiled kernels, which return fp32, or where they are missing by PyTorch."""
+    if weight.dtype in library.TYPES and library.available():
+        return library.PackedLinear.of(weight, bias)
+    return partial(F.linear, weight=weight, bias=bias)
+
+
+class PackedLinear(nn.Module):
+    """y = x Wᵀ + b with packed W; holds no parameters, so it cannot be trained or saved."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self._product = packed_product(weight.detach(), None if bias is None else bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._product(x).to(x.dtype)
+
+
+class PackedFp8Linear(nn.Module):
+    """An FP8 layer whose weight is converted once, for a model of `dtype`."""
+
+    def __init__(self, layer: Fp8Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._weight = layer.weight.to(carrier(dtype))
+        self._scales = layer.input_scale, layer.weight_scale
+        self._bias = None if layer.bias is None else layer.bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return carried_product(x, self._weight, *self._scales, self._bias)
+
+
+def pack(model: TargetModel | DraftModel, target: TargetModel | None = None) -> None:
+    """Replace the layers of a CPU model in place, and give a target's head a packed copy.
+
+    `target` lends its MLPs to a drafter that borrows them, and is packed before.
+
+    Packing twice is fine. Afterwards `state_dict` lacks the replaced weights: a packed model can only serve.
+    """
+    weight = next((one for one in model.parameters() if one.dtype != torch.float8_e4m3fn), None)
+    if weight is None:
+        return
+    own = plain(model)
+    if own is not None and supported(own.config.body, own.layers, weight.dtype):
+        shared = target.compiled if isinstance(target, Decoder) else None
+        assert shared is None or isinstance(shared, NativeLayers)
+        layers, context = cast("Sequence[Layer]", own.layers), isinstance(model, Drafter)
+        replace_layers(own, NativeLayers(own.config.body, layers, own.norm, context=context, target=shared))
+    elif not library.available():
+        _say_why(str(library.load()))
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Fp8Linear):
+                setattr(parent, name, PackedFp8Linear(child, weight.dtype))
+            elif type(child) is nn.Linear and name != "lm_head":
+                setattr(parent, name, PackedLinear(child.weight, child.bias))
+    if isinstance(model, TargetModel) and model.packed_head is None:
+        model.packed_head = packed_product(model.head.detach(), None)
+
+
+@cache
+def _say_why(reason: str) -> None:
+    print(f"d2sd: layers run as PyTorch operators, several times slower: {reason}", file=sys.stderr, flush=True)
+
+
+def reduced_head(target: TargetModel, ids: Tensor) -> Callable[[Tensor], Tensor]:
+    """The target's head over `ids [Vd]`: [..., E] -> [..., Vd]. A copy of its rows, packed where the head is."""
+    weight = target.head.detach()[ids]
+    plain = target.packed_head is None or weight.device.type != "cpu"  # drafts need not be batch-invariant
+    return partial(F.linear, weight=weight) if plain else packed_product(weight, None)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from d2sd.modeling.decoder import TargetModel
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fused import fuse
-from d2sd.modeling.packed import pack
+from d2sd.modeling.native import pack
 
 
 def prepare_for_inference(target: TargetModel, drafters: Iterable[DraftModel] = (), *, exact: bool = False) -> None:

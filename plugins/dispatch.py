@@ -39,7 +39,7 @@ NO_FALLBACK = "D2SD_NO_FALLBACK"
 
 
 class Implementation(Enum):
-    """What runs an op."""
+    """An implementation that runs an op."""
 
     TRITON = "the kernels of its folder triton/"
     LIBRARY = "its cpu.py, over the compiled library of d2sd.plugins.cpu"
@@ -149,7 +149,7 @@ def _unsupported_device(capability: tuple[int, int]) -> str | None:
 
 
 def triton_version() -> Version:
-    """Of the installed package, whatever distribution brought it."""
+    """Version of the installed package, whatever distribution brought it."""
     try:
         return Version(metadata.version("triton"))
     except metadata.PackageNotFoundError:

@@ -35,7 +35,7 @@ Timer = Callable[[str], AbstractContextManager[object]]
 
 
 class Committed(NamedTuple):
-    """What one step committed for one request."""
+    """Tokens that one step committed for one request."""
 
     length: int  # of `tokens`, 1 .. γ
     accepted_branch: int  # see `Accepted`
@@ -57,11 +57,11 @@ class StepResult:
     packed: Tensor  # [B, 2 + G] int64, `Accepted.packed`, then `pack_draft` and `pack_logprobs`: all the host reads
 
     def read(self) -> list[Committed]:
-        """What the step committed, for each row of the batch; waits for the device."""
+        """Reads what the step committed, for each row of the batch; waits for the device."""
         return self.unpack(self.packed.cpu())
 
     def unpack(self, host: Tensor) -> list[Committed]:
-        """As `read`, of the copy of `packed` on the host."""
+        """See `read`; takes a copy of `packed` on the host."""
         size, carried = 2 + self.accepted.path.shape[1], 0
         if self.next_draft is not None:
             carried = 2 * self.next_draft.tokens[0].numel()
@@ -131,7 +131,7 @@ def _guided(
 
 
 def sources_of(first: Draft | None, branches: Branches | None = None, second: Draft | None = None) -> list[Source]:
-    """What the tree of a step grows from: behind its branches the second draft takes the place of the first."""
+    """Sources of a step's tree: behind its branches the second draft takes the place of the first."""
     found = [] if first is None else [Source(first)]
     return found if second is None else [*found, Source(second, branches, replaces=True)]
 

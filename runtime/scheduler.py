@@ -16,8 +16,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from d2sd.errors import RequestError
-from d2sd.runtime.pages import PageAllocator
-from d2sd.runtime.prefix_cache import Stored, extend_keys
+from d2sd.runtime.pages import PageAllocator, Stored, extend_keys
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.stats import EngineStats
@@ -47,7 +46,7 @@ class Scheduler:
         self._preemptions = self._queried_tokens = self._hit_tokens = self._prefill_tokens = self._steps = 0
 
     def stats(self, policy: str) -> EngineStats:
-        """What is in the engine now and counts since its start; `policy` is the one in force."""
+        """Contents of the engine now and counts since its start; `policy` is the one in force."""
         return EngineStats(
             waiting=len(self.waiting),
             running=len(self.running),

@@ -54,7 +54,7 @@ class SequenceStats:
         return [sum(c for n, c in self.accepted.items() if n > k) / self.steps for k in range(1, deepest)]
 
     def conditional_acceptance(self) -> list[float]:
-        """Of the steps that accepted at least k - 1 drafts, the share that accepted at least k, for k = 1, 2, …"""
+        """Share of the steps with at least k - 1 accepted drafts that accepted at least k, for k = 1, 2, …"""
         joint = self.joint_acceptance()
         return [now / before for before, now in zip([1.0, *joint], joint, strict=False)]
 

@@ -10,8 +10,7 @@ import torch
 
 from d2sd.policies import DrafterRole
 from d2sd.runtime.backends.model_runner import ModelRunner
-from d2sd.runtime.batch import Batch
-from d2sd.runtime.buckets import buckets
+from d2sd.runtime.batch import Batch, buckets
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.request import Limits
 from d2sd.runtime.speculation.policy import Off, Policy

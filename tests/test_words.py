@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.test_layers import ROOMS, files, room_of
+from tests.test_layers import ROOMS, ROOT, files, room_of
 
 #: Pattern -> what to write instead. Few false positives each; `ALLOWED` has those that remain.
 BANNED = {
@@ -85,3 +85,16 @@ def test_words_that_are_allowed_are_still_there() -> None:
 def test_words_of_the_product_are_the_fields(room: str) -> None:
     hits = hits_of(room)
     assert not hits, "\n".join(f"{hit.module}:{hit.line}: {hit.phrase!r}: {hit.instead}" for hit in hits)
+
+
+@pytest.mark.parametrize("folder", [*ROOMS, "benchmarks", "d2sd"])
+def test_docstrings_begin_with_a_subject_or_a_verb(folder: str) -> None:
+    """Not with "Of", "As" or "What", which leave both out."""
+    wrong = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+                text = ast.get_docstring(node) or ""
+                if re.match(r"(Of|As|What)\b", text):
+                    wrong.append(f"{path.relative_to(ROOT)}: {text.splitlines()[0]}")
+    assert not wrong, "\n".join(wrong)

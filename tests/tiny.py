@@ -18,9 +18,8 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import make_fp8
-from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.modeling.prepare import prepare_for_inference
-from d2sd.modeling.rows import Rows
 from d2sd.plugins.shared.fp8 import LARGEST, to_pages
 from d2sd.policies import DrafterRole
 from d2sd.runtime.backends.model_runner import ModelRunner

@@ -85,7 +85,7 @@ def attack(plan: Plan, wanted: list[tuple[Kind, int]], plain_server: Server | No
 
 
 def scene_of(plan: Plan) -> Scene:
-    """What the bundle says about its sizes."""
+    """Reads the bundle's sizes."""
     config = json.loads(read_text(plan.bundle / "target" / "config.json"))
     manifest = json.loads(read_text(plan.bundle / "manifest.json"))
     return Scene(config["vocab_size"], manifest["recipe"]["limits"]["max_context"])

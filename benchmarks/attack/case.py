@@ -39,7 +39,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a hostile client knows of the server."""
+    """The server as a hostile client knows it."""
 
     vocab: int  # tokens of the vocabulary
     context: int  # tokens of the longest request

@@ -1,4 +1,4 @@
-"""What a server without speculation, prefix cache or other requests answers to the bodies that were accepted."""
+"""Asks a server without speculation, prefix cache or other requests the bodies that were accepted."""
 
 from __future__ import annotations
 

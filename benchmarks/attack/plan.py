@@ -1,4 +1,4 @@
-"""What an attack sends, and the bounds of everything it does."""
+"""The requests of an attack, and the bounds of everything it does."""
 
 from __future__ import annotations
 

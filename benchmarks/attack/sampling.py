@@ -99,7 +99,7 @@ def _neighbour(draw: random.Random, scene: Scene) -> Case:
 
 
 def _answers(draw: random.Random, scene: Scene) -> Case:
-    """As many answers as there may be, or more."""
+    """Asks for as many answers as there may be, or more."""
     count = draw.choice((64, 127, 128, 129, 2**31))
     if draw.random() < 0.3:
         prompts = [scene.completion(draw)["prompt"] for _ in range(draw.choice((16, 128, 5000)))]

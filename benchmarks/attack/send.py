@@ -31,7 +31,7 @@ _FAILED = re.compile(rb'^data: \{"error":.*"type": ?"server_error".*', re.MULTIL
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What became of one request: a status, or a word for what there was in its place."""
+    """The outcome of one request: a status, or a word for what there was in its place."""
 
     kind: str
     number: int

@@ -142,7 +142,7 @@ def of_log(lines: Sequence[str]) -> list[str]:
 
 
 def _said(line: str) -> str:
-    """What a line reports, without times and names of requests."""
+    """The message of a log line, without times and names of requests."""
     try:
         entry = json.loads(line)
     except ValueError:

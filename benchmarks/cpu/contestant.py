@@ -1,4 +1,4 @@
-"""What answers the prompts of `benchmarks.peers`: a product with a way to decode and a type of weights."""
+"""A program that answers the prompts of `benchmarks.peers`: a product with a way to decode and a type of weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Contestant(Protocol):
 
 
 class Limits(NamedTuple):
-    """What every contestant is made for."""
+    """The sizes that every contestant is made for."""
 
     in_flight: int
     max_new_tokens: int

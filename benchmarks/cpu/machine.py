@@ -1,4 +1,4 @@
-"""What the machine can do: how fast it reads as many bytes as a plain step does, and how fast it multiplies."""
+"""Measures how fast the machine reads as many bytes as a plain step does, and how fast it multiplies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.target import parse_target_config, target_shapes
-from d2sd.modeling.packed import packed_product
+from d2sd.modeling.native import packed_product
 
 #: Bytes read to measure memory.
 BUFFER = 512 << 20

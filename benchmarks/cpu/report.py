@@ -22,7 +22,7 @@ _COLOURS = {"transformers": style.colour("chain"), "llama.cpp": style.colour("dd
 
 
 def markdown(result: Result) -> str:
-    """What was measured where, and a table for one request and for several in flight."""
+    """Says where it was measured, with a table for one request and for several in flight."""
     made, machine = result.provenance, result.machine
     versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
     lines = [

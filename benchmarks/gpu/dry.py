@@ -57,13 +57,13 @@ def _without_launches(measure: Callable[..., dict[str, Any]], note: Note) -> dic
 
 
 def errors(rows: dict[str, Row]) -> list[str]:
-    """What peers could not do, but for lack of a package or of memory: on a GPU their failures are figures."""
+    """Errors of peers, except for lack of a package or of memory: on a GPU their failures are figures."""
     reasons = [(key, *pair) for key, row in rows.items() for pair in row.get("reasons", {}).items()]
     return [f"{key}, {peer}: {reason}" for key, peer, reason in reasons if not reason.startswith("Skip")]
 
 
 class Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What reads numbers gets some."""
+    """Stand-in numbers for whatever reads a measurement."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -25,9 +25,8 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.fp8 import kv_scales, linear_names, make_fp8, round_to_fp8
 from d2sd.modeling.fused import fuse
-from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
 from d2sd.modeling.prepare import prepare_for_inference
-from d2sd.modeling.rows import CommittedRows, Rows
 from d2sd.plugins.layer_ops import Heads, reference
 from d2sd.plugins.layer_ops.triton import launch
 from d2sd.policies import DrafterRole

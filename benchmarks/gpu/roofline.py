@@ -19,7 +19,7 @@ NODE = 2e-6
 
 @dataclass(slots=True)
 class Pass:
-    """What one stage cannot do without."""
+    """The least bytes and operations of one stage."""
 
     weights: int = 0  # bytes
     context: int = 0  # bytes of K/V

@@ -197,7 +197,7 @@ def requests(one: Step, runner: ModelRunner) -> Batch:
 
 
 def host_draft(one: Step) -> Draft | None:
-    """What the step is given where the step before drafted for it: no proposal, which costs the same."""
+    """The draft of a step for which the step before drafted: no proposal, which costs the same."""
     carried = FACTS[one.policy].first_pass is FirstPass.CARRIED
     return carried_draft([], BLOCK_SIZE - 1, one.make_policy().topk, one.batch) if carried else None
 
@@ -208,7 +208,7 @@ def columns() -> int:
 
 
 def _quantize(model: Decoder | Drafter | FlexHead) -> None:
-    """What `d2sd build` makes FP8: every linear layer but the target's head and FlexDraft's calibration network."""
+    """Makes the layers FP8 that `d2sd build` does: all but the target's head and FlexDraft's calibration network."""
     names = flex_linears(model) if isinstance(model, FlexHead) else linear_names(model)
     round_to_fp8(model, dict.fromkeys(names, 1.0))
 

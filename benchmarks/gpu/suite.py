@@ -150,7 +150,7 @@ def environment() -> dict[str, Any]:
 
 
 def code_hash() -> str:
-    """Of the kernels, of what runs them and of this suite: a machine without git has no commit to name."""
+    """Hash of the kernels, their launchers and this suite: a machine without git has no commit to name."""
     here = Path(__file__).resolve().parent
     digest = hashlib.sha256()
     for folder in (here, *(here.parents[1] / "d2sd" / name for name in ("plugins", "modeling", "runtime"))):

@@ -153,7 +153,7 @@ def whole(tensor: Tensor) -> int:
 
 
 def operator_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Tensor]) -> tuple[Bytes, Bytes]:
-    """What an operator of PyTorch reads and writes: its arguments and results, or the picked rows of a table."""
+    """Bytes that an operator of PyTorch reads and writes: its arguments and results, or the picked rows of a table."""
     name = func._schema.name.removeprefix("aten::")
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if name in ("index", "gather", "index_select", "embedding"):
@@ -180,7 +180,7 @@ def product_flops(func: Any, args: tuple[Any, ...], out: Any) -> int:
 
 
 def kernel_bytes(name: str, values: dict[str, Any], context: int) -> tuple[Bytes, Bytes, int]:
-    """What a Triton kernel reads and writes, and its products' operations; `values` are its arguments by name."""
+    """Bytes that a Triton kernel reads and writes, and its products' operations; `values` are its arguments by name."""
     if name not in kernels():
         raise KeyError(f"{name}: no tests/plugins/OP/cases.py says which arguments this kernel writes")
     rule = kernels()[name]

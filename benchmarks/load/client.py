@@ -12,7 +12,7 @@ import httpx
 
 @dataclass(slots=True)
 class Reply:
-    """What came back for one request; times are seconds after it was sent."""
+    """The answer to one request; times are seconds after it was sent."""
 
     status: int = 0
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # (time, tokens) of every chunk that has tokens

@@ -30,7 +30,7 @@ class DynamoServer(Server):
 
     @classmethod
     def start(cls, bundle: Path, log: Path, options: Sequence[str] = ()) -> DynamoServer:
-        """As `Server.start`; the options are those of `d2sd worker`. The frontend's log is beside the worker's."""
+        """See `Server.start`; the options are those of `d2sd worker`. The frontend's log is beside the worker's."""
         require("dynamo", ("dynamo",), "A load over Dynamo")
         folder = log.with_suffix(".fleet")
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a server that has been loaded says about itself: pages and requests that are left, errors in its log."""
+"""Reads the health of a server after load: pages and requests that are left, errors in its log."""
 
 from __future__ import annotations
 

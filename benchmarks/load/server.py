@@ -122,7 +122,7 @@ def spawn(command: Sequence[str], log: Path, environment: Mapping[str, str] | No
 def wait_until(
     ready: Callable[[], str | None], processes: Sequence[subprocess.Popen[bytes]], log: Path, timeout: float = 600
 ) -> str:
-    """What `ready` returns as soon as it is not None; if a process has ended or time is up, kill all and raise."""
+    """Returns what `ready` gives once that is not None; if a process has ended or time is up, kill all and raise."""
     last = time.monotonic() + timeout
     while all(process.poll() is None for process in processes) and time.monotonic() < last:
         if (found := ready()) is not None:

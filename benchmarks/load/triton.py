@@ -40,7 +40,7 @@ class TritonServer(Server):
 
     @classmethod
     def start(cls, bundle: Path, log: Path, options: Sequence[str] = ()) -> TritonServer:
-        """As `Server.start`; of the options those that are parameters of the model."""
+        """See `Server.start`; takes the options that are parameters of the model."""
         triton_client()
         repository = log.with_suffix(".repository")
         shutil.rmtree(repository, ignore_errors=True)
@@ -112,7 +112,7 @@ class TritonClient:
         return {"text_input": prompt, "stream": stream, "sampling_parameters": parameters}
 
     async def ask(self, body: dict[str, Any]) -> Reply:
-        """As `Client.ask`. Triton tells the number of tokens in a chunk, but not their ids."""
+        """See `Client.ask`. Triton tells the number of tokens in a chunk, but not their ids."""
         asked = dict.fromkeys((*_ASKED, "sampling_param_return_perf_metrics"), True)
         return await self.send(tensors(self.inputs(body) | asked))
 

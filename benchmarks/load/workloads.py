@@ -1,4 +1,4 @@
-"""What is asked: conversations from d2sd's own prompts, alone, behind a shared system prompt, or of several turns."""
+"""Workloads: conversations from d2sd's own prompts, alone, behind a shared system prompt, or of several turns."""
 
 from __future__ import annotations
 

@@ -119,14 +119,14 @@ def check_target(config: DrafterConfig, target: DecoderConfig, where: Path) -> N
 
 
 def geometry(config: DrafterConfig) -> dict[str, JsonValue]:
-    """What a manifest records of this kind alone."""
+    """Fields of a manifest of this kind alone."""
     return {
         "role": config.role, "mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)
     }  # fmt: skip
 
 
 def vocabulary_mark(config: DrafterConfig) -> str:
-    """What a fingerprint has of the draft vocabulary."""
+    """Text of the draft vocabulary in a fingerprint."""
     return "" if config.draft_vocabulary is None else f"draft_vocabulary {list(config.draft_vocabulary)}"
 
 

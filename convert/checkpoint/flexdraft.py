@@ -153,12 +153,12 @@ def check_flex(config: FlexConfig, target: DecoderConfig, _role: DrafterRole, bl
 
 
 def geometry(config: FlexConfig) -> dict[str, JsonValue]:
-    """What a manifest records of this kind alone."""
+    """Fields of a manifest of this kind alone."""
     return {"split_layer": config.split_layer, "calibration_size": config.calibration_size}
 
 
 def vocabulary_mark(config: FlexConfig) -> str:
-    """What a fingerprint has of the draft vocabulary."""
+    """Text of the draft vocabulary in a fingerprint."""
     return f"draft_vocabulary {config.draft_vocabulary}"
 
 

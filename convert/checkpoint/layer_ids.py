@@ -38,7 +38,7 @@ def fault(ids: Sequence[int], num_target_layers: int) -> str | None:
 
 
 def usual_ids(num_layers: int, num_target_layers: int) -> list[int]:
-    """Defaults of z-lab, SGLang and FlexDraft for a config without ids: evenly spaced from layer 1 to L - 3.
+    """Defaults of z-lab and SGLang for a config without ids: evenly spaced from layer 1 to L - 3.
 
     Only for messages: a drafter trained with other ids would run with these and almost never be accepted.
     """

@@ -27,7 +27,7 @@ SETTINGS = 1
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to build."""
+    """One engine to build."""
 
     graph: str
     engine: str
@@ -41,7 +41,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was built."""
+    """The engine that was built."""
 
     builder: str
     version: str

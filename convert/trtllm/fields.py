@@ -25,7 +25,7 @@ class _Section(BaseModel):
 
 
 class KvCache(_Section):
-    """Of `KvCacheConfig`."""
+    """Arguments of `KvCacheConfig`."""
 
     dtype: str = "auto"
     enable_block_reuse: bool = True
@@ -54,7 +54,7 @@ class DFlash(_Section):
 
 
 class Arguments(_Section):
-    """Of `TorchLlmArgs` with its base `BaseLlmArgs`."""
+    """Arguments of `TorchLlmArgs` with its base `BaseLlmArgs`."""
 
     backend: Literal["pytorch", "_autodeploy"] | None = None
     tensor_parallel_size: int = 1

@@ -1,4 +1,4 @@
-"""What `generate` prints and draws: answers in the order of their prompts, a tree, a page."""
+"""Prints and draws the results of `generate`: answers in the order of their prompts, a tree, a page."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from d2sd.errors import D2SDError
 from d2sd.manifest import NAME, load_manifest
 from d2sd.policies import FACTS
 from d2sd.recipe import Drafters, Policy, load_recipe
-from d2sd.runtime.buckets import bucket
+from d2sd.runtime.batch import bucket
 from d2sd.runtime.memory import plan_kv_memory
 from d2sd.runtime.request import Limits, Request
 
@@ -115,7 +115,7 @@ def prefill_chunks(roofline: Roofline, prompt: int, chunk: int) -> list[float]:
 
 
 def operation(cost: StepCost, chunks: list[float], demand: Demand, batch: int) -> Operation:
-    """What a GPU does with `batch` requests at all times: when one ends, the next one is there."""
+    """The work of a GPU with `batch` requests at all times: when one ends, the next one is there."""
     prefill, steps = sum(chunks), max(1.0, demand.output_tokens / cost.tokens)
     # Alone a request waits for its prefill and one step; among others for the step in progress, and a step a chunk.
     waited = 1 if batch == 1 else len(chunks) + 1

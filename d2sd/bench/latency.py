@@ -28,7 +28,7 @@ class Slo(BaseModel):
 
 
 class Spread(BaseModel):
-    """Of a latency, in milliseconds."""
+    """Percentiles of a latency, in milliseconds."""
 
     mean: float
     p50: float

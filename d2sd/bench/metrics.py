@@ -48,7 +48,7 @@ def joint_acceptance(cell: Cell) -> list[float]:
 
 
 def conditional_acceptance(cell: Cell) -> list[float]:
-    """Of the request-steps that accepted at least k - 1 drafted tokens, the share that accepted at least k."""
+    """Share of the request-steps with at least k - 1 accepted drafts that accepted at least k."""
     return _total(cell).conditional_acceptance()
 
 

@@ -19,7 +19,7 @@ from d2sd.errors import D2SDError
 from d2sd.modeling.config import DecoderConfig
 from d2sd.policies import DrafterRole
 from d2sd.recipe import Policy
-from d2sd.runtime.buckets import buckets
+from d2sd.runtime.batch import buckets
 from d2sd.runtime.policy_selector import PolicySelector, forecast_tau
 from d2sd.runtime.speculation.policy import Off, make_policy
 from d2sd.runtime.speculation.policy import Policy as TreePolicy
@@ -130,7 +130,7 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What an engine serves in one batch bucket, and what a step of it takes and gives."""
+    """The policy that an engine serves in one batch bucket, with the costs and tokens of a step."""
 
     policy: str
     seconds: float  # of a decode step

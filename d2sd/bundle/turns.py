@@ -46,7 +46,7 @@ _ID = "call00000"  # Mistral's templates take nine letters or digits and nothing
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a chat template does with tools."""
+    """Support of a chat template for tools."""
 
     tools: bool  # shows them
     calls: bool  # shows the calls of an assistant's turn

@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` are faces of: a bundle, opened, whose engine runs in a thread and serves many callers."""
+"""A session behind `LLM` and `AsyncLLM`: an open bundle whose engine runs in a thread and serves many callers."""
 
 from __future__ import annotations
 

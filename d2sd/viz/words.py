@@ -57,7 +57,7 @@ def mix(policies: Iterable[str]) -> str:
 
 
 def rescue(step: Step) -> str:
-    """What saved how many tokens; empty if the first draft's top-1 chain gave as many."""
+    """Says which pass saved how many tokens; empty if the first draft's top-1 chain gave as many."""
     if not step.saved:
         return ""
     return f"{'second pass' if step.by_second else 'another guess of the first pass'} saved {step.saved}"

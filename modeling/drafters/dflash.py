@@ -20,10 +20,8 @@ from torch import Tensor, nn
 from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.drafters.interface import DraftModel, Tables
 from d2sd.modeling.inference import ContextLayers, InferenceLayers
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.layers import Attend, Layer, RMSNorm
-from d2sd.modeling.rope import Rotary
-from d2sd.modeling.rows import CommittedRows, Rows
+from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
+from d2sd.modeling.layers import Attend, Layer, RMSNorm, Rotary
 
 # Shape letters: B requests, T rows (first draft γ, second draft K·γ), C new context tokens, E hidden, n auxiliary
 # layers, Vd draft vocabulary.

@@ -29,10 +29,8 @@ from d2sd.modeling.decoder import Decoder, DecoderOutput, TargetModel
 from d2sd.modeling.drafters.interface import DraftModel, Tables
 from d2sd.modeling.drafters.parallel import verify_and_draft
 from d2sd.modeling.inference import InferenceLayers
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.layers import MLP, Attend, Attention, Layer, RMSNorm
-from d2sd.modeling.rope import Rotary
-from d2sd.modeling.rows import CommittedRows, Rows
+from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
+from d2sd.modeling.layers import MLP, Attend, Attention, Layer, RMSNorm, Rotary
 
 # Shape letters: B requests, T mask rows, N nodes, G block size γ, S tokens of a sequence, E hidden, L layers that
 # draft, Hkv heads, D head size, V vocabulary or draft vocabulary.
@@ -40,7 +38,7 @@ from d2sd.modeling.rows import CommittedRows, Rows
 
 @dataclass(frozen=True, slots=True)
 class FlexConfig:
-    """What the target's last layers need to draft behind mask rows.
+    """Geometry of the target's last layers as they draft behind mask rows.
 
     `body` is the target's with `num_layers` counting the layers that draft, the last ones. Slot 0 of a block stands at
     the anchor's position; slot k predicts the token at its own position.
@@ -112,7 +110,7 @@ class AnchorCalibration(nn.Module):
 
 
 class FlexHead(DraftModel):
-    """What FlexDraft adds to a target. `state_dict` holds the added tensors only; `join` comes before any pass."""
+    """The tensors that FlexDraft adds to a target: `state_dict` holds no others. `join` comes before any pass."""
 
     config: FlexConfig
     compiled: InferenceLayers | None
@@ -132,7 +130,7 @@ class FlexHead(DraftModel):
         self.calibration = AnchorCalibration(body.hidden_size, config.calibration_size, outputs)
         self.anchor_projection = nn.Linear(body.hidden_size, body.hidden_size, bias=False) if config.anchored else None
         self.rotary = Rotary(body.rope, body.head_dim)
-        self.register_module("compiled", None)  # in place of `layers`, see d2sd.modeling.packed
+        self.register_module("compiled", None)  # in place of `layers`, see d2sd.modeling.native
         with torch.device("cpu"):  # the ids are known even under torch.device("meta")
             self.register_buffer("draft_ids", None if ids is None else torch.tensor(ids), persistent=False)
 
@@ -185,7 +183,7 @@ class FlexHead(DraftModel):
         return self._corrected(hidden, tables.embed(anchors), tables)
 
     def _corrected(self, hidden: Tensor, anchors: Tensor, tables: Tables) -> Tensor:
-        """As `logits`, in fp32; `anchors [B, K, E]` are embedded."""
+        """Corrected logits in fp32; `anchors [B, K, E]` are embedded."""
         hidden = hidden[:, :, 1:].contiguous()
         return tables.head(hidden).float() + self.calibrate(hidden, anchors[:, :, None])
 
@@ -216,7 +214,7 @@ class FlexHead(DraftModel):
         return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
 
     def calibrate(self, hidden: Tensor, anchor: Tensor) -> Tensor:
-        """What is added to logits of `hidden [..., E]`: [..., V] fp32; `anchor [..., E]` embeds the anchor."""
+        """The correction of logits of `hidden [..., E]`: [..., V] fp32; `anchor [..., E]` embeds the anchor."""
         added: Tensor = self.calibration.outer(self.calibration_inner(hidden, anchor))
         return added.float()
 

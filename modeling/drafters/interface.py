@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.rows import CommittedRows, Rows
+from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
 
 # Shape letters: B requests, K blocks a request, G block size γ, C new context rows, E hidden, n auxiliary layers, L
 # layers, Hkv K/V heads, D head size, V vocabulary, Vd draft vocabulary.

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.kv_pool import KVPool, Rows
 
 if TYPE_CHECKING:
     from d2sd.modeling.drafters.flexdraft import FlexHead

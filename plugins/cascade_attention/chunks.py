@@ -22,7 +22,7 @@ class ChunkMask:
 
     @cached_property
     def arrived(self) -> Tensor:
-        """As `counters`."""
+        """Zeroed split counters, shared by the layers of a pass."""
         return counters(self.starts.device)
 
     def spans(self) -> list[slice]:

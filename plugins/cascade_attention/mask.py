@@ -35,7 +35,7 @@ class AttnMask:
 
     @cached_property
     def arrived(self) -> Tensor:
-        """As `counters`."""
+        """Zeroed split counters, shared by the layers of a pass."""
         return counters(self.allowed.device)
 
 

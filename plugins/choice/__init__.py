@@ -14,8 +14,8 @@ from torch import Tensor
 
 from d2sd.plugins import dispatch
 from d2sd.plugins.choice import cpu
-from d2sd.plugins.choice.parameters import SamplingTensors
 from d2sd.plugins.choice.reference import (
+    SamplingTensors,
     best_token,
     candidates_reference,
     choose_reference,

@@ -1,22 +1,113 @@
 """From logits to tokens in plain PyTorch: the target's choice after a row, and the candidates of a draft.
 
 argmax(logits / T + gumbel) is an exact sample of softmax(logits / T).
+
+Noise is a function of (seed, position, token): without generator state, the order of calls has no effect. Philox4x32-10
+(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) is the generator of cuRAND, PyTorch on CUDA and
+`triton.language.philox`. Key = the 64-bit seed; counter = (token // 4, position, 0, 0); word token % 4 is the token's.
+All rows at one position share their noise, so the target chooses the same token in every tree.
+
+min-p, top-k and top-p are one threshold on the logits, found without sorting the vocabulary. Each keeps a token by what
+outweighs it: top-k by the number of tokens with a larger logit, top-p by their probability mass. The smallest logit
+that is kept is found digit by digit (radix select): four histograms of 256 bins, whatever the vocabulary and the
+parameters. Masses are integers, so a sum depends neither on the order of its terms nor on the batch, and the kept set
+equals the one that a sort gives, ties included.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
-from d2sd.plugins.choice.filters import apply_filters
-from d2sd.plugins.choice.parameters import SamplingTensors
-from d2sd.plugins.choice.philox import gumbel, gumbel_at
 from d2sd.plugins.trees.types import Draft
 from d2sd.token_codes import NOT_FINITE
 
-# Shape letters: B requests, K branches, S slots, N nodes, M candidates a slot, V vocabulary, Vd draft vocabulary.
+# Shape letters: B requests, K branches, S slots, D depths, N nodes, M candidates a slot, V vocabulary, Vd draft
+# vocabulary.
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
+
+
+def philox(
+    key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ten rounds on 32-bit words in int64; tensors broadcast. Products wrap, but both 32-bit halves stay exact."""
+    k0, k1 = key
+    c0, c1, c2, c3 = counter
+    for _ in range(10):
+        low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (high >> 32 & _LOW) ^ c1 ^ k0, high & _LOW, (low >> 32 & _LOW) ^ c3 ^ k1, low & _LOW
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW, (k1 + _KEY_STEPS[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """seed [B], position [B, D], both int64 (a seed's 64 bits) -> Gumbel(0, 1) noise [B, D, V] in fp32."""
+    quads = torch.arange((vocab_size + 3) // 4, device=seed.device)
+    key = ((seed & _LOW)[:, None, None], (seed >> 32 & _LOW)[:, None, None])
+    zero = torch.zeros((), dtype=torch.int64, device=seed.device)
+    words = philox(key, (quads, position[..., None], zero, zero))
+    return _gumbel(torch.stack(words, dim=-1).flatten(-2)[..., :vocab_size])
+
+
+def gumbel_at(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
+    """The same noise for single tokens: seed [B], position and token [B, ...] of one shape -> fp32 of that shape."""
+    seed = seed.view(-1, *[1] * (token.dim() - 1))
+    zero = torch.zeros((), dtype=torch.int64, device=seed.device)
+    words = philox((seed & _LOW, seed >> 32 & _LOW), (token // 4, position, zero, zero))
+    return _gumbel(torch.stack(words, dim=-1).gather(-1, (token % 4)[..., None])[..., 0])
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    # 23 bits plus one half are exact in fp32, so 0 and 1 are never reached and the noise stays finite.
+    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
+    return -(-uniform.log()).log()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """One value a request; the flags choose between static variants.
+
+    A subclass may also change the logits, by the text (`changes_logits`): then no kernel chooses.
+    """
+
+    temperature: Tensor  # [B] fp32, 0 where greedy
+    top_p: Tensor  # [B] fp32, infinite where off
+    top_k: Tensor  # [B] int64, V where off
+    min_p: Tensor  # [B] fp32, 0 where off
+    seed: Tensor  # [B] int64
+    any_sampled: bool
+    any_top_p: bool
+    any_top_k: bool
+    any_min_p: bool
+
+    @property
+    def any_filter(self) -> bool:
+        return self.any_top_p or self.any_top_k or self.any_min_p
+
+    def with_filters(self, on: bool) -> Self:
+        """The same values with the static variants of all filters, or of none."""
+        return replace(self, any_top_p=on, any_top_k=on, any_min_p=on)
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the target's choice is the argmax of its logits, for every request and wherever in a tree."""
+        return not self.any_sampled and not self.changes_logits
+
+    @property
+    def changes_logits(self) -> bool:
+        return False
+
+    def change_at(self, logits: Tensor, context_len: Tensor, tokens: Tensor) -> Tensor:
+        """Drafted logits [B, ...] of `tokens` [B, ...], changed by the tokens committed so far."""
+        return logits
+
 
 #: Likeliest tokens of a slot that a sampled draft re-ranks with the target's Gumbel noise.
 CANDIDATE_POOL = 64
@@ -85,3 +176,57 @@ def candidates_reference(
     # overflow in a drafter must only lower its acceptance: NaN becomes "no proposal"
     logprob = (scores - total)[..., :width].nan_to_num(-math.inf, neginf=-math.inf)
     return Draft(tokens[..., :width], logprob)
+
+
+#: The likeliest token's mass; sums over a vocabulary of 2^20 stay below 2^63, and rounding below 2^-20 of the mass.
+_UNIT = 2.0**40
+_BINS = 256
+
+
+def apply_filters(scaled_logits: Tensor, sampling: SamplingTensors) -> Tensor:
+    """[B, ..., V] -> -inf outside min-p, then top-k, then top-p (vLLM's order); the best token is always kept.
+
+    Each filter works on the probabilities that the one before it left. Tokens that tie with the last one kept are kept,
+    as by vLLM and transformers.
+    """
+    shape = (-1, *[1] * (scaled_logits.dim() - 1))
+    key = _ascending(scaled_logits)
+    best = scaled_logits.amax(-1, keepdim=True)
+    kept = torch.ones_like(key, dtype=torch.bool)
+    if sampling.any_min_p:
+        min_p = sampling.min_p.view(shape)
+        # where it is off, -inf itself: added to a best logit that has overflowed, log(0) would be NaN
+        kept = scaled_logits >= (best + min_p.log()).where(min_p > 0, float("-inf"))
+    if sampling.any_top_k:
+        kept = kept & (key >= _threshold(key, kept.long(), sampling.top_k.view(shape)))
+    if sampling.any_top_p:
+        below = torch.where(scaled_logits == best, 0.0, scaled_logits - best)  # inf - inf would be NaN
+        mass = ((below.exp() * _UNIT).long() + 1).where(kept, 0)
+        total, top_p = mass.sum(-1, keepdim=True), sampling.top_p.view(shape)
+        limit = (total * top_p.double()).ceil().long().clamp(min=1).where(top_p < 1, total + 1)
+        kept = kept & (key >= _threshold(key, mass, limit))
+    return scaled_logits.masked_fill(~kept, float("-inf"))
+
+
+def _ascending(x: Tensor) -> Tensor:
+    """Integers in the order of the floats: int32 of the same shape."""
+    bits = (x + 0.0).view(torch.int32)  # + 0.0: -0.0 and 0.0 are one number
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _threshold(key: Tensor, weight: Tensor, limit: Tensor) -> Tensor:
+    """The smallest key [..., 1] of which the larger keys weigh less than `limit` [..., 1], 1 or more.
+
+    key [..., V] int32; weight [..., V] int64, 0 for tokens that are not candidates.
+    """
+    above = torch.zeros_like(limit)  # weight of the keys that are larger in the digits so far
+    first = torch.full_like(limit, -(1 << 7), dtype=torch.int32)  # the smallest key that begins as the one looked for
+    for shift in (24, 16, 8, 0):
+        digit = ((key >> shift) - first).clamp_(-1, _BINS)  # at the ends: keys that begin otherwise
+        bins = weight.new_zeros(*weight.shape[:-1], _BINS + 2).scatter_add_(-1, digit.add_(1).long(), weight)
+        weights = bins[..., 1:-1]
+        larger = above + weights.flip(-1).cumsum(-1).flip(-1) - weights
+        chosen = ((weights > 0) & (larger < limit)).int().argmax(-1, keepdim=True)  # the first of equals
+        above, found = larger.gather(-1, chosen), first + chosen.int()
+        first = found << 8
+    return found

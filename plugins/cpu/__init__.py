@@ -1,7 +1,6 @@
 """Compiled CPU kernels: all layers of a target or drafter in one call, and single linear layers.
 
     vector.h      sixteen floats, number types
-    threads.h     the threads of a pass and their barrier
     linear.h      products of any number of rows with packed weights
     attention.h   one row over its paged context and the new rows that it sees
     layers.c      the layers, and the functions that Python calls

@@ -105,7 +105,7 @@ def _features() -> str:
 
 
 def _cpuinfo(*keys: str) -> str:
-    """What /proc/cpuinfo says of the first processor under one of these keys, or an empty string."""
+    """The first processor's value in /proc/cpuinfo under one of these keys, or an empty string."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:

@@ -131,7 +131,7 @@ def functions() -> ctypes.CDLL:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Of a contiguous CPU tensor's data."""
+    """Address of a contiguous CPU tensor's data."""
     if tensor is None:
         return None
     assert tensor.device.type == "cpu"

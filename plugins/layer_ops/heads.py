@@ -1,4 +1,4 @@
-"""What `qk_norm_rope` needs to know of the layers whose heads it makes."""
+"""Parameters of the layers whose heads `qk_norm_rope` makes."""
 
 from __future__ import annotations
 

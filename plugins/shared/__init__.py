@@ -1,4 +1,4 @@
-"""What several ops share; none of it is an op.
+"""Helpers that several ops share; none of it is an op.
 
 fp8.py          rounding to FP8 and back, in PyTorch
 fp8_triton.py   the same inside kernels

@@ -1,4 +1,4 @@
-"""What the ops of trees take and return: drafts, where they attach, sources of candidates, trees, accepted paths."""
+"""Inputs and outputs of the tree ops: drafts, where they attach, sources of candidates, trees, accepted paths."""
 
 from __future__ import annotations
 

@@ -25,11 +25,10 @@ from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.drafters.dflash import DFlashModel
 from d2sd.modeling.drafters.interface import DraftConfig, DraftModel
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.rope import Rotary
-from d2sd.modeling.rows import Chunks, Rows
+from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
+from d2sd.modeling.layers import Rotary
 from d2sd.plugins.cascade_attention.mask import pack_mask_bits
-from d2sd.runtime.buckets import bucket, floor_bucket
+from d2sd.runtime.batch import bucket, floor_bucket
 
 # Shape letters: B requests, T rows, C new context rows, E hidden, n auxiliary layers, L layers, Hkv heads, D head size.
 
@@ -176,7 +175,7 @@ class GraphDrafter(DFlashModel):
     def draft_with_new_context(
         self, embedded: Tensor, rows: Rows, pool: KVPool, features: Tensor, positions: Tensor, length: Tensor
     ) -> Tensor:
-        """As `draft`, with more context after `rows.context_len` whose K/V is not in the pages yet.
+        """See `draft`; takes more context after `rows.context_len` whose K/V is not in the pages yet.
 
         Of its features [B, C, n·E] at `positions` [B, C] the first `length` [B] of each request are real. The page
         table covers their positions, and a plugin writes their K/V there, as a commit would.
@@ -185,7 +184,7 @@ class GraphDrafter(DFlashModel):
         return self._session.run(inputs)["hidden"]
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """As `DraftModel.context_keys_values`. The graph also drafts one masked row, whose output is discarded."""
+        """See `DraftModel.context_keys_values`. The graph also drafts one masked row, whose output is discarded."""
         count, most = features.shape[1], self._context_rows
         if count <= most:
             return self._keys_values(features, positions)

@@ -17,9 +17,8 @@ from d2sd.errors import CheckpointError, RecipeError
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.drafters.interface import DraftConfig, DraftModel, Tables
 from d2sd.modeling.fp8 import kv_scales
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.packed import reduced_head
-from d2sd.modeling.rows import Chunks, CommittedRows, ContextRows, Rows
+from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, KVPool, Rows
+from d2sd.modeling.native import reduced_head
 from d2sd.plugins import choice, trees
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree

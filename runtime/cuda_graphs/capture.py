@@ -37,7 +37,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """As `Capture`; the caller's stream continues behind the capture. Raises RuntimeError if CUDA refuses."""
+        """See `Capture`; the caller's stream continues behind the capture. Raises RuntimeError if CUDA refuses."""
         with torch.cuda.device(self._device):
             caller = torch.cuda.current_stream()
             self._stream.wait_stream(caller)
@@ -56,7 +56,7 @@ class CudaGraphs:
         return out, graph.replay
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """As `Capture`; the copy is to pinned memory."""
+        """See `Capture`; the copy is to pinned memory."""
         with torch.cuda.device(self._device):
             host = tensor.to("cpu", non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What a captured step leaves on the device for the next one, which is launched before the host reads its tokens.
+"""Tensors that a captured step leaves for the next one, which is launched before the host reads its tokens.
 
     state of the step before -> anchors, context lengths, which rows are active -> decode_step -> state
 
@@ -42,7 +42,7 @@ class Link:
 
     @staticmethod
     def pack(sequences: SequenceOf[Sequence], size: int, before: SequenceOf[Sequence] = ()) -> Link:
-        """Of a step over `sequences`, padded to `size` rows, on the host. `before` are those of the step before it,
+        """Links a step over `sequences`, padded to `size` rows, on the host; `before` are those of the step before it,
         if its tokens have not been read.
         """
         rows = {id(sequence): row for row, sequence in enumerate(before)}

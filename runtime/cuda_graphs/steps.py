@@ -25,8 +25,7 @@ from d2sd.errors import D2SDError
 from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.plugins.trees import Draft
 from d2sd.runtime.backends.model_runner import ModelRunner
-from d2sd.runtime.batch import Batch
-from d2sd.runtime.buckets import bucket
+from d2sd.runtime.batch import Batch, bucket
 from d2sd.runtime.cuda_graphs.handover import Handover, Link
 from d2sd.runtime.cuda_graphs.inputs import StaticInputs
 from d2sd.runtime.decode import Committed, StepResult, Timer, decode_step
@@ -144,7 +143,7 @@ def captured_step(
     runner: ModelRunner, policy: Policy, batch: Batch, link: Link, handover: Handover,
     calibration: Calibration | None = None, draft: Draft | None = None, timer: Timer = nullcontext,
 ) -> StepResult:  # fmt: skip
-    """What a graph holds: `decode_step`, what it takes from the step before it, and what it leaves to the next."""
+    """The body of a graph: `decode_step`, with what it takes from the step before and leaves to the next."""
     with timer("handover"):
         batch = handover.begin(batch, link)
         runner.context.begin(len(batch.anchor), policy.drafters)

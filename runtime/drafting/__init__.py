@@ -1,1 +1,1 @@
-"""What runs the drafters, and the context that they still have to inject."""
+"""The drafters' side of a step: the context that they still have to inject."""

@@ -35,8 +35,7 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.rows import CommittedRows, ContextRows
+from d2sd.modeling.kv_pool import CommittedRows, ContextRows, KVPool
 from d2sd.policies import DrafterRole
 
 # Shape letters: B requests, T rows of each, G block size γ, M pages a request, R rows of all requests, n auxiliary

@@ -1,4 +1,4 @@
-"""What the runtime needs of a grammar: which tokens may follow a path of tokens. No torch.
+"""The runtime's interface of a grammar: which tokens may follow a path of tokens. No torch.
 
 A grammar is a function of the tokens of an answer, so a mask at every node of a tree is lossless like any other
 function of the node's logits and its path.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Text(NamedTuple):
-    """What a request's sampling depends on besides its parameters."""
+    """Token counts on which a request's sampling depends besides its parameters."""
 
     tokens: SequenceOf[int]  # prompt and answer so far
     prompt_len: int

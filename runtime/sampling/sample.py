@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins.choice import SamplingTensors, sampled_scores
-from d2sd.plugins.choice.philox import gumbel
+from d2sd.plugins.choice.reference import gumbel
 from d2sd.runtime.sampling.bias import TokenBias
 from d2sd.runtime.sampling.penalties import NO_TEXT, Penalties, Text
 from d2sd.runtime.sampling_params import SamplingParams
@@ -48,7 +48,7 @@ class Sampling(SamplingTensors):
     def pack(
         params: SequenceOf[SamplingParams], vocab_size: int, device: str, texts: SequenceOf[Text] | None = None
     ) -> Sampling:
-        """As `of`, but only the tables of biases and penalties are on `device`; the rest is on the host until `to`."""
+        """Like `of`, but all except tables of biases and penalties is on the host until `to`."""
         seeds = [p.seed or 0 for p in params]
         signed = [seed - 2**64 if seed >= 2**63 else seed for seed in seeds]  # the same 64 bits
         texts = [NO_TEXT] * len(params) if texts is None else texts
@@ -68,8 +68,8 @@ class Sampling(SamplingTensors):
             any_top_p=any(p.top_p < 1 for p in sampled),
             any_top_k=any(p.top_k for p in sampled),
             any_min_p=any(p.min_p > 0 for p in sampled),
-            bias=TokenBias.of(params, texts, vocab_size, device),
-            penalties=Penalties.of(params, texts, vocab_size, device),
+            bias=TokenBias.of(params, texts, vocab_size, device) if any(p.has_bias for p in params) else None,
+            penalties=Penalties.of(params, texts, vocab_size, device) if any(p.has_penalty for p in params) else None,
             logprobs=max(logprobs, default=None),
         )
 

@@ -28,7 +28,7 @@ _MAX_LOGPROB = -1e-6
 class Calibration:
     """Parameters by temperature (0, 1), drafter (`DrafterRole`), distance 1 .. S and kind (best, sibling)."""
 
-    slope: Tensor  # [2, D, S, 2] fp32, positive; D is 3 with FlexDraft, else 2
+    slope: Tensor  # [2, D, S, 2] fp32, positive; D drafters, by role
     offset: Tensor  # [2, D, S, 2] fp32
 
     def to(self, device: str) -> Calibration:

@@ -30,8 +30,8 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import make_fp8
+from d2sd.modeling.layers import Rotary
 from d2sd.modeling.prepare import prepare_for_inference
-from d2sd.modeling.rope import Rotary
 from d2sd.plugins import dispatch
 from d2sd.plugins.trees import Draft
 from d2sd.policies import DrafterRole, PolicyName

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from d2sd.modeling.config import BodyConfig, DecoderConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.kv_pool import Rows
 from tests.tiny import (
     ancestor_mask,
     feed,

@@ -15,8 +15,8 @@ from d2sd.modeling import product
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import kv_scales, linear_names
 from d2sd.modeling.fused import fuse
-from d2sd.modeling.packed import reduced_head
-from d2sd.modeling.rows import Chunks, Rows
+from d2sd.modeling.kv_pool import Chunks, Rows
+from d2sd.modeling.native import reduced_head
 from d2sd.plugins import batch_invariant, dispatch
 from tests.tiny import ancestor_mask, in_fp8, pool_for, random_tokens, random_tree, tiny_decoder
 

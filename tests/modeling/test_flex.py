@@ -15,9 +15,8 @@ from torch.nn import functional as F
 
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafters.flexdraft import FlexHead
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.packed import pack
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.kv_pool import KVPool, Rows
+from d2sd.modeling.native import pack
 from d2sd.plugins.cpu import library
 from tests.modeling.test_drafter import Vector, rms_norm, rope
 from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_flex

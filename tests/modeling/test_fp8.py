@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear, linear_names, round_to_fp8
-from d2sd.modeling.packed import pack
+from d2sd.modeling.native import pack
 from d2sd.plugins.shared.fp8 import to_pages
 from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_drafter
 

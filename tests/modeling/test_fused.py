@@ -25,8 +25,8 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.fp8 import Fp8Linear, kv_scales, linear_names
 from d2sd.modeling.fused import FusedLayers, fuse
+from d2sd.modeling.kv_pool import CommittedRows, Rows
 from d2sd.modeling.product import Product
-from d2sd.modeling.rows import CommittedRows, Rows
 from d2sd.plugins import dispatch, layer_ops
 from tests.tiny import Model, feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_drafter, tiny_flex
 

@@ -9,9 +9,8 @@ import torch
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import Fp8Linear, kv_scales, linear_names
-from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.modeling.layers import Attention
-from d2sd.modeling.rows import Rows
 from d2sd.plugins.shared.fp8 import from_pages, to_pages
 from tests.tiny import ancestor_mask, feed, in_fp8, pool_for, random_tokens, random_tree, tiny_decoder, tiny_drafter
 

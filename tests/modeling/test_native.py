@@ -11,10 +11,8 @@ import torch
 
 from d2sd.modeling.config import Family
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.native import NativeLayers
-from d2sd.modeling.packed import pack
-from d2sd.modeling.rows import Chunks, Rows
+from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
+from d2sd.modeling.native import NativeLayers, pack
 from d2sd.plugins.cpu import library
 from tests.tiny import random_tokens, tiny_decoder, tiny_drafter
 

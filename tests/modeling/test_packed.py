@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from d2sd.modeling.packed import PackedLinear, pack, packed_product, reduced_head
+from d2sd.modeling.native import PackedLinear, pack, packed_product, reduced_head
 from d2sd.plugins.cpu import library
 from tests.tiny import full_logits, random_tokens, tiny_decoder, tiny_drafter
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from d2sd.modeling.config import RopeConfig
-from d2sd.modeling.rope import Rotary, inverse_frequencies, rotate
+from d2sd.modeling.layers import Rotary, inverse_frequencies, rotate
 from tests.tiny import tiny_decoder
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from d2sd.modeling.rows import Chunks, Rows
+from d2sd.modeling.kv_pool import Chunks, Rows
 
 
 def test_chain_follows_each_context() -> None:

@@ -12,8 +12,7 @@ from torch import Tensor
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import kv_scales, linear_names
 from d2sd.modeling.fused import fuse
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.rows import Chunks, Rows
+from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
 from d2sd.plugins import batch_invariant, dispatch, layer_ops
 from tests.plugins.on_kernels import run_kernels
 from tests.tiny import ancestor_mask, in_fp8, pool_for, random_tokens, tiny_decoder

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from d2sd.modeling.config import RopeConfig
 from d2sd.modeling.fp8 import Fp8Cache
-from d2sd.modeling.layers import RMSNorm
-from d2sd.modeling.rope import Rotary, rotate
+from d2sd.modeling.layers import RMSNorm, Rotary, rotate
 from d2sd.plugins.layer_ops import Heads, add_rms_norm, qk_norm_rope, quantize, rope_tables, silu_mul
 from d2sd.plugins.shared.fp8 import to_pages
 

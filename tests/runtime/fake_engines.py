@@ -13,8 +13,7 @@ from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.rows import Chunks, Rows
+from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
 from d2sd.plugins.cascade_attention import PagedContext
 from d2sd.plugins.cascade_attention.mask import WORD
 from d2sd.plugins.cascade_attention.onnx import VERSION

@@ -10,7 +10,7 @@ from torch import Tensor
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
-from d2sd.plugins.choice.philox import philox
+from d2sd.plugins.choice.reference import philox
 from d2sd.plugins.trees import Branches, Draft
 from d2sd.policies import DrafterRole
 from d2sd.runtime.backends.model_runner import ModelRunner

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.plugins.choice.philox import gumbel
+from d2sd.plugins.choice.reference import gumbel
 from d2sd.runtime.sampling_params import SamplingParams
 from tests.tiny import full_logits
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from d2sd.runtime.pages import PageAllocator
-from d2sd.runtime.prefix_cache import extend_keys
+from d2sd.runtime.pages import PageAllocator, extend_keys
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import Sequence

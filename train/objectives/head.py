@@ -57,7 +57,7 @@ class Head(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What is added to the drafter's logits, and learns: inner · weightᵀ + bias."""
+    """A trained correction of the drafter's logits: inner · weightᵀ + bias."""
 
     inner: Tensor  # [N, R]
     weight: Tensor  # [C, R], of the candidate ids

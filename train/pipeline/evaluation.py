@@ -49,7 +49,7 @@ class Evaluation(BaseModel):
 
     @property
     def conditional_acceptance(self) -> list[float]:
-        """Of the steps that accepted at least k - 1 drafted tokens, the share that accepted at least k."""
+        """Share of the steps with at least k - 1 accepted drafts that accepted at least k."""
         return SequenceStats.merged(self._stats()).conditional_acceptance()
 
     @property

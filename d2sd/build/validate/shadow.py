@@ -10,8 +10,7 @@ from torch import Tensor
 from d2sd.errors import BuildError
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafters.interface import DraftModel, Tables
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.rows import Chunks, CommittedRows, Rows
+from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
 from d2sd.runtime.backends.exported import GraphDecoder, Session
 
 

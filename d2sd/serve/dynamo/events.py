@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from d2sd.runtime.prefix_cache import Removed, Stored
+from d2sd.runtime.pages import Removed, Stored
 
 if TYPE_CHECKING:
     from d2sd.runtime.engine import Engine

@@ -57,7 +57,7 @@ _LARGE = 2000
 
 
 class Server:
-    """What the routes share: the bundle, its engine, and the threads of its tokenizer and its grammars."""
+    """State that the routes share: the bundle, its engine, and the threads of its tokenizer and its grammars."""
 
     def __init__(self, bundle: Bundle, engine: Engine, settings: ServerSettings) -> None:
         self.bundle, self.settings = bundle, settings

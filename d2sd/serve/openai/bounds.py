@@ -1,4 +1,4 @@
-"""What one request may ask for, checked before work that grows with it."""
+"""Bounds of one request, checked before work that grows with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every HTTP request passes: an id, a log line, the API key and the limit of its body.
+"""Middleware of every HTTP request: an id, a log line, the API key and the limit of its body.
 
 `scope["state"]` gets `facts`, which the log line reports, and `client`: whose turns its work takes.
 """

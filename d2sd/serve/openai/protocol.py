@@ -44,7 +44,7 @@ class Part(Body):
 
 
 class StreamOptions(Body):
-    """What a stream reports in addition to its deltas."""
+    """Options of a stream: reports in addition to its deltas."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False  # vLLM's: usage in every chunk, if there is usage at all

@@ -13,7 +13,7 @@ from d2sd.recipe import Policy
 
 
 class Parameters(BaseModel):
-    """What `d2sd triton` writes and the model reads; Triton carries all values as strings.
+    """Parameters that `d2sd triton` writes and the model reads; Triton carries all values as strings.
 
     Raises D2SDError that names the parameter.
     """

@@ -50,7 +50,7 @@ class Answer:
         return {name: np.array([value], _DTYPES[OUTPUTS[name]]) for name, value in values.items()}
 
     def _ending(self, choice: Choice) -> dict[str, Any]:
-        """What is known at the end."""
+        """The fields that are known at the end."""
         values: dict[str, Any] = {}
         options, sequence = self._call.options, choice.stream.sequence
         assert sequence is not None

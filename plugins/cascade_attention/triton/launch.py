@@ -102,7 +102,7 @@ def launch(
 
 
 def _capability() -> int:
-    """Of the GPU that Triton compiles for, such as 90; 0 where there is none, as in the interpreter."""
+    """Compute capability that Triton compiles for, such as 90; 0 where there is none, as in the interpreter."""
     try:
         found: int = triton.runtime.driver.active.get_current_target().arch
     except RuntimeError:

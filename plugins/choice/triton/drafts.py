@@ -42,7 +42,7 @@ def segments_kernel(
 
 @triton.jit
 def _log_sum(best, total):
-    """Of partial maxima and sums relative to them."""
+    """Logarithm of a sum, from partial maxima and sums relative to them."""
     largest_one = tl.max(best, axis=0)
     base = tl.where(tl.abs(largest_one) == float("inf"), 0.0, largest_one)
     own = tl.where(tl.abs(best) == float("inf"), 0.0, best)

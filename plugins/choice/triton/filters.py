@@ -1,4 +1,4 @@
-"""min-p, top-k and top-p without a sort. The specification: `d2sd.plugins.choice.filters`.
+"""min-p, top-k and top-p without a sort. The specification: `d2sd.plugins.choice.reference`.
 
 Of a pool in registers each logit is compared with each. Of a whole row the smallest logit kept is found by bisection of
 its order, an int32: a turn reads the row, and both ends move on to logits that are there. Weights are the integers of
@@ -54,7 +54,7 @@ def kept_of_pool(
 
 @triton.jit
 def mass_of(scaled, best):
-    """Of the likeliest token 2^40 + 1, where it is infinite too."""
+    """Integer mass of a probability; 2^40 + 1 for the likeliest token, also where it is infinite."""
     return (exp(tl.where(scaled == best, 0.0, scaled - best)) * 1099511627776.0).to(tl.int64) + 1
 
 

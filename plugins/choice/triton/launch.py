@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from d2sd.plugins.choice.parameters import SamplingTensors
+from d2sd.plugins.choice.reference import SamplingTensors
 from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel
 from d2sd.plugins.choice.triton.filters import threshold_kernel
 from d2sd.plugins.choice.triton.tokens import combine_kernel, scores_kernel

@@ -1,4 +1,4 @@
-"""Gumbel noise in registers: the integers are those of `d2sd.plugins.choice.philox`, bit for bit."""
+"""Gumbel noise in registers: the integers are those of `d2sd.plugins.choice.reference`, bit for bit."""
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def candidates_triton(candidate: Tensor, score: Tensor, budget: int) -> Tree:
 
 
 def branches_constants(slots: int, counts: Sequence[int]) -> dict[str, object]:
-    """Of sources with these rows."""
+    """Constants of sources with these rows."""
     rows = {"FIRST": tuple(accumulate(counts, initial=0))[:-1], "COUNTS": tuple(counts)}
     return {"S": slots, **rows, **candidates_constants(sum(counts), 1 + slots)}
 
@@ -170,7 +170,7 @@ def mask_rejected_constants(slots: int, vocab: int) -> dict[str, int]:
 def growth_constants(
     nodes: int, widths: Sequence[int], counts: Sequence[int], lanes: Sequence[int], at_root: Sequence[bool]
 ) -> dict[str, object]:
-    """Of sources with these candidates a slot, rows, lanes, and whether they stand at the root."""
+    """Constants of sources with these candidates a slot, rows, lanes, and whether they stand at the root."""
     padded, first = power(nodes), [0, *accumulate(counts)][:-1]
     wide = [power(max(w for w, own in zip(widths, lanes, strict=True) if own == lane)) for lane in range(lanes[-1] + 1)]
     start = {lane: row + 1 for lane, row, here in reversed([*zip(lanes, first, at_root, strict=True)]) if here}

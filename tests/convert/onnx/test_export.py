@@ -13,8 +13,7 @@ from torch import Tensor
 from d2sd.convert.onnx.export import export_target
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession
 from tests.convert.exported import PAGE, PAIRS, TAPS, ExportOnce, tiny_pair
 from tests.convert.helpers import tree_bytes

@@ -23,7 +23,7 @@ from d2sd.bundle.serving import make_engine
 from d2sd.cli.main import main
 from d2sd.convert.engines.worker import Job, Report
 from d2sd.errors import BuildError, BundleError
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.kv_pool import Rows
 from d2sd.recipe import Policy, load_recipe
 from d2sd.runtime.backends.exported import OnnxSession
 from tests.conftest import Once

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from d2sd.plugins.choice.parameters import SamplingTensors
+from d2sd.plugins.choice.reference import SamplingTensors
 from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel
 from d2sd.plugins.choice.triton.filters import threshold_kernel
 from d2sd.plugins.choice.triton.launch import candidates_triton, choose_triton

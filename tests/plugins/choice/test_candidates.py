@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from d2sd.plugins.choice import candidates
-from d2sd.plugins.choice.philox import gumbel
-from d2sd.plugins.choice.reference import CANDIDATE_POOL
+from d2sd.plugins.choice.reference import CANDIDATE_POOL, gumbel
 from d2sd.plugins.trees import Branches, Draft, mask_rejected, restart_blocks
 from d2sd.plugins.trees.reference.branches import splice
 from d2sd.runtime.sampling.penalties import Text

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d2sd.plugins.choice import philox as noise
-from d2sd.plugins.choice.philox import gumbel, gumbel_at, philox
+from d2sd.plugins.choice import reference as noise
+from d2sd.plugins.choice.reference import gumbel, gumbel_at, philox
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from tests.runtime import oracle

@@ -11,7 +11,7 @@ from torch import Tensor
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import Fp8Cache, kv_scales
 from d2sd.modeling.fused import fuse
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.kv_pool import Rows
 from d2sd.plugins import dispatch, layer_ops, trees
 from d2sd.plugins.trees import Tree, merged_branches
 from d2sd.runtime.decode import sources_of

@@ -17,8 +17,7 @@ from torch import Tensor
 from d2sd.convert.engines.profiles import make_profiles
 from d2sd.errors import BundleError
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, VERSION
 from d2sd.policies import DrafterRole, PolicyName
 from d2sd.recipe import Builder

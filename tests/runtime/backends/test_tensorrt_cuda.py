@@ -17,8 +17,7 @@ from d2sd.convert.kinds import DFLASH
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.plugins.cascade_attention.onnx import VERSION
 from d2sd.policies import DrafterRole
 from d2sd.runtime.backends.exported import GraphDrafter

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from d2sd.modeling.decoder import DecoderOutput
-from d2sd.modeling.rows import Chunks, Rows
+from d2sd.modeling.kv_pool import Chunks, Rows
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.decode import decode_step
 from d2sd.runtime.engine import Engine, Launched

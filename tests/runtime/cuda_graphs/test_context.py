@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.kv_pool import KVPool
-from d2sd.modeling.rows import CommittedRows
+from d2sd.modeling.kv_pool import CommittedRows, KVPool
 from d2sd.policies import DrafterRole, PolicyName
 from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.drafting.context import DrafterContext

@@ -7,7 +7,7 @@ import math
 import torch
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.plugins.choice.philox import gumbel
+from d2sd.plugins.choice.reference import gumbel
 from d2sd.runtime.grammar.grammar import has
 from d2sd.runtime.request import Request
 from tests.runtime.grammar.tokens import END

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from d2sd.errors import RequestError
-from d2sd.plugins.choice.philox import gumbel
+from d2sd.plugins.choice.reference import gumbel
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from tests.runtime.helpers import STEADY, choices, gumbel_scores

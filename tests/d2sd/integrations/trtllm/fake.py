@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.config import BodyConfig, RopeConfig
-from d2sd.modeling.layers import Layer, RMSNorm
-from d2sd.modeling.rope import Rotary
+from d2sd.modeling.layers import Layer, RMSNorm, Rotary
 
 PACKAGE = "tensorrt_llm._torch"
 

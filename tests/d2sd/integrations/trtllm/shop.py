@@ -16,7 +16,7 @@ from d2sd.convert.kinds import DFLASH
 from d2sd.integrations.trtllm.register import SINGLE_PROCESS
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.rows import Rows
+from d2sd.modeling.kv_pool import Rows
 from tests.d2sd.integrations.trtllm import fake
 from tests.tiny import feed, pool_for, tiny_decoder, tiny_drafter
 
