@@ -10,27 +10,12 @@ import torch
 from torch import Tensor
 
 from d2sd.runtime.grammar.step import StepGrammar
+from d2sd.runtime.request import bucket
 from d2sd.runtime.sampling.bias import Entries
 from d2sd.runtime.sampling.penalties import NO_TEXT, Text
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
-
-
-def bucket(count: int) -> int:
-    """The next power of two: few shapes to compile or capture, at most half of the work on padding."""
-    return 1 << (count - 1).bit_length()
-
-
-def buckets(max_count: int) -> list[int]:
-    """Every bucket up to the first of at least `max_count`: 1, 2, 4, …"""
-    return [1 << power for power in range((max_count - 1).bit_length() + 1)]
-
-
-def floor_bucket(count: int) -> int:
-    """The largest power of two that is not above `count`."""
-    return 1 << (count.bit_length() - 1)
-
 
 # Shape letters: B requests (in a step a bucket), N tokens of all prompt chunks, M pages a request.
 

@@ -10,9 +10,9 @@ import torch
 
 from d2sd.policies import DrafterRole
 from d2sd.runtime.backends.model_runner import ModelRunner
-from d2sd.runtime.batch import Batch, buckets
+from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
-from d2sd.runtime.request import Limits
+from d2sd.runtime.request import Limits, buckets
 from d2sd.runtime.speculation.policy import Off, Policy
 
 #: Tokens a step at T = 0 and at T = 1 by policy name; entry n is for n + 1 nodes.

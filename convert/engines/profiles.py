@@ -21,7 +21,7 @@ from d2sd.modeling.config import BodyConfig, DecoderConfig
 from d2sd.modeling.drafters.interface import DraftConfig
 from d2sd.plugins.cascade_attention.mask import WORD
 from d2sd.recipe import Builder, Recipe
-from d2sd.runtime.batch import bucket, buckets
+from d2sd.runtime.request import bucket, buckets
 
 #: Input -> its minimum, optimum and maximum shape.
 Profile = dict[str, Shapes]

@@ -24,9 +24,8 @@ from d2sd.errors import D2SDError
 from d2sd.manifest import NAME, load_manifest
 from d2sd.policies import FACTS
 from d2sd.recipe import Drafters, Policy, load_recipe
-from d2sd.runtime.batch import bucket
 from d2sd.runtime.memory import plan_kv_memory
-from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.request import Limits, Request, bucket
 
 #: Share of the rate a GPU sustains that it is given; the rest is for arrivals that bunch. An assumption.
 UTILIZATION = 0.8

@@ -19,8 +19,8 @@ from d2sd.errors import D2SDError
 from d2sd.modeling.config import DecoderConfig
 from d2sd.policies import DrafterRole
 from d2sd.recipe import Policy
-from d2sd.runtime.batch import buckets
 from d2sd.runtime.policy_selector import PolicySelector, forecast_tau
+from d2sd.runtime.request import buckets
 from d2sd.runtime.speculation.policy import Off, make_policy
 from d2sd.runtime.speculation.policy import Policy as TreePolicy
 from d2sd.runtime.step_times import Forecast, StepTimes

@@ -50,9 +50,8 @@ def make_engine(
     times of `auto` are measured once per machine and kept in the user's cache folder.
     """
     from d2sd.bundle.step_times import step_times
-    from d2sd.runtime.batch import buckets
     from d2sd.runtime.engine import Engine
-    from d2sd.runtime.request import Limits
+    from d2sd.runtime.request import Limits, buckets
     from d2sd.runtime.speculation.calibration import Calibration
     from d2sd.runtime.speculation.policy import make_policy
 

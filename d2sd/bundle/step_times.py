@@ -25,7 +25,7 @@ from d2sd.io import cache_folder, digest, sha256, write_text
 from d2sd.plugins.cpu import library
 from d2sd.plugins.cpu.compiler import processor
 from d2sd.policies import DrafterRole
-from d2sd.runtime.batch import buckets
+from d2sd.runtime.request import buckets
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.step_times import Forecast, StepTimes, measure_step_times
 from d2sd.schema import read_model

@@ -18,7 +18,7 @@ from threading import RLock, Thread, current_thread
 from typing import TYPE_CHECKING, Literal
 
 from d2sd.errors import D2SDError, GenerationError, RequestError
-from d2sd.runtime.batch import buckets
+from d2sd.runtime.request import buckets
 from d2sd.runtime.sequence import Output
 from d2sd.serve.errors import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
 from d2sd.serve.stream import Stream, Watch

@@ -25,10 +25,9 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.policies import NAMES
-from d2sd.runtime.batch import buckets
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.policy_selector import PolicySelector
-from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.request import Limits, Request, buckets
 from d2sd.runtime.sampling.sample import GREEDY_BELOW
 from d2sd.runtime.sampling_params import PENALTIES, SamplingParams
 from d2sd.runtime.sequence import Sequence

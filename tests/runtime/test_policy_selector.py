@@ -20,7 +20,7 @@ from d2sd.errors import RequestError
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
 from d2sd.policies import DrafterRole
 from d2sd.runtime.backends.model_runner import ModelRunner, Verified
-from d2sd.runtime.batch import Batch, buckets
+from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.policy_selector import (
@@ -28,7 +28,7 @@ from d2sd.runtime.policy_selector import (
     PolicySelector,
     forecast_tau,
 )
-from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.request import Limits, Request, buckets
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Off, Policy
 from d2sd.runtime.step_times import StepTimes, measure_step_times, time_context, time_steps

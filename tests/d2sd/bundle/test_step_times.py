@@ -27,7 +27,7 @@ def file(
         recipe=SimpleNamespace(precision=precision, exact=False),
     )
     engine: Any = SimpleNamespace(
-        runner=SimpleNamespace(device=device, block_size=block_size, drafters=drafters), calibration=calibration,
+        runner=SimpleNamespace(device=device, block_size=block_size, drafters=range(drafters)), calibration=calibration,
         limits=SimpleNamespace(max_batch=max_batch, max_context=max_context, page_size=page_size),
     )  # fmt: skip
     measure: Any = step_times.step_times(bundle, engine, policies, backend)
@@ -84,7 +84,7 @@ def test_a_user_without_a_home_measures_each_time(monkeypatch: pytest.MonkeyPatc
     bundle: Any = SimpleNamespace(
         manifest=SimpleNamespace(files={}), recipe=SimpleNamespace(precision="fp32", exact=False)
     )
-    runner = SimpleNamespace(device="cpu", block_size=4, drafters=0)
+    runner = SimpleNamespace(device="cpu", block_size=4, drafters={})
     limits = SimpleNamespace(max_batch=1, max_context=64, page_size=8)
     engine: Any = SimpleNamespace(runner=runner, calibration=None, limits=limits)
     assert step_times.step_times(bundle, engine, POLICIES, "torch") is measure_step_times
