@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins.choice.reference import SamplingTensors
-from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel
-from d2sd.plugins.choice.triton.filters import threshold_kernel
+from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel, threshold_kernel
 from d2sd.plugins.choice.triton.tokens import combine_kernel, scores_kernel
 from d2sd.plugins.shared.sizes import power
 from d2sd.plugins.trees.types import Draft

@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any
 
 from d2sd.plugins.choice.reference import SamplingTensors
-from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel
-from d2sd.plugins.choice.triton.filters import threshold_kernel
+from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel, threshold_kernel
 from d2sd.plugins.choice.triton.launch import candidates_triton, choose_triton
 from d2sd.plugins.choice.triton.tokens import combine_kernel, scores_kernel
 from tests.plugins.cases import Check, Kernel, some

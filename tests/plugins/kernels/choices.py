@@ -14,7 +14,7 @@ from torch import Tensor
 from d2sd.plugins import choice
 from d2sd.plugins.choice import best_token, candidates
 from d2sd.plugins.choice.reference import _ascending, _gumbel, apply_filters, philox
-from d2sd.plugins.choice.triton.filters import threshold_kernel
+from d2sd.plugins.choice.triton.drafts import threshold_kernel
 from d2sd.plugins.choice.triton.launch import choose_triton
 from d2sd.plugins.choice.triton.noise import _gumbel as gumbel_of_words
 from d2sd.plugins.choice.triton.noise import philox_words
