@@ -1,0 +1,87 @@
+"""Lists the files that a decode step of `hybrid` runs through, on a CPU and as a CUDA graph; it needs no GPU.
+
+A Python file counts if one of its functions runs in `Engine.step` over tiny models; for the graph, whose tensors are
+fake CUDA ones, in the function that is captured or in the step that replays it. C sources count with what they include,
+kernels with the functions that they call. `python -m benchmarks.step_files`
+"""
+
+import re
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
+
+from d2sd.runtime.cuda_graphs import capture
+from d2sd.runtime.decode import StepResult
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.request import Limits, Request
+from tests.cuda import fake, guard
+from tests.runtime import fake_cuda, helpers
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_through(files: set[Path], run: Any) -> Any:
+    """The result of `run`, whose files are added."""
+
+    def called(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            files.add(Path(frame.f_code.co_filename))
+
+    sys.setprofile(called)
+    try:
+        return run()
+    finally:
+        sys.setprofile(None)
+
+
+def third_step(engine: Engine, files: set[Path]) -> set[Path]:
+    """Adds the files of the third step of a greedy and a sampled request; the first one captures the graph."""
+    for params in fake.GREEDY, fake.NARROW:
+        engine.submit(Request((1, 2), 55, params))
+    for step in range(3):
+        run_through(files if step == 2 else set(), engine.step)
+    return files
+
+
+def kernel_files(kernel: Any) -> set[Path]:
+    called = [kernel.fn.__globals__.get(name) for name in kernel.fn.__code__.co_names]
+    functions = [one for one in called if isinstance(one, JITFunction) and one is not kernel]
+    return {Path(kernel.fn.__code__.co_filename)}.union(*map(kernel_files, functions))
+
+
+def on_cuda(folder: Path) -> set[Path]:
+    files, zeros = {Path(capture.__file__)}, torch.zeros
+    guard.build(folder)
+    guard.load(folder)
+
+    class Captures(fake_cuda.Captures):
+        def __call__(self, run: Any) -> Any:
+            return run() and run_through(files, run), lambda: None
+
+    with fake.fake_gpu(fake.Watch()), patch.object(StepResult, "unpack", fake_cuda.unpack):
+        JITFunction.run = lambda kernel, *_, **__: files.update(kernel_files(kernel))
+        torch.zeros = lambda *a, pin_memory=False, **k: zeros(*a, **k)
+        runner = fake.runner(2, 2, fp8=False)
+        runner.capture = Captures("cuda")
+        return third_step(Engine(runner, fake.policy_of("hybrid"), Limits(4, 256, 16, 64), str), files)
+
+
+def main() -> None:
+    library = {ROOT / "plugins/cpu" / name for name in ("layers.c", "attention.h", "linear.h", "trees.h", "vector.h")}
+    on_cpu = third_step(helpers.make_engine(helpers.honest(), "hybrid", decode=str), library)
+    with TemporaryDirectory() as folder:
+        counted = {"on a CPU": on_cpu, "captured": on_cuda(Path(folder))}
+    for where, files in counted.items():
+        names = "\n".join(sorted(f"{file.resolve()}".removeprefix(f"{ROOT}/") for file in files))
+        ours = re.findall(r"^(?:d2sd|modeling|plugins|runtime)/.*", names, flags=re.M)
+        print(*ours, f"{len(ours)} files in a step of hybrid {where}", "", sep="\n")
+
+
+if __name__ == "__main__":
+    main()
