@@ -14,8 +14,8 @@ Tile heights, SPAN and the order of the merge are the same for every batch, buck
 keys change nothing: they multiply sums by 1 and add products with 0. Neither do empty splits. FP8 pages are converted
 to q's type.
 
-Shapes are those of kernel.py. WIDEN is for the interpreter, whose products of bf16 are
-wrong. Triton compiles this file's functions; mypy does not know their types.
+Shapes are those of kernel.py. WIDEN is for the interpreter, whose products of bf16 are wrong. Triton compiles this
+file's functions; mypy does not know their types.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
 
