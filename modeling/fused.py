@@ -42,8 +42,8 @@ from d2sd.modeling.inference import plain, replace_layers
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
 from d2sd.modeling.layers import MLP, Layer, RMSNorm, Rotary
 from d2sd.modeling.product import Linear, Product
-from d2sd.plugins import batch_invariant, dispatch
-from d2sd.plugins.layer_ops import Heads, add_rms_norm, qk_norm_rope, silu_mul
+from d2sd.plugins import dispatch
+from d2sd.plugins.layer_ops import Heads, add_rms_norm, linear, qk_norm_rope, silu_mul
 
 # Shape letters: B requests, T rows, N rows of chunks, R = B·T or N, E hidden, I intermediate, L layers, Hq/Hkv query
 # and K/V heads, D head size, n auxiliary layers.
@@ -53,7 +53,7 @@ def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, 
     """Replace the layers of a CUDA model in place. Fusing twice is fine.
 
     `target` lends its MLPs to a drafter that borrows them, and is fused before; if it is not, nor is the drafter.
-    `exact`, of a target: products and attention, the head's too, are those of `d2sd.plugins.batch_invariant`.
+    `exact`, of a target: products, the head's too, and attention are batch-invariant.
 
     Afterwards `state_dict` lacks their weights, which are not kept twice: a fused model can only serve. Where this GPU
     or these layers cannot be fused, they stay, after a warning.
@@ -81,7 +81,7 @@ def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, 
     if isinstance(model, Drafter):
         model.fc = Product([cast("Linear", model.fc)], weight.dtype)  # type: ignore[assignment]
     elif exact and isinstance(model, Decoder):
-        model.packed_head = partial(batch_invariant.linear, weight=model.head.detach())
+        model.packed_head = partial(linear, weight=model.head.detach())
     torch.cuda.empty_cache()  # the parts that were joined
 
 

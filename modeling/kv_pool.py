@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.config import BodyConfig
-from d2sd.plugins import batch_invariant
 from d2sd.plugins.cascade_attention import AttnMask, ChunkMask, PagedContext, cascade_attention
 from d2sd.plugins.kv_pages import write_pages
-from d2sd.plugins.layer_ops import quantize
 
 # Shape letters: B requests, T rows of each, N rows of all or positions to write, M pages a request, Z tokens a page, P
 # pages, L layers, Hkv heads, D head size, E hidden, n auxiliary layers.
@@ -151,43 +149,10 @@ class KVPool:
 
     def attend(self, rows: Rows | Chunks, *, exact: bool = False) -> Attend:
         """The attention of `rows` over this pool, layer by layer; `exact`: batch-invariant on CUDA."""
-        if exact:
-            return self._attend_exactly(rows)
         mask = rows.attn_mask if isinstance(rows.attn_mask, ChunkMask) else AttnMask(rows.attn_mask)
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None) -> Tensor:
-            return cascade_attention(q, k, v, self.context(index, rows), mask, scale=scale)
-
-        return attend
-
-    def _attend_exactly(self, rows: Rows | Chunks) -> Attend:
-        if isinstance(rows, Chunks):
-            return self._attend_alone(rows)
-        order = batch_invariant.key_order(rows.attn_mask)
-
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None) -> Tensor:
-            out = batch_invariant.attention(q, k, v, self.context(index, rows), rows.attn_mask, order)
-            return out if scale is None else quantize(out, scale)
-
-        return attend
-
-    def _attend_alone(self, chunks: Chunks) -> Attend:
-        """Exactly, one request after the other."""
-        table, context_len, mask = chunks.page_table, chunks.context_len, chunks.attn_mask
-        alone = [
-            (span, Rows.chain(length, table[b : b + 1], context_len[b : b + 1]))
-            for b, (span, length) in enumerate(zip(mask.spans(), mask.lengths, strict=True))
-        ]
-
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None) -> Tensor:
-            parts = [
-                batch_invariant.attention(
-                    q[:, span], k[:, span], v[:, span], self.context(index, rows), rows.attn_mask, None
-                )
-                for span, rows in alone
-            ]
-            out = torch.cat(parts, 1)
-            return out if scale is None else quantize(out, scale)
+            return cascade_attention(q, k, v, self.context(index, rows), mask, scale=scale, exact=exact)
 
         return attend
 

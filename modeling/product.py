@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.fp8 import Fp8Linear
-from d2sd.plugins import batch_invariant
-from d2sd.plugins.layer_ops import quantize
+from d2sd.plugins.layer_ops import linear, quantize
 
 Linear = nn.Linear | Fp8Linear
 
@@ -46,16 +45,16 @@ class Product(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] in the model's type, or in FP8 by `input_scale` -> [..., out]."""
         if self.input_scale is None:
-            product = batch_invariant.linear if self._exact else F.linear
+            product = linear if self._exact else F.linear
             return product(x, self.weight, self.bias)
         rows = x.flatten(0, -2)
         if rows.dtype != torch.float8_e4m3fn:
             rows = quantize(rows.contiguous(), self.input_scale)
         if self._exact:
             if self.scales is not None:
-                return batch_invariant.linear(rows, self.weight, dtype=torch.float32)
+                return linear(rows, self.weight, dtype=torch.float32)
             scales = self.input_scale, self._weight_scale
-            made = batch_invariant.linear(rows, self.weight, self._added, scales=scales, dtype=self._dtype)
+            made = linear(rows, self.weight, self._added, scales=scales, dtype=self._dtype)
             return made.view(*x.shape[:-1], -1)
         if self.scales is not None:
             return sums(rows, self.weight, self._one)

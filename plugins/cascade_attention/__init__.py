@@ -1,7 +1,7 @@
 """Cascade attention: new rows of a request attend to its paged context, and to each other through a mask.
 
     reference.py     the specification in plain PyTorch, and the CPU path
-    triton/          the fused kernel, its launcher and its tile sizes
+    triton/          the fused kernel, its launcher and its tile sizes; exact*.py and key_order.py are those of `exact`
     tensorrt/        the kernel as a TensorRT plugin
     onnx.py          the op as ONNX functions, for exported graphs
     context.py       the arguments: `PagedContext`
@@ -34,6 +34,7 @@ def cascade_attention(
     attn_mask: Tensor | AttnMask | ChunkMask,
     *,
     scale: Tensor | None = None,
+    exact: bool = False,
 ) -> Tensor:
     """Attention of T new rows over their request's paged context and, through a mask, over each other.
 
@@ -47,6 +48,8 @@ def cascade_attention(
         attn_mask: [B, T, T] bool, row t may attend to row u. Layers that share a mask pass one `AttnMask` of it, which
             is packed for the kernel once.
         scale: 0-dim fp32; with it the result is quantized, fp8(out / scale).
+        exact: batch-invariant on CUDA: a row's result is the same bits whatever else is computed, and wherever in
+            pages, a tree or a chunk its keys are. The model was fused, so that the device is known to run it.
 
     Returns:
         [B, T, Hq, D] in q's dtype or FP8 (E4M3); scores are scaled by D^-0.5.
@@ -55,12 +58,17 @@ def cascade_attention(
         D2SDError: the tensors are on a CUDA device whose kernel does not take them, under `D2SD_NO_FALLBACK=1`.
     """
     mask = AttnMask(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
-    if dispatch.pick("attention", context.k_pages, pages=True) is Implementation.REFERENCE:
+    if dispatch.pick("attention", context.k_pages, pages=True, loaded=exact) is Implementation.REFERENCE:
         if isinstance(mask, ChunkMask):
             out = chunks_reference(q, k, v, context, mask)
         else:
             out = cascade_attention_reference(q, k, v, context, mask.allowed)
         return out if scale is None else to_pages(out, scale)
+    if exact:
+        from d2sd.plugins.cascade_attention.triton.exact import exact_attention_triton
+
+        asked = mask if isinstance(mask, ChunkMask) else mask.order
+        return exact_attention_triton(q, k, v, context, asked, scale=scale)
     from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
 
     asked = mask if isinstance(mask, ChunkMask) else mask.words

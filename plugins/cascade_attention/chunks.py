@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from d2sd.plugins.cascade_attention.context import PagedContext
 
 #: Counters of a pass: more than a GPU has multiprocessors, which programs of a split context never exceed.
 COUNTERS = 1024
@@ -29,6 +32,15 @@ class ChunkMask:
         """The rows of each chunk among the N."""
         ends = accumulate(self.lengths)
         return [slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
+
+    def alone(
+        self, q: Tensor, k: Tensor, v: Tensor, context: PagedContext
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, PagedContext]]:
+        """The rows [1, n, ...] and the context of each prompt, one after the other."""
+        for request, span in enumerate(self.spans()):
+            one = slice(request, request + 1)
+            own = replace(context, page_table=context.page_table[one], context_len=context.context_len[one])
+            yield q[:, span], k[:, span], v[:, span], own
 
 
 def counters(device: torch.device) -> Tensor:

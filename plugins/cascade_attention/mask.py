@@ -34,6 +34,16 @@ class AttnMask:
         return pack_mask_bits(self.allowed)
 
     @cached_property
+    def order(self) -> Tensor:
+        """[B, T, T + 1] int32 for the kernel of `exact`: the columns that each row sees, in their order, and how many.
+
+        In a tree the n-th of them is the key at position context_len + n. The other numbers are undefined.
+        """
+        from d2sd.plugins.cascade_attention.triton.exact import key_order_triton
+
+        return key_order_triton(self.allowed)
+
+    @cached_property
     def arrived(self) -> Tensor:
         """Zeroed split counters, shared by the layers of a pass."""
         return counters(self.allowed.device)

@@ -15,8 +15,6 @@ This file is the specification and the CPU path: plain PyTorch, one softmax over
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -67,10 +65,8 @@ def cascade_attention_reference(q: Tensor, k: Tensor, v: Tensor, context: PagedC
 
 def chunks_reference(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, chunks: ChunkMask) -> Tensor:
     """`cascade_attention` of chunks [1, N, ...], one request after the other."""
-    out = torch.empty_like(q)
-    for request, span in enumerate(chunks.spans()):
-        one = slice(request, request + 1)
-        alone = replace(context, page_table=context.page_table[one], context_len=context.context_len[one])
-        causal = torch.ones(1, *2 * (span.stop - span.start,), dtype=torch.bool, device=q.device).tril()
-        out[:, span] = cascade_attention_reference(q[:, span], k[:, span], v[:, span], alone, causal)
-    return out
+    parts = []
+    for length, alone in zip(chunks.lengths, chunks.alone(q, k, v, context), strict=True):
+        causal = torch.ones(1, length, length, dtype=torch.bool, device=q.device).tril()
+        parts.append(cascade_attention_reference(*alone, causal))
+    return torch.cat(parts, 1)

@@ -1,4 +1,4 @@
-"""The ops between the matrix products of a transformer layer, a kernel each, for inference on CUDA.
+"""The ops of a transformer layer but attention, a kernel each, for inference on CUDA.
 
     reference.py     the specification in plain PyTorch, in `modeling/layers.py`'s order of rounding
     triton/          the kernels and their launchers
@@ -9,6 +9,7 @@
     silu_mul         silu(gate) * up, quantisation                              gate-up    ->  down
     rope_tables      cosines and sines of a pass
     quantize         the input of an FP8 product that no other op makes
+    linear           a product whose rows are the same bits in every batch, with `exact`; others are PyTorch's
 
 Each op picks its implementation by device: CPU tensors take the reference, CUDA tensors the kernel. Whether a model
 may call them on CUDA is asked once, when it is loaded (`d2sd.plugins.dispatch.use_fused_layers`).
@@ -26,15 +27,16 @@ from d2sd.plugins.dispatch import Implementation
 from d2sd.plugins.layer_ops import reference
 from d2sd.plugins.layer_ops.heads import Heads
 
-__all__ = ["Heads", "add_rms_norm", "qk_norm_rope", "quantize", "rope_tables", "silu_mul"]
+__all__ = ["Heads", "add_rms_norm", "linear", "qk_norm_rope", "quantize", "rope_tables", "silu_mul"]
 
 OP = "unfused layers"
+LINEAR = "batch-invariant products"
 
 # Shape letters: R rows of all requests, E hidden, I intermediate, L layers, Hq/Hkv query and K/V heads, D head size.
 
 
-def _implementation(x: Tensor) -> ModuleType:
-    if dispatch.pick(OP, x, loaded=True) is Implementation.REFERENCE:
+def _implementation(x: Tensor, op: str = OP) -> ModuleType:
+    if dispatch.pick(op, x, loaded=True) is Implementation.REFERENCE:
         return reference
     from d2sd.plugins.layer_ops.triton import launch
 
@@ -100,4 +102,21 @@ def rope_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: to
 def quantize(x: Tensor, scale: Tensor) -> Tensor:
     """fp8(x / scale), any shape; `d2sd.plugins.shared.fp8.to_pages` of a scalar scale in one kernel."""
     out: Tensor = _implementation(x).quantize(x, scale)
+    return out
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scales: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """x Wᵀ + bias: x [..., in], W [out, in] of its type, bias [out] of the result's -> [..., out].
+
+    Batch-invariant: a row's result is the same bits whatever other rows there are. Sums are fp32, in one order over
+    the inputs. bf16, fp16, fp32 (IEEE products, no TF32) and FP8.
+
+    Args:
+        scales: 0-dim fp32, of x and of W, FP8 only: their product scales the sums.
+        dtype: of the result; by default x's.
+    """
+    out: Tensor = _implementation(x, LINEAR).linear(x, weight, bias, scales, dtype or x.dtype)
     return out

@@ -90,3 +90,16 @@ def rope_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: to
 def quantize(x: Tensor, scale: Tensor) -> Tensor:
     """`d2sd.plugins.layer_ops.quantize`."""
     return to_pages(x, scale)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None, dtype: torch.dtype
+) -> Tensor:
+    """`d2sd.plugins.layer_ops.linear`; it does not say in which order sums run.
+
+    Sums are scaled, biased and rounded once; FP8 products are rounded before the bias, as `Fp8Linear` does.
+    """
+    wide = F.linear(x.float(), weight.float())
+    if scales is not None:
+        wide = (wide * (scales[0] * scales[1])).to(dtype).float()
+    return (wide if bias is None else wide + bias.float()).to(dtype)

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 
 from benchmarks.gpu.count import count
 from benchmarks.gpu.steps import Step
-from d2sd.plugins.batch_invariant.triton import launch as batch_invariant
+from d2sd.plugins.cascade_attention.triton import exact
 from d2sd.policies import NAMES, PolicyName
 from tests.cuda import guard
 from tests.cuda.budget import COPIES, DRAFTER_LAYERS, LAUNCHES, LAYERS, MOST
@@ -123,7 +123,7 @@ def test_batch_invariant_steps_take_as_many_launches(fp8: bool, monkeypatch: pyt
     """Each kernel of `exact` takes the place of another, but for those that its attention leaves over: the merge of
     splits and, in FP8, the quantisation of the result. Nothing leaves the device.
     """
-    monkeypatch.setattr(batch_invariant, "SPAN", 128)  # several splits: with one there is no merge
+    monkeypatch.setattr(exact, "SPAN", 128)  # several splits: with one there is no merge
     found = steps("d2sd", (GREEDY,), layers=LAYERS, drafter_layers=DRAFTER_LAYERS, fp8=fp8, exact=True)
     left_over = Counter(verify=LAYERS * (2 if fp8 else 1))
     assert not found.launches - (Counter(LAUNCHES["d2sd", fp8, False]) + Counter(COPIES["d2sd"]) + left_over)

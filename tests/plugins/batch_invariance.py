@@ -12,8 +12,8 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from d2sd.plugins.batch_invariant.triton import launch
 from d2sd.plugins.cascade_attention import PagedContext
+from d2sd.plugins.cascade_attention.triton import exact
 from tests.plugins.test_cascade_attention import Call, Shape, ancestors, causal, make
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -85,5 +85,5 @@ class Text:
 
 
 def attended(call: Call, *, causal_chunk: bool = False) -> Tensor:
-    order = None if causal_chunk else launch.key_order_triton(call.attn_mask)
-    return launch.attention_triton(call.q, call.k, call.v, call.context, order)
+    order = None if causal_chunk else exact.key_order_triton(call.attn_mask)
+    return exact.attend(call.q, call.k, call.v, call.context, order)

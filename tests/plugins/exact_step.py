@@ -13,7 +13,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import kv_scales, linear_names
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
-from d2sd.plugins import batch_invariant, dispatch, layer_ops
+from d2sd.plugins import dispatch, layer_ops
 from tests.plugins.on_kernels import run_kernels
 from tests.tiny import ancestor_mask, in_fp8, pool_for, random_tokens, tiny_decoder
 
@@ -86,7 +86,7 @@ def check_step(dtype: torch.dtype, *, fp8: bool = False, layers_as_kernels: bool
     model = in_fp8(model, linear_names(model), cache=True) if fp8 else model
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "use_fused_layers", lambda *_, **__: True)
-        run_kernels(patch, batch_invariant.OP)
+        run_kernels(patch, "attention", layer_ops.LINEAR)
         if layers_as_kernels:
             run_kernels(patch, layer_ops.OP)
         fuse(fused := copy.deepcopy(model), exact=True)

@@ -89,6 +89,21 @@ def test_layers_share_a_packed_mask(calls: Calls, monkeypatch: pytest.MonkeyPatc
         assert len(packed) == times
 
 
+def test_exact_attention_never_falls_back(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    """A model without its kernels is refused when it is loaded."""
+    launcher = SimpleNamespace(
+        key_order_triton=lambda mask: calls.append("order"),
+        exact_attention_triton=lambda *_, **__: calls.append("exact kernel"),
+    )
+    monkeypatch.setitem(sys.modules, "d2sd.plugins.cascade_attention.triton.exact", launcher)
+    stored: Any = SimpleNamespace(device=torch.device("cuda"), shape=(4, 16, 8, OTHER_SIZE), dtype=torch.bfloat16)
+    some: Any = torch.ones(1, 1, 1, dtype=torch.bool)
+    mask = AttnMask(some)
+    for _ in range(2):
+        cascade_attention(some, some, some, PagedContext(stored, stored, some, some), mask, exact=True)
+    assert calls == ["order", "exact kernel", "exact kernel"]
+
+
 def test_only_fp8_pages_have_scales() -> None:
     some, one = torch.zeros(1, 1, 1, 1), torch.ones(())
     with pytest.raises(AssertionError):

@@ -8,8 +8,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
-from d2sd.plugins.batch_invariant import reference
-from d2sd.plugins.batch_invariant.triton import launch
+from d2sd.plugins.cascade_attention.triton import exact
+from d2sd.plugins.layer_ops import reference
+from d2sd.plugins.layer_ops.triton import launch
 from ptxsim.launch import executed_as_ptx
 from tests.plugins.batch_invariance import Text, attended, check_rows_alone, numbers
 from tests.plugins.kernels.calls import assert_within_budget, in_fp8, read_back
@@ -31,13 +32,13 @@ CASES = [
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits of 64 positions."""
-    monkeypatch.setattr(launch, "SPAN", 64)
-    launch.attention_constants.cache_clear()
+    monkeypatch.setattr(exact, "SPAN", 64)
+    exact.attention_constants.cache_clear()
 
 
 def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Not rounded to 16 bits, which would hide most differences."""
-    return launch.linear_triton(x, weight, bias, None, torch.float32)
+    return launch.linear(x, weight, bias, None, torch.float32)
 
 
 def check_linear(capability: int, dtype: torch.dtype) -> None:
@@ -46,7 +47,7 @@ def check_linear(capability: int, dtype: torch.dtype) -> None:
     with executed_as_ptx(capability) as launches:
         found = sums(x, weight, bias)
         check_rows_alone(sums, x, weight, bias, (1, 7, 16, 64))
-    torch.testing.assert_close(found, reference.linear_reference(x, weight, bias, None, torch.float32))
+    torch.testing.assert_close(found, reference.linear(x, weight, bias, None, torch.float32))
     assert len({launch.ptx for launch in launches}) == 1, "one kernel, whatever the number of rows"
     products = {name.split(".")[0] for name in launches[0].counts if name.startswith(("mma", "wgmma.mma"))}
     assert products == (set() if dtype == torch.float32 else {"wgmma" if capability == 90 else "mma"})
@@ -88,7 +89,7 @@ def test_attention_is_right(size: int, fp8: bool, kind: str, monkeypatch: pytest
     pages and copies equal accumulators behind the `wgmma.fence`; in machine code ptxas moves them before it.
     """
     if size == 64:
-        monkeypatch.setattr(launch, "SPAN", 128)
+        monkeypatch.setattr(exact, "SPAN", 128)
     for capability in (90,) if size == 64 else (89, 90, 120):
         for mask, causal_chunk in ((ancestors, False), (causal, True)):
             shape = Shape(contexts=(150 if size == 64 else 70, 0), rows=5, kv_heads=1, group=4, size=size, page_size=16)
@@ -112,9 +113,9 @@ def test_a_different_order_is_noticed() -> None:
     with executed_as_ptx(90), pytest.raises(AssertionError):
         check_rows_alone(turned, x, weight, None, (7,))
     text = Text.of(Shape(contexts=(40,), rows=9, kv_heads=1, group=4, size=16, page_size=16), torch.float32, tree=False)
-    original = launch.key_order_triton
+    original = exact.key_order_triton
     with executed_as_ptx(90), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "key_order_triton", lambda mask: _reversed(original(mask)))
+        patch.setattr(exact, "key_order_triton", lambda mask: _reversed(original(mask)))
         with pytest.raises(AssertionError):
             text.check([8], spare=0)
 

@@ -18,6 +18,7 @@ from d2sd.plugins.cascade_attention.chunks import ChunkMask
 from d2sd.plugins.cascade_attention.context import PagedContext
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, pack_mask_kernel
 from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, choose_splits, chunk_warps, padded, select_tile
+from d2sd.plugins.shared.sizes import power
 
 # Shape letters as in reference.py.
 
@@ -40,7 +41,7 @@ def cascade_attention_triton(
 
 def _rows(q: Tensor, mask: Tensor | ChunkMask) -> int:
     """T; the bucket of the longest chunk."""
-    return triton.next_power_of_2(max(mask.lengths)) if isinstance(mask, ChunkMask) else q.shape[1]
+    return power(max(mask.lengths)) if isinstance(mask, ChunkMask) else q.shape[1]
 
 
 # What depends on shapes alone is computed for the first layer of a pass, and found again for the others.
@@ -63,7 +64,8 @@ def _plan(
     """Tile and compile-time constants."""
     group = heads // kv_heads
     tile = select_tile(rows * group, size, itemsize, fp8=fp8)
-    return tile, constants(tile, size, kv_heads, group, page_size, splits, fp8=fp8)
+    fixed = constants(tile, size, kv_heads, group, page_size, fp8=fp8)
+    return tile, fixed | {"SPLITS": splits, "BLOCK_T": tile.new}
 
 
 def launch(
@@ -119,12 +121,10 @@ def pack_mask_triton(attn_mask: Tensor) -> Tensor:
     return words
 
 
-def constants(
-    tile: TileConfig, size: int, kv_heads: int, group: int, page_size: int, splits: int, *, fp8: bool
-) -> dict[str, Any]:
-    """Compile-time constants of the kernel: D, Hkv, Hq / Hkv, Z, tile sizes and splits."""
+def constants(tile: TileConfig, size: int, kv_heads: int, group: int, page_size: int, *, fp8: bool) -> dict[str, Any]:
+    """Compile-time constants of this kernel and of that of `exact`: D, Hkv, Hq / Hkv, Z and tile sizes."""
     return {
         "SCALE": size**-0.5 * math.log2(math.e), "HKV": kv_heads, "GROUP": group, "HEAD": size, "PADDED": padded(size),
-        "PAGE": page_size, "SPLITS": splits, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_T": tile.new,
-        "STAGES": tile.stages, "FP8": fp8, "WIDEN": triton.knobs.runtime.interpret,
+        "PAGE": page_size, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "STAGES": tile.stages, "FP8": fp8,
+        "WIDEN": triton.knobs.runtime.interpret,
     }  # fmt: skip

@@ -8,6 +8,7 @@ Triton launches on the current device: callers make the tensors' device the curr
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,8 @@ from d2sd.plugins.layer_ops.triton.kernel import (
     rope_tables_kernel,
     silu_mul_kernel,
 )
+from d2sd.plugins.layer_ops.triton.linear import linear_kernel
+from d2sd.plugins.shared.sizes import power
 
 # Shape letters as in d2sd/plugins/layer_ops/__init__.py.
 
@@ -34,7 +37,8 @@ HEADS_A_PROGRAM = 4
 BLOCK = 1024
 #: And their warps: eight numbers a thread.
 WARPS = 4
-#: Products are rounded before they are added, as between PyTorch's kernels.
+#: Products are rounded before they are added, as between PyTorch's kernels. Where the compiler would choose, it might
+#: choose differently in two loops of `linear` that must agree.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -65,15 +69,14 @@ def add_rms_norm(
 def norm_constants(width: int, eps: float, x_stride: int, total_stride: int) -> dict[str, Any]:
     """Compile-time constants of `add_rms_norm_kernel`: E and the strides of rows."""
     return {
-        "EPS": eps, "WIDTH": width, "PADDED": triton.next_power_of_2(width), "X_STRIDE": x_stride,
+        "EPS": eps, "WIDTH": width, "PADDED": power(width), "X_STRIDE": x_stride,
         "TOTAL_STRIDE": total_stride,
     }  # fmt: skip
 
 
 def norm_warps(width: int) -> int:
     """16 numbers a thread, in loads of eight; at most 16 warps."""
-    warps: int = triton.next_power_of_2(width) // 512
-    return max(1, min(16, warps))
+    return max(1, min(16, power(width) // 512))
 
 
 def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor, v: Tensor) -> Tensor:
@@ -97,7 +100,7 @@ def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor,
 def rope_constants(queries: int, kv_heads: int, size: int, eps: float) -> dict[str, Any]:
     """Compile-time constants of `qk_norm_rope_kernel`: Hq, Hkv, D."""
     return {
-        "EPS": eps, "HQ": queries, "HKV": kv_heads, "HEAD": size // 2, "PADDED": triton.next_power_of_2(size // 2),
+        "EPS": eps, "HQ": queries, "HKV": kv_heads, "HEAD": size // 2, "PADDED": power(size // 2),
         "BLOCK": HEADS_A_PROGRAM,
     }  # fmt: skip
 
@@ -135,7 +138,7 @@ def rope_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: to
 @cache
 def table_constants(half: int, factor: float) -> dict[str, Any]:
     """Compile-time constants of `rope_tables_kernel`: D/2 and the factor of cosines and sines."""
-    return {"FACTOR": factor, "HEAD": half, "PADDED": triton.next_power_of_2(half), "INTERPRET": INTERPRET}
+    return {"FACTOR": factor, "HEAD": half, "PADDED": power(half), "INTERPRET": INTERPRET}
 
 
 def quantize(x: Tensor, scale: Tensor) -> Tensor:
@@ -146,3 +149,48 @@ def quantize(x: Tensor, scale: Tensor) -> Tensor:
         grid = (triton.cdiv(x.numel(), BLOCK),)
         quantize_kernel[grid](x, scale, out, x.numel(), BLOCK=BLOCK, num_warps=WARPS, **OPTIONS)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTile:
+    """Tile of one program."""
+
+    rows: int
+    outputs: int
+    inputs: int  # an iteration
+    stages: int
+    warps: int = 4
+
+
+#: By bytes of a weight. 64 rows of 16 bits and FP8 are a warpgroup's tile on Hopper, 32 outputs give 128 programs to
+#: 4,096 outputs; 128 bytes of a row an iteration, four in flight: 48 KB. fp32 has no tensor cores under IEEE rounding.
+LINEAR_TILES = {
+    1: LinearTile(64, 32, 128, 4), 2: LinearTile(64, 32, 64, 4), 4: LinearTile(16, 32, 32, 4),
+}  # fmt: skip
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None, dtype: torch.dtype
+) -> Tensor:
+    """`d2sd.plugins.layer_ops.linear` on CUDA."""
+    assert weight.is_contiguous()
+    assert x.dtype == weight.dtype
+    rows = x.flatten(0, -2).contiguous()
+    out = torch.empty(len(rows), len(weight), dtype=dtype, device=x.device)
+    tile = LINEAR_TILES[weight.element_size()]
+    grid = triton.cdiv(len(rows), tile.rows), triton.cdiv(len(weight), tile.outputs)
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # the head runs outside of the layers
+        linear_kernel[grid](
+            rows, weight, bias, *(scales or (None, None)), out, len(rows), **linear_constants(tile, *weight.shape),
+            num_warps=tile.warps, **OPTIONS,
+        )  # fmt: skip
+    return out.view(*x.shape[:-1], -1)
+
+
+@cache
+def linear_constants(tile: LinearTile, outputs: int, inputs: int) -> dict[str, Any]:
+    """Compile-time constants of `linear_kernel`."""
+    return {
+        "IN": inputs, "OUT": outputs, "BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
+        "STAGES": tile.stages, "WIDEN": INTERPRET,
+    }  # fmt: skip

@@ -1,15 +1,19 @@
-"""Kernels of cascade attention: every line of the table of tiles."""
+"""Kernels of cascade attention: every line of the table of tiles, and with `exact` its tiles in several splits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from d2sd.plugins.cascade_attention import ChunkMask, PagedContext
+from d2sd.plugins.cascade_attention.triton import exact
+from d2sd.plugins.cascade_attention.triton.exact_kernel import attention_kernel, merge_splits_kernel
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, pack_mask_kernel
+from d2sd.plugins.cascade_attention.triton.key_order import key_order_kernel
 from d2sd.plugins.cascade_attention.triton.launch import launch, pack_mask_triton
 from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, select_tile
 from tests.plugins.cases import GROUP, KV_HEADS, PAGE, TYPES, Check, Kernel, some
@@ -108,11 +112,38 @@ def attention_touched(values: dict[str, Any], context: int) -> tuple[dict[str, i
     return {"k_pages": committed, "v_pages": committed, "page_table": table, "arrived": 4 * tiles}, flops
 
 
+def attend_exactly(kind: str, stored: str, size: int, *, tree: bool) -> None:
+    """Rows of trees, or of a prompt's chunk."""
+    q, new = (some(kind, 1, 64, heads, size) for heads in (KV_HEADS * GROUP, KV_HEADS))
+    order = some("i32", 1, 64, 65) if tree else None
+    exact.attend(q, new, new, context_of(stored, size, pages=512), order)
+
+
+STORED = (("bf16", "bf16"), ("bf16", "fp8"), ("fp16", "fp16"), ("fp32", "fp32"))
+EXACT = {
+    f"exact attention {kind}{'/fp8' * (stored == 'fp8')} D={size}{' tree' * tree}": partial(
+        attend_exactly, kind, stored, size, tree=tree
+    )
+    for kind, stored in STORED
+    for size, tree in ((64, True), (96, True), (128, True), (256, True), (128, False))
+}
 KERNELS = (
     Kernel(
         cascade_attention_kernel, ("out", "partial", "lse", "arrived"), {case.name: case.launch for case in compiled()},
         reads_back=("partial", "lse", "arrived"), touched=attention_touched,
     ),
     Kernel(pack_mask_kernel, ("words",), {"pack mask": lambda: pack_mask_triton(some("u1", 1, 64, 64))}),
+    Kernel(attention_kernel, ("out", "lse"), EXACT),
+    Kernel(
+        merge_splits_kernel, ("out",),
+        {"exact merge D=128": partial(attend_exactly, "bf16", "bf16", 128, tree=True)},
+    ),
+    Kernel(
+        key_order_kernel, ("order",),
+        {
+            f"key order {columns}": partial(exact.key_order_triton, some("u1", 2, 64, columns))
+            for columns in (64, 1024)
+        },
+    ),
 )  # fmt: skip
 CHECKS = {"mask": Check("pack_mask", "layers.test_masks_pack", (33,), barriers=False)}

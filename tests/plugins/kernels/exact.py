@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.plugins.batch_invariant import reference
-from d2sd.plugins.batch_invariant.triton import attention, launch, linear
+from d2sd.plugins.cascade_attention.triton import exact, exact_kernel
+from d2sd.plugins.layer_ops import reference
+from d2sd.plugins.layer_ops.triton import launch, linear
 from d2sd.plugins.shared.fp8 import to_pages
 from tests.plugins.batch_invariance import Text, attended, check_rows_alone, looped_linear, numbers
 from tests.plugins.kernels.calls import DEVICE, assert_within_budget, in_fp8, read_back
@@ -26,17 +27,17 @@ SMALL = Shape(contexts=(70, 0, 5), rows=7, kv_heads=1, group=3, size=16, page_si
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits of 64 positions: contexts of a few dozen tokens have several."""
     assert DEVICE == "cpu"
-    monkeypatch.setattr(launch, "SPAN", 64)
-    launch.attention_constants.cache_clear()
+    monkeypatch.setattr(exact, "SPAN", 64)
+    exact.attention_constants.cache_clear()
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return launch.linear_triton(x, weight, bias, None, x.dtype)
+    return launch.linear(x, weight, bias, None, x.dtype)
 
 
 def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Not rounded to 16 bits, which would hide most differences."""
-    return launch.linear_triton(x, weight, bias, None, torch.float32)
+    return launch.linear(x, weight, bias, None, torch.float32)
 
 
 SLOW = pytest.mark.slow
@@ -50,7 +51,7 @@ def test_product(bias: bool, dtype: torch.dtype) -> None:
     added = numbers(37, seed=2).to(dtype) if bias else None
     found = product(x, weight, added)
     relative = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-    for expected in (reference.linear_reference(x, weight, added, None, dtype), looped_linear(x, weight, added)):
+    for expected in (reference.linear(x, weight, added, None, dtype), looped_linear(x, weight, added)):
         torch.testing.assert_close(found.float(), expected.float(), rtol=relative, atol=relative)
     assert product(x[None], weight, added).shape == (1, 5, 37)
 
@@ -59,10 +60,10 @@ def test_product(bias: bool, dtype: torch.dtype) -> None:
 def test_fp8_product() -> None:
     one, scales = torch.tensor(1.0), (torch.tensor(0.5), torch.tensor(0.25))
     x, weight, bias = to_pages(numbers(5, 150), one), to_pages(numbers(37, 150, seed=1), one), numbers(37).half()
-    sums = launch.linear_triton(x, weight, None, None, torch.float32)
+    sums = launch.linear(x, weight, None, None, torch.float32)
     torch.testing.assert_close(sums, looped_linear(x.float(), weight.float(), None), rtol=1e-5, atol=1e-5)
-    found = launch.linear_triton(x, weight, bias, scales, torch.float16)
-    expected = reference.linear_reference(x, weight, bias, scales, torch.float16)
+    found = launch.linear(x, weight, bias, scales, torch.float16)
+    expected = reference.linear(x, weight, bias, scales, torch.float16)
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
 
 
@@ -79,12 +80,11 @@ def test_a_row_of_an_fp32_product_is_the_same_alone_and_among_others() -> None:
 @pytest.mark.parametrize("mask", [causal, ancestors, branches, everyone])
 def test_key_order(mask: Callable[..., Tensor]) -> None:
     attn_mask = torch.stack([mask(9, seed) for seed in range(3)])
-    found, expected = launch.key_order_triton(attn_mask), reference.key_order_reference(attn_mask)
+    found = exact.key_order_triton(attn_mask)
     for b, t in ((b, t) for b in range(3) for t in range(9)):
         columns = attn_mask[b, t].nonzero().flatten().tolist()
-        for order in (found, expected):
-            assert order[b, t, -1] == len(columns)
-            assert order[b, t, : len(columns)].tolist() == columns
+        assert found[b, t, -1] == len(columns)
+        assert found[b, t, : len(columns)].tolist() == columns
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_attention_over_fp8_pages() -> None:
 def test_large_passes_run_in_parts() -> None:
     call = make(SMALL, ancestors)
     for call, causal_chunk in ((make(SMALL, ancestors), False), (make(SMALL, causal), True)):
-        order = None if causal_chunk else launch.key_order_triton(call.attn_mask)
+        order = None if causal_chunk else exact.key_order_triton(call.attn_mask)
         small = 3 * 2 * 3 * 16 * 4 * 5  # five rows
-        found = launch.attention_triton(call.q, call.k, call.v, call.context, order, most_partial=small)
+        found = exact.attend(call.q, call.k, call.v, call.context, order, most_partial=small)
         assert torch.equal(found, attended(call, causal_chunk=causal_chunk))
 
 
@@ -152,13 +152,13 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[], None]]] = {
         check_product,
     ),
     "a lone row's keys from the last to the first": (
-        attention, "            committed, rank =",
+        exact_kernel, "            committed, rank =",
         "            position += tl.where(rows > 1, 0, BLOCK_N - 1 - 2 * tl.arange(0, BLOCK_N))\n"
         "            committed, rank =",
         check_attention,
     ),
     "splits of as many positions as there are rows": (
-        attention, "    begin = split * SPAN\n    end = begin + SPAN",
+        exact_kernel, "    begin = split * SPAN\n    end = begin + SPAN",
         "    share = SPAN - 32 * (rows > 1)\n    begin = split * share\n    end = begin + share", check_attention,
     ),
 }  # fmt: skip
@@ -173,7 +173,7 @@ def test_mutants_are_noticed(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / f"mutant_{len(name)}.py").write_text(text.replace(old, new))
     monkeypatch.syspath_prepend(tmp_path)
     mutant: Any = __import__(f"mutant_{len(name)}")
-    kernel = "linear_kernel" if module is linear else "attention_kernel"
-    monkeypatch.setattr(launch, kernel, getattr(mutant, kernel))
+    launcher, kernel = (launch, "linear_kernel") if module is linear else (exact, "attention_kernel")
+    monkeypatch.setattr(launcher, kernel, getattr(mutant, kernel))
     with pytest.raises(AssertionError):
         check()

@@ -1,4 +1,4 @@
-"""Kernels between the products: Qwen3-8B's sizes, the largest norm, heads of no power of two."""
+"""Kernels of layers but attention: Qwen3-8B's sizes, the largest norm, heads of no power of two."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from d2sd.plugins.layer_ops import Heads
 from d2sd.plugins.layer_ops.triton import kernel
 from d2sd.plugins.layer_ops.triton import launch as ops
+from d2sd.plugins.layer_ops.triton.linear import linear_kernel
 from tests.plugins.cases import GROUP, KV_HEADS, TYPES, Check, Kernel, some
 
 #: Type, and whether the results, or the sums of products and the pages, are FP8.
@@ -38,6 +39,14 @@ def gate(kind: str, *, fp8: bool) -> None:
     ops.silu_mul(some("fp32" if fp8 else kind, 2, 2 * 12288), TYPES[kind], scales=scales, scale=scale)
 
 
+def linear(kind: str, *, sums: bool = False) -> None:
+    """Gate and up; FP8 products scaled, or as `sums`."""
+    x, weight = some(kind, 3, 4096), some(kind, 24576, 4096)
+    scales = (some("fp32"), some("fp32")) if kind == "fp8" and not sums else None
+    made = "fp32" if sums else "bf16" if kind == "fp8" else kind
+    ops.linear(x, weight, None, scales, TYPES[made])
+
+
 def named(name: str, size: str = "") -> dict[str, tuple[str, bool]]:
     return {f"{name} {kind}{'/fp8' * fp8}{size}": (kind, fp8) for kind, fp8 in KINDS}
 
@@ -46,7 +55,9 @@ NORMS = {name: partial(norm, kind, 4096, fp8=fp8) for name, (kind, fp8) in named
 HEADS = {name: partial(heads, kind, 128, fp8=fp8) for name, (kind, fp8) in named("qk+norm+rope", " D=128").items()}
 HEADS |= {f"qk+norm+rope bf16 D={size}": partial(heads, "bf16", size) for size in (96, 256)}
 HEADS |= {"qk+norm+rope bf16 D=128 context": partial(heads, "bf16", 128, context=True)}
+PRODUCTS = {f"exact product {kind}": partial(linear, kind) for kind in ("bf16", "fp16", "fp32", "fp8")}
 KERNELS = (
+    Kernel(linear_kernel, ("out",), PRODUCTS | {"exact product fp8 sums": partial(linear, "fp8", sums=True)}),
     Kernel(
         kernel.add_rms_norm_kernel, ("total", "out"),
         NORMS | {"add+norm bf16 E=16384": partial(norm, "bf16", 16384, fp8=False)},

@@ -1,4 +1,4 @@
-"""Launches the kernels. Shapes alone decide how, and nothing is read on the host: a CUDA graph can capture all of it.
+"""Launches the kernels of `exact`, by shapes alone: nothing is read on the host, so a CUDA graph can capture all of it.
 
 Products and sums are not fused to one rounding (`enable_fp_fusion`): the compiler would choose where, and might choose
 differently in two loops that must agree.
@@ -9,8 +9,6 @@ differently in two loops that must agree.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,11 +16,14 @@ import torch
 import triton
 from torch import Tensor
 
-from d2sd.plugins.batch_invariant.triton.attention import attention_kernel, merge_splits_kernel
-from d2sd.plugins.batch_invariant.triton.key_order import key_order_kernel
-from d2sd.plugins.batch_invariant.triton.linear import linear_kernel
+from d2sd.plugins.cascade_attention.chunks import ChunkMask
 from d2sd.plugins.cascade_attention.context import PagedContext
+from d2sd.plugins.cascade_attention.triton.exact_kernel import attention_kernel, merge_splits_kernel
+from d2sd.plugins.cascade_attention.triton.key_order import key_order_kernel
+from d2sd.plugins.cascade_attention.triton.launch import constants
 from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, padded, select_tile
+from d2sd.plugins.layer_ops import quantize
+from d2sd.plugins.shared.sizes import power
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 #: Positions of a split. A plain step reads the keys and values of so many in about 10 us an SM; fewer splits of a long
@@ -34,53 +35,8 @@ MOST_PARTIAL = 2**29
 _MANY = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class LinearTile:
-    """Tile of one program."""
-
-    rows: int
-    outputs: int
-    inputs: int  # an iteration
-    stages: int
-    warps: int = 4
-
-
-#: By bytes of a weight. 64 rows of 16 bits and FP8 are a warpgroup's tile on Hopper, 32 outputs give 128 programs to
-#: 4,096 outputs; 128 bytes of a row an iteration, four in flight: 48 KB. fp32 has no tensor cores under IEEE rounding.
-LINEAR_TILES = {
-    1: LinearTile(64, 32, 128, 4), 2: LinearTile(64, 32, 64, 4), 4: LinearTile(16, 32, 32, 4),
-}  # fmt: skip
-
-
-def linear_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None, dtype: torch.dtype
-) -> Tensor:
-    """`linear` on CUDA."""
-    assert weight.is_contiguous()
-    assert x.dtype == weight.dtype
-    rows = x.flatten(0, -2).contiguous()
-    out = torch.empty(len(rows), len(weight), dtype=dtype, device=x.device)
-    tile = LINEAR_TILES[weight.element_size()]
-    grid = triton.cdiv(len(rows), tile.rows), triton.cdiv(len(weight), tile.outputs)
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # Triton launches on the current device
-        linear_kernel[grid](
-            rows, weight, bias, *(scales or (None, None)), out, len(rows), **linear_constants(tile, *weight.shape),
-            num_warps=tile.warps, **OPTIONS,
-        )  # fmt: skip
-    return out.view(*x.shape[:-1], -1)
-
-
-@cache
-def linear_constants(tile: LinearTile, outputs: int, inputs: int) -> dict[str, Any]:
-    """Compile-time constants of `linear_kernel`."""
-    return {
-        "IN": inputs, "OUT": outputs, "BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
-        "STAGES": tile.stages, "WIDEN": triton.knobs.runtime.interpret,
-    }  # fmt: skip
-
-
 def key_order_triton(attn_mask: Tensor) -> Tensor:
-    """`key_order` on CUDA."""
+    """`AttnMask.order` on CUDA."""
     batch, rows, columns = attn_mask.shape
     order = torch.empty(batch, rows, columns + 1, dtype=torch.int32, device=attn_mask.device)
     with torch.cuda.device_of(attn_mask):  # type: ignore[no-untyped-call]
@@ -93,33 +49,46 @@ def key_order_triton(attn_mask: Tensor) -> Tensor:
 
 def key_order_constants(columns: int) -> dict[str, int]:
     """Compile-time constants of `key_order_kernel`."""
-    return {"COLUMNS": columns, "PADDED": max(32, triton.next_power_of_2(columns))}
+    return {"COLUMNS": columns, "PADDED": max(32, power(columns))}
 
 
 def key_order_warps(columns: int) -> int:
     """Eight columns a thread; at most eight warps."""
-    warps: int = triton.next_power_of_2(columns) // 256
-    return max(1, min(8, warps))
+    return max(1, min(8, power(columns) // 256))
 
 
-def attention_triton(
+def exact_attention_triton(
+    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask: Tensor | ChunkMask, *, scale: Tensor | None = None
+) -> Tensor:
+    """`cascade_attention` on CUDA with `exact`; a `mask` [B, T, T + 1] int32 is `AttnMask.order`.
+
+    Chunks of prompts run one after the other.
+    """
+    if isinstance(mask, ChunkMask):
+        out = torch.cat([attend(*one, None) for one in mask.alone(q, k, v, context)], 1)
+    else:
+        out = attend(q, k, v, context, mask)
+    return out if scale is None else quantize(out, scale)
+
+
+def attend(
     q: Tensor, k: Tensor, v: Tensor, context: PagedContext, order: Tensor | None, most_partial: int = MOST_PARTIAL
 ) -> Tensor:
-    """`attention` on CUDA."""
+    """The kernel for rows of trees, or, without `order`, for a prompt's chunk of each request."""
     batch, rows, heads, size = q.shape
     slots = context.page_table.shape[1] * context.k_pages.shape[1]
     splits = triton.cdiv(slots + rows, SPAN)
     part = max(1, most_partial // (splits * batch * heads * size * 4)) if splits > 1 else rows
     if part >= rows:
-        return _attention(q, k, v, context, order, 0, splits)
+        return _launch(q, k, v, context, order, 0, splits)
     parts = [
-        _attention(one, k, v, context, None if order is None else order[:, first : first + part], first, splits)
+        _launch(one, k, v, context, None if order is None else order[:, first : first + part], first, splits)
         for first, one in zip(range(0, rows, part), torch.split(q, part, 1), strict=True)
     ]
     return torch.cat(parts, 1)
 
 
-def _attention(
+def _launch(
     q: Tensor, k: Tensor, v: Tensor, context: PagedContext, order: Tensor | None, first: int, splits: int
 ) -> Tensor:
     """Rows from `first` on."""
@@ -162,8 +131,4 @@ def attention_constants(
     tile: TileConfig, size: int, kv_heads: int, group: int, page_size: int, *, split: bool, fp8: bool
 ) -> dict[str, Any]:
     """Compile-time constants of `attention_kernel`: D, Hkv, Hq / Hkv, Z."""
-    return {
-        "SCALE": size**-0.5 * math.log2(math.e), "HKV": kv_heads, "GROUP": group, "HEAD": size, "PADDED": padded(size),
-        "PAGE": page_size, "SPLIT": split, "SPAN": SPAN, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
-        "STAGES": tile.stages, "FP8": fp8, "WIDEN": triton.knobs.runtime.interpret,
-    }  # fmt: skip
+    return constants(tile, size, kv_heads, group, page_size, fp8=fp8) | {"SPLIT": split, "SPAN": SPAN}

@@ -14,8 +14,8 @@ Tile heights, SPAN and the order of the merge are the same for every batch, buck
 keys change nothing: they multiply sums by 1 and add products with 0. Neither do empty splits. FP8 pages are converted
 to q's type.
 
-Shapes are those of `cascade_attention/triton/kernel.py`. WIDEN is for the interpreter, whose products of bf16 are
-wrong. Triton compiles this file's functions; mypy does not know their types.
+Shapes are those of kernel.py. WIDEN is for the interpreter, whose products of bf16 are wrong. Triton compiles this
+file's functions; mypy does not know their types.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
 
@@ -75,7 +75,7 @@ def attention_kernel(
 ):  # fmt: skip
     """Grid (row tiles, B·Hkv, splits). q has `rows` rows a request: those from `first` on of the pass's `new` rows.
 
-    order [B, rows, new + 1] of `key_order`; out [B, rows, Hq, D], or with SPLIT fp32 [splits, B, rows, Hq, D], of
+    order [B, rows, new + 1] is `AttnMask.order`; out [B, rows, Hq, D], or with SPLIT fp32 [splits, B, rows, Hq, D], of
     which empty splits are not written, and lse without D. columns = M, HEAD = D, PAGE = Z.
     """
     TYPE: tl.constexpr = q.dtype.element_ty

@@ -1,4 +1,4 @@
-"""`key_order`: the columns of the mask that a row sees, in their order. Triton compiles this file's function."""
+"""`AttnMask.order`: the columns of the mask that a row sees, in their order. Triton compiles this file's function."""
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
 from __future__ import annotations
