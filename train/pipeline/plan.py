@@ -43,7 +43,7 @@ def plan(recipe: TrainRecipe, work: Path, out: Path) -> Iterator[tuple[str, str]
 def _named(target: Target) -> str:
     if target.pypi is not None:
         return f"{target.pypi.file} of {target.pypi.package}=={target.pypi.version}"
-    return target.path or f"{target.hf}"
+    return str(target.path)
 
 
 def _prompts(recipe: TrainRecipe, work: Path) -> Iterator[tuple[str, str]]:
