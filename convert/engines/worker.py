@@ -15,7 +15,6 @@ from typing import Any
 
 from d2sd.convert.engines.profiles import Profile
 from d2sd.errors import BuildError, D2SDError
-from d2sd.io import atomic_write
 from d2sd.plugins.cascade_attention.onnx import BLOCK, TREE
 from d2sd.plugins.cascade_attention.tensorrt.plugin import register
 from d2sd.plugins.dispatch import HEAD_STEP, LARGEST_HEAD
@@ -36,7 +35,6 @@ class Job:
     compute: str  # of COMPUTE, "portable" or "native"
     profiles: list[Profile]
     plugins: bool = True  # False: attention is built from the graph's functions
-    timing: str | None = None  # file of classic TensorRT's timing cache; TensorRT-RTX has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +75,9 @@ def build_engine(job: Job) -> Report:
         if str(layer.type).endswith("PLUGIN_V3"):
             _check_head_size(job, layer.get_input(0).shape[3])
     config = configure(trt, builder, job)
-    if job.timing is not None:
-        load_timing_cache(config, Path(job.timing))
     blob = builder.build_serialized_network(network, config)
     if blob is None:
         raise BuildError("The engine cannot be built.", where=job.graph, found=errors.drain(), expected=job.compute)
-    if job.timing is not None:
-        save_timing_cache(config, Path(job.timing))
     engine = bytes(blob)
     Path(job.engine).write_bytes(engine)
     return Report(trt.name, trt.version, job.compute, dict(sorted(layers.items())), layers["PLUGIN_V3"], len(engine))
@@ -104,20 +98,6 @@ def configure(trt: TensorRT, builder: Any, job: Job) -> Any:
             profile.set_shape(name, low, opt, high)
         config.add_optimization_profile(profile)
     return config
-
-
-def load_timing_cache(config: Any, file: Path) -> None:
-    """Load the tactic timings measured before on this GPU. **Not yet run** with classic TensorRT."""
-    known = file.read_bytes() if file.is_file() else b""
-    if not config.set_timing_cache(config.create_timing_cache(known), False):
-        config.set_timing_cache(config.create_timing_cache(b""), False)
-
-
-def save_timing_cache(config: Any, file: Path) -> None:
-    """Save the tactic timings."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(file) as partial:
-        partial.write_bytes(bytes(config.get_timing_cache().serialize()))
 
 
 def _check_plugins(job: Job, found: int) -> None:
