@@ -134,8 +134,9 @@ class Source(Part):
     @classmethod
     def _without_hub(cls, values: object) -> object:
         """Read the sources of manifests that were written when there was a key `hf`, which is null there."""
-        unused = isinstance(values, dict) and "hf" in values and values["hf"] is None
-        return {key: value for key, value in values.items() if key != "hf"} if unused else values
+        if not isinstance(values, dict) or values.get("hf") is not None:
+            return values
+        return {key: value for key, value in values.items() if key != "hf"}
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

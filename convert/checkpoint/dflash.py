@@ -19,13 +19,23 @@ from pathlib import Path
 import torch
 from pydantic import JsonValue
 
-from d2sd.convert.checkpoint.backbone import INERT, READ, body_fields, read_body
 from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary
-from d2sd.convert.checkpoint.fit import check_block_size, check_geometry
 from d2sd.convert.checkpoint.hf_config import MAX_LAYERS, MAX_SIZE, HFConfig, rope_fields
-from d2sd.convert.checkpoint.layer_ids import fault, from_convention, to_convention, usual_ids
+from d2sd.convert.checkpoint.layout import (
+    INERT,
+    READ,
+    TRAINING,
+    body_fields,
+    check_block_size,
+    check_geometry,
+    fault,
+    from_convention,
+    read_body,
+    read_role,
+    to_convention,
+    usual_ids,
+)
 from d2sd.convert.checkpoint.quantization import FILE, KEY, read_quantization
-from d2sd.convert.checkpoint.roles import TRAINING, read_role
 from d2sd.convert.checkpoint.unsupported import KEYS, refuse_unsupported
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DecoderConfig, DrafterConfig, Role

@@ -27,11 +27,10 @@ from pathlib import Path
 import torch
 from pydantic import JsonValue
 
-from d2sd.convert.checkpoint.backbone import INERT, READ
 from d2sd.convert.checkpoint.dflash import refuse_unknown
 from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary
-from d2sd.convert.checkpoint.fit import check_block_size, check_geometry
 from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
+from d2sd.convert.checkpoint.layout import INERT, READ, check_block_size, check_geometry
 from d2sd.convert.checkpoint.quantization import FILE, read_quantization
 from d2sd.convert.checkpoint.quantization import KEY as QUANTIZATION
 from d2sd.convert.checkpoint.target import parse_target_config

@@ -18,9 +18,8 @@ from d2sd.build.plan import Plan
 from d2sd.build.stage_cache import StageCache
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.convert.checkpoint.weights import DTYPES
-from d2sd.convert.engines.build import build_engines
+from d2sd.convert.engines.build import SETTINGS, Job, build_engines
 from d2sd.convert.engines.profiles import Profile, make_profiles
-from d2sd.convert.engines.worker import SETTINGS, Job
 from d2sd.convert.onnx.export import TOOLS, export_drafter, export_target, require_exporter
 from d2sd.manifest import Engines as Built
 from d2sd.plugins.cascade_attention.onnx import VERSION as PLUGIN_ABI

@@ -15,7 +15,6 @@ from typing import Any
 from d2sd.build.fp8_scales import ModelOpt, quantize_drafter, quantize_target
 from d2sd.build.plan import Part, Plan
 from d2sd.build.stage_cache import StageCache
-from d2sd.build.validate.exercise import policy_of
 from d2sd.build.validate.fp8 import compare_fp8, exercise_drafters, sample_texts
 from d2sd.build.validate.perplexity import Text
 from d2sd.bundle.load import Bundle
@@ -26,7 +25,7 @@ from d2sd.convert.kinds import kind_of
 from d2sd.io import digest, read_json, write_json
 from d2sd.manifest import Manifest
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.policies import FACTS, DrafterRole
+from d2sd.policies import FACTS, DrafterRole, policy_of
 from d2sd.recipe import FP8
 
 

@@ -9,9 +9,9 @@ import torch
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.train.data.draws import first_errors
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import pack_blocks
-from d2sd.train.data.prefixes import first_errors
 from d2sd.train.data.responses import Response
 from d2sd.train.dflash import block_hidden, drafter_config, drafter_from_target
 from d2sd.train_recipe import Geometry, SecondSettings

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from d2sd.build.validate.exercise import policy_of, trees_of
 from d2sd.build.validate.perplexity import Text, compare_texts
 from d2sd.bundle.load import Bundle
 from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.errors import BuildError
+from d2sd.policies import policy_of, trees_of
 from d2sd.progress import Progress, silent
 from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.recipe import FP8, Policy, Recipe

@@ -12,9 +12,8 @@ import torch
 
 from d2sd import tensorrt_env as tensorrt
 from d2sd.convert.engines import build as build_module
-from d2sd.convert.engines.build import build_engines, unversioned_library
+from d2sd.convert.engines.build import Job, Report, build_engine, build_engines, configure, unversioned_library
 from d2sd.convert.engines.profiles import Profile
-from d2sd.convert.engines.worker import Job, Report, build_engine, configure
 from d2sd.convert.onnx.export import export_target
 from d2sd.errors import BuildError
 from tests.convert.exported import PAGE, ExportOnce
