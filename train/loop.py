@@ -22,8 +22,7 @@ from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, draw_anchors, pack_blocks
 from d2sd.train.dist import Dist
 from d2sd.train.objectives.loss import BlockLoss, Candidates, first_rejections
-from d2sd.train.optimizer import Optimizer
-from d2sd.train.state import load_state, save_state
+from d2sd.train.state import Optimizer, load_state, save_state
 from d2sd.train_recipe import SecondSettings, TrainSettings
 
 #: report(step, metrics): loss, gradient norm, learning rate, each term of the loss.

@@ -18,8 +18,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from d2sd.convert.checkpoint import dflash
-from d2sd.convert.checkpoint.draft_vocab import write_draft_vocabulary
 from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.own_files import write_draft_vocabulary
 from d2sd.convert.checkpoint.weights import write_tensors
 from d2sd.convert.formats import speculators
 from d2sd.convert.formats.read import CanonicalDrafter, Format, read_config, read_drafter

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.checkpoint.dflash import TARGETS_OWN, check_target, read_layout
-from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.layout import TRAINING, sort_columns
+from d2sd.convert.checkpoint.own_files import read_draft_vocabulary
 from d2sd.convert.checkpoint.unsupported import refuse_unsupported
 from d2sd.convert.checkpoint.weights import TensorInfo, open_tensors, read_headers, read_tensors
 from d2sd.convert.formats import speculators

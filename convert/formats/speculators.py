@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.checkpoint.dflash import mask_id, refuse_unknown
-from d2sd.convert.checkpoint.draft_vocab import check_ids
 from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
 from d2sd.convert.checkpoint.layout import (
     INERT,
@@ -35,6 +34,7 @@ from d2sd.convert.checkpoint.layout import (
     read_role,
     to_convention,
 )
+from d2sd.convert.checkpoint.own_files import check_ids
 from d2sd.convert.checkpoint.unsupported import KEYS
 from d2sd.convert.checkpoint.weights import TensorInfo, read_tensor
 from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts, check_copies, shared_copies

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from d2sd.build import build
-from d2sd.build.fetch import cached_file, fetch
 from d2sd.build.plan import make_plan
-from d2sd.build.sources import located
+from d2sd.build.sources import cached_file, fetch, located
 from d2sd.bundle.load import load_bundle
 from d2sd.errors import BuildError, D2SDError, RecipeError
 from d2sd.policies import DrafterRole
