@@ -29,6 +29,9 @@ from d2sd.errors import BuildError, CheckpointError
 from d2sd.io import claim, disk_space, exclusive, remove
 from d2sd.modeling.config import Role
 
+Writable = Literal["z-lab", "speculators"]
+_PLAIN = {"format": "pt"}
+
 
 def convert(
     source: Path, to: Writable, output: Path, *, target: Path | None = None, declared: Role | None = None
@@ -71,10 +74,6 @@ def _size(drafter: CanonicalDrafter, parts: TargetParts | None, to: Writable) ->
     tensors = [*drafter.tensors.values(), *((parts.embedding, parts.head) if parts and to == "speculators" else ())]
     size: int = sum(tensor.nbytes for tensor in tensors)
     return size + (1 << 20)
-
-
-Writable = Literal["z-lab", "speculators"]
-_PLAIN = {"format": "pt"}
 
 
 def write(folder: Path, drafter: CanonicalDrafter, to: Writable, target: TargetParts | None = None) -> list[str]:

@@ -38,6 +38,11 @@ from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.stats import mean_tau
 
+#: Maximum nodes of a tree in these runs.
+_NODES = 16
+#: Maximum prompts to calibrate drafters on: their scales are maxima over every block of every step.
+_DRAFTER_PROMPTS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Fp8Build:
@@ -132,12 +137,6 @@ class Fp8Build:
     @property
     def _dtype(self) -> Any:
         return DTYPES[self.plan.recipe.precision]
-
-
-#: Maximum nodes of a tree in these runs.
-_NODES = 16
-#: Maximum prompts to calibrate drafters on: their scales are maxima over every block of every step.
-_DRAFTER_PROMPTS = 16
 
 
 def sample_texts(bundle: Bundle, recipe: Recipe, progress: Progress = silent) -> list[Text]:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import zipfile
 import zlib
-from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from d2sd.convert.checkpoint.weights import has_weights
@@ -55,29 +54,24 @@ def check_downloaded(recipe: Recipe, *, weights: bool) -> None:
 
     Without `weights` their config.json is enough.
     """
-    missing = [source for source in sources_of(recipe) if source.repo and not _is_downloaded(recipe, source, weights)]
+    named = [(source, recipe.path(source.path)) for source in sources_of(recipe) if source.repo and source.path]
+    missing = [(source, folder) for source, folder in named if not _is_downloaded(folder, weights)]
     if not missing:
         return
-    lines = [_download_line(recipe, source, weights) for source in missing]
+    lines = [_download_line(source, folder, weights) for source, folder in missing]
     if not weights:
         lines.append("(config.json is enough to plan; without it after the repository, all files, which a build needs)")
     raise CheckpointError(
-        "Models that the recipe names have not been downloaded.", where=", ".join(map(str, _folders(recipe, missing))),
+        "Models that the recipe names have not been downloaded.", where=", ".join(str(folder) for _, folder in missing),
         expected="config.json and weights" if weights else "config.json", fix="\n       ".join(lines),
     )  # fmt: skip
 
 
-def _is_downloaded(recipe: Recipe, source: Source, weights: bool) -> bool:
-    (folder,) = _folders(recipe, [source])
+def _is_downloaded(folder: Path, weights: bool) -> bool:
     return (folder / "config.json").is_file() and (not weights or has_weights(folder))
 
 
-def _folders(recipe: Recipe, sources: Sequence[Source]) -> list[Path]:
-    return [recipe.path(source.path) for source in sources if source.path is not None]
-
-
-def _download_line(recipe: Recipe, source: Source, weights: bool) -> str:
-    (folder,) = _folders(recipe, [source])
+def _download_line(source: Source, folder: Path, weights: bool) -> str:
     # some targets hold their weights a second time, in their makers' own format
     files = ["config.json"] if not weights else ["--exclude", "original/*"] if isinstance(source, Target) else []
     return shlex.join(["hf", "download", str(source.repo), *files, "--local-dir", str(folder)])

@@ -138,8 +138,8 @@ def fit_calibration(
             steps = watch(bundle, watched, requests, temperature, device)
             for policy, facts in FACTS.items():
                 if facts.forecast_by == watched and facts.first_pass is not FirstPass.CARRIED:
-                    tau[key][policy] = _tree_gain(steps) if facts.grows else _chain_gain(steps)
-            nodes += [node for node in _all(steps) if node.drafter not in roles]
+                    tau[key][policy] = _gain(steps, tree=facts.grows)
+            nodes += [node for one in steps for node in one.judged if node.drafter not in roles]
             roles += [role for role in FACTS[watched].drafters if role not in roles]
         outcomes.append(nodes)
     report: dict[str, float] = {"prompts": len(requests), "max_new_tokens": max(r.max_new_tokens for r in requests)}
@@ -175,21 +175,13 @@ def _errors(outcomes: list[list[NodeOutcome]], fitted: Calibration, roles: list[
     return found
 
 
-def _all(observations: Iterable[StepObservation]) -> list[NodeOutcome]:
-    return [node for one in observations for node in one.judged]
-
-
-def _gain(accepted: list[list[int]]) -> list[float]:
+def _gain(observations: list[StepObservation], *, tree: bool) -> list[float]:
     """Mean tokens per step with 1, 2, … rows, from the row indices of every step's accepted nodes, without the root."""
+    accepted = [
+        [node.node for node in one.judged if node.accepted] if tree else list(range(1, one.chain + 1))
+        for one in observations
+    ]
     return [
         round(1 + sum(sum(index < rows for index in step) for step in accepted) / len(accepted), 4)
         for rows in range(1, _NODE_BUDGET + 1)
     ]
-
-
-def _chain_gain(observations: list[StepObservation]) -> list[float]:
-    return _gain([list(range(1, one.chain + 1)) for one in observations])
-
-
-def _tree_gain(observations: list[StepObservation]) -> list[float]:
-    return _gain([[node.node for node in one.judged if node.accepted] for one in observations])
