@@ -33,8 +33,8 @@ from d2sd.train.kinds import METHODS, TRAINED
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.evaluate import Evaluator, as_written
 from d2sd.train.pipeline.evaluation import Evaluation
+from d2sd.train.pipeline.models import pinned_target
 from d2sd.train.pipeline.responses import ResponseGenerator
-from d2sd.train.pipeline.target import pinned_target
 from d2sd.train_recipe import SecondSettings, TrainRecipe, load_train_recipe
 
 SEQUENCES = 64

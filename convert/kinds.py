@@ -4,8 +4,8 @@ A kind is its module in `d2sd.modeling.drafters`, its layout in `d2sd.convert.ch
 (`d2sd.convert.onnx.bodies`) and its row in `KINDS`. What kinds do alike is here, in the record's methods.
 
 Bundles and training hold a drafter as a directory: `config.json`, `model.safetensors`, and, in files of their own since
-the layouts have no keys for them, a reduced draft vocabulary (`draft_vocab.py`) and FP8 that only d2sd runs
-(`fp8_inputs.py`). FP8 is described as in every checkpoint (`quantization.py`).
+the layouts have no keys for them, a reduced draft vocabulary and FP8 that only d2sd runs (`own_files.py`). FP8 is
+described as in every checkpoint (`quantization.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from pydantic import JsonValue
 from torch import Tensor, nn
 
 from d2sd.convert.checkpoint import dflash, flexdraft
-from d2sd.convert.checkpoint.draft_vocab import write_draft_vocabulary
-from d2sd.convert.checkpoint.fp8_inputs import read_fp8_inputs, write_fp8_inputs
 from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.own_files import read_fp8_inputs, write_draft_vocabulary, write_fp8_inputs
 from d2sd.convert.checkpoint.quantization import FILE, Quantization, described, read_quantization
 from d2sd.convert.checkpoint.weights import (
     Rename,

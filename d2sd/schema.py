@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from d2sd.errors import D2SDError, shortened
-from d2sd.io import MAX_BYTES, read_json
+from d2sd.io import read_json
 
 Schema = TypeVar("Schema", bound=BaseModel)
 #: Most faults of one file that are listed; the others are counted.
@@ -24,14 +24,13 @@ def read_model(
     what: str,
     version: tuple[str, int] | None = None,
     fix: str | None = None,
-    max_bytes: int = MAX_BYTES,
 ) -> Schema:
     """Read a JSON file into `schema`; messages call the file `what`.
 
     `version` is the key of the file's schema version and the supported version. Raises `error` naming file and key.
     """
     # NaN is refused by the schema, which names its key
-    values = read_json(path, error=error, what=what, max_bytes=max_bytes, finite=False)
+    values = read_json(path, error=error, what=what, finite=False)
     if version is not None:
         key, expected = version
         if not isinstance(values, dict) or key not in values:

@@ -37,11 +37,10 @@ _SCORES = 1 << 29
 _SAMPLE = 64
 
 
-def drafter_config(geometry: Geometry, target: DecoderConfig, prefix_base: float | None = None) -> DrafterConfig:
-    """Config of a drafter with the target's hidden size, q/k norms and no biases, as in the DFlash layout.
+def drafter_config(geometry: Geometry, target: DecoderConfig) -> DrafterConfig:
+    """Config of a first drafter with the target's hidden size, q/k norms and no biases, as in the DFlash layout.
 
-    With `prefix_base` (Pr(n visible tokens) ∝ base^n) a variable-prefix drafter, otherwise a first drafter. Raises
-    D2SDError if the target has too few layers or too small a vocabulary for the geometry.
+    Raises D2SDError if the target has too few layers or too small a vocabulary for the geometry.
     """
     layers = target.body.num_layers
     for key, found, limit in (
@@ -60,8 +59,7 @@ def drafter_config(geometry: Geometry, target: DecoderConfig, prefix_base: float
         mask_token_id=geometry.mask_token_id,
         target_layer_ids=tuple(geometry.target_layer_ids),
         num_target_layers=target.body.num_layers,
-        role="first" if prefix_base is None else "variable_prefix",
-        prefix_weight_base=prefix_base,
+        role="first",
     )
 
 

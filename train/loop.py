@@ -17,14 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.train.data.draws import SeededOrder, choose_prefixes
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, draw_anchors, pack_blocks
-from d2sd.train.data.prefixes import choose_prefixes
-from d2sd.train.data.rng import SeededOrder
 from d2sd.train.dist import Dist
 from d2sd.train.objectives.loss import BlockLoss, Candidates, first_rejections
-from d2sd.train.optimizer import Optimizer
-from d2sd.train.state import load_state, save_state
+from d2sd.train.state import Optimizer, load_state, save_state
 from d2sd.train_recipe import SecondSettings, TrainSettings
 
 #: report(step, metrics): loss, gradient norm, learning rate, each term of the loss.

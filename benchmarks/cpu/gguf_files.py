@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.cpu.contestant import Weights
-from d2sd.build.fetch import fetch
+from d2sd.build.sources import fetch
 from d2sd.io import atomic_write
 from d2sd.progress import bar
 from d2sd.recipe import Recipe

@@ -19,19 +19,30 @@ from pathlib import Path
 import torch
 from pydantic import JsonValue
 
-from d2sd.convert.checkpoint.backbone import INERT, READ, body_fields, read_body
-from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary
-from d2sd.convert.checkpoint.fit import check_block_size, check_geometry
 from d2sd.convert.checkpoint.hf_config import MAX_LAYERS, MAX_SIZE, HFConfig, rope_fields
-from d2sd.convert.checkpoint.layer_ids import fault, from_convention, to_convention, usual_ids
-from d2sd.convert.checkpoint.quantization import FILE, KEY, read_quantization
-from d2sd.convert.checkpoint.roles import TRAINING, read_role
+from d2sd.convert.checkpoint.layout import (
+    INERT,
+    READ,
+    TRAINING,
+    body_fields,
+    check_block_size,
+    check_geometry,
+    fault,
+    from_convention,
+    read_body,
+    read_role,
+    refuse_fp8,
+    to_convention,
+    usual_ids,
+)
+from d2sd.convert.checkpoint.own_files import read_draft_vocabulary
+from d2sd.convert.checkpoint.quantization import KEY
 from d2sd.convert.checkpoint.unsupported import KEYS, refuse_unsupported
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DecoderConfig, DrafterConfig, Role
 from d2sd.policies import DrafterRole
 
-#: Modules that checkpoints hold in 16 bits, because other engines cannot run them in FP8; see `fp8_inputs.py`.
+#: Modules that checkpoints hold in 16 bits, because other engines cannot run them in FP8; see `own_files.py`.
 UNQUANTIZED = ("lm_head", "*embed_tokens", "*fc", "*.q_proj", "*.k_proj", "*.v_proj")
 #: `architectures` of SpecForge drafters whose config was a copy of a Qwen3 target's.
 TARGETS_OWN = "Qwen3ForCausalLM"
@@ -61,24 +72,14 @@ def read_drafter_config(directory: Path, declared: Role | None = None) -> Drafte
             where=raw.where, fix="d2sd convert --to z-lab",
         )  # fmt: skip
     config = read_layout(plain, declared)
-    _check_quantization(directory, raw, config.body.num_layers)
+    sliced = (f"layers.{layer}.self_attn.{kind}_proj" for layer in range(config.body.num_layers) for kind in "qkv")
+    refuse_fp8(
+        directory, raw, ["fc", *sliced], "Engines do not support FP8 in these layers of a drafter.",
+        expected="FP8 in o_proj and the MLP only, and more by d2sd_fp8.json",
+        fix="use the unquantized drafter, and set fp8.drafters",
+    )  # fmt: skip
     ids = read_draft_vocabulary(directory, config.vocab_size, config.mask_token_id)
     return replace(config, draft_vocabulary=ids)
-
-
-def _check_quantization(directory: Path, raw: HFConfig, layers: int) -> None:
-    """Refuse an FP8 drafter that engines would misread."""
-    quantization = read_quantization(directory, raw)
-    if quantization is None:
-        return
-    sliced = (f"layers.{layer}.self_attn.{kind}_proj" for layer in range(layers) for kind in "qkv")
-    narrow = quantization.of(("fc", *sliced))
-    if narrow or quantization.kv:
-        raise CheckpointError(
-            "Engines do not support FP8 in these layers of a drafter.", where=f"{directory}: {FILE} or {KEY}",
-            found=", ".join(narrow) or "K/V", expected="FP8 in o_proj and the MLP only, and more by d2sd_fp8.json",
-            fix="use the unquantized drafter, and set fp8.drafters",
-        )  # fmt: skip
 
 
 def check_drafter(

@@ -21,21 +21,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from pydantic import JsonValue
 
-from d2sd.convert.checkpoint.backbone import INERT, READ
 from d2sd.convert.checkpoint.dflash import refuse_unknown
-from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary
-from d2sd.convert.checkpoint.fit import check_block_size, check_geometry
 from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
-from d2sd.convert.checkpoint.quantization import FILE, read_quantization
+from d2sd.convert.checkpoint.layout import INERT, READ, check_block_size, check_geometry, refuse_fp8
+from d2sd.convert.checkpoint.own_files import read_draft_vocabulary
 from d2sd.convert.checkpoint.quantization import KEY as QUANTIZATION
 from d2sd.convert.checkpoint.target import parse_target_config
-from d2sd.convert.checkpoint.weights import fill
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DecoderConfig, Role
 from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
@@ -78,7 +74,12 @@ def read_flex_config(directory: Path, _declared: Role | None = None) -> FlexConf
     if block < 2 or part.get("block_size", int, block) != block:
         raise config.refuse("The block size is wrong.", "block_size", "2 or more, and the same wherever it stands")
     anchored = part.get("anchored", bool, False)
-    _check_quantization(directory, config, anchored=anchored)
+    small = "anchor_bias_mlp.0", "anchor_bias_mlp.2", *(["anchor_projection"] if anchored else [])
+    refuse_fp8(
+        directory, config, small, "FP8 is not supported in these parts of a FlexDraft head.",
+        expected="FP8 in q_proj, k_proj, v_proj and o_proj only",
+        fix="use the unquantized head, and set fp8.drafters",
+    )  # fmt: skip
     num_target_layers = config.layers("num_target_layers")
     _check_layers(part, target.body.num_layers, num_target_layers)
     return FlexConfig(
@@ -87,19 +88,6 @@ def read_flex_config(directory: Path, _declared: Role | None = None) -> FlexConf
         anchored=anchored,
         draft_vocabulary=read_draft_vocabulary(directory, target.vocab_size, mask_token_id=-1),
     )  # fmt: skip
-
-
-def _check_quantization(directory: Path, config: HFConfig, *, anchored: bool) -> None:
-    """Refuse FP8 where a head has none."""
-    quantization = read_quantization(directory, config)
-    small = "anchor_bias_mlp.0", "anchor_bias_mlp.2", *(["anchor_projection"] if anchored else [])
-    narrow = quantization.of(small) if quantization else []
-    if narrow or (quantization and quantization.kv):
-        raise CheckpointError(
-            "FP8 is not supported in these parts of a FlexDraft head.", where=f"{directory}: {FILE} or {QUANTIZATION}",
-            found=", ".join(narrow) or "K/V", expected="FP8 in q_proj, k_proj, v_proj and o_proj only",
-            fix="use the unquantized head, and set fp8.drafters",
-        )  # fmt: skip
 
 
 def _block(config: HFConfig) -> HFConfig:
@@ -165,19 +153,6 @@ def vocabulary_mark(config: FlexConfig) -> str:
 def flex_linears(head: FlexHead) -> list[str]:
     """Names of a head's layers that can be FP8."""
     return [name for name in linear_names(head) if name.startswith("layers.")]
-
-
-def with_vocabulary(head: FlexHead, ids: tuple[int, ...] | None) -> FlexHead:
-    """A copy of a head over the full vocabulary that drafts among `ids` only; it has not joined a target."""
-    assert head.config.draft_vocabulary is None
-    with torch.device("meta"):
-        out = FlexHead(replace(head.config, draft_vocabulary=ids))
-    tensors = {name: tensor.detach().cpu() for name, tensor in head.state_dict().items()}
-    if ids is not None:
-        for name in ("calibration.outer.weight", "calibration.outer.bias"):
-            tensors[name] = tensors[name][list(ids)]
-    fill(out, tensors)
-    return out
 
 
 def our_name(name: str) -> str | None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from d2sd.convert.checkpoint.draft_vocab import NAME as DRAFT_VOCABULARY
 from d2sd.convert.checkpoint.hf_config import MAX_SIZE, HFConfig
+from d2sd.convert.checkpoint.own_files import DRAFT_VOCABULARY
 from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_quantization
 from d2sd.convert.checkpoint.weights import (
     DTYPES,

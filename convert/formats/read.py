@@ -1,27 +1,72 @@
-"""Reads any format into the canonical drafter: unknown and missing keys and tensors are refused."""
+"""Reads any format into the canonical drafter: unknown and missing keys and tensors are refused.
+
+    speculators    speculators_model_type: dflash
+    specforge      the DFlash layout (dflash_config) with keys of SpecForge's training, or the target's architecture
+    modelopt       the DFlash layout with the dtype under its old name and no remote code
+    z-lab          the DFlash layout otherwise
+
+The format is detected from `config.json` alone. One reader reads all dialects of the DFlash layout
+(`checkpoint/dflash.py`); `checkpoint/unsupported.py` lists models that are recognised and refused. ModelOpt's Domino,
+DSpark and windowed exports keep DFlash's architecture name and differ only in their keys.
+
+A canonical drafter's `config` and `tensors` are the complete model: nothing else affects its outputs. `source` keeps
+the text of the original config.json, which also has fields that d2sd does not model (auto_map, bos ids, the spelling of
+dtype, key order). A writer of the same format reuses that text if it still describes the same `config`, so a round trip
+is byte-equal; a writer of another format writes its own text with every field. Fields that are not modelled are
+therefore never merged into a format they were not written for.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from d2sd.convert.checkpoint.dflash import check_target, read_layout
-from d2sd.convert.checkpoint.draft_vocab import read_draft_vocabulary
+from d2sd.convert.checkpoint.dflash import TARGETS_OWN, check_target, read_layout
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.layer_ids import sort_columns
+from d2sd.convert.checkpoint.layout import TRAINING, sort_columns
+from d2sd.convert.checkpoint.own_files import read_draft_vocabulary
+from d2sd.convert.checkpoint.unsupported import refuse_unsupported
 from d2sd.convert.checkpoint.weights import TensorInfo, open_tensors, read_headers, read_tensors
 from d2sd.convert.formats import speculators
-from d2sd.convert.formats.canonical import CanonicalDrafter, Format, Source
-from d2sd.convert.formats.detect import PICKLES, QUANTIZED, detect
 from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts
-from d2sd.convert.formats.speculators_tensors import EXTRA, read_extra
+from d2sd.convert.formats.speculators import EXTRA, read_extra
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig, Role
+
+Format = Literal["z-lab", "modelopt", "specforge", "speculators"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The directory that a canonical drafter was read from, and the text of its config."""
+
+    format: Format
+    folder: Path
+    text: str  # config.json
+    metadata: Mapping[str, str] | None  # of the safetensors header
+    shared: frozenset[str] = frozenset()  # names of the target's tensors among the drafter's
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalDrafter:
+    """A drafter of any format."""
+
+    config: DrafterConfig
+    tensors: Mapping[str, Tensor]  # `Drafter.state_dict()`, in the one dtype in which they are stored
+    source: Source
+    notes: tuple[str, ...] = ()  # for the user: what was dropped unchecked, reordered or declared
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors["fc.weight"].dtype
+
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -116,3 +161,45 @@ def _metadata(file: Path) -> dict[str, str] | None:
     with open_tensors(file) as handle:
         metadata: dict[str, str] | None = handle.metadata()
     return metadata
+
+
+#: Files next to the weights that mark a quantized checkpoint (ModelOpt's export and its older names), which is refused.
+QUANTIZED = ("hf_quant_config.json", "quantize_config.json", "quant_cfg.json")
+#: Files of SpecForge's training next to the weights; pickles, so never opened.
+PICKLES = ("training_state.pt",)
+
+
+def detect(config: HFConfig) -> Format:
+    """Return the format. Raises `CheckpointError` for an unsupported model and for an unknown format."""
+    refuse_unsupported(config)
+    values = config.values
+    if values.get("speculators_model_type") is not None:
+        if values["speculators_model_type"] != "dflash":
+            raise config.refuse("This kind of speculator is not supported.", "speculators_model_type", "dflash")
+        return "speculators"
+    if "dflash_config" in values or values.get("architectures") == ["DFlashDraftModel"]:
+        if _is_specforge(config):
+            return "specforge"
+        return "modelopt" if _is_modelopt(config) else "z-lab"
+    seen = {key: values[key] for key in ("architectures", "model_type") if key in values}
+    raise CheckpointError(
+        "The drafter's format is not recognised.", where=config.where,
+        found=f"{json.dumps(seen)[1:-1] or 'none of the known keys'}; no dflash_config, no speculators_model_type",
+        expected="z-lab, ModelOpt or SpecForge (dflash_config), or speculators (speculators_model_type)",
+    )  # fmt: skip
+
+
+def _is_specforge(config: HFConfig) -> bool:
+    """Whether a DFlash layout has keys of SpecForge's training, or the target's architecture (trained with no config).
+
+    d2sd's own z-lab files have such keys too, and `is_causal`, which SpecForge never writes.
+    """
+    dflash = config.values.get("dflash_config")
+    inside = dflash.keys() if isinstance(dflash, dict) else set()
+    trained = bool(TRAINING & inside) and "is_causal" not in inside
+    return trained or config.values.get("architectures") == [TARGETS_OWN]
+
+
+def _is_modelopt(config: HFConfig) -> bool:
+    """Whether a DFlash layout names its dtype as ModelOpt does, and has no remote code."""
+    return "torch_dtype" in config.values and not {"dtype", "auto_map"} & config.values.keys()

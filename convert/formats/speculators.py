@@ -1,8 +1,16 @@
-"""The speculators config (`DFlashSpeculatorConfig`), read and written; tensors are in read.py, write.py, vocabulary.py.
+"""The speculators format (`DFlashSpeculatorConfig`): its config, read and written, and its extra tensors.
 
 The body is in `transformer_layer_config` and layer ids index the target's hidden states. The format has no field for
 the number of target layers or for training on variable prefixes: d2sd writes both under the key `d2sd`, which
 speculators' loader accepts. A file without that key needs the target, and a second drafter's role must be declared.
+
+The extra tensors are copies of the target's embedding and head, and the draft vocabulary, V target tokens and Vd draft
+tokens. Versions up to 0.7 write both copies, versions from 0.8 only the head of a reduced vocabulary; t2d and d2t are
+present if the vocabulary is reduced. Both encode the same ids; a file in which they differ, or whose d2t holds the ids
+themselves, is refused.
+
+    t2d [V] bool      which tokens can be drafted
+    d2t [Vd] int64    an *offset*: draft token i is target token i + d2t[i]
 """
 
 from __future__ import annotations
@@ -12,13 +20,24 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from d2sd.convert.checkpoint.backbone import INERT, READ, body_fields, read_body
 from d2sd.convert.checkpoint.dflash import mask_id, refuse_unknown
 from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
-from d2sd.convert.checkpoint.layer_ids import fault, from_convention, to_convention
-from d2sd.convert.checkpoint.roles import read_role
+from d2sd.convert.checkpoint.layout import (
+    INERT,
+    READ,
+    body_fields,
+    fault,
+    from_convention,
+    read_body,
+    read_role,
+    to_convention,
+)
+from d2sd.convert.checkpoint.own_files import check_ids
 from d2sd.convert.checkpoint.unsupported import KEYS
+from d2sd.convert.checkpoint.weights import TensorInfo, read_tensor
+from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts, check_copies, shared_copies
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig, Role
 
@@ -167,3 +186,98 @@ def _target_layers(config: HFConfig, own: HFConfig, known: int | None) -> int:
             fix="name the target: --target DIR",
         )  # fmt: skip
     return layers
+
+
+EXTRA = (EMBEDDING, HEAD, "t2d", "d2t")
+_TYPES = {"t2d": "BOOL", "d2t": "I64"}
+
+
+def read_extra(
+    config: DrafterConfig, size: int, found: Mapping[str, TensorInfo], target: TargetParts | None,
+    dtype: torch.dtype, where: str,
+) -> tuple[tuple[int, ...] | None, list[str]]:  # fmt: skip
+    """Return the draft vocabulary, and notes on the copies; raises `CheckpointError`.
+
+    `found` are the extra tensors' headers, `size` is draft_vocab_size of the config at `where`, `dtype` the drafter's.
+    """
+    _check_headers(config, size, found)
+    missing = [name for name in ("t2d", "d2t") if name not in found]
+    if missing and (size != config.vocab_size or len(missing) == 1):
+        raise CheckpointError(
+            "A draft vocabulary needs both of its tensors.", where=f"{where}: draft_vocab_size", found=size,
+            expected=f"{' and '.join(missing)} among the tensors, or {config.vocab_size} as vocab_size",
+        )  # fmt: skip
+    copies = {name: read_tensor(info.file, name) for name, info in found.items()}
+    ids = None
+    if not missing:
+        file = str(found["d2t"].file)
+        ids = from_tensors(copies, size, config.vocab_size, file)
+        if size == config.vocab_size:
+            ids = None  # all tokens, which needs no vocabulary
+        else:
+            check_ids(f"{file}: d2t", list(ids), config.vocab_size, config.mask_token_id)
+    dropped = [name for name in (EMBEDDING, HEAD) if name in copies]
+    if not dropped:
+        return ids, []
+    if target is None:
+        return ids, [f"{' and '.join(dropped)}: dropped unchecked; pass --target to compare with the target's"]
+    check_copies(copies, target, ids, dtype, str(found[dropped[0]].file))
+    return ids, [f"{' and '.join(dropped)}: equal to the target's, dropped"]
+
+
+def extra_tensors(
+    config: DrafterConfig, names: frozenset[str], target: TargetParts | None, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Make the extra tensors of `names`; copies need the `target`."""
+    made: dict[str, Tensor] = {}
+    if target is not None:
+        made |= shared_copies(target, config.draft_vocabulary, dtype)
+    made |= to_tensors(config.draft_vocabulary or tuple(range(config.vocab_size)), config.vocab_size)
+    return {name: made[name] for name in sorted(names)}
+
+
+def _check_headers(config: DrafterConfig, size: int, found: Mapping[str, TensorInfo]) -> None:
+    hidden = config.body.hidden_size
+    shapes = {EMBEDDING: (config.vocab_size, hidden), HEAD: (size, hidden), "t2d": (config.vocab_size,), "d2t": (size,)}
+    for name, info in found.items():
+        kind = _TYPES.get(name, info.dtype)
+        if info.shape != shapes[name] or info.dtype != kind:
+            raise CheckpointError(
+                "A tensor has the wrong shape or type.", where=f"{info.file}: {name}",
+                found=f"{info.dtype} {list(info.shape)}", expected=f"{kind} {list(shapes[name])}",
+            )  # fmt: skip
+
+
+def to_tensors(ids: tuple[int, ...], vocab_size: int) -> dict[str, Tensor]:
+    """Ascending ids -> t2d and d2t."""
+    tokens = torch.tensor(ids)
+    marked = torch.zeros(vocab_size, dtype=torch.bool)
+    marked[tokens] = True
+    return {"t2d": marked, "d2t": tokens - torch.arange(len(ids))}
+
+
+def from_tensors(tensors: Mapping[str, Tensor], size: int, vocab_size: int, where: str) -> tuple[int, ...]:
+    """t2d and d2t, of checked shapes, -> ascending ids; raises `CheckpointError` naming the tensor of `where`.
+
+    `size` is the config's draft_vocab_size.
+    """
+    marked, offsets = tensors["t2d"], tensors["d2t"]
+    ids = offsets + torch.arange(size)
+    expected = marked.nonzero().flatten()
+    if len(expected) != size:
+        raise CheckpointError(
+            "t2d marks a different number of tokens than draft_vocab_size.", where=f"{where}: t2d",
+            found=len(expected), expected=size,
+        )  # fmt: skip
+    if torch.equal(offsets, expected) and not torch.equal(ids, expected):
+        raise CheckpointError(
+            "d2t holds target tokens, not offsets.", where=f"{where}: d2t", found=offsets[:8].tolist(),
+            expected=f"{(offsets - torch.arange(size))[:8].tolist()}: draft token i is target token i + d2t[i]",
+        )  # fmt: skip
+    if not torch.equal(ids, expected):
+        index = int((ids != expected).nonzero()[0])
+        raise CheckpointError(
+            "t2d and d2t do not name the same tokens.", where=f"{where}: d2t[{index}]",
+            found=f"target token {int(ids[index])}", expected=f"{int(expected[index])}, the next that t2d marks",
+        )  # fmt: skip
+    return tuple(ids.tolist())

@@ -6,20 +6,88 @@
 
 The arguments are the same because their schema is closed: it has no key for a second drafter, so the module looks for
 it next to the first one. Paths are relative to the bundle's folder.
+
+TensorRT-LLM refuses keys it does not know, and it cannot be installed where bundles are built, so the YAML is checked
+against models of its arguments instead: names, types and defaults of `llmapi/llm_args.py`, read at `COMMIT`; the
+sources do not name its release. `DFlash` is complete; the other two list the keys that we write.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.trtllm.fields import COMMIT, check_arguments
 from d2sd.errors import BundleError
 from d2sd.recipe import Recipe
+
+COMMIT = "0004396720054fd8e205cbf616f21f0b57c6b412"
+AtLeast0 = Annotated[int, Field(ge=0)]
+AtLeast1 = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class KvCache(_Section):
+    """Arguments of `KvCacheConfig`."""
+
+    dtype: str = "auto"
+    enable_block_reuse: bool = True
+    free_gpu_memory_fraction: Fraction | None = 0.9
+
+
+class DFlash(_Section):
+    """`DFlashDecodingConfig` with its base `DecodingBaseConfig`."""
+
+    decoding_type: Literal["DFlash"] = "DFlash"
+    attention_backend: Literal["VANILLA", "TRTLLM"] = "VANILLA"
+    mask_token_id: int | None = None  # None: of the drafter's config.json
+    target_layer_ids: list[int] | None = None  # the same
+    max_draft_len: AtLeast0 | None = None
+    max_total_draft_tokens: int | None = None
+    speculative_model: str | None = None  # `speculative_model_dir` is its other name
+    max_concurrency: AtLeast1 | None = None
+    draft_len_schedule: dict[int, int] | None = None
+    load_format: str | None = None
+    acceptance_rate_window_size: AtLeast0 | None = None
+    acceptance_rate_threshold: Fraction | None = None
+    use_rejection_sampling: bool = False
+    allow_advanced_sampling: bool = False
+    advanced_sampling_mode: Literal["full", "no_topk", "no_topp", "no_topk_no_topp"] = "full"
+    enable_penalty: bool = False
+
+
+class Arguments(_Section):
+    """Arguments of `TorchLlmArgs` with its base `BaseLlmArgs`."""
+
+    backend: Literal["pytorch", "_autodeploy"] | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    max_batch_size: int | None = 2048
+    max_seq_len: int | None = None
+    kv_cache_config: KvCache = KvCache()
+    speculative_config: DFlash | None = None
+
+
+def check_arguments(values: Mapping[str, object], where: str) -> Arguments:
+    """Check arguments as TensorRT-LLM does: unknown keys, wrong types, values out of bounds. Raises `BundleError`."""
+    try:
+        return Arguments.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BundleError(
+            "TensorRT-LLM does not accept this argument.",
+            where=f"{where}: {'.'.join(map(str, first['loc']))}", found=repr(first["input"]), expected=first["msg"],
+        ) from None  # fmt: skip
+
 
 FOLDER, MODULE = "trtllm", "d2sd_trtllm"
 DFLASH, D2SD = "llm_args.dflash.yaml", "llm_args.d2sd.yaml"

@@ -75,7 +75,7 @@ def read_plan(source: Path) -> Plan:
     named = recipe.drafters
     folders = {role.key: {"path": role.folder} for role in named.sources}
     local = Drafters.model_validate(folders | ({"calibration": CALIBRATION} if named.calibration else {}))
-    target = recipe.target.model_copy(update={"path": "target", "pypi": None, "hf": None})
+    target = recipe.target.model_copy(update={"path": "target", "pypi": None})
     # Its checkpoints are quantized already.
     changed: dict[str, object] = {"target": target, "drafters": local, "fp8": None}
     return make_plan(recipe.model_copy(update=changed).at(source))

@@ -18,11 +18,9 @@ from d2sd.build.plan import Plan
 from d2sd.build.stage_cache import StageCache
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.convert.checkpoint.weights import DTYPES
-from d2sd.convert.engines.build import build_engines
+from d2sd.convert.engines.build import SETTINGS, Job, build_engines
 from d2sd.convert.engines.profiles import Profile, make_profiles
-from d2sd.convert.engines.worker import SETTINGS, Job
 from d2sd.convert.onnx.export import TOOLS, export_drafter, export_target, require_exporter
-from d2sd.io import cache_folder
 from d2sd.manifest import Engines as Built
 from d2sd.plugins.cascade_attention.onnx import VERSION as PLUGIN_ABI
 from d2sd.recipe import Engines
@@ -108,12 +106,6 @@ class EngineBuild:
                 export_drafter(body, drafter.config, dtype, page_size, folder / f"{part.name}.onnx")
                 advance(1)
 
-    def _timing(self, model: str) -> str | None:
-        """One timing cache per model, because models are built in parallel."""
-        if self.trt.name != "tensorrt":
-            return None
-        return str(cache_folder() / "timing" / f"{self.plan.recipe.name}-{model}-{self.trt.version}")
-
     def _build(self, folder: Path, compute: str, profiles: Mapping[str, list[Profile]]) -> dict[str, Any]:
         """Build the engines of one compute capability; return the report of each model."""
         folder.mkdir(parents=True)
@@ -126,7 +118,6 @@ class EngineBuild:
                     builder=self.trt.name,
                     compute=compute,
                     profiles=profiles[part.name],
-                    timing=self._timing(part.name),
                 )
                 for part in self.plan.parts
             ]

@@ -1,9 +1,12 @@
-"""FP8 stages of a build. ModelOpt reads unquantized models, which are not part of the bundle.
+"""FP8 in a build: its stages, the runs that they need, and the comparison with the unquantized bundle.
 
 plain_target   the target in the recipe's precision, unless the source already is a checkpoint folder
 texts          prompts with answers sampled from the unquantized target, for calibration and for the comparison
 target         calibrated on the texts
 drafter_*      each calibrated while it drafts for the bundle's target, after the drafters that it follows
+
+ModelOpt reads unquantized models, which are not part of the bundle. Every run uses small trees: they show the effect of
+FP8, and a CPU has to emulate FP8 for each node.
 """
 
 from __future__ import annotations
@@ -15,19 +18,30 @@ from typing import Any
 from d2sd.build.fp8_scales import ModelOpt, quantize_drafter, quantize_target
 from d2sd.build.plan import Part, Plan
 from d2sd.build.stage_cache import StageCache
-from d2sd.build.validate.exercise import policy_of
-from d2sd.build.validate.fp8 import compare_fp8, exercise_drafters, sample_texts
-from d2sd.build.validate.perplexity import Text
+from d2sd.build.validate.perplexity import Text, compare_texts
 from d2sd.bundle.load import Bundle
+from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.convert.checkpoint.target import load_target, stop_tokens, write_target
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.convert.kinds import kind_of
+from d2sd.errors import BuildError
 from d2sd.io import digest, read_json, write_json
 from d2sd.manifest import Manifest
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.policies import FACTS, DrafterRole
-from d2sd.recipe import FP8
+from d2sd.policies import FACTS, DrafterRole, policy_of, trees_of
+from d2sd.progress import Progress, silent
+from d2sd.prompts import OWN_PROMPTS, read_prompts
+from d2sd.recipe import FP8, Policy, Recipe
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
+from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.stats import mean_tau
+
+#: Maximum nodes of a tree in these runs.
+_NODES = 16
+#: Maximum prompts to calibrate drafters on: their scales are maxima over every block of every step.
+_DRAFTER_PROMPTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +137,94 @@ class Fp8Build:
     @property
     def _dtype(self) -> Any:
         return DTYPES[self.plan.recipe.precision]
+
+
+def sample_texts(bundle: Bundle, recipe: Recipe, progress: Progress = silent) -> list[Text]:
+    """Prompts with answers that the bundle's target samples at temperature 1."""
+    with progress("sampling texts"):
+        done = _generate(bundle, recipe, "off", SamplingParams(temperature=1.0))
+    return [Text([*s.request.prompt, *s.answer], len(s.request.prompt)) for s in done]
+
+
+def exercise_drafters(bundle: Bundle, policy: Policy, recipe: Recipe) -> None:
+    """Generate while ModelOpt records the largest inputs of a drafter's layers."""
+    _generate(bundle, recipe, policy, SamplingParams(), _DRAFTER_PROMPTS)
+
+
+def compare_fp8(
+    plain: Bundle, fp8: Bundle, texts: list[Text], recipe: Recipe, progress: Progress = silent
+) -> dict[str, Any]:
+    """Compare the FP8 bundle with the unquantized one; return figures for `manifest.checks`.
+
+    Raises `BuildError` if a change exceeds a bound of the recipe.
+    """
+    wanted = _wanted(recipe)
+    figures: dict[str, Any] = {"prompts": len(texts), "tokens_each": _budget(recipe)}
+    if wanted.target:
+        figures["target"] = _compare_targets(plain, fp8, texts, wanted, progress)
+    if fp8.drafters:
+        figures["tau"] = _compare_tau(plain, fp8, recipe, progress)
+    return figures
+
+
+def _compare_targets(plain: Bundle, fp8: Bundle, texts: list[Text], wanted: FP8, progress: Progress) -> dict[str, Any]:
+    with progress("comparing targets", len(texts)) as advance:
+        found = compare_texts(plain.target, fp8.target, texts, advance)
+    before, after = found.get("perplexity", (1.0, 1.0))
+    if (bound := wanted.max_perplexity_rise) is not None and after > before * (1 + bound):
+        raise _exceeded("The target's perplexity rises", "max_perplexity_rise", before, after, bound)
+    return found
+
+
+def _compare_tau(plain: Bundle, fp8: Bundle, recipe: Recipe, progress: Progress) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for policy in dict.fromkeys([*map(policy_of, fp8.drafters), *trees_of(fp8.drafters)]):
+        runs = []
+        for bundle, name in ((plain, "unquantized"), (fp8, "FP8")):
+            with progress(f"{policy}, {name}"):
+                runs.append(_generate(bundle, recipe, policy, SamplingParams()))
+        before, after = (mean_tau(s.stats for s in run) for run in runs)
+        if (bound := _wanted(recipe).max_tau_drop) is not None and after < before * (1 - bound):
+            raise _exceeded(f"Tokens a step of {policy} fall", "max_tau_drop", before, after, bound)
+        figures[policy] = {
+            "tau": [round(before, 4), round(after, 4)],
+            "tau_change": round(after / before - 1, 4),
+            "equal_answers": sum(a.answer == b.answer for a, b in zip(*runs, strict=True)),
+        }
+    return figures
+
+
+def _generate(
+    bundle: Bundle, recipe: Recipe, policy: Policy, sampling: SamplingParams, limit: int | None = None
+) -> list[Sequence]:
+    requests = _requests(bundle, recipe, sampling)[:limit]
+    nodes = min(_NODES, bundle.recipe.tree.row_budget)
+    return make_engine(bundle, policy=policy, row_budget=nodes, calibrated=False).generate(requests)
+
+
+def _requests(bundle: Bundle, recipe: Recipe, sampling: SamplingParams) -> list[Request]:
+    limit, budget, wanted = recipe.limits.max_context, _budget(recipe), _wanted(recipe)
+    path = recipe.path(wanted.prompts) if wanted.prompts else OWN_PROMPTS
+    prompts = read_prompts(path)[: wanted.count]
+    made = [chat_request(bundle, text, sampling, budget) for _, text in prompts]
+    made = [request for request in made if len(request.prompt) + budget <= limit]
+    if not made:
+        raise BuildError("No prompt to calibrate FP8 on fits.", where=f"{path}", expected=f"below {limit} tokens")
+    return made
+
+
+def _budget(recipe: Recipe) -> int:
+    return min(_wanted(recipe).tokens, recipe.limits.max_context // 2)
+
+
+def _wanted(recipe: Recipe) -> FP8:
+    assert recipe.fp8 is not None, "called only for recipes with FP8"
+    return recipe.fp8
+
+
+def _exceeded(what: str, key: str, before: float, after: float, bound: float) -> BuildError:
+    return BuildError(
+        f"{what} by more than the recipe allows.", where=f"fp8.{key}", found=f"{before:.4g} -> {after:.4g}",
+        expected=f"a change of at most {bound:.1%}",
+        fix="leave more layers unquantized (fp8.kv: false, fp8.drafters: false), or raise the bound",
+    )  # fmt: skip

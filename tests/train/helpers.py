@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -9,9 +10,9 @@ import torch
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.train.data.draws import first_errors
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import pack_blocks
-from d2sd.train.data.prefixes import first_errors
 from d2sd.train.data.responses import Response
 from d2sd.train.dflash import block_hidden, drafter_config, drafter_from_target
 from d2sd.train_recipe import Geometry, SecondSettings
@@ -50,7 +51,9 @@ def exact_features(answers: list[Response]) -> TrainingData:
 
 
 def new_drafter(prefix_base: float | None = None) -> Drafter:
-    config = drafter_config(GEOMETRY, target().config, prefix_base)
+    config = drafter_config(GEOMETRY, target().config)
+    if prefix_base is not None:
+        config = replace(config, role="variable_prefix", prefix_weight_base=prefix_base)
     data = exact_features(greedy_responses())
     sample = torch.cat([data[i].features[1:] for i in range(len(data))])
     return drafter_from_target(config, target(), sample, torch.Generator().manual_seed(0))

@@ -24,16 +24,13 @@ def geometry(**changes: object) -> Geometry:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_config_is_the_targets_with_the_layouts_norms(family: Family) -> None:
     decoder = tiny_decoder(family).config
-    first = drafter_config(geometry(), decoder, None)
-    second = drafter_config(geometry(), decoder, 0.9)
-    assert (first.role, first.prefix_weight_base) == ("first", None)
-    assert (second.role, second.prefix_weight_base) == ("variable_prefix", 0.9)
-    for config in (first, second):
-        assert (config.body.hidden_size, config.body.head_dim, config.body.rope) == (32, 8, decoder.body.rope)
-        assert (config.body.num_layers, config.num_target_layers) == (1, 3)
-        assert (config.body.qk_norm, config.body.qkv_bias, config.body.o_bias) == (True, False, False)
-        assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (4, 63, (0, 1))
-        assert config.vocab_size == 64
+    config = drafter_config(geometry(), decoder)
+    assert (config.role, config.prefix_weight_base) == ("first", None)
+    assert (config.body.hidden_size, config.body.head_dim, config.body.rope) == (32, 8, decoder.body.rope)
+    assert (config.body.num_layers, config.num_target_layers) == (1, 3)
+    assert (config.body.qk_norm, config.body.qkv_bias, config.body.o_bias) == (True, False, False)
+    assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (4, 63, (0, 1))
+    assert config.vocab_size == 64
 
 
 @pytest.mark.parametrize(
@@ -42,7 +39,7 @@ def test_config_is_the_targets_with_the_layouts_norms(family: Family) -> None:
 def test_a_geometry_that_the_target_cannot_hold_is_named(changes: dict[str, object], limit: int) -> None:
     (key,) = changes
     with pytest.raises(D2SDError, match=rf"drafter\.{key}(.|\n)*at most {limit}"):
-        drafter_config(geometry(**changes), target().config, None)
+        drafter_config(geometry(**changes), target().config)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -50,7 +47,7 @@ def test_a_geometry_that_the_target_cannot_hold_is_named(changes: dict[str, obje
 def test_an_untrained_drafter_reads_its_context_almost_as_the_target(family: Family, dtype: torch.dtype) -> None:
     """Values: like those of the target's own layer behind the auxiliary one. Keys: as large as the target's."""
     decoder = tiny_decoder(family, layers=4).to(dtype)
-    config = drafter_config(geometry(target_layer_ids=[0, 2]), decoder.config, None)
+    config = drafter_config(geometry(target_layer_ids=[0, 2]), decoder.config)
     out = decoder.float().full_pass(random_tokens(decoder, 8, 12), aux_layer_ids=(0, 2))
     features = out.features.flatten(0, 1)
     decoder.to(dtype)
@@ -70,7 +67,7 @@ def test_an_untrained_drafter_reads_its_context_almost_as_the_target(family: Fam
 
 def test_layers_and_norms_come_from_the_targets_end() -> None:
     decoder = tiny_decoder("qwen3", layers=4)
-    config = drafter_config(geometry(layers=2), decoder.config, None)
+    config = drafter_config(geometry(layers=2), decoder.config)
     drafter = drafter_from_target(config, decoder, torch.randn(5, 64), torch.Generator().manual_seed(0))
     for index in range(2):
         ours, theirs = drafter.layers[index].state_dict(), decoder.layers[index + 2].state_dict()
@@ -86,7 +83,7 @@ def test_fusion_passes_the_deepest_tap_and_scales_the_others() -> None:
     sizes = torch.tensor([50.0, 0.5])
     sample = (torch.randn(200, 2, 32, generator=generator) * sizes[:, None]).flatten(1)
     sample[0] *= 1000
-    config = drafter_config(geometry(), target().config, None)
+    config = drafter_config(geometry(), target().config)
     drafter = drafter_from_target(config, target(), sample, generator)
     columns = drafter.fc.weight.detach().view(32, 2, 32)
     parts = [(sample[1:, 32 * tap : 32 * tap + 32] @ columns[:, tap].T) for tap in (0, 1)]
@@ -96,7 +93,7 @@ def test_fusion_passes_the_deepest_tap_and_scales_the_others() -> None:
 
 
 def test_a_seed_decides_the_fusion() -> None:
-    config = drafter_config(geometry(), target().config, None)
+    config = drafter_config(geometry(), target().config)
     sample = torch.randn(9, 64)
     one, again, other = (
         drafter_from_target(config, target(), sample, torch.Generator().manual_seed(seed)).fc.weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from d2sd.train.data.packing import pack_blocks
 from d2sd.train.data.responses import Response
 from d2sd.train.flexdraft import flex_added, flex_head, flex_hidden
 from d2sd.train.loop import Trainer
+from d2sd.train.pipeline.evaluate import as_written
 from d2sd.train_recipe import FlexGeometry
 from tests.tiny import feed, greedy_text, pool_for, random_tokens, runner_of, tiny_decoder, tiny_flex
 from tests.train.helpers import BLOCK, settings
@@ -153,3 +155,12 @@ def test_an_interrupted_training_goes_on_to_the_same_head(tmp_path: Path) -> Non
     Trainer(decoder, again, data, quick).run(tmp_path / "b", lambda step, values: None)
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in whole.state_dict().items())
     assert not torch.equal(whole.calibration.outer.weight, fresh(decoder).calibration.outer.weight)
+
+
+def test_a_draft_vocabulary_takes_its_rows_of_the_calibration() -> None:
+    head = tiny_flex(tiny_decoder(), layers=2)
+    small = as_written(head, (3, 5, 60))
+    outer = head.calibration.outer.weight.to(torch.bfloat16)
+    assert torch.equal(small.calibration.outer.weight, outer[[3, 5, 60]])
+    assert torch.equal(small.mask_embedding, head.mask_embedding.to(torch.bfloat16))
+    assert small.config == replace(head.config, draft_vocabulary=(3, 5, 60))

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from d2sd.errors import D2SDError
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.train.data.draws import first_errors
 from d2sd.train.data.features import TrainingData, cache_features
 from d2sd.train.data.packing import pack_blocks
-from d2sd.train.data.prefixes import first_errors
 from d2sd.train.dflash import block_hidden
 from d2sd.train.dist import Dist
 from d2sd.train.loop import Trainer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from d2sd.train.optimizer import Optimizer
+from d2sd.train.state import Optimizer
 from tests.train.helpers import BLOCK, exact_features, greedy_responses, greedy_tau, new_drafter, settings
 from tests.train.test_loop import quiet, trainer
 

@@ -1,10 +1,18 @@
-"""Fit a confidence calibration to the steps of the drafters' trees, at T = 0 and T = 1."""
+"""Fit a confidence calibration to the steps of the drafters' trees, at T = 0 and T = 1.
+
+Predicted acceptance is fitted to the observed one by Platt scaling: one logistic regression per drafter, distance and
+kind of candidate.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from d2sd.bundle.load import Bundle
 from d2sd.bundle.serving import can_run, make_engine
@@ -16,8 +24,74 @@ from d2sd.progress import bar
 from d2sd.runtime.observe import NodeOutcome, StepObservation, run_observed
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
-from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.train.confidence.platt import calibrated, drafter_error, fit
+from d2sd.runtime.speculation.calibration import Calibration, logit
+from d2sd.runtime.stats import calibration_error, reliability_bins
+
+#: Weight, in observations, of the prior a = 1, b = 0: it regularises distances that are rarely reached.
+PRIOR = 4.0
+_MIN_SLOPE = 0.05  # positive, so that calibration keeps the order of confidences
+_STEPS = 200
+
+
+def fit(greedy: Iterable[NodeOutcome], sampled: Iterable[NodeOutcome], slots: int, drafters: int = 2) -> Calibration:
+    """Calibration of blocks with `slots` drafts, from node outcomes at T = 0 and at T = 1; `drafters` is its D."""
+    slope, offset = torch.ones(2, drafters, slots, 2), torch.zeros(2, drafters, slots, 2)
+    for warm, observed in enumerate((greedy, sampled)):
+        groups: dict[tuple[int, int, int], list[tuple[float, bool]]] = {}
+        for one in observed:
+            key = one.drafter, one.distance, int(one.sibling)
+            groups.setdefault(key, []).append((one.logprob, one.accepted))
+        for key, pairs in groups.items():
+            x = logit(torch.tensor([logprob for logprob, _ in pairs], dtype=torch.float64))
+            y = torch.tensor([accepted for _, accepted in pairs], dtype=torch.float64)
+            drafter, distance, kind = key
+            index = warm, drafter, distance, kind
+            slope[index], offset[index] = logistic(x, y)
+    return Calibration(slope, offset)
+
+
+def logistic(x: Tensor, y: Tensor) -> tuple[float, float]:
+    """a and b that maximise the likelihood of y under sigmoid(a·x + b), with the prior and a >= _MIN_SLOPE."""
+    free = _fitted(x, y, torch.tensor([1.0, 0.0], dtype=torch.float64), None)
+    slope, offset = free if free[0] >= _MIN_SLOPE else _fitted(x, y, torch.zeros(1, dtype=torch.float64), _MIN_SLOPE)
+    return slope, offset
+
+
+def _fitted(x: Tensor, y: Tensor, prior: Tensor, slope: float | None) -> tuple[float, float]:
+    """Solve the convex problem in (a, b), or in b alone at a given slope."""
+    weights = prior.clone().requires_grad_()
+    search = torch.optim.LBFGS(
+        [weights], max_iter=_STEPS, tolerance_grad=1e-9, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
+
+    def loss() -> Tensor:
+        search.zero_grad()
+        odds = x * (weights[0] if slope is None else slope) + weights[-1]
+        misfit = binary_cross_entropy_with_logits(odds, y, reduction="sum")
+        total: Tensor = (misfit + PRIOR / 2 * ((weights - prior) ** 2).sum()) / (len(x) + PRIOR)
+        total.backward()  # type: ignore[no-untyped-call]
+        return total
+
+    search.step(loss)  # type: ignore[no-untyped-call]
+    found = weights.tolist()
+    return found[0] if slope is None else slope, found[-1]
+
+
+def calibrated(judged: Iterable[NodeOutcome], calibration: Calibration, warm: int) -> list[NodeOutcome]:
+    """The nodes with calibrated probabilities; `warm` is 0 for T = 0, 1 for T = 1."""
+    found = []
+    for one in judged:
+        key = warm, one.drafter, one.distance, int(one.sibling)
+        odds = calibration.slope[key] * logit(torch.tensor(one.logprob)) + calibration.offset[key]
+        found.append(one._replace(logprob=float(logsigmoid(odds))))
+    return found
+
+
+def drafter_error(outcomes: Iterable[NodeOutcome], drafter: int) -> float:
+    """Expected calibration error of one drafter's nodes (`DrafterRole`); 0 without any."""
+    bins = reliability_bins((one.prob, one.accepted) for one in outcomes if one.drafter == drafter)
+    return calibration_error(bins) or 0.0
+
 
 #: Nodes of the observed trees; smaller trees are their prefixes.
 _NODE_BUDGET = 64
@@ -64,8 +138,8 @@ def fit_calibration(
             steps = watch(bundle, watched, requests, temperature, device)
             for policy, facts in FACTS.items():
                 if facts.forecast_by == watched and facts.first_pass is not FirstPass.CARRIED:
-                    tau[key][policy] = _tree_gain(steps) if facts.grows else _chain_gain(steps)
-            nodes += [node for node in _all(steps) if node.drafter not in roles]
+                    tau[key][policy] = _gain(steps, tree=facts.grows)
+            nodes += [node for one in steps for node in one.judged if node.drafter not in roles]
             roles += [role for role in FACTS[watched].drafters if role not in roles]
         outcomes.append(nodes)
     report: dict[str, float] = {"prompts": len(requests), "max_new_tokens": max(r.max_new_tokens for r in requests)}
@@ -101,21 +175,13 @@ def _errors(outcomes: list[list[NodeOutcome]], fitted: Calibration, roles: list[
     return found
 
 
-def _all(observations: Iterable[StepObservation]) -> list[NodeOutcome]:
-    return [node for one in observations for node in one.judged]
-
-
-def _gain(accepted: list[list[int]]) -> list[float]:
+def _gain(observations: list[StepObservation], *, tree: bool) -> list[float]:
     """Mean tokens per step with 1, 2, … rows, from the row indices of every step's accepted nodes, without the root."""
+    accepted = [
+        [node.node for node in one.judged if node.accepted] if tree else list(range(1, one.chain + 1))
+        for one in observations
+    ]
     return [
         round(1 + sum(sum(index < rows for index in step) for step in accepted) / len(accepted), 4)
         for rows in range(1, _NODE_BUDGET + 1)
     ]
-
-
-def _chain_gain(observations: list[StepObservation]) -> list[float]:
-    return _gain([list(range(1, one.chain + 1)) for one in observations])
-
-
-def _tree_gain(observations: list[StepObservation]) -> list[float]:
-    return _gain([[node.node for node in one.judged if node.accepted] for one in observations])

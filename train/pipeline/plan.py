@@ -15,9 +15,8 @@ from d2sd.train.data.features import read_progress
 from d2sd.train.data.prompts import take_turns
 from d2sd.train.data.responses import KIND, finished_ids, read_responses
 from d2sd.train.pipeline.log import pace, seconds_each
-from d2sd.train.pipeline.ready import check_geometry
+from d2sd.train.pipeline.models import check_geometry, plain_recipe
 from d2sd.train.pipeline.responses import planned_jobs, read_screened
-from d2sd.train.pipeline.target import plain_recipe
 from d2sd.train_recipe import TrainRecipe, TrainSettings
 
 
@@ -43,7 +42,7 @@ def plan(recipe: TrainRecipe, work: Path, out: Path) -> Iterator[tuple[str, str]
 def _named(target: Target) -> str:
     if target.pypi is not None:
         return f"{target.pypi.file} of {target.pypi.package}=={target.pypi.version}"
-    return target.path or f"{target.hf}"
+    return str(target.path)
 
 
 def _prompts(recipe: TrainRecipe, work: Path) -> Iterator[tuple[str, str]]:

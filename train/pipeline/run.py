@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import cast
 
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.convert.kinds import KINDS
 from d2sd.extras import install_line, require_plots
 from d2sd.io import check_writable, claim, digest, disk_space
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.policies import DRAFTER_NAMES, DrafterRole
+from d2sd.policies import DRAFTER_NAMES, FACTS, DrafterName, DrafterRole, PolicyName
 from d2sd.progress import Progress
 from d2sd.train.data.features import TrainingData, cache_features, online_features
 from d2sd.train.data.responses import Response
+from d2sd.train.dflash import second_drafter
 from d2sd.train.dist import Dist
-from d2sd.train.pipeline.drafter import Training
+from d2sd.train.kinds import METHODS, TRAINED
+from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.evaluate import Evaluator, as_written
+from d2sd.train.pipeline.evaluation import Evaluation
 from d2sd.train.pipeline.finish import finish, weights_digest
-from d2sd.train.pipeline.log import Say, paced, read_log, tensorboard_is_installed
-from d2sd.train.pipeline.ready import check_geometry, load_ready
+from d2sd.train.pipeline.log import Say, TrainLog, paced, read_log, seconds_each, tensorboard_is_installed
+from d2sd.train.pipeline.models import check_geometry, load_ready, pinned_target
 from d2sd.train.pipeline.responses import ResponseGenerator
-from d2sd.train.pipeline.target import pinned_target
-from d2sd.train_recipe import Geometry, TrainRecipe
+from d2sd.train_recipe import Geometry, SecondSettings, TrainRecipe, TrainSettings
 from d2sd.viz.training import plot_training
 
 
@@ -56,10 +63,7 @@ class Run:
         evaluator = Evaluator(self.recipe, bundle, responses[: len(held_out)], self.dist.device, self.progress)
         ready = load_ready(self.recipe).to(self.dist.device) if self.recipe.ready_first else None
         vocabulary = ready.config.draft_vocabulary if ready else self._vocabulary(data, bundle)
-        training = Training(
-            self.recipe, bundle.target, data, vocabulary, evaluator, self.work, self.dist, self.progress, self.say,
-            self._draw_curves,
-        )  # fmt: skip
+        training = Training(self, bundle.target, data, vocabulary, evaluator)
         before = weights_digest(bundle.target)
         drafters: dict[DrafterRole, DraftModel] = {}
         if ready is not None:
@@ -71,7 +75,7 @@ class Run:
         assert weights_digest(bundle.target) == before, "training changed the target"
         if self.dist.is_main:
             finish(self.recipe, evaluator, drafters.keys(), self.work, self.out, before, self.say)
-            self._draw_curves()
+            self.draw_curves()
             self.say(str(self.out))
         self.dist.barrier()
 
@@ -132,5 +136,77 @@ class Run:
             copy = as_written(drafter, vocabulary)
             KINDS[role].write(folder, copy.config, copy.state_dict())
 
-    def _draw_curves(self) -> None:
+    def draw_curves(self) -> None:
+        """Draw the curves of all drafters that have been trained so far."""
         plot_training([read_log(self.work, name) for name in DRAFTER_NAMES], self.out / "curves.png")
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Context shared by the trainings of all drafters."""
+
+    run: Run
+    target: Decoder  # on `run.dist.device`
+    data: TrainingData
+    vocabulary: tuple[int, ...] | None
+    evaluator: Evaluator
+
+    def train(self, role: DrafterRole, settings: TrainSettings, before: Mapping[DrafterRole, DraftModel]) -> DraftModel:
+        """Train the drafter of a place, after those `before` it: from the target, or, on prefixes, from the first."""
+        first = cast("Drafter", before[DrafterRole.FIRST]) if isinstance(settings, SecondSettings) else None
+        if isinstance(settings, SecondSettings) and first is not None:
+            drafter: DraftModel = second_drafter(first, settings)
+        else:
+            drafter = TRAINED[role].start(self.run.recipe.shape, self.target, self.data, settings.seed)
+        KINDS[role].attach(drafter.to(self.run.dist.device), self.target)
+        drafters = {**before, role: drafter}
+
+        def evaluated(method: PolicyName) -> Evaluation:
+            used = {each: drafters[each] for each in FACTS[method].drafters}
+            dtype = self.evaluator.dtype
+            written = {each: as_written(one, self.vocabulary, dtype) for each, one in used.items()}
+            return self.evaluator.evaluate(method, written)
+
+        baseline = cache(evaluated)
+
+        def evaluate() -> list[Evaluation]:
+            return [(evaluated if role in FACTS[name].drafters else baseline)(name) for name in METHODS[role]]
+
+        self._train(role.key, settings, drafter, first, evaluate)
+        return drafter
+
+    def _report(self, name: DrafterName, step: int, steps: int, found: list[Evaluation]) -> None:
+        """Print one line per evaluation, also without a terminal, where progress bars are hidden."""
+        tau = ", ".join(f"{one.method} {one.tau:.3f}" for one in found)
+        _, each, _ = seconds_each(self.run.work, name)
+        left = f", about {(steps - step) * each / 60:.0f} min left" if each and step < steps else ""
+        self.run.say(f"{name} drafter: step {step:,} of {steps:,}, tau {tau}{left}", err=True)
+
+    def _train(
+        self, name: DrafterName, settings: TrainSettings, drafter: DraftModel, first: Drafter | None,
+        run_evaluation: Callable[[], list[Evaluation]],
+    ) -> None:  # fmt: skip
+        trainer = Trainer(self.target, drafter, self.data, settings, first, self.run.dist)
+        with (
+            self.run.progress(f"training {name}", settings.steps) as advance,
+            closing(TrainLog(self.run.work, name)) as log,
+        ):
+            shown = 0
+
+            def report(step: int, metrics: dict[str, float]) -> None:
+                nonlocal shown
+                advance(step - shown)  # the first report after a resume includes the earlier steps
+                shown = step
+                log.add_step(step, metrics)
+
+            def evaluate(step: int) -> None:
+                if self.run.dist.is_main:
+                    found = run_evaluation()
+                    log.add_evaluation(step, found)
+                    self.run.draw_curves()
+                    self._report(name, step, settings.steps, found)
+                    log.restart_clock()
+                self.run.dist.barrier()
+
+            trainer.run(self.run.work / name, report, evaluate)
+            advance(settings.steps - shown)  # all steps if an earlier run had finished

@@ -1,16 +1,28 @@
-"""Checks exported graphs: ONNX Runtime serves them, and every output is compared with the PyTorch model."""
+"""Checks exported graphs: ONNX Runtime serves them, and every output is compared with the PyTorch model.
+
+In these shadow runs a graph serves, the PyTorch model runs on the same inputs, and the differences are recorded.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from d2sd.bundle.backends import aux_layer_ids
+from d2sd.bundle.load import Bundle
 from d2sd.errors import BuildError
-
-if TYPE_CHECKING:
-    from d2sd.build.validate.shadow import ShadowDecoder, ShadowDrafter
-    from d2sd.bundle.load import Bundle
-    from d2sd.policies import DrafterRole
-    from d2sd.runtime.request import Request
+from d2sd.modeling.decoder import Decoder, DecoderOutput
+from d2sd.modeling.drafters.interface import DraftModel, Tables
+from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
+from d2sd.policies import DrafterRole, trees_of
+from d2sd.runtime.backends.exported import GraphDecoder, OnnxSession, Session, graph_drafter
+from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.speculation.policy import make_policy
 
 #: Largest difference that counts as rounding, as a share of an output's largest number.
 _BOUND = {"fp32": 1e-4, "fp16": 2e-2}
@@ -22,15 +34,6 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
     Raises `BuildError` if an error is beyond rounding; not with FP8, where one input that rounds the other way changes
     all later values. ONNX Runtime does not support bf16 on a CPU: the result then says so.
     """
-    from d2sd.build.validate.exercise import trees_of
-    from d2sd.build.validate.shadow import ShadowDecoder, ShadowDrafter
-    from d2sd.bundle.backends import aux_layer_ids
-    from d2sd.runtime.backends.exported import OnnxSession, graph_drafter
-    from d2sd.runtime.backends.model_runner import ModelRunner
-    from d2sd.runtime.engine import Engine
-    from d2sd.runtime.request import Limits
-    from d2sd.runtime.speculation.policy import make_policy
-
     recipe, folder = bundle.recipe, bundle.path / "onnx"
     if recipe.precision == "bf16":
         return {"graphs": "not run: ONNX Runtime does not support bf16 on CPUs"}
@@ -60,3 +63,86 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
                 fix="this is a bug in d2sd: report it",
             )  # fmt: skip
     return {"graphs": figures}
+
+
+@dataclass(slots=True)
+class ErrorStats:
+    """Errors of one model's outputs, by output name."""
+
+    of: str  # the model
+    largest: dict[str, float] = field(default_factory=dict)  # |graph - model|
+    scale: dict[str, float] = field(default_factory=dict)  # |model|, its largest
+
+    def compare(self, name: str, found: Tensor, expected: Tensor) -> None:
+        """Record the largest difference. Raises `BuildError` if only the model's numbers are finite.
+
+        A target without drafters has no features: there is nothing to compare.
+        """
+        if not expected.numel():
+            return
+        if expected.isfinite().all() and not found.isfinite().all():
+            raise BuildError(
+                f"The outputs of the graph of {self.of} are not finite, and the model's are.", where=name,
+                fix="this is a bug in d2sd: report it",
+            )  # fmt: skip
+        error = (found.float() - expected.float()).abs().max().item()
+        self.largest[name] = max(self.largest.get(name, 0.0), error)
+        self.scale[name] = max(self.scale.get(name, 0.0), expected.float().abs().max().item())
+
+    def relative(self) -> dict[str, float]:
+        """Largest difference as a share of the output's largest number; 0 where there is none."""
+        return {name: error and error / max(self.scale[name], 1e-30) for name, error in self.largest.items()}
+
+
+class ShadowDecoder(GraphDecoder):
+    """Serves the outputs of a target's graph and compares them with the target's."""
+
+    def __init__(self, target: Decoder, aux_layer_ids: tuple[int, ...], session: Session) -> None:
+        super().__init__(target, aux_layer_ids, session)
+        self._plain, self.errors = target, ErrorStats("target")
+
+    def forward(
+        self, tokens: Tensor, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
+    ) -> DecoderOutput:
+        out = super().forward(tokens, rows, pool, aux_layer_ids)
+        plain = self._plain(tokens, rows, pool, self._aux_layer_ids)
+        real = _real(rows)
+        self.errors.compare("hidden", out.hidden[real], plain.hidden[real])
+        self.errors.compare("features", out.features[real], plain.features[real])
+        self.errors.compare("k", out.k[:, real], plain.k[:, real])
+        self.errors.compare("v", out.v[:, real], plain.v[:, real])
+        return out
+
+
+class ShadowDrafter(DraftModel):
+    """Serves a drafter by its graph and compares the outputs with the drafter's."""
+
+    def __init__(self, plain: DraftModel, graph: DraftModel, name: str) -> None:
+        super().__init__()
+        self.config, self.mask_token_id, self.draft_ids = plain.config, plain.mask_token_id, plain.draft_ids
+        self.has_context = plain.has_context  # type: ignore[misc]
+        self._plain, self._graph, self.errors = plain, graph, ErrorStats(name)
+
+    def draft_logits(
+        self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables
+    ) -> Tensor:
+        found, expected = (one.draft_logits(blocks, rows, pool, context, tables) for one in (self._graph, self._plain))
+        real = _real(rows)[:, 0]
+        self.errors.compare("logits", found[real], expected[real])
+        return found
+
+    def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        found, expected = (one.context_keys_values(features, positions) for one in (self._graph, self._plain))
+        for name, ours, theirs in zip("kv", found, expected, strict=True):
+            self.errors.compare(name, ours, theirs)
+        return found
+
+
+def _real(rows: Rows | Chunks) -> Tensor:
+    """[B, T] bool: True for real requests, as all chunks are.
+
+    Padding requests use scratch page 0; their half-precision values diverge arbitrarily and are not compared.
+    """
+    if isinstance(rows, Chunks):
+        return torch.ones_like(rows.positions, dtype=torch.bool)
+    return (rows.page_table[:, :1] != 0).expand_as(rows.positions)

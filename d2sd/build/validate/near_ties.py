@@ -15,16 +15,14 @@ TIE_TOLERANCE = 1e-4
 
 
 @torch.inference_mode()
-def top2_margin(
-    target: Decoder, tokens: list[int], sampling: SamplingParams | None = None, prompt_len: int | None = None
-) -> float:
+def top2_margin(target: Decoder, tokens: list[int], sampling: SamplingParams | None = None) -> float:
     """Distance of the two best scores after `tokens`: of the logits if greedy, else of the Gumbel scores.
 
-    Parameters that depend on the answer need `prompt_len`, the leading `tokens` that are the prompt.
+    All `tokens` count as the prompt, for parameters that depend on the answer.
     """
     device = str(target.embed_tokens.weight.device)
     logits = target.logits(target.full_pass(torch.tensor([tokens], device=device)).hidden[:, -1])
-    text = Text(tokens, len(tokens) if prompt_len is None else prompt_len)
+    text = Text(tokens, len(tokens))
     params = Sampling.of([sampling or SamplingParams()], target.config.vocab_size, device, [text])
     noise = params.noise(torch.tensor([len(tokens) - 1], device=device), 1, logits.shape[-1])
     position = torch.tensor([len(tokens)], device=device)

@@ -8,6 +8,6 @@ Not registered: D²SD's tree. In TensorRT-LLM a DFlash step is a chain of max_dr
 class, its sampler and its K/V rewind alike; trees exist for Eagle3 and MTP only, whose K/V is compacted after
 acceptance. Replacing all of that from outside without a run could serve wrong text. Trees run on d2sd's own runtime.
 
-`contract.py` lists the parts of TensorRT-LLM that are used and the sources that were read, `probe.py` compares the
-installed version with it, `register.py` patches or logs why not, `drafters.py`, `worker.py` and `chain.py` draft.
+`probe.py` lists the parts of TensorRT-LLM that are used and the sources that were read, and compares the installed
+version with them, `register.py` patches or logs why not, `drafters.py` and `worker.py` draft.
 """

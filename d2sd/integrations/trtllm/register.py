@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from d2sd.errors import D2SDError
-from d2sd.integrations.trtllm.contract import COMMITS
 from d2sd.integrations.trtllm.drafters import DualDrafter
-from d2sd.integrations.trtllm.probe import failures, probe
+from d2sd.integrations.trtllm.probe import COMMITS, failures, probe
 from d2sd.integrations.trtllm.worker import dual_worker
 
 SINGLE_PROCESS = "TLLM_WORKER_USE_SINGLE_PROCESS"

@@ -14,7 +14,7 @@ import torch
 from d2sd.build import build
 from d2sd.build.plan import make_plan
 from d2sd.bundle.load import load_bundle
-from d2sd.convert.checkpoint.draft_vocab import NAME
+from d2sd.convert.checkpoint.own_files import DRAFT_VOCABULARY
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import BuildError, BundleError, CheckpointError
 from d2sd.modeling.config import DrafterConfig
@@ -35,7 +35,7 @@ def written(folder: Path, ids: tuple[int, ...] | None = IDS) -> DrafterConfig:
 
 def test_round_trip(tmp_path: Path) -> None:
     config = written(tmp_path / "a")
-    assert json.loads((tmp_path / "a" / NAME).read_text()) == {
+    assert json.loads((tmp_path / "a" / DRAFT_VOCABULARY).read_text()) == {
         "d2sd_draft_vocab": 1,
         "vocab_size": 64,
         "ids": [0, 3, 17, 40, 62],
@@ -53,7 +53,7 @@ def test_other_readers_find_the_files_they_know(tmp_path: Path) -> None:
     written(tmp_path / "reduced")
     written(tmp_path / "whole", None)
     reduced, whole = tree_bytes(tmp_path / "reduced"), tree_bytes(tmp_path / "whole")
-    del reduced[NAME]
+    del reduced[DRAFT_VOCABULARY]
     assert reduced == whole
 
 
@@ -92,9 +92,9 @@ def into_a_folder(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "not JSON": (lambda path: path.write_text("{"), f"{NAME}(.|\n)*not JSON"),
-    "not text": (lambda path: path.write_bytes(b"\xff"), f"{NAME}(.|\n)*not UTF-8"),
-    "a folder": (into_a_folder, f"cannot be read(.|\n)*{NAME}"),
+    "not JSON": (lambda path: path.write_text("{"), f"{DRAFT_VOCABULARY}(.|\n)*not JSON"),
+    "not text": (lambda path: path.write_bytes(b"\xff"), f"{DRAFT_VOCABULARY}(.|\n)*not UTF-8"),
+    "a folder": (into_a_folder, f"cannot be read(.|\n)*{DRAFT_VOCABULARY}"),
     "a list": (lambda path: path.write_text("[1, 2]"), "object(.|\n)*found: list"),
     "another schema": (key("d2sd_draft_vocab", 2), "schema(.|\n)*: d2sd_draft_vocab\n  found: 2\n  expected: 1"),
     "no schema": (key("d2sd_draft_vocab", ...), "schema(.|\n)*: d2sd_draft_vocab\n  found: null"),
@@ -118,10 +118,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
 def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
     written(tmp_path)
-    damage(tmp_path / NAME)
+    damage(tmp_path / DRAFT_VOCABULARY)
     with pytest.raises(CheckpointError, match=message) as caught:
         DFLASH.read_config(tmp_path)
-    assert str(caught.value.where).startswith(str(tmp_path / NAME))
+    assert str(caught.value.where).startswith(str(tmp_path / DRAFT_VOCABULARY))
 
 
 def test_a_bundle_carries_each_drafters_own(tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ def test_a_bundle_carries_each_drafters_own(tmp_path: Path) -> None:
         build(load_recipe(recipe), tmp_path / name, validate=False)
         bundle = load_bundle(tmp_path / name)
         assert [drafter.config.draft_vocabulary for drafter in bundle.drafters.values()] == [IDS, None]
-        assert f"drafter_first/{NAME}" in bundle.manifest.files
-    edit_json(tmp_path / "plain/drafter_first" / NAME, "ids", list(IDS[1:]))
-    with pytest.raises(BundleError, match=rf"changed(.|\n)*drafter_first/{NAME}"):
+        assert f"drafter_first/{DRAFT_VOCABULARY}" in bundle.manifest.files
+    edit_json(tmp_path / "plain/drafter_first" / DRAFT_VOCABULARY, "ids", list(IDS[1:]))
+    with pytest.raises(BundleError, match=rf"changed(.|\n)*drafter_first/{DRAFT_VOCABULARY}"):
         load_bundle(tmp_path / "plain")
 
 
@@ -151,8 +151,8 @@ def test_a_plan_refuses_a_damaged_one(tmp_path: Path) -> None:
     recipe = write_project(tmp_path / "project")
     written(recipe.parent / "first")
     make_plan(load_recipe(recipe))
-    edit_json(recipe.parent / "first" / NAME, "ids", [5, 5])
-    with pytest.raises(CheckpointError, match=rf"first/{NAME}: ids\[1\]"):
+    edit_json(recipe.parent / "first" / DRAFT_VOCABULARY, "ids", [5, 5])
+    with pytest.raises(CheckpointError, match=rf"first/{DRAFT_VOCABULARY}: ids\[1\]"):
         make_plan(load_recipe(recipe))
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from d2sd.convert.checkpoint.flexdraft import with_vocabulary
 from d2sd.convert.checkpoint.quantization import Quantization
 from d2sd.convert.kinds import DFLASH, FLEXDRAFT
 from d2sd.errors import CheckpointError
@@ -209,11 +208,3 @@ def test_it_is_no_dflash_drafter(folder: Path) -> None:
         with pytest.raises(CheckpointError, match="FlexDraft") as caught:
             DFLASH.read_config(one)
         assert caught.value.fix == "name it as drafters.flex in the recipe"
-
-
-def test_a_draft_vocabulary_takes_its_rows() -> None:
-    head = tiny_flex(TARGET, layers=2)
-    small = with_vocabulary(head, (3, 5, 60))
-    assert torch.equal(small.calibration.outer.weight, head.calibration.outer.weight[[3, 5, 60]])
-    assert torch.equal(small.mask_embedding, head.mask_embedding)
-    assert small.config == replace(CONFIG, draft_vocabulary=(3, 5, 60))

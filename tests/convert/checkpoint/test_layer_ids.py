@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from d2sd.convert.checkpoint.layer_ids import fault, from_convention, sort_columns, to_convention, usual_ids
+from d2sd.convert.checkpoint.layout import fault, from_convention, sort_columns, to_convention, usual_ids
 
 
 def test_speculators_numbers_hidden_states_and_the_others_layers() -> None:

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from d2sd.convert.checkpoint.fp8_inputs import NAME
 from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.own_files import FP8_INPUTS
 from d2sd.convert.checkpoint.quantization import (
     FILE,
     KEY,
@@ -210,7 +210,7 @@ def test_a_drafter_round_trips(tmp_path: Path) -> None:
 def test_a_drafter_whose_other_layers_d2sd_rounds(tmp_path: Path) -> None:
     """The checkpoint is the same; the model is the one with all its layers in FP8."""
     stored, whole = write_fp8_drafter(tmp_path / "stored"), write_fp8_drafter(tmp_path / "whole", whole=True)
-    assert tree_bytes(whole).keys() - tree_bytes(stored).keys() == {NAME}
+    assert tree_bytes(whole).keys() - tree_bytes(stored).keys() == {FP8_INPUTS}
     assert tree_bytes(stored).items() <= tree_bytes(whole).items()
     expected, found = DFLASH.load(stored, torch.float32), DFLASH.load(whole, torch.float32)
     others = [name for name in linear_names(expected) if not isinstance(expected.get_submodule(name), Fp8Linear)]
@@ -243,7 +243,7 @@ def test_a_drafter_whose_other_layers_d2sd_rounds(tmp_path: Path) -> None:
 )
 def test_scales_that_are_not_of_these_layers_are_named(tmp_path: Path, key: str, value: Any, named: str) -> None:
     write_fp8_drafter(tmp_path, whole=True)
-    edit_json(tmp_path / NAME, key, value)
+    edit_json(tmp_path / FP8_INPUTS, key, value)
     with pytest.raises(CheckpointError, match=named):
         DFLASH.load(tmp_path, torch.float32)
 
@@ -252,7 +252,7 @@ def test_scales_need_a_description(tmp_path: Path) -> None:
     folder = write_fp8_drafter(tmp_path / "fp8", whole=True)
     drafter = tiny_drafter(tiny_decoder().config)
     DFLASH.write(tmp_path / "plain", drafter.config, drafter.state_dict())
-    shutil.copy(folder / NAME, tmp_path / "plain")
+    shutil.copy(folder / FP8_INPUTS, tmp_path / "plain")
     with pytest.raises(CheckpointError, match="layers in 16 bits"):
         DFLASH.load(tmp_path / "plain", torch.float32)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ import torch
 
 from d2sd import tensorrt_env as tensorrt
 from d2sd.convert.engines import build as build_module
-from d2sd.convert.engines.build import build_engines, unversioned_library
+from d2sd.convert.engines.build import Job, Report, build_engine, build_engines, configure, unversioned_library
 from d2sd.convert.engines.profiles import Profile
-from d2sd.convert.engines.worker import Job, Report, build_engine, configure, load_timing_cache, save_timing_cache
 from d2sd.convert.onnx.export import export_target
 from d2sd.errors import BuildError
 from tests.convert.exported import PAGE, ExportOnce
@@ -168,38 +166,6 @@ def test_nothing_is_begun_behind_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_
         build_engines([job(tmp_path, "target", LAYERS["target"])] * 9, tmp_path)
     assert begun[0] == "0"
     assert len(begun) < 9, "a few may begin while the failure is noticed"
-
-
-class Timing:
-    """Classic TensorRT's part in a timing cache: it takes one that was measured on this GPU."""
-
-    def __init__(self, measured: bytes) -> None:
-        self.measured = measured
-        self.taken: bytes | None = None
-
-    def create_timing_cache(self, known: bytes) -> bytes:
-        return known
-
-    def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> bool:
-        assert not ignore_mismatch, "times of another GPU are worth nothing"
-        if cache.startswith(b"other"):
-            return False
-        self.taken = cache
-        return True
-
-    def get_timing_cache(self) -> Any:
-        return SimpleNamespace(serialize=lambda: self.measured)
-
-
-def test_what_classic_tensorrt_measures_is_remembered(tmp_path: Path) -> None:
-    file = tmp_path / "timing" / "model"
-    for measured, taken in ((b"first", b""), (b"other GPU", b"first"), (b"last", b"")):
-        config = Timing(measured)
-        load_timing_cache(config, file)
-        assert config.taken == taken
-        save_timing_cache(config, file)
-        assert [path.name for path in file.parent.iterdir()] == ["model"]
-        assert file.read_bytes() == measured
 
 
 def test_the_librarys_other_name(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from d2sd.convert.formats.vocabulary import to_tensors
+from d2sd.convert.formats.speculators import to_tensors
 from d2sd.modeling.config import Role, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter

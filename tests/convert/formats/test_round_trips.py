@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.convert.formats.convert import convert
+from d2sd.convert.formats.convert import Writable, convert
 from d2sd.convert.formats.read import read_drafter
-from d2sd.convert.formats.write import Writable
 from d2sd.convert.kinds import DFLASH
 from d2sd.modeling.config import Role
 from d2sd.modeling.decoder import Decoder

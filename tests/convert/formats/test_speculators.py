@@ -13,8 +13,7 @@ from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.offline import offline_transformers
 from d2sd.convert.formats.convert import convert
 from d2sd.convert.formats.read import read_drafter
-from d2sd.convert.formats.speculators import QWEN3_DEFAULTS, config_text, read_speculators
-from d2sd.convert.formats.vocabulary import from_tensors, to_tensors
+from d2sd.convert.formats.speculators import QWEN3_DEFAULTS, config_text, from_tensors, read_speculators, to_tensors
 from d2sd.modeling.config import RopeConfig
 from tests.convert.formats.helpers import IDS, extra, reduced, speculators_fields, tiny_pair, write_foreign
 from tests.convert.helpers import write_project

@@ -10,8 +10,7 @@ import torch
 
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.unsupported import refuse_unsupported
-from d2sd.convert.formats.detect import detect
-from d2sd.convert.formats.read import read_drafter
+from d2sd.convert.formats.read import detect, read_drafter
 from d2sd.errors import CheckpointError
 from tests.convert.formats.helpers import modelopt_fields, public_fields, speculators_fields, tiny_pair, write_foreign
 from tests.convert.helpers import edit_tensors

@@ -9,12 +9,16 @@ import pytest
 import yaml
 
 from d2sd.convert import kinds
-from d2sd.convert.trtllm.fields import COMMIT, Arguments, DFlash, KvCache, check_arguments
 from d2sd.convert.trtllm.llm_args import (
+    COMMIT,
     D2SD,
     DFLASH,
     FOLDER,
     MODULE,
+    Arguments,
+    DFlash,
+    KvCache,
+    check_arguments,
     check_llm_args,
     unsupported_reason,
     write_llm_args,

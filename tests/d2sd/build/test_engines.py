@@ -16,7 +16,7 @@ from d2sd.build import build
 from d2sd.build import engines as stages
 from d2sd.build.plan import make_plan
 from d2sd.bundle.load import load_bundle
-from d2sd.convert.engines.worker import Job, Report
+from d2sd.convert.engines.build import Job, Report
 from d2sd.convert.onnx import export
 from d2sd.errors import BuildError, RecipeError
 from d2sd.recipe import load_recipe

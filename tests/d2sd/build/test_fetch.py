@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from d2sd.build.fetch import cached_file, fetch
+from d2sd.build.sources import cached_file, fetch
 from d2sd.errors import BuildError
 from d2sd.recipe import PyPI
 from tests.convert.helpers import WHEEL_CONTENT as CONTENT

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from d2sd.build.plan import Plan, make_plan
-from d2sd.convert.checkpoint.fp8_inputs import NAME
 from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.own_files import FP8_INPUTS
 from d2sd.convert.checkpoint.quantization import KEY, Quantization, described
 from d2sd.convert.checkpoint.target import parse_target_config, target_shapes
 from d2sd.convert.checkpoint.weights import Shapes, stored_as
@@ -53,7 +53,7 @@ def test_fp8_at_its_source_is_one_byte_and_its_scales_are_no_parameters(tmp_path
     make_drafter_fp8(tmp_path / "second")
     found = make_plan(load_recipe(recipe))
     assert figures(found) == figures(by_recipe)
-    (tmp_path / "second" / NAME).unlink()
+    (tmp_path / "second" / FP8_INPUTS).unlink()
     stored = make_plan(load_recipe(recipe)).parts
     # fc (64 x 32) and 2 layers of q (32 x 32), k and v (32 x 16)
     assert stored[2].weight_bytes == found.parts[2].weight_bytes + 64 * 32 + 2 * (32 * 32 + 2 * 32 * 16)

@@ -1,8 +1,7 @@
-"""Where models come from: folders of wheels, local copies of them, and files of a hub's commit, each by its hash."""
+"""Where models come from: folders of wheels, and local copies of them, each by its hash."""
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,15 @@ from typing import Any
 import pytest
 
 from d2sd.build import build
-from d2sd.build.fetch import cached_file, fetch
 from d2sd.build.plan import make_plan
-from d2sd.build.sources import located, obtained
+from d2sd.build.sources import cached_file, fetch, located
 from d2sd.bundle.load import load_bundle
 from d2sd.errors import BuildError, D2SDError, RecipeError
 from d2sd.policies import DrafterRole
-from d2sd.recipe import PyPI, Recipe, Source, load_recipe
+from d2sd.recipe import PyPI, Source, load_recipe
 from tests.convert.helpers import make_wheel, write_project
 
-REVISION = "0123456789abcdef0123456789abcdef01234567"
+WHEEL = {"package": "pair", "version": "1.0", "file": "first", "sha256": "0" * 64}
 
 
 def write_pair_recipe(folder: Path, index: Path, **more: str) -> Path:
@@ -99,107 +97,16 @@ def test_a_local_copy_is_used_where_it_exists(tmp_path: Path, index: Path, monke
     assert len(make_plan(relative).drafters) == 2
 
 
-# --- The hub ---------------------------------------------------------------------------------------------------------
-
-HUB = """
-import os, pathlib
-def hf_hub_download(repo, name, *, revision, local_dir):
-    assert os.environ["HF_HUB_OFFLINE"] == "0"
-    with open(os.environ["HUB_LOG"], "a") as log:
-        print(repo, name, revision, file=log)
-    path = pathlib.Path(local_dir, name)
-    path.parent.mkdir(parents=True)
-    path.write_bytes(pathlib.Path(os.environ["HUB"], name).read_bytes())
-"""
-
-
-@pytest.fixture
-def hub(tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder served by a fake huggingface_hub, which writes requests to `log` next to it."""
-    module = tmp_path / "site" / "huggingface_hub.py"
-    module.parent.mkdir()
-    module.write_text(HUB)
-    monkeypatch.setenv("PYTHONPATH", str(module.parent))
-    monkeypatch.setenv("HUB_LOG", str(tmp_path / "log"))
-    monkeypatch.setenv("HUB", str(tmp_path / "hub"))
-    monkeypatch.setenv("D2SD_ALLOW_HUB", "1")
-    (tmp_path / "hub").mkdir()
-    return tmp_path / "hub"
-
-
-def hub_source(hub: Path) -> Source:
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in hub.iterdir()}
-    return Source.model_validate({"hf": {"repo": "someone/drafter", "revision": REVISION, "files": files}})
-
-
-def test_files_of_a_commit_are_fetched_once(hub: Path) -> None:
-    (hub / "config.json").write_text("{}")
-    (hub / "model.safetensors").write_bytes(b"x" * 9)
-    source, recipe = hub_source(hub), Recipe.model_construct()
-    assert located(recipe, source) is None
-    folder = obtained(recipe, source)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
-        path.name: path.read_bytes() for path in hub.iterdir()
-    }
-    assert obtained(recipe, source) == folder == located(recipe, source)
-    asked = sorted((hub.parent / "log").read_text().splitlines())
-    assert asked == [f"someone/drafter {name} {REVISION}" for name in ("config.json", "model.safetensors")]
-    (folder / "model.safetensors").write_bytes(b"y" * 9)
-    assert located(recipe, source) is None, "a changed file is not what the recipe names"
-    assert obtained(recipe, source) == folder
-    asked = (hub.parent / "log").read_text().splitlines()[2:]
-    assert asked == [f"someone/drafter model.safetensors {REVISION}"], "only the changed file is fetched again"
-
-
-@pytest.mark.parametrize("value", [None, "0", "true"])
-def test_no_hub_is_asked_unless_allowed(hub: Path, monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
-    (hub / "config.json").write_text("{}")
-    monkeypatch.delenv("D2SD_ALLOW_HUB")
-    if value is not None:
-        monkeypatch.setenv("D2SD_ALLOW_HUB", value)
-    with pytest.raises(BuildError, match=r"downloads from the hub are disabled(.|\n)*D2SD_ALLOW_HUB=1"):
-        obtained(Recipe.model_construct(), hub_source(hub))
-    assert not (hub.parent / "log").exists()
-
-
-def test_another_file_than_the_recipes_is_refused_and_not_kept(hub: Path) -> None:
-    (hub / "config.json").write_text("{}")
-    source = hub_source(hub)
-    (hub / "config.json").write_text("[]")
-    with pytest.raises(
-        BuildError, match=r"not have the recipe's hash(.|\n)*someone/drafter at 0123(.|\n)*config\.json"
-    ):
-        obtained(Recipe.model_construct(), source)
-    assert [path.name for path in (hub.parent / "cache").rglob("*") if path.is_file()] == ["lock"]
-
-
-def test_what_the_hub_says_is_in_the_message(hub: Path) -> None:
-    (hub / "config.json").write_text("{}")
-    source = hub_source(hub)
-    (hub / "config.json").unlink()
-    with pytest.raises(BuildError, match=r"could not be downloaded(.|\n)*No such file"):
-        obtained(Recipe.model_construct(), source)
-
-
 # --- What a recipe may say -------------------------------------------------------------------------------------------
-
-FILES = {"config.json": "0" * 64}
-HF = {"repo": "a/b", "revision": REVISION, "files": FILES}
 
 
 @pytest.mark.parametrize(
     ("first", "told"),
     [
-        ({}, "needs exactly one of `path`, `pypi` and `hf`"),
-        ({"path": "first", "hf": HF}, "needs exactly one of `path`, `pypi` and `hf`"),
-        ({"hf": HF | {"revision": "main"}}, "drafters.first.hf.revision"),
-        ({"hf": HF | {"repo": "b"}}, "drafters.first.hf.repo"),
-        ({"hf": HF | {"repo": "../../etc/b"}}, "drafters.first.hf.repo"),
-        ({"hf": HF | {"files": {}}}, "drafters.first.hf.files"),
-        ({"hf": HF | {"files": {"pytorch_model.bin": "0" * 64}}}, "pytorch_model.bin is not one of"),
-        ({"hf": HF | {"files": {"modeling.py": "0" * 64}}}, "modeling.py is not one of"),
-        ({"hf": HF | {"files": {"../config.json": "0" * 64}}}, "drafters.first.hf.files"),
-        ({"hf": HF | {"files": {"config.json": "0"}}}, "drafters.first.hf.files.config.json"),
+        ({}, "needs exactly one of `path` and `pypi`"),
+        ({"path": "first", "pypi": WHEEL}, "needs exactly one of `path` and `pypi`"),
+        ({"pypi": WHEEL | {"sha256": "0"}}, "drafters.first.pypi.sha256"),
+        ({"hf": {"repo": "a/b"}}, "drafters.first.hf"),
     ],
 )
 def test_a_source_that_names_no_exact_bytes_is_refused(tmp_path: Path, first: dict[str, Any], told: str) -> None:
@@ -208,6 +115,11 @@ def test_a_source_that_names_no_exact_bytes_is_refused(tmp_path: Path, first: di
     with pytest.raises(RecipeError) as raised:
         load_recipe(recipe)
     assert told in str(raised.value)
+
+
+def test_a_source_of_an_older_manifest_is_read() -> None:
+    """Manifests once had a key for files of a hub, which was null without them."""
+    assert Source.model_validate({"path": "first", "hf": None}) == Source(path="first")
 
 
 def test_a_gguf_without_its_extra_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,12 @@ from d2sd.bench.result import load_result
 from d2sd.build import build
 from d2sd.build import engines as stages
 from d2sd.build.validate.checks import check_bundle
-from d2sd.build.validate.shadow import ShadowDecoder
+from d2sd.build.validate.graph_parity import ShadowDecoder
 from d2sd.bundle.backends import choose_compute
 from d2sd.bundle.load import Bundle, assemble, load_bundle
 from d2sd.bundle.serving import make_engine
 from d2sd.cli.main import main
-from d2sd.convert.engines.worker import Job, Report
+from d2sd.convert.engines.build import Job, Report
 from d2sd.errors import BuildError, BundleError
 from d2sd.modeling.kv_pool import Rows
 from d2sd.recipe import Policy, load_recipe

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.convert.engines.build import build_engines
+from d2sd.convert.engines.build import Job, build_engines
 from d2sd.convert.engines.profiles import make_profiles
-from d2sd.convert.engines.worker import Job
 from d2sd.convert.kinds import DFLASH
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.decoder import Decoder

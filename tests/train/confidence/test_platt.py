@@ -11,7 +11,7 @@ from torch import Tensor
 
 from d2sd.runtime.observe import NodeOutcome
 from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.train.confidence.platt import PRIOR, calibrated, drafter_error, fit, logistic
+from d2sd.train.confidence.fit import PRIOR, calibrated, drafter_error, fit, logistic
 
 #: Mean and spread of what is said, then the true a and b: a modest drafter, sure ones, one that is better than it says.
 WORLDS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from d2sd.train.data.prefixes import draw_prefixes, first_errors
+from d2sd.train.data.draws import draw_prefixes, first_errors
 
 
 @pytest.mark.parametrize("base", [0.9, 0.5])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from d2sd.train.data.rng import SeededOrder
+from d2sd.train.data.draws import SeededOrder
 from d2sd.train.dist import Dist
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from d2sd.train.objectives.head import HeadStats
-from d2sd.train.objectives.terms import chain, focal, objective, slot_weights
+from d2sd.train.objectives.loss import chain, focal, objective, slot_weights
 from d2sd.train_recipe import Objective
 
 # Shape letters: A blocks, G block size γ, C candidate ids.

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from d2sd.calibration import load_calibration
-from d2sd.convert.checkpoint.draft_vocab import write_draft_vocabulary
+from d2sd.convert.checkpoint.own_files import write_draft_vocabulary
 from d2sd.convert.checkpoint.quantization import Quantization
 from d2sd.convert.checkpoint.weights import stored_as
 from d2sd.convert.kinds import DFLASH

@@ -19,8 +19,13 @@ import torch
 import yaml
 from click.testing import CliRunner, Result
 
-from d2sd.build.validate.drafter_config import candidate_configs, check_drafter_config, sign_test
-from d2sd.build.validate.drafter_predictions import Predictions, evaluate_configs
+from d2sd.build.validate.drafter_config import (
+    Predictions,
+    candidate_configs,
+    check_drafter_config,
+    evaluate_configs,
+    sign_test,
+)
 from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.cli.build import build

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from d2sd.build import fp8 as fp8_build
 from d2sd.build import fp8_scales as calibrate_fp8
 from d2sd.cli.main import main
-from d2sd.convert.checkpoint.fp8_inputs import NAME
+from d2sd.convert.checkpoint.own_files import FP8_INPUTS
 from d2sd.convert.kinds import DFLASH
 from d2sd.modeling.fp8 import Fp8Linear
 from tests.convert.helpers import add_flex, tree_bytes, write_project
@@ -69,7 +69,7 @@ def test_every_model_is_fp8_where_it_should_be(bundle: Path) -> None:
         assert (described["kv_cache_quant_algo"] == "FP8") == (folder == "target")
         inline = json.loads((bundle / folder / "config.json").read_text())["quantization_config"]
         assert inline["ignore"] == described["exclude_modules"]
-        assert (bundle / folder / NAME).exists() == (folder in DRAFTERS)
+        assert (bundle / folder / FP8_INPUTS).exists() == (folder in DRAFTERS)
     for folder in DRAFTERS:
         drafter = DFLASH.load(bundle / folder, torch.bfloat16)
         assert sum(isinstance(layer, Fp8Linear) for layer in drafter.modules()) == 2 * 7 + 1
@@ -128,7 +128,7 @@ def test_a_bound_fails_the_build(
     monkeypatch.setattr(fp8_build, "quantize_target", wrong)
     monkeypatch.setattr("d2sd.build.pipeline.check_bundle", lambda bundle, progress: {})
     taus = cycle([3.0, 2.9])  # random drafters lose nothing
-    monkeypatch.setattr("d2sd.build.validate.fp8.mean_tau", lambda stats: next(taus))
+    monkeypatch.setattr("d2sd.build.fp8.mean_tau", lambda stats: next(taus))
     done = build(project, tmp_path / "out", f"fp8.{bound}=0.01", "fp8.kv=false")
     assert done.exit_code == 2
     assert named in done.output
@@ -158,7 +158,7 @@ def test_an_fp8_source_is_served_as_it_is_and_not_quantized_twice(project: Path,
     recipe.write_text(yaml.safe_dump(values))
     assert build(recipe, tmp_path / "once").exit_code == 0
     for folder, _, _ in PARTS:
-        for file in (f"{folder}/model.safetensors", *([f"{folder}/{NAME}"] if folder in DRAFTERS else [])):
+        for file in (f"{folder}/model.safetensors", *([f"{folder}/{FP8_INPUTS}"] if folder in DRAFTERS else [])):
             assert (tmp_path / "once" / file).read_bytes() == (bundle / file).read_bytes()
 
 

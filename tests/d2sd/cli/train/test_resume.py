@@ -27,7 +27,7 @@ def test_a_second_run_asks_trains_and_measures_nothing_and_writes_the_same_bytes
 
     monkeypatch.setattr(Trainer, "_update", refuse)
     monkeypatch.setattr("d2sd.runtime.engine.Engine.submit", refuse)
-    monkeypatch.setattr("d2sd.train.pipeline.target.build", refuse)
+    monkeypatch.setattr("d2sd.train.pipeline.models.build", refuse)
     assert trained(finished) == expected
     assert (finished / "work" / "answers.jsonl").read_bytes() == answers
 

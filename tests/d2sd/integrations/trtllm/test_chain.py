@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from d2sd.integrations.trtllm.chain import spliced
+from d2sd.integrations.trtllm.worker import spliced
 
 MASK = 3
 ANCHOR = torch.tensor([2])

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from d2sd.integrations.trtllm.contract import NEEDS
-from d2sd.integrations.trtllm.probe import failures, probe
+from d2sd.integrations.trtllm.probe import NEEDS, failures, probe
 from tests.d2sd.integrations.trtllm import fake
 
 Modules = dict[str, ModuleType]

@@ -1,20 +1,35 @@
-"""`draft_vocab.json` next to a drafter's config.json: the target's token ids that it may draft.
+"""Files of d2sd's own next to a drafter's config.json, for what layouts have no keys for. Other readers ignore them.
 
-    {"d2sd_draft_vocab": 1, "vocab_size": 49152, "ids": [0, 2, 17, …]}      ascending, each once
+`draft_vocab.json` has the target's token ids that the drafter may draft, ascending, each once:
+
+    {"d2sd_draft_vocab": 1, "vocab_size": 49152, "ids": [0, 2, 17, …]}
 
 It carries the same information as `draft_vocab_size`, `d2t` and `t2d` of a speculators checkpoint (d2t[i] = ids[i] - i,
 t2d marks the ids) without changing a tensor: other readers still read the z-lab files, and draft with the full head.
+
+`d2sd_fp8.json` has scales of the layers that only d2sd runs in FP8:
+
+    {"d2sd_fp8": 1, "input_scales": {"fc": 0.02, "layers.0.self_attn.q_proj": 0.05, …}}
+
+TensorRT-LLM and vLLM slice K and V out of a fused projection and apply that without scales, and Edge-LLM refuses an FP8
+`fc`. So the checkpoint holds these layers in 16 bits and describes them as unquantized. d2sd rounds their weights when
+it loads them, with the scale that ModelOpt would store, and their inputs by this file.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from d2sd.errors import CheckpointError
-from d2sd.io import read_json
+from d2sd.io import read_json, write_json
+from d2sd.schema import read_model
 
-NAME = "draft_vocab.json"
+DRAFT_VOCABULARY = "draft_vocab.json"
 _SCHEMA = 1
 _KEYS = {"d2sd_draft_vocab", "vocab_size", "ids"}
 
@@ -24,7 +39,7 @@ def read_draft_vocabulary(directory: Path, vocab_size: int, mask_token_id: int) 
 
     `vocab_size` and `mask_token_id` are those of the drafter's config.
     """
-    path = directory / NAME
+    path = directory / DRAFT_VOCABULARY
     if not path.exists():
         return None
     values = read_json(path, error=CheckpointError)
@@ -48,7 +63,7 @@ def read_draft_vocabulary(directory: Path, vocab_size: int, mask_token_id: int) 
 
 def write_draft_vocabulary(directory: Path, ids: tuple[int, ...] | None, vocab_size: int) -> None:
     """Write the file; without ids, delete one that an earlier drafter left."""
-    path = directory / NAME
+    path = directory / DRAFT_VOCABULARY
     if ids is None:
         path.unlink(missing_ok=True)
         return
@@ -82,3 +97,41 @@ def check_ids(where: str, ids: object, vocab_size: int, mask_token_id: int) -> t
             )  # fmt: skip
         before = token
     return tuple(ids)
+
+
+FP8_INPUTS = "d2sd_fp8.json"
+#: A positive number that fp32 holds with all its digits.
+Scale = Annotated[float, Field(ge=2.0**-126, lt=2.0**128)]
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    d2sd_fp8: Literal[1]
+    input_scales: dict[str, Scale]
+
+
+def read_fp8_inputs(directory: Path, layers: Collection[str]) -> dict[str, float]:
+    """Return the input scale of each of `layers`, the linear layers stored in 16 bits; none if there is no file.
+
+    Raises `CheckpointError` naming file and key.
+    """
+    path = directory / FP8_INPUTS
+    if not path.exists():
+        return {}
+    version = ("d2sd_fp8", 1)
+    scales = read_model(_File, path, error=CheckpointError, what="file of FP8 scales", version=version).input_scales
+    if scales.keys() != set(layers):
+        raise CheckpointError(
+            "The scales are not those of the layers in 16 bits.", where=f"{path}: input_scales",
+            found=sorted(scales.keys() ^ set(layers)),
+        )  # fmt: skip
+    return {name: scales[name] for name in layers}
+
+
+def write_fp8_inputs(directory: Path, scales: Mapping[str, float]) -> None:
+    """Write the file; without scales, delete one that an earlier drafter left."""
+    if scales:
+        write_json(directory / FP8_INPUTS, {"d2sd_fp8": 1, "input_scales": dict(scales)})
+    else:
+        (directory / FP8_INPUTS).unlink(missing_ok=True)

@@ -1,0 +1,103 @@
+"""The models that a training begins with: its target, and a pretrained first drafter if the recipe names one.
+
+The target is pinned as a bundle without drafters in the work folder when the training begins. A pretrained drafter is
+checked against recipe and target, and not trained.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from d2sd.build import build
+from d2sd.build.sources import obtained
+from d2sd.bundle.load import Bundle, load_bundle
+from d2sd.convert.kinds import DFLASH
+from d2sd.errors import CheckpointError, D2SDError
+from d2sd.manifest import NAME, load_manifest
+from d2sd.modeling.config import DecoderConfig
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.policies import DrafterRole
+from d2sd.progress import Progress
+from d2sd.recipe import Drafters, Limits, Recipe, Sampling, Tree
+from d2sd.train.kinds import TRAINED
+from d2sd.train_recipe import TrainRecipe
+
+
+def pinned_target(recipe: TrainRecipe, folder: Path, progress: Progress) -> Bundle:
+    """Load the target from `folder`, after building it if necessary (fetch, convert, verify; resumable).
+
+    Raises D2SDError if it is not the recipe's target: existing responses and features belong to the one in `folder`.
+    """
+    plain = plain_recipe(recipe)
+    if (folder / NAME).is_file():
+        before = load_manifest(folder).recipe
+        if (before.target, before.precision) != (recipe.target, recipe.precision):
+            raise D2SDError(
+                "the target changed since this training began", where=folder,
+                found=f"{recipe.target}, {recipe.precision}", expected=f"{before.target}, {before.precision}",
+                fix="restore the recipe, or train into another --work folder",
+            )  # fmt: skip
+        if before.canonical() == plain.canonical():
+            return load_bundle(folder, progress=progress)
+    build(plain, folder, validate=False, progress=progress)
+    return load_bundle(folder, progress=progress)
+
+
+def plain_recipe(recipe: TrainRecipe) -> Recipe:
+    """Recipe of a bundle with the target alone, with limits for `max_batch` of the longest requests of a training."""
+    data, batch = recipe.data, recipe.max_batch
+    new_tokens = max(data.max_new_tokens, recipe.evaluation.max_new_tokens)
+    new_tokens = max([new_tokens, *(kind.max_tokens for kind in data.self_written)])
+    return Recipe(
+        d2sd=1, name=f"{recipe.name}-target", target=recipe.target, drafters=Drafters(), precision=recipe.precision,
+        tree=Tree(policy="off"),
+        sampling=Sampling(max_new_tokens=new_tokens),
+        limits=Limits(
+            max_batch=batch,
+            max_context=-(-(data.max_prompt_tokens + new_tokens) // 16) * 16,
+            prefill_chunk=4 * batch,
+        ),
+    ).at(recipe.folder, recipe.home)  # fmt: skip
+
+
+def check_geometry(recipe: TrainRecipe, target: DecoderConfig) -> None:
+    """Raise D2SDError if what the recipe trains does not fit the target, or if its pretrained first drafter does not
+    match the target or the recipe; called early, hours before the drafter is used.
+    """
+    for role in recipe.trained:
+        TRAINED[role].config(recipe.shape, target)
+    geometry = recipe.drafter
+    if recipe.ready_first is None or geometry is None:
+        return
+    folder = _folder(recipe)
+    ready = DFLASH.read_config(folder)
+    DFLASH.check(ready, target, DrafterRole.FIRST, ready.block_size, folder)
+    for key, found, expected in (
+        ("num_hidden_layers", ready.body.num_layers, geometry.layers),
+        ("block_size", ready.block_size, geometry.block_size),
+        ("dflash_config.mask_token_id", ready.mask_token_id, geometry.mask_token_id),
+        ("dflash_config.target_layer_ids", list(ready.target_layer_ids), geometry.target_layer_ids),
+    ):
+        if found != expected:
+            raise CheckpointError(
+                "The pretrained first drafter does not match the recipe's geometry.",
+                where=f"{folder / 'config.json'}: {key}", found=found, expected=expected,
+                fix="copy the drafter's value to `drafter` in the recipe",
+            )  # fmt: skip
+    if DFLASH.check_tensors(folder, ready) is not None:
+        raise CheckpointError(
+            "The pretrained first drafter is quantized, so the second cannot be initialised from it.", where=folder,
+            fix="name the drafter before quantization",
+        )  # fmt: skip
+
+
+def load_ready(recipe: TrainRecipe) -> Drafter:
+    """The pretrained first drafter in fp32 on the CPU, without gradients. Call `check_geometry` first."""
+    return DFLASH.load(_folder(recipe), torch.float32)
+
+
+def _folder(recipe: TrainRecipe) -> Path:
+    assert recipe.ready_first is not None
+    return obtained(recipe, recipe.ready_first)
