@@ -14,8 +14,8 @@ from d2sd.bench.views import ADAPTIVE, PLAIN
 from d2sd.viz.plot_style import Line
 
 #: Column -> the function that computes it, whose docstring is its printed definition.
-DEFINITIONS: dict[str, Callable[..., object]] = {
-    "τ": metrics.tau,
+DEFINITIONS: dict[str, object] = {
+    "τ": Cell.tau,
     "mean": metrics.mean_tau,
     "95 % interval": tau_interval,
     "τ by token": metrics.tau_by_token,
@@ -25,7 +25,7 @@ DEFINITIONS: dict[str, Callable[..., object]] = {
     "nodes": metrics.mean_nodes,
     "merged": metrics.merged_per_step,
     "rescued": metrics.rescued_share,
-    "accepted by position": metrics.joint_acceptance,
+    "accepted by position": Cell.joint_acceptance,
     "served": metrics.served,
     "cycle cost": metrics.cycle_cost,
     "speedup": metrics.speedup,
@@ -59,7 +59,7 @@ def tau_table(result: Result, temperature: float, concurrency: int) -> str:
     names = [name for name in views.sets(result) if any(name in found for found in cells)]
     columns = _names(lines)
     for name in names:
-        columns.append((name, largest_bold([metrics.tau(found[name]) if name in found else None for found in cells])))
+        columns.append((name, largest_bold([found[name].tau if name in found else None for found in cells])))
     complete = [list(found.values()) if len(found) == len(names) else None for found in cells]
     means = [metrics.mean_tau(found) if found else None for found in complete]
     intervals = [tau_interval(found) if found else None for found in complete]
@@ -75,7 +75,7 @@ def detail_table(result: Result, temperature: float, concurrency: int) -> str:
         return [form(metric(cell)) for cell in cells]
 
     one_digit = partial(number, digits=1)
-    accepted = [" ".join(map(number, metrics.joint_acceptance(cell))) or NONE for cell in cells]
+    accepted = [" ".join(map(number, cell.joint_acceptance)) or NONE for cell in cells]
     costs = [metrics.cycle_cost(cell, plain) if plain else None for cell, plain in pairs]
     speedups = [metrics.speedup(cell, plain) if plain else None for cell, plain in pairs]
     columns = [
