@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from d2sd.bench.result import Cell
-from d2sd.runtime.stats import calibration_error as calibration_error
 
 
 def mean_tau(cells: Sequence[Cell]) -> float:
@@ -73,12 +72,11 @@ def step_seconds(cell: Cell) -> float:
     return sum(spent for stage, spent in cell.stage_seconds.items() if stage != "prefill") / cell.steps
 
 
-def cycle_cost(cell: Cell, plain: Cell) -> float | None:
+def cycle_cost(cell: Cell, plain: Cell | None) -> float | None:
     """Mean time of an engine step, without prefill, over that of plain decoding on the same sets, at the same
     temperature and concurrency.
     """
-    _same_work(cell, plain)
-    unit = step_seconds(plain)
+    unit = _unit(step_seconds, cell, plain)
     return step_seconds(cell) / unit if unit else None
 
 
@@ -87,12 +85,15 @@ def tokens_per_second(cell: Cell) -> float:
     return sum(response.tokens for response in cell.requests) / cell.wall_seconds
 
 
-def speedup(cell: Cell, plain: Cell) -> float | None:
+def speedup(cell: Cell, plain: Cell | None) -> float | None:
     """Tokens per second over those of plain decoding on the same sets, at the same temperature and concurrency."""
-    _same_work(cell, plain)
-    unit = tokens_per_second(plain)
+    unit = _unit(tokens_per_second, cell, plain)
     return tokens_per_second(cell) / unit if unit else None
 
 
-def _same_work(cell: Cell, plain: Cell) -> None:
+def _unit(metric: Callable[[Cell], float], cell: Cell, plain: Cell | None) -> float:
+    """The figure of plain decoding; 0 if it was not measured."""
+    if plain is None:
+        return 0.0
     assert (cell.set, cell.temperature, cell.concurrency) == (plain.set, plain.temperature, plain.concurrency)
+    return metric(plain)

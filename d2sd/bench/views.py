@@ -63,6 +63,12 @@ def pooled(result: Result, line: Line, temperature: float, concurrency: int) -> 
     return pool(list(ours.values())), pool([plain[name] for name in ours]) if both else None
 
 
+def compared(result: Result) -> list[Cell]:
+    """The cells whose responses were compared with plain decoding: all but that itself at the lowest concurrency."""
+    lowest = {temperature: concurrencies(result, temperature)[0] for temperature in temperatures(result)}
+    return [c for c in result.cells if (c.method, c.concurrency) != (PLAIN, lowest[c.temperature])]
+
+
 def pool(cells: Sequence[Cell]) -> Cell:
     """Merge cells that differ only in their sets: all requests, and sums of all counts."""
     head, requests, differences = cells[0], list[Response](), list[Difference]()

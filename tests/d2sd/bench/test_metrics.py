@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from d2sd.bench import metrics
+from d2sd.runtime.stats import calibration_error
 from tests.d2sd.bench.helpers import bins, cell
 
 #: Two responses: 8 tokens in 4 steps (tau 2) and 4 tokens in 1 step (tau 4).
@@ -84,7 +85,7 @@ def test_plain_decoding_of_other_work_is_refused(other: dict[str, object]) -> No
 
 def test_calibration_error() -> None:
     # 3 tokens, mean prediction 0.9 and 2 right: |2.7 - 2| = 0.7; 1 token, predicted 0.25 and right: 0.75
-    assert metrics.calibration_error(bins(b2=(1, 0.25, 1), b9=(3, 2.7, 2))) == pytest.approx((0.7 + 0.75) / 4)
-    assert metrics.calibration_error(bins(b9=(10, 9.0, 9))) == 0.0
-    assert metrics.calibration_error(bins()) is None
-    assert metrics.calibration_error([]) is None
+    assert calibration_error(bins(b2=(1, 0.25, 1), b9=(3, 2.7, 2))) == pytest.approx((0.7 + 0.75) / 4)
+    assert calibration_error(bins(b9=(10, 9.0, 9))) == 0.0
+    assert calibration_error(bins()) is None
+    assert calibration_error([]) is None
