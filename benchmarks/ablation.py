@@ -148,7 +148,7 @@ def report(cells: dict[str, list[Cell]]) -> str:
     reference = pool(cells[REFERENCE])
     ratios = {name: tau_ratio(reference, pool(found)) for name, found in cells.items()}
     columns = [("objective", list(cells))]
-    columns += [(each, [number(metrics.tau(found[i])) for found in cells.values()]) for i, each in enumerate(SETS)]
+    columns += [(each, [number(found[i].tau) for found in cells.values()]) for i, each in enumerate(SETS)]
     columns.append(("mean", [number(metrics.mean_tau(found)) for found in cells.values()]))
     columns.append(("95 % interval", [span(tau_interval(found)) for found in cells.values()]))
     over = [f"{number(ratio.value)} ({span(ratio.interval)})" if ratio else "–" for ratio in ratios.values()]

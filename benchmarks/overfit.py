@@ -26,13 +26,13 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.policies import DrafterRole
 from d2sd.progress import bar
+from d2sd.runtime.evaluation import Evaluation
 from d2sd.train.data.features import TrainingData, cache_features
 from d2sd.train.dflash import second_drafter
 from d2sd.train.dist import Dist
 from d2sd.train.kinds import METHODS, TRAINED
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.evaluate import Evaluator, as_written
-from d2sd.train.pipeline.evaluation import Evaluation
 from d2sd.train.pipeline.models import pinned_target
 from d2sd.train.pipeline.responses import ResponseGenerator
 from d2sd.train_recipe import SecondSettings, TrainRecipe, load_train_recipe

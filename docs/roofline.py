@@ -26,6 +26,7 @@ from benchmarks.gpu.steps import (
     rows,
 )
 from benchmarks.gpu.traffic import ACTIVATIONS, KV, LOGITS, WEIGHTS, Launch, read, written
+from d2sd.bench.markdown import line_table
 from d2sd.bench.roofline import PEAKS
 
 PAGE = Path(__file__).with_name("roofline.md")
@@ -59,10 +60,9 @@ out activations, logits, writes and launches. **Counted** takes for each node th
 products, at the same peaks. **With nodes** a node also takes at least {1e6 * NODE:g} µs, an assumption for small
 kernels behind each other.
 
-| GPU | TB/s | TFLOP/s in bf16 | in FP8 | NVIDIA's data sheet |
-|---|---|---|---|---|
 """
 
+SHEET = ["GPU", "TB/s", "TFLOP/s in bf16", "in FP8", "NVIDIA's data sheet"]
 SHEETS = {"H100": "H100 Tensor Core GPU, SXM", "H200": "H200 Tensor Core GPU, SXM", "B200": "HGX B200, per GPU"}
 
 NOT_COUNTED = """
@@ -86,17 +86,17 @@ def counted(one: Step) -> list[Launch]:
 
 def page() -> str:
     sheets = [
-        f"| {gpu} | {one.bandwidth / 1e12:g} | {one.half / 1e12:,.0f} | {one.fp8 / 1e12:,.0f} | {SHEETS[gpu]} |"
+        [gpu, f"{one.bandwidth / 1e12:g}", f"{one.half / 1e12:,.0f}", f"{one.fp8 / 1e12:,.0f}", SHEETS[gpu]]
         for gpu, one in PEAKS.items()
-    ]  # fmt: skip
-    parts = [TOP, *(f"{line}\n" for line in sheets), "\nDense rates, as in `d2sd/bench/roofline.py`.\n", bounds()]
+    ]
+    parts = [TOP, line_table(SHEET, sheets), "\n\nDense rates, as in `d2sd/bench/roofline.py`.\n", bounds()]
     found = rows()
-    parts += ["\n## Bytes, operations, nodes\n", table(COUNTS, map(counts, found))]
+    parts += ["\n\n## Bytes, operations, nodes\n\n", line_table(COUNTS, map(counts, found))]
     parts += [
-        "\n## Milliseconds\n\nFloor, counted, and with nodes; the last in plain steps of the same type and batch.\n"
+        "\n\n## Milliseconds\n\nFloor, counted, and with nodes; the last in plain steps of the same type and batch.\n\n"
     ]
     heads = ["step", "batch", *(f"{gpu}: floor, counted, with nodes, in plain steps" for gpu in PEAKS)]
-    parts += [table(heads, map(times, found)), NOT_COUNTED]
+    parts += [line_table(heads, map(times, found)), "\n", NOT_COUNTED]
     return "".join(parts)
 
 
@@ -144,8 +144,7 @@ def named(one: Step) -> str:
 
 def bounds() -> str:
     """The bounds of a step at batch 1, each with its figures."""
-    lines = [["bound", "figure", "holds"], *_bounds()]
-    return "\n## Bounds at batch 1\n" + table(lines[0], lines[1:])
+    return "\n## Bounds at batch 1\n\n" + line_table(["bound", "figure", "holds"], _bounds())
 
 
 def _bounds() -> Iterator[list[str]]:
@@ -205,11 +204,6 @@ def _bounds() -> Iterator[list[str]]:
 
 def _by_gpu(ratios: Sequence[float]) -> list[str]:
     return [f"{gpu} {ratio:.2f}" for gpu, ratio in zip(PEAKS, ratios, strict=True)]
-
-
-def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    cells = [heads, ["---"] * len(heads), *lines]
-    return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.cpu.contestant import Key
 from benchmarks.cpu.result import Figures, Result
+from d2sd.bench.markdown import line_table
 from d2sd.viz import plot_style as style
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def markdown(result: Result) -> str:
         "weights and answer the same prompts in alternation.", "",
     ]  # fmt: skip
     for in_flight in _loads(result):
-        lines += [f"## {_load(in_flight)}", "", *_table(_rows(result, in_flight)), ""]
+        lines += [f"## {_load(in_flight)}", "", line_table(_HEADERS, _rows(result, in_flight)), ""]
     lines += [
         "Medians over the repetitions, least and greatest in brackets. Tokens/s has everything in it; a step is a pass "
         "of the target after the prefill. The prefill of a peer also gives its first token; d2sd's does not. The plain "
@@ -42,10 +43,9 @@ def markdown(result: Result) -> str:
         "any. Equal: to d2sd's plain decoding, with bf16 weights for bf16 and fp32 weights for the others.", "",
         "A plain step reads every weight once. To read as many bytes, again and again with the same threads, takes at "
         "least, by the fastest of several kernels, the step's own among them:", "",
-        *_table([
-            ["weights", "MB", "ms"],
-            *([name, f"{floor.weight_bytes / 1e6:.0f}", f"{floor.ms:.1f}"] for name, floor in result.floors.items()),
-        ]), "",
+        line_table(["weights", "MB", "ms"], (
+            [name, f"{floor.weight_bytes / 1e6:.0f}", f"{floor.ms:.1f}"] for name, floor in result.floors.items()
+        )), "",
         *(f"{line}\n" for line in [*result.notes, *_beaten(result)]),
     ]  # fmt: skip
     return "\n".join(lines).rstrip("\n") + "\n"
@@ -60,7 +60,6 @@ def _beaten(result: Result) -> list[str]:
 
 
 def _rows(result: Result, in_flight: int) -> Iterator[Sequence[str]]:
-    yield _HEADERS
     for one in result.figures:
         if one.in_flight == in_flight:
             yield [
@@ -68,11 +67,6 @@ def _rows(result: Result, in_flight: int) -> Iterator[Sequence[str]]:
                 *(_ratio(result.gain(one, same_bits=same)) for same in (True, False)),
                 _spread(one.step_ms), f"{median(one.prefill_ms):.0f}", f"{one.equal} of {one.answers}",
             ]  # fmt: skip
-
-
-def _table(rows: Iterator[Sequence[str]] | Sequence[Sequence[str]]) -> list[str]:
-    first, *others = rows
-    return [f"| {' | '.join(row)} |" for row in (first, ["---"] * len(first), *others)]
 
 
 def plot(result: Result, path: Path) -> None:

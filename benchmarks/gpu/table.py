@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.gpu.record import Row
 from benchmarks.gpu.shapes import GATE
+from d2sd.bench.markdown import line_table
 
 Rows = dict[str, Row]
 #: A figure and its case.
@@ -24,8 +25,7 @@ def render(environment: dict[str, Any], rows: Rows) -> str:
     """Markdown: the table, then every case without a figure, with its reason."""
     rows = {key: fair(row) for key, row in rows.items()}
     about = ", ".join(f"{name} {environment.get(name) or 'none'}" for name in ("device", "torch", "triton", "commit"))
-    lines = [about, "", "| what | cases | worst | best |", "|---|---|---|---|"]
-    lines += [f"| {' | '.join(cells)} |" for cells in _lines(rows)]
+    lines = [about, "", line_table(["what", "cases", "worst", "best"], _lines(rows))]
     missing = [
         f"- {key}: {row['status']}, {row.get('reason', '')}" for key, row in rows.items() if row["status"] != "ok"
     ]
@@ -38,7 +38,7 @@ def render(environment: dict[str, Any], rows: Rows) -> str:
 def _lines(rows: Rows) -> Iterator[tuple[str, ...]]:
     for key, row in _part(rows, "probe").items():
         if "answer" in row:
-            yield f"TensorRT-RTX, engine {key.removeprefix('probe/')}", "1", row["answer"].replace("|", "/")[:160], ""
+            yield f"TensorRT-RTX, engine {key.removeprefix('probe/')}", "1", row["answer"][:160], ""
     rate = rows.get("copy/rate", {}).get("gb_per_s")
     if rate:
         yield "copy, bytes read and written", "1", f"{rate:.0f} GB/s", ""

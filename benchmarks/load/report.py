@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.load.result import Cell, Result
+from d2sd.bench.markdown import line_table
 
 _HEADERS = (
     "load", "server", "TTFT p50 / p90 / p99, ms", "ITL mean / p50 / p99, ms", "E2E p50 / p99, s", "tokens/s",
@@ -46,8 +47,7 @@ def markdown(result: Result) -> str:
     lines = [
         "# Serving", "",
         f"{made.date}, {made.machine['processor']}, {made.machine['cores']} cores; `{made.command}`.", "",
-        "| " + " | ".join(_HEADERS) + " |", "|" + "---|" * len(_HEADERS),
-        *("| " + " | ".join(row) + " |" for row in rows(result)), "",
+        line_table(_HEADERS, rows(result)), "",
         "ITL is of tokens: k tokens that arrive together t after the chunk before them are k latencies of t / k. "
         f"Goodput: requests whose TTFT is at most {1e3 * slo.ttft:g} ms and mean ITL at most {1e3 * slo.itl:g} ms. "
         "Figures are of the run with the median time. Gain: medians over runs, in each against the run beside it of "
@@ -59,9 +59,8 @@ def markdown(result: Result) -> str:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown table of rows with the same keys."""
-    lines = ["| " + " | ".join(name.replace("_", " ") for name in rows[0]) + " |", "|" + "---|" * len(rows[0])]
-    lines += ["| " + " | ".join(map(_cell, row.values())) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+    headings = [name.replace("_", " ") for name in rows[0]]
+    return line_table(headings, (list(map(_cell, row.values())) for row in rows)) + "\n"
 
 
 def _cell(value: object) -> str:

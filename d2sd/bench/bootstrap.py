@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from d2sd.bench.metrics import response_tau
 from d2sd.bench.result import Cell
 
 RESAMPLES = 2000
@@ -43,7 +42,7 @@ def tau_interval(cells: Sequence[Cell]) -> Interval | None:
     rng = np.random.default_rng(_SEED)
     if any(len(cell.requests) < 2 for cell in cells):
         return None
-    means = [_resampled(rng, np.array([response_tau(r) for r in cell.requests]))[:, 0] for cell in cells]
+    means = [_resampled(rng, np.array([r.stats.tau for r in cell.requests]))[:, 0] for cell in cells]
     return _percentiles(np.mean(means, axis=0))
 
 
@@ -52,8 +51,8 @@ def tau_ratio(old: Cell, new: Cell) -> Ratio | None:
 
     For two results of one cell, or two methods on one set: the difficulty of a prompt cancels out.
     """
-    before = {r.id: response_tau(r) for r in old.requests}
-    after = {r.id: response_tau(r) for r in new.requests}
+    before = {r.id: r.stats.tau for r in old.requests}
+    after = {r.id: r.stats.tau for r in new.requests}
     pairs = np.array([(before[name], after[name]) for name in before if name in after])
     if not len(pairs):
         return None

@@ -28,10 +28,11 @@ class Sheet(BaseModel):
         demand, targets = self.demand, self.demand.targets
         load = f"{demand.rate:g} requests/s of {demand.prompt_tokens} prompt and {demand.output_tokens} output tokens"
         bounds = f"TTFT at most {1e3 * targets.ttft:g} ms and mean ITL at most {1e3 * targets.itl:g} ms"
+        columns = [(one.policy, list(_rows(one).values())) for one in self.options]
         lines = [
             f"# Capacity: {self.name} on {self.gpu}", "",
             f"**This is arithmetic; nothing was measured.** {load}; {bounds}.", "",
-            table([("", _rows(self.options[0])[0]), *((one.policy, _rows(one)[1]) for one in self.options)]), "",
+            table([("", list(_rows(self.options[0]))), *columns]), "",
             "What it assumes:", "", *(f"- {line}" for line in self._assumptions()), "",
         ]  # fmt: skip
         return "\n".join(lines)
@@ -69,10 +70,10 @@ def make_sheet(
     )  # fmt: skip
 
 
-def _rows(option: Option) -> tuple[list[str], list[str]]:
-    """Headings and values of one policy."""
+def _rows(option: Option) -> dict[str, str]:
+    """The values of one policy under their headings."""
     full = option.sustained
-    rows = {
+    return {
         "**GPUs**": f"**{option.gpus}**",
         "requests/s a GPU, at most": f"{option.most_rate:.2f}",
         "tokens a step": ", ".join(f"{tau:.2f} ({name})" for name, tau in option.tokens_per_step.items()),
@@ -85,4 +86,3 @@ def _rows(option: Option) -> tuple[list[str], list[str]]:
         "TTFT without a queue": f"{1e3 * full.ttft:.1f} ms",
         "ITL, mean": f"{1e3 * full.itl:.1f} ms",
     }
-    return list(rows), list(rows.values())

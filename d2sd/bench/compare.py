@@ -58,8 +58,8 @@ def _pair(a: Cell, b: Cell) -> _Pair:
     paired, unit = tau_ratio(a, b), metrics.tokens_per_second(a)
     return _Pair(
         key=a.key,
-        before=metrics.tau(x),
-        after=metrics.tau(y),
+        before=x.tau,
+        after=y.tau,
         interval=paired.interval if paired else None,
         shared=len(ids),
         prompts=len(a.requests),

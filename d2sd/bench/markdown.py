@@ -1,8 +1,8 @@
-"""Markdown tables by column, numbers rounded, the best one bold."""
+"""The writer of Markdown tables: by column or by line, numbers rounded, the best one bold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 NONE = "–"
 Column = tuple[str, Sequence[str]]
@@ -10,9 +10,14 @@ Column = tuple[str, Sequence[str]]
 
 def table(columns: Sequence[Column]) -> str:
     """Columns of equal length under their headings; the first is text, the others are right-aligned."""
-    lines = [[heading for heading, _ in columns], ["---", *["---:"] * (len(columns) - 1)]]
-    lines += [list(line) for line in zip(*(cells for _, cells in columns), strict=True)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    lines = zip(*(cells for _, cells in columns), strict=True)
+    return line_table([heading for heading, _ in columns], lines, aligned="---:")
+
+
+def line_table(headings: Sequence[str], lines: Iterable[Sequence[str]], aligned: str = "---") -> str:
+    """Lines of cells under their headings, without a final newline."""
+    rows = [headings, ["---", *[aligned] * (len(headings) - 1)], *lines]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -2,54 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from d2sd.bench.result import Cell, Response
-from d2sd.runtime import stats
-from d2sd.runtime.stats import SequenceStats
-
-calibration_error = stats.calibration_error
-
-
-def tau(cell: Cell) -> float:
-    """Mean over responses of each response's tokens per step, bonus included (the papers' definition)."""
-    return stats.mean_tau(map(_stats, cell.requests))
-
-
-def response_tau(response: Response) -> float:
-    """Tokens per step of one response, bonus included."""
-    return _stats(response).tau
+from d2sd.bench.result import Cell
 
 
 def mean_tau(cells: Sequence[Cell]) -> float:
     """Mean over sets of each set's τ: every set has equal weight."""
-    return sum(map(tau, cells)) / len(cells)
+    return sum(cell.tau for cell in cells) / len(cells)
 
 
 def tau_by_token(cell: Cell) -> float:
     """All committed tokens over all request-steps: long responses have more weight than in τ."""
-    return _total(cell).tau
+    return cell.total.tau
 
 
 def request_steps(cell: Cell) -> int:
     """Decode steps summed over requests: a step that serves three requests counts three times."""
-    return _total(cell).steps
+    return cell.total.steps
 
 
 def committed(cell: Cell) -> int:
     """Tokens committed by all steps, including those past a stop token or the length limit."""
-    return _total(cell).tokens
-
-
-def joint_acceptance(cell: Cell) -> list[float]:
-    """Share of request-steps that accepted at least k drafted tokens, for k = 1, 2, … up to the maximum."""
-    return _total(cell).joint_acceptance()
-
-
-def conditional_acceptance(cell: Cell) -> list[float]:
-    """Share of the request-steps with at least k - 1 accepted drafts that accepted at least k."""
-    return _total(cell).conditional_acceptance()
+    return cell.total.tokens
 
 
 def rows_per_step(cell: Cell) -> float:
@@ -97,12 +72,11 @@ def step_seconds(cell: Cell) -> float:
     return sum(spent for stage, spent in cell.stage_seconds.items() if stage != "prefill") / cell.steps
 
 
-def cycle_cost(cell: Cell, plain: Cell) -> float | None:
+def cycle_cost(cell: Cell, plain: Cell | None) -> float | None:
     """Mean time of an engine step, without prefill, over that of plain decoding on the same sets, at the same
     temperature and concurrency.
     """
-    _same_work(cell, plain)
-    unit = step_seconds(plain)
+    unit = _unit(step_seconds, cell, plain)
     return step_seconds(cell) / unit if unit else None
 
 
@@ -111,20 +85,15 @@ def tokens_per_second(cell: Cell) -> float:
     return sum(response.tokens for response in cell.requests) / cell.wall_seconds
 
 
-def speedup(cell: Cell, plain: Cell) -> float | None:
+def speedup(cell: Cell, plain: Cell | None) -> float | None:
     """Tokens per second over those of plain decoding on the same sets, at the same temperature and concurrency."""
-    _same_work(cell, plain)
-    unit = tokens_per_second(plain)
+    unit = _unit(tokens_per_second, cell, plain)
     return tokens_per_second(cell) / unit if unit else None
 
 
-def _stats(response: Response) -> SequenceStats:
-    return SequenceStats(Counter(response.accepted))
-
-
-def _total(cell: Cell) -> SequenceStats:
-    return SequenceStats.merged(map(_stats, cell.requests))
-
-
-def _same_work(cell: Cell, plain: Cell) -> None:
+def _unit(metric: Callable[[Cell], float], cell: Cell, plain: Cell | None) -> float:
+    """The figure of plain decoding; 0 if it was not measured."""
+    if plain is None:
+        return 0.0
     assert (cell.set, cell.temperature, cell.concurrency) == (plain.set, plain.temperature, plain.concurrency)
+    return metric(plain)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from d2sd.errors import D2SDError
 from d2sd.io import write_text
-from d2sd.policies import DrafterName
+from d2sd.runtime.evaluation import AcceptedLengths, Evaluation
 from d2sd.schema import read_model
 
 SCHEMA: Literal[1] = 1
@@ -18,18 +18,17 @@ SCHEMA: Literal[1] = 1
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
-#: One bin of predicted acceptance: number of drafted tokens, sum of predicted acceptance, number accepted.
-Bin = tuple[Count, Annotated[float, Field(ge=0)], Count]
-#: Bins of predicted acceptance 0 - 0.1, …, 0.9 - 1, given that all earlier tokens of the path were accepted.
-Bins = Annotated[list[Bin], Field(min_length=10, max_length=10)]
 
 
 class ResultError(D2SDError):
     """A result file is missing, damaged, of another schema, or shares no cell with another."""
 
 
+_STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = _STRICT
 
 
 class Provenance(_Part):
@@ -52,11 +51,11 @@ class Settings(_Part):
     seed: Count
 
 
-class Response(_Part):
+class Response(AcceptedLengths):
     """The response to one prompt."""
 
-    id: str
-    accepted: Annotated[list[Positive], Field(min_length=1)]  # tokens committed by each step, bonus included
+    model_config = _STRICT
+
     tokens: Count  # of the response: without tokens committed past a stop token
 
 
@@ -82,11 +81,11 @@ class Key(NamedTuple):
         return f"{self.method}, {self.rows} rows, {self.set}, T = {self.temperature:g}, {self.concurrency} in flight"
 
 
-class Cell(_Part):
-    """One method on one set. A request-step is one decode step of one request."""
+class Cell(Evaluation):
+    """One method on one set. A request-step is one decode step of one request. `rows` is the row budget."""
 
-    method: str
-    rows: Positive  # row budget
+    model_config = _STRICT
+
     set: str
     temperature: Annotated[float, Field(ge=0)]
     concurrency: Positive
@@ -97,7 +96,6 @@ class Cell(_Part):
     merged: Count
     boundary_rank: dict[str, Count]  # rank of the true rejection among the branches, or "none" -> request-steps
     rescued: Count  # the second pass extended acceptance beyond the first draft's chain
-    calibration: dict[DrafterName, Bins]
     stage_seconds: dict[str, Seconds]
     steps: Positive  # engine steps: one may serve several requests
     wall_seconds: Annotated[float, Field(gt=0)]

@@ -9,7 +9,6 @@ from rich.table import Table
 from d2sd.bench import metrics, views
 from d2sd.bench.markdown import number, rate
 from d2sd.bench.result import Result
-from d2sd.bench.views import PLAIN
 
 
 def summary(result: Result) -> Table:
@@ -21,7 +20,7 @@ def summary(result: Result) -> Table:
         table.add_column(heading, justify="right")
     for line in views.widest(result, temperature, concurrency):
         cell, plain = views.pooled(result, line, temperature, concurrency)
-        cost, speedup = (metrics.cycle_cost(cell, plain), metrics.speedup(cell, plain)) if plain else (None, None)
+        cost, speedup = metrics.cycle_cost(cell, plain), metrics.speedup(cell, plain)
         rows = f"{metrics.rows_per_step(cell):.0f}"
         tau, speed = number(metrics.tau_by_token(cell)), rate(metrics.tokens_per_second(cell))
         table.add_row(line.method, rows, tau, number(cost), speed, number(speedup))
@@ -37,7 +36,6 @@ def remarks(result: Result) -> Iterator[str]:
             "among them. A GPU reads the weights once for all rows: by the arithmetic of docs/roofline.md, 64 rows "
             "cost about 1.4 plain steps."
         )
-    lowest = min(cell.concurrency for cell in result.cells)
-    compared = [cell for cell in result.cells if (cell.method, cell.concurrency) != (PLAIN, lowest)]
+    compared = views.compared(result)
     different = sum(len(cell.differences) for cell in compared)
     yield f"{sum(len(cell.requests) for cell in compared)} answers compared with plain decoding's: {different} differ."

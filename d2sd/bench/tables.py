@@ -10,12 +10,14 @@ from d2sd.bench import metrics, views
 from d2sd.bench.bootstrap import Interval, tau_interval
 from d2sd.bench.markdown import NONE, Column, largest_bold, number, percent, rate, table
 from d2sd.bench.result import Cell, Result
-from d2sd.bench.views import ADAPTIVE, PLAIN
+from d2sd.bench.views import ADAPTIVE
+from d2sd.policies import DRAFTER_NAMES
+from d2sd.runtime.stats import calibration_error
 from d2sd.viz.plot_style import Line
 
 #: Column -> the function that computes it, whose docstring is its printed definition.
-DEFINITIONS: dict[str, Callable[..., object]] = {
-    "τ": metrics.tau,
+DEFINITIONS: dict[str, object] = {
+    "τ": Cell.tau,
     "mean": metrics.mean_tau,
     "95 % interval": tau_interval,
     "τ by token": metrics.tau_by_token,
@@ -25,11 +27,11 @@ DEFINITIONS: dict[str, Callable[..., object]] = {
     "nodes": metrics.mean_nodes,
     "merged": metrics.merged_per_step,
     "rescued": metrics.rescued_share,
-    "accepted by position": metrics.joint_acceptance,
+    "accepted by position": Cell.joint_acceptance,
     "served": metrics.served,
     "cycle cost": metrics.cycle_cost,
     "speedup": metrics.speedup,
-    "ECE": metrics.calibration_error,
+    "ECE": calibration_error,
     "boundary rank": metrics.boundary_ranks,
     "tokens/s": metrics.tokens_per_second,
 }
@@ -59,7 +61,7 @@ def tau_table(result: Result, temperature: float, concurrency: int) -> str:
     names = [name for name in views.sets(result) if any(name in found for found in cells)]
     columns = _names(lines)
     for name in names:
-        columns.append((name, largest_bold([metrics.tau(found[name]) if name in found else None for found in cells])))
+        columns.append((name, largest_bold([found[name].tau if name in found else None for found in cells])))
     complete = [list(found.values()) if len(found) == len(names) else None for found in cells]
     means = [metrics.mean_tau(found) if found else None for found in complete]
     intervals = [tau_interval(found) if found else None for found in complete]
@@ -75,9 +77,7 @@ def detail_table(result: Result, temperature: float, concurrency: int) -> str:
         return [form(metric(cell)) for cell in cells]
 
     one_digit = partial(number, digits=1)
-    accepted = [" ".join(map(number, metrics.joint_acceptance(cell))) or NONE for cell in cells]
-    costs = [metrics.cycle_cost(cell, plain) if plain else None for cell, plain in pairs]
-    speedups = [metrics.speedup(cell, plain) if plain else None for cell, plain in pairs]
+    accepted = [" ".join(map(number, cell.joint_acceptance)) or NONE for cell in cells]
     columns = [
         *_names(lines),
         ("τ by token", largest_bold([metrics.tau_by_token(cell) for cell in cells])),
@@ -87,8 +87,8 @@ def detail_table(result: Result, temperature: float, concurrency: int) -> str:
         ("merged", column(metrics.merged_per_step, one_digit)),
         ("rescued", column(metrics.rescued_share, percent)),
         ("accepted by position", accepted),
-        ("cycle cost", list(map(number, costs))),
-        ("speedup", largest_bold(speedups)),
+        ("cycle cost", [number(metrics.cycle_cost(*pair)) for pair in pairs]),
+        ("speedup", largest_bold([metrics.speedup(*pair) for pair in pairs])),
     ]
     return table(columns)
 
@@ -102,15 +102,13 @@ def knowledge_table(result: Result, temperature: float, concurrency: int) -> str
     chosen = {line: cell for line, cell in pooled.items() if cell.calibration or cell.boundary_rank}
     if not chosen:
         return None
-    errors = [
-        [metrics.calibration_error(cell.calibration.get(drafter, [])) for cell in chosen.values()]
-        for drafter in ("first", "second")
-    ]
+    errors = {
+        drafter: [cell.calibration_errors.get(drafter) for cell in chosen.values()] for drafter in DRAFTER_NAMES[:2]
+    }
     return table(
         [
             *_names(list(chosen)),
-            ("ECE first", [number(error, 3) for error in errors[0]]),
-            ("ECE second", [number(error, 3) for error in errors[1]]),
+            *((f"ECE {drafter}", [number(one, 3) for one in found]) for drafter, found in errors.items()),
             ("boundary rank", [_shares(metrics.boundary_ranks(cell)) for cell in chosen.values()]),
         ]
     )
@@ -128,7 +126,7 @@ def speed_table(result: Result, temperature: float) -> str:
             for line in lines
         ]
         rates = largest_bold([metrics.tokens_per_second(pair[0]) if pair else None for pair in pairs], rate)
-        speedups = [metrics.speedup(pair[0], pair[1]) if pair and pair[1] else None for pair in pairs]
+        speedups = [metrics.speedup(*pair) if pair else None for pair in pairs]
         texts = [f"{r} ({s:.2f})" if s is not None else r for r, s in zip(rates, speedups, strict=True)]
         columns.append((f"{concurrency} in flight", texts))
     return table(columns)
@@ -154,9 +152,7 @@ def definitions() -> str:
 
 def lossless(result: Result) -> str:
     """Comparison with plain decoding at the lowest concurrency; differences beyond a near-tie are listed."""
-    lowest = {t: views.concurrencies(result, t)[0] for t in views.temperatures(result)}
-    compared = [c for c in result.cells if (c.method, c.concurrency) != (PLAIN, lowest[c.temperature])]
-    responses = sum(len(cell.requests) for cell in compared)
+    responses = sum(len(cell.requests) for cell in views.compared(result))
     different = [(cell, one) for cell in result.cells for one in cell.differences]
     beyond = [(cell, one) for cell, one in different if not one.excused]
     lines = [

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from d2sd.bench.result import Bin, Cell, Difference, Response, Result
+from d2sd.bench.result import Cell, Difference, Response, Result
 from d2sd.policies import DrafterName
+from d2sd.runtime.stats import Bin
 from d2sd.viz import plot_style as style
 from d2sd.viz.plot_style import Line
 
@@ -14,6 +15,8 @@ from d2sd.viz.plot_style import Line
 METHODS = tuple(style.METHODS)
 PLAIN = "off"
 ADAPTIVE = "auto"
+#: Figures of a cell that add up over sets.
+SUMMED = ("verified_rows", "nodes", "merged", "rescued", "steps", "wall_seconds")
 
 
 def temperatures(result: Result) -> list[float]:
@@ -60,40 +63,26 @@ def pooled(result: Result, line: Line, temperature: float, concurrency: int) -> 
     return pool(list(ours.values())), pool([plain[name] for name in ours]) if both else None
 
 
+def compared(result: Result) -> list[Cell]:
+    """The cells whose responses were compared with plain decoding: all but that itself at the lowest concurrency."""
+    lowest = {temperature: concurrencies(result, temperature)[0] for temperature in temperatures(result)}
+    return [c for c in result.cells if (c.method, c.concurrency) != (PLAIN, lowest[c.temperature])]
+
+
 def pool(cells: Sequence[Cell]) -> Cell:
     """Merge cells that differ only in their sets: all requests, and sums of all counts."""
     head, requests, differences = cells[0], list[Response](), list[Difference]()
-    policies, ranks, seconds = Counter[str](), Counter[str](), dict[str, float]()
+    counts = {name: Counter[str]() for name in ("policies", "boundary_rank", "stage_seconds")}
     bins: dict[DrafterName, list[Bin]] = {}
     for cell in cells:
-        assert (cell.method, cell.rows, cell.temperature, cell.concurrency) == (
-            head.method, head.rows, head.temperature, head.concurrency,
-        )  # fmt: skip
+        assert cell.key._replace(set=head.set) == head.key
         differences += [d.model_copy(update={"request": d.request + len(requests)}) for d in cell.differences]
         requests += [r.model_copy(update={"id": f"{cell.set}/{r.id}"}) for r in cell.requests]
-        policies.update(cell.policies)
-        ranks.update(cell.boundary_rank)
-        for stage, spent in cell.stage_seconds.items():
-            seconds[stage] = seconds.get(stage, 0.0) + spent
+        for name, summed in counts.items():
+            summed.update(getattr(cell, name))
         for drafter, new in cell.calibration.items():
             old = bins.get(drafter, [(0, 0.0, 0)] * len(new))
             bins[drafter] = [(a + x, b + y, c + z) for (a, b, c), (x, y, z) in zip(old, new, strict=True)]
-    return Cell(
-        method=head.method,
-        rows=head.rows,
-        set="all",
-        temperature=head.temperature,
-        concurrency=head.concurrency,
-        requests=requests,
-        policies=dict(policies),
-        verified_rows=sum(cell.verified_rows for cell in cells),
-        nodes=sum(cell.nodes for cell in cells),
-        merged=sum(cell.merged for cell in cells),
-        boundary_rank=dict(ranks),
-        rescued=sum(cell.rescued for cell in cells),
-        calibration=bins,
-        stage_seconds=seconds,
-        steps=sum(cell.steps for cell in cells),
-        wall_seconds=sum(cell.wall_seconds for cell in cells),
-        differences=differences,
-    )
+    sums = {name: sum(getattr(cell, name) for cell in cells) for name in SUMMED}
+    merged = {"set": "all", "requests": requests, "differences": differences, "calibration": bins, **sums}
+    return head.model_copy(update=merged | {name: dict(summed) for name, summed in counts.items()})

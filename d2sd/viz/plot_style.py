@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from d2sd.policies import DrafterName
+    from d2sd.runtime.evaluation import Evaluation
+
 #: Colour and marker of every method, from no drafter to both: the order of tables and legends.
 METHODS = {
     "off": ("#7F7F7F", "_"),
@@ -40,9 +43,6 @@ _WIDTH = 130  # characters of a legend line, seven of them per entry for its han
 #: Samples that a share needs to be drawn as a point of a curve: of fewer it says little.
 LEAST_SAMPLES = 30
 
-#: A reliability bin (`d2sd.runtime.stats.Bin`): drafted tokens, sum of their predicted acceptance, number accepted.
-Bin = tuple[int, float, int]
-
 
 class Line(NamedTuple):
     """A method at a node budget: a line of a table, a bar or a curve of a plot."""
@@ -56,35 +56,35 @@ def colour(method: str, index: int = 0) -> str:
     return METHODS[method][0] if method in METHODS else _OTHERS[index % len(_OTHERS)]
 
 
-def curve(line: Line) -> dict[str, Any]:
+def curve(line: Line | Evaluation) -> dict[str, Any]:
     """Arguments of `plot` and `errorbar`."""
     chosen, marker = METHODS.get(line.method, _OTHER)
     return {"color": chosen, "marker": marker, "markersize": 7, "linewidth": 1.8, "label": name(line)}
 
 
-def reliability(diagram: Axes, counts: Axes, lines: Sequence[tuple[Line, Sequence[Bin], float | None]]) -> None:
+def reliability(diagram: Axes, counts: Axes, evaluations: Sequence[Evaluation], drafter: DrafterName) -> None:
     """Draw observed over predicted acceptance into `diagram`, tokens per bin into `counts`.
 
-    `lines`: method, its ten bins, their expected calibration error; a line without an error has no tokens. Bins of
-    fewer than LEAST_SAMPLES tokens are pale points off the curve.
+    Of the evaluations in which `drafter` drafted tokens. Bins of fewer than LEAST_SAMPLES tokens are pale points off
+    the curve.
     """
     from matplotlib.ticker import LogLocator, NullLocator
 
     diagram.plot([0, 1], [0, 1], color="#AAAAAA", linestyle="--", linewidth=1)
     diagram.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
     handles, labels = [], []
-    for line, bins, error in lines:
-        if error is not None:
-            filled = [(count, predicted / count, hits / count) for count, predicted, hits in bins if count]
-            number, predicted, accepted = zip(*filled, strict=True)
-            look = curve(line) | {"label": None}  # the panel has its own legend
-            enough = [count >= LEAST_SAMPLES for count in number]
-            kept = [share if there else nan for share, there in zip(accepted, enough, strict=True)]
-            handles += diagram.plot(predicted, kept, **look)
-            few = [(x, y) for x, y, there in zip(predicted, accepted, enough, strict=True) if not there]
-            diagram.plot(*(zip(*few, strict=True) if few else ([], [])), **look | {"linestyle": "", "alpha": 0.3})
-            labels.append(f"{name(line)}: ECE {error:.3f}")
-            counts.plot(predicted, number, **look)
+    for one in evaluations:
+        if (error := one.calibration_errors.get(drafter)) is None:
+            continue
+        filled = [(n, predicted / n, accepted / n) for n, predicted, accepted in one.calibration[drafter] if n]
+        number, predicted, _ = zip(*filled, strict=True)
+        look = curve(one) | {"label": None}  # the panel has its own legend
+        kept = [share if n >= LEAST_SAMPLES else nan for n, _, share in filled]
+        handles += diagram.plot(predicted, kept, **look)
+        few = [(x, share) for n, x, share in filled if n < LEAST_SAMPLES]
+        diagram.plot([x for x, _ in few], [share for _, share in few], **look | {"linestyle": "", "alpha": 0.3})
+        labels.append(f"{name(one)}: ECE {error:.3f}")
+        counts.plot(predicted, number, **look)
     if handles:
         diagram.legend(handles, labels, loc="best", fontsize=8)
         counts.set_yscale("log")
@@ -96,7 +96,7 @@ def reliability(diagram: Axes, counts: Axes, lines: Sequence[tuple[Line, Sequenc
         counts.set_yticks([])
 
 
-def name(line: Line) -> str:
+def name(line: Line | Evaluation) -> str:
     return line.method if line.rows == 1 else f"{line.method}, {line.rows} rows"
 
 

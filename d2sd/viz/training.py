@@ -9,25 +9,14 @@ from typing import TYPE_CHECKING
 
 from d2sd.policies import DrafterName
 from d2sd.viz import plot_style as style
-from d2sd.viz.plot_style import Bin, Line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from d2sd.runtime.evaluation import Evaluation
+
 #: Maximum number of points of a loss curve: more are averaged, since single steps are noisy.
 _POINTS = 200
-
-
-@dataclass(frozen=True, slots=True)
-class MethodScore:
-    """One method in one evaluation."""
-
-    line: Line
-    tau: float  # tokens a step, bonus included
-    joint_acceptance: list[float]  # by position: share of steps that accepted at least k drafted tokens
-    conditional_acceptance: list[float]  # the k-th, given those before
-    bins: Sequence[Bin]  # of the curve's drafter, uncalibrated; empty if it drafted nothing
-    calibration_error: float | None  # of these bins
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +25,7 @@ class Curve:
 
     drafter: DrafterName
     steps: list[tuple[int, dict[str, float]]]  # step, and its loss and terms by name
-    evaluations: list[tuple[int, list[MethodScore]]]  # step, and one score per method
+    evaluations: list[tuple[int, list[Evaluation]]]  # step, and one of each method
 
 
 def plot_training(curves: Sequence[Curve], path: Path) -> None:
@@ -50,7 +39,7 @@ def plot_training(curves: Sequence[Curve], path: Path) -> None:
         _tau(tau, curve)
         scores = curve.evaluations[-1][1] if curve.evaluations else []
         _acceptance(acceptance, scores)
-        style.reliability(diagram, counts, [(one.line, one.bins, one.calibration_error) for one in scores])
+        style.reliability(diagram, counts, scores, curve.drafter)
         diagram.set_title(f"confidence of the {curve.drafter} drafter, uncorrected", loc="left", fontsize=11)
         counts.set_xlabel("predicted acceptance, given the path before")
         counts.set_xlim(diagram.get_xlim())
@@ -79,19 +68,19 @@ def _loss(panel: Axes, curve: Curve) -> None:
 
 
 def _tau(panel: Axes, curve: Curve) -> None:
-    by_method: dict[str, list[tuple[int, MethodScore]]] = {}
+    by_method: dict[str, list[tuple[int, Evaluation]]] = {}
     for step, scores in curve.evaluations:
         for one in scores:
-            by_method.setdefault(one.line.method, []).append((step, one))
+            by_method.setdefault(one.method, []).append((step, one))
     for points in by_method.values():
-        panel.plot([step for step, _ in points], [one.tau for _, one in points], **style.curve(points[0][1].line))
+        panel.plot([step for step, _ in points], [one.tau for _, one in points], **style.curve(points[0][1]))
     panel.set_xlabel("step")
     panel.set_title("tokens a step", loc="left", fontsize=11)
 
 
-def _acceptance(panel: Axes, scores: Sequence[MethodScore]) -> None:
+def _acceptance(panel: Axes, scores: Sequence[Evaluation]) -> None:
     for one in scores:
-        look = style.curve(one.line) | {"label": None}  # in the legend of the panel above
+        look = style.curve(one) | {"label": None}  # in the legend of the panel above
         for shares, dashes in ((one.joint_acceptance, "-"), (one.conditional_acceptance, ":")):
             panel.plot(range(1, len(shares) + 1), shares, linestyle=dashes, **look)
     panel.set_xticks(range(1, max((len(one.joint_acceptance) for one in scores), default=1) + 1))

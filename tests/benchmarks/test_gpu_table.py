@@ -46,8 +46,8 @@ EXPECTED = """\
 device H200, torch 2.11, triton none, commit none
 
 | what | cases | worst | best |
-|---|---|---|---|
-| TensorRT-RTX, engine portable | 1 | validity: a/b |  |
+| --- | --- | --- | --- |
+| TensorRT-RTX, engine portable | 1 | validity: a\\|b |  |
 | copy, bytes read and written | 1 | 4000 GB/s |  |
 | attention: error, of its bound | 2 | 0.75 (middle) | 0.50 (small) |
 | attention 32/8x128 bf16, 64 rows: share of copy rate | 2 | 50% (1024x1) | 80% (8192x1) |
@@ -123,4 +123,4 @@ def test_a_graph_is_one_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_measured_is_no_line() -> None:
-    assert render({}, {}).splitlines()[-1] == "|---|---|---|---|"
+    assert render({}, {}).splitlines()[-1] == "| --- | --- | --- | --- |"

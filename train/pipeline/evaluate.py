@@ -19,12 +19,12 @@ from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.policies import DRAFTER_NAMES, DrafterName, DrafterRole, PolicyName
 from d2sd.progress import Progress
 from d2sd.recipe import Tree
+from d2sd.runtime.evaluation import AcceptedLengths, Evaluation
 from d2sd.runtime.observe import run_observed
 from d2sd.runtime.request import Request
 from d2sd.runtime.stats import reliability_bins
 from d2sd.train.data.responses import Response
 from d2sd.train.kinds import trained_kind
-from d2sd.train.pipeline.evaluation import AcceptedLengths, Evaluation
 from d2sd.train_recipe import TrainRecipe
 
 #: Node budget of every tree; a chain or a tree of all branches may have fewer nodes.

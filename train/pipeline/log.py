@@ -21,11 +21,10 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 
 from d2sd.io import atomic_write
 from d2sd.policies import DrafterName
+from d2sd.runtime.evaluation import Evaluation
 from d2sd.schema import Schema
 from d2sd.train.data.jsonl import append_to, parse_row, whole_lines
-from d2sd.train.pipeline.evaluation import Evaluation
-from d2sd.viz.plot_style import Line
-from d2sd.viz.training import Curve, MethodScore
+from d2sd.viz.training import Curve
 
 _PACE = "pace.jsonl"
 #: Keys of a log line that are not terms of the loss.
@@ -125,7 +124,7 @@ def read_log(work: Path, name: DrafterName) -> Curve:
     steps, evaluations = [], []
     for row in _rows(work / f"{name}.jsonl", _LogLine):
         if row.cells is not None:
-            evaluations.append((row.step, [_score(one, name) for one in row.cells]))
+            evaluations.append((row.step, row.cells))
         else:
             terms = {term: value for term, value in (row.model_extra or {}).items() if term not in _OTHER}
             steps.append((row.step, terms))
@@ -175,10 +174,3 @@ def _rows(path: Path, row_type: type[Schema]) -> list[Schema]:
         parse_row(row_type, line, f"{path}:{i}", "a damaged line of a training log")
         for i, line in enumerate(whole_lines(path), 1)
     ]
-
-
-def _score(one: Evaluation, drafter: DrafterName) -> MethodScore:
-    return MethodScore(
-        Line(one.method, one.rows), one.tau, one.joint_acceptance, one.conditional_acceptance,
-        one.calibration.get(drafter, []), one.calibration_errors.get(drafter),
-    )  # fmt: skip

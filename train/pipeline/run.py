@@ -18,6 +18,7 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.policies import DRAFTER_NAMES, FACTS, DrafterName, DrafterRole, PolicyName
 from d2sd.progress import Progress
+from d2sd.runtime.evaluation import Evaluation
 from d2sd.train.data.features import TrainingData, cache_features, online_features
 from d2sd.train.data.responses import Response
 from d2sd.train.dflash import second_drafter
@@ -25,7 +26,6 @@ from d2sd.train.dist import Dist
 from d2sd.train.kinds import METHODS, TRAINED
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.evaluate import Evaluator, as_written
-from d2sd.train.pipeline.evaluation import Evaluation
 from d2sd.train.pipeline.finish import finish, weights_digest
 from d2sd.train.pipeline.log import Say, TrainLog, paced, read_log, seconds_each, tensorboard_is_installed
 from d2sd.train.pipeline.models import check_geometry, load_ready, pinned_target

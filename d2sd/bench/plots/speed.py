@@ -125,12 +125,8 @@ def _speedups(result: Result, temperature: float) -> dict[str, dict[int, float]]
     for concurrency in views.concurrencies(result, temperature):
         for line in views.lines(result, temperature, concurrency):
             cell, plain = views.pooled(result, line, temperature, concurrency)
-            gained = _gain(cell, plain)
+            gained = metrics.speedup(cell, plain)
             if line.method != views.PLAIN and gained is not None:
                 points = found.setdefault(line.method, {})
                 points[concurrency] = max(gained, points.get(concurrency, 0.0))
     return found
-
-
-def _gain(cell: Cell, plain: Cell | None) -> float | None:
-    return metrics.speedup(cell, plain) if plain else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from d2sd.bench.result import Bin, Cell, Provenance, Response, Result, Settings
+from d2sd.bench.result import Cell, Provenance, Response, Result, Settings
+from d2sd.runtime.stats import Bin
 
 PROVENANCE = Provenance(
     date="2026-11-20",

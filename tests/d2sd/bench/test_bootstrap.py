@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from d2sd.bench.bootstrap import Interval, tau_interval, tau_ratio
-from d2sd.bench.metrics import mean_tau, tau
+from d2sd.bench.metrics import mean_tau
 from d2sd.bench.result import Cell
 from tests.d2sd.bench.helpers import cell
 
@@ -25,7 +25,7 @@ def test_the_same_cells_give_the_same_interval_around_the_estimate() -> None:
     one = drawn(20, 0)
     interval = known(tau_interval([one]))
     assert interval == tau_interval([one])
-    assert interval.low < tau(one) < interval.high
+    assert interval.low < one.tau < interval.high
 
 
 def test_percentiles_of_two_prompts() -> None:
@@ -41,7 +41,7 @@ def test_many_prompts_have_the_interval_of_the_normal_distribution() -> None:
     one = drawn(400, 3)
     interval, values = known(tau_interval([one])), [r.accepted[0] for r in one.requests]
     reach = 1.96 * float(np.std(values)) / 20
-    assert interval == pytest.approx((tau(one) - reach, tau(one) + reach), abs=0.1 * reach)
+    assert interval == pytest.approx((one.tau - reach, one.tau + reach), abs=0.1 * reach)
 
 
 def test_four_times_the_prompts_halve_the_width() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from d2sd.bench import metrics
+from d2sd.runtime.stats import calibration_error
 from tests.d2sd.bench.helpers import bins, cell
 
 #: Two responses: 8 tokens in 4 steps (tau 2) and 4 tokens in 1 step (tau 4).
@@ -12,8 +13,8 @@ TWO = cell("d2sd", [1, 4, 2, 1], [4], verified_rows=60, nodes=40, merged=15, res
 
 
 def test_tau_weighs_responses_and_tau_by_token_weighs_steps() -> None:
-    assert [metrics.response_tau(r) for r in TWO.requests] == [2.0, 4.0]
-    assert metrics.tau(TWO) == 3.0
+    assert [r.stats.tau for r in TWO.requests] == [2.0, 4.0]
+    assert TWO.tau == 3.0
     assert metrics.tau_by_token(TWO) == 12 / 5
     assert (metrics.request_steps(TWO), metrics.committed(TWO)) == (5, 12)
 
@@ -25,11 +26,11 @@ def test_the_mean_over_sets_weighs_sets() -> None:
 
 def test_acceptance_by_position() -> None:
     # drafts accepted by step: 0 3 1 0 | 3
-    assert metrics.joint_acceptance(TWO) == [3 / 5, 2 / 5, 2 / 5]
-    assert metrics.conditional_acceptance(TWO) == pytest.approx([3 / 5, 2 / 3, 1.0])
+    assert TWO.joint_acceptance == [3 / 5, 2 / 5, 2 / 5]
+    assert TWO.conditional_acceptance == pytest.approx([3 / 5, 2 / 3, 1.0])
     nothing = cell("off", [1, 1])
-    assert metrics.joint_acceptance(nothing) == []
-    assert metrics.conditional_acceptance(nothing) == []
+    assert nothing.joint_acceptance == []
+    assert nothing.conditional_acceptance == []
 
 
 def test_work_of_a_step() -> None:
@@ -66,7 +67,7 @@ def test_costs_leave_prefill_out_and_speed_does_not() -> None:
 def test_speed_counts_the_answer_and_not_what_was_committed_past_its_end() -> None:
     cut = cell("d2sd", requests=[{"id": "0", "accepted": [8, 8], "tokens": 10}], wall_seconds=2)
     assert metrics.tokens_per_second(cut) == 5.0
-    assert metrics.tau(cut) == 8.0
+    assert cut.tau == 8.0
 
 
 def test_plain_decoding_without_time_or_tokens_is_no_unit() -> None:
@@ -84,7 +85,7 @@ def test_plain_decoding_of_other_work_is_refused(other: dict[str, object]) -> No
 
 def test_calibration_error() -> None:
     # 3 tokens, mean prediction 0.9 and 2 right: |2.7 - 2| = 0.7; 1 token, predicted 0.25 and right: 0.75
-    assert metrics.calibration_error(bins(b2=(1, 0.25, 1), b9=(3, 2.7, 2))) == pytest.approx((0.7 + 0.75) / 4)
-    assert metrics.calibration_error(bins(b9=(10, 9.0, 9))) == 0.0
-    assert metrics.calibration_error(bins()) is None
-    assert metrics.calibration_error([]) is None
+    assert calibration_error(bins(b2=(1, 0.25, 1), b9=(3, 2.7, 2))) == pytest.approx((0.7 + 0.75) / 4)
+    assert calibration_error(bins(b9=(10, 9.0, 9))) == 0.0
+    assert calibration_error(bins()) is None
+    assert calibration_error([]) is None

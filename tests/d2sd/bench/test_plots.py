@@ -84,7 +84,7 @@ def test_tau_bars_are_the_table(whole: Result, tmp_path: Path, figures: list[Fig
     drawn = bars(figure.axes[1])
     assert list(drawn) == [style.name(line) for line in views.widest(whole, 1.0, 1)]
     heights = [patch.get_height() for patch in drawn["d2sd, 64 rows"].patches]
-    assert heights == pytest.approx([*map(metrics.tau, cells), metrics.mean_tau(cells)])
+    assert heights == pytest.approx([*(one.tau for one in cells), metrics.mean_tau(cells)])
     errors = drawn["d2sd, 64 rows"].errorbar
     assert errors is not None
     (whiskers,) = errors.lines[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from d2sd.bench import metrics, views
+from d2sd.bench import views
 from d2sd.bench.result import Difference
 from d2sd.viz.plot_style import Line
 from tests.d2sd.bench.helpers import bins, cell, result
@@ -46,7 +46,7 @@ def test_pooling_adds_everything_up() -> None:
     both = views.pool([a, b])
     assert both.key == ("d2sd", 8, "all", 0.0, 1)
     assert [r.id for r in both.requests] == ["a/0", "a/1", "b/0"]
-    assert metrics.tau(both) == 2.0
+    assert both.tau == 2.0
     assert (both.verified_rows, both.nodes, both.merged, both.rescued) == (11, 22, 33, 44)
     assert (both.steps, both.wall_seconds) == (55, 66)
     assert both.boundary_rank == {"0": 2, "none": 5}

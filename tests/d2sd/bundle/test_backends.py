@@ -11,7 +11,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from d2sd.bench import metrics
 from d2sd.bench.result import load_result
 from d2sd.build import build
 from d2sd.build import engines as stages
@@ -179,7 +178,7 @@ def test_a_benchmark_says_what_it_ran(bundle: Bundle, tmp_path: Path, monkeypatc
         assert ended.exit_code == 0, ended.output
         found[runner] = load_result(out / "result.json")
     assert [result.provenance.device for result in found.values()] == ["cpu", "cpu, onnx"]
-    taus = [[metrics.tau(cell) for cell in result.cells] for result in found.values()]
+    taus = [[cell.tau for cell in result.cells] for result in found.values()]
     assert taus[0] == taus[1]
     assert found["torch"].cells[-1].wall_seconds != found["onnx"].cells[-1].wall_seconds
 

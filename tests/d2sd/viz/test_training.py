@@ -9,26 +9,26 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from d2sd.runtime.evaluation import Evaluation
 from d2sd.viz import plot_style as style
-from d2sd.viz.plot_style import Line
-from d2sd.viz.training import Curve, MethodScore, averaged, plot_training
+from d2sd.viz.training import Curve, averaged, plot_training
 from tests.d2sd.bench.helpers import bins
 from tests.d2sd.bench.test_plots import curves, points
 
 STEPS = [(step, {"loss": 9.0 - step, "ce": 10.0 - step, "kl": 8.0 - step}) for step in (1, 2, 3, 4)]
 
 
-def score(method: str, tau: float, *, drafts: bool = True) -> MethodScore:
-    found = bins(b2=(10, 2.5, 1), b9=(4, 3.8, 4)) if drafts else []
-    joint, conditional = [0.8, 0.4, 0.1], [0.8, 0.5, 0.25]
-    return MethodScore(Line(method, 8), tau, joint, conditional, found, 0.121 if drafts else None)
+def evaluation(drafter: str, method: str, *accepted: int, drafts: bool = True) -> Evaluation:
+    found = {drafter: bins(b2=(10, 2.5, 1), b9=(4, 3.8, 4))} if drafts else {}
+    requests = [{"id": "0", "accepted": accepted}]
+    return Evaluation.model_validate({"method": method, "rows": 8, "requests": requests, "calibration": found})
 
 
-FIRST = Curve("first", STEPS, [(step, [score("chain", 1 + step / 2)]) for step in (2, 4)])
+FIRST = Curve("first", STEPS, [(2, [evaluation("first", "chain", 3, 1)]), (4, [evaluation("first", "chain", 4, 2)])])
 SECOND = Curve(
     "second",
     STEPS[:3],
-    [(3, [score("reanchor", 2, drafts=False), score("d2sd", 4)])],
+    [(3, [evaluation("second", "reanchor", 2, drafts=False), evaluation("second", "d2sd", 4)])],
 )
 
 

@@ -18,8 +18,8 @@ from d2sd.convert.kinds import DFLASH
 from d2sd.io import MARKER
 from d2sd.policies import DrafterRole
 from d2sd.progress import silent
+from d2sd.runtime.evaluation import Evaluation
 from d2sd.train.pipeline.evaluate import Evaluator
-from d2sd.train.pipeline.evaluation import Evaluation
 from d2sd.train_recipe import load_train_recipe
 from tests.convert.helpers import tree_bytes
 from tests.d2sd.cli.train.helpers import PROMPTS, STOP, bundled, edit, read, rows, trained, undo

@@ -1,17 +1,18 @@
-"""The result of one method on held-out prompts: a cell of a drafter's log, and its metrics.
-
-The keys are those of a cell in `d2sd bench`'s result.json, so the same readers and metrics apply to both.
-"""
+"""One method on a list of prompts, with its metrics: `d2sd train` evaluates by it, and `d2sd bench` extends it."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from d2sd.policies import DrafterName
 from d2sd.runtime.stats import SequenceStats, calibration_error, mean_tau
+
+#: `d2sd.runtime.stats.Bin`, checked.
+CheckedBin = tuple[NonNegativeInt, NonNegativeFloat, NonNegativeInt]
 
 
 class AcceptedLengths(BaseModel):
@@ -22,35 +23,42 @@ class AcceptedLengths(BaseModel):
     id: str
     accepted: Annotated[list[PositiveInt], Field(min_length=1)]  # tokens committed by each step, bonus included
 
+    @property
+    def stats(self) -> SequenceStats:
+        return SequenceStats(Counter(self.accepted))
+
 
 class Evaluation(BaseModel):
-    """One method on the held-out prompts, at T = 0."""
+    """One method on a list of prompts."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     method: str
     rows: PositiveInt  # tree nodes verified by the target in a step
-    requests: Annotated[list[AcceptedLengths], Field(min_length=1)]
-    #: Reliability bins of each drafter's confidence (`d2sd.runtime.stats.Bin`), uncalibrated.
-    calibration: dict[
-        DrafterName,
-        Annotated[list[tuple[NonNegativeInt, NonNegativeFloat, NonNegativeInt]], Field(min_length=10, max_length=10)],
-    ]
+    requests: Annotated[Sequence[AcceptedLengths], Field(min_length=1)]
+    #: Reliability bins of each drafter's confidence, 0 - 0.1, …, 0.9 - 1, given that all earlier tokens of the path
+    #: were accepted.
+    calibration: dict[DrafterName, Annotated[list[CheckedBin], Field(min_length=10, max_length=10)]]
 
     @property
     def tau(self) -> float:
-        """Tokens per step, bonus included: mean over prompts."""
-        return mean_tau(self._stats())
+        """Mean over responses of each response's tokens per step, bonus included (the papers' definition)."""
+        return mean_tau(request.stats for request in self.requests)
+
+    @property
+    def total(self) -> SequenceStats:
+        """The steps of all prompts."""
+        return SequenceStats.merged(request.stats for request in self.requests)
 
     @property
     def joint_acceptance(self) -> list[float]:
-        """Share of steps that accepted at least k drafted tokens, for k = 1, 2, …"""
-        return SequenceStats.merged(self._stats()).joint_acceptance()
+        """Share of request-steps that accepted at least k drafted tokens, for k = 1, 2, … up to the maximum."""
+        return self.total.joint_acceptance()
 
     @property
     def conditional_acceptance(self) -> list[float]:
-        """Share of the steps with at least k - 1 accepted drafts that accepted at least k."""
-        return SequenceStats.merged(self._stats()).conditional_acceptance()
+        """Share of the request-steps with at least k - 1 accepted drafts that accepted at least k."""
+        return self.total.conditional_acceptance()
 
     @property
     def calibration_errors(self) -> dict[DrafterName, float]:
@@ -67,6 +75,3 @@ class Evaluation(BaseModel):
             "conditional acceptance": [round(share, 4) for share in self.conditional_acceptance],
             "calibration error": {name: round(error, 4) for name, error in self.calibration_errors.items()},
         }
-
-    def _stats(self) -> list[SequenceStats]:
-        return [SequenceStats(Counter(request.accepted)) for request in self.requests]
