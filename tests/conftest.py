@@ -141,6 +141,12 @@ def smollm2_dir(smollm2_bundle: Path) -> Path:
 
 
 @pytest.fixture
+def anyio_backend() -> str:
+    """Tests that are coroutines, of modules with the mark `anyio`, run in asyncio's loop."""
+    return "asyncio"
+
+
+@pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a package index of the tests' own."""
     monkeypatch.setenv("D2SD_CACHE", str(tmp_path / "cache"))

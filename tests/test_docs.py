@@ -90,22 +90,12 @@ def test_rows_of_the_ledger_are_answered_or_not_yet_run() -> None:
     assert all(len(row) == 3 and all(row) for row in numbered.values())
     for number in set(range(1, max(numbered) + 1)) - numbered.keys():
         assert f"Row {number} asked" in text
-    if all(row[2] == "not yet run" for row in numbered.values()):
-        assert "**Nothing on this list has run on a GPU yet.**" in text
-    else:
-        assert "Nothing on this list" not in text
 
 
 def test_the_readme_is_two_screens() -> None:
     lines = (ROOT / "README.md").read_text("utf-8").splitlines()
     assert len(lines) <= 160
     assert not [line for line in lines if len(line) > 100 and not line.startswith(("|", "!"))]
-
-
-@pytest.mark.parametrize("path", WRITTEN, ids=ids)
-def test_only_the_ledger_says_what_has_not_run_on_a_gpu(path: Path) -> None:
-    says = "not yet run" in path.read_text("utf-8")
-    assert says == (path == DOCS / "gpu.md")
 
 
 def test_the_readme_takes_its_figures_from_the_results() -> None:

@@ -29,7 +29,7 @@ from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Policy, make_policy
-from tests.runtime.knowing import Knowing
+from tests.runtime.cheating import Knowing
 from tests.tiny import runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
 POLICIES: tuple[PolicyName, ...] = ("off", "lookup", "chain", "d2sd", "hybrid", "flex")

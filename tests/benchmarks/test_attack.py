@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attack import plain, verdicts
-from benchmarks.attack.__main__ import allowed, attack
+from benchmarks.attack import verdicts
+from benchmarks.attack.__main__ import attack
 from benchmarks.attack.case import Case, Kind, Scene
-from benchmarks.attack.neighbours import Visit, read
+from benchmarks.attack.neighbours import Visit
 from benchmarks.attack.plan import EXPENSIVE, MALFORMED, Plan, shares
 from benchmarks.attack.send import NO_ANSWER, NOT_SENT, Sent
 from benchmarks.attack.verdicts import Delays
@@ -100,12 +100,6 @@ def test_a_class_is_blamed_for_many_delays_or_a_stall() -> None:
     assert verdicts.of_class("x", Delays.of([]), 0.3)
 
 
-def test_the_limit_of_a_busy_machine_is_its_quiet_p99(tmp_path: Path) -> None:
-    plan = Plan(tmp_path, tmp_path, slowdown=3.0)
-    assert allowed(plan, Delays(100, 0.1, 0.1, 0.2, 0.9)) == pytest.approx(0.3)
-    assert allowed(plan, Delays(100, 0.1, 0.1, 0.5, 0.9)) == 0.5
-
-
 def test_a_neighbour_without_an_answer_has_waited_until_the_end() -> None:
     assert Visit(0, sent=1.0, first=None, end=8.0).delay == 7.0
     visits = [visit(0.5, at=1.0), visit(6.0, at=2.0), visit(0.5, at=9.0)]
@@ -149,14 +143,6 @@ def test_streams_are_compared_by_their_text() -> None:
     assert verdicts.of_answer("x", stream("a", "bc"), stream("ab"))
 
 
-def test_what_is_asked_again() -> None:
-    assert plain.repeatable(sent("400")) is None
-    assert plain.repeatable(sent("200", b'{"choices": []}')) == b'{"prompt": "a", "seed": 1}'
-    again = plain.repeatable(sent("200", b'{"choices":[{"seed":8},{"seed":7}]}', seed=None, deadline=5.0))
-    assert json.loads(again or b"") == {"prompt": "a", "seed": 7}
-    assert plain.repeatable(sent("200", b'data: {"error": {"code": "deadline_exceeded"}}\n\n')) is None
-
-
 def test_what_takes_long_by_right_is_no_fault() -> None:
     left = Sent("many answers", 1, Case(), NO_ANSWER, 30.0, fault="no answer within 30 s", by_right=True)
     assert verdicts.of_statuses([left]) == []
@@ -181,13 +167,6 @@ def test_a_server_with_too_much_memory_is_killed() -> None:
             assert process.wait(30) == -9
         assert watch.killed
         assert watch.peak() > 60 << 20
-
-
-def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "visits"
-    assert read(path) == []
-    path.write_text('{"body": 0, "sent": 1.0}\n{"body": 1, "se')
-    assert [one.body for one in read(path)] == [0]
 
 
 # -- an attack ---------------------------------------------------------------------------------------------------------

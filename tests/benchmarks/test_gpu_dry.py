@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
-from benchmarks.gpu import captured, copy_rate, dry, suite, writes
+from benchmarks.gpu import copy_rate, dry, suite, writes
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.table import render
 
@@ -46,19 +46,6 @@ def test_a_typo_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         run("writes", tmp_path, 1)
     failed = {"times/x": {"status": "ok", "reasons": {"a": "Skip: no package", "b": "NameError: no name"}}}
     assert dry.errors(failed) == ["times/x, b: NameError: no name"]
-
-
-def test_captured_steps_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def served(note: Any, device: str = "cuda", capture: Any = None, requests: int = 12) -> dict[str, Any]:
-        asked.update(device=device, requests=requests)
-        return {}
-
-    monkeypatch.setattr(captured, "cases", lambda: [("captured/x", served)])
-    for _, measure in dry.dry(captured.cases()):
-        measure(nothing)
-    assert asked["device"] == "cpu"
 
 
 def test_a_dry_run_does_not_continue_a_record_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

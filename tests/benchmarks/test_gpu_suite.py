@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import pytest
 import torch
@@ -126,50 +124,12 @@ def test_a_process_is_ended_with_its_children(
     assert not child_lives(tmp_path)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_suite_leaves_no_process(sent: signal.Signals, tmp_path: Path) -> None:
-    program = sleeper(tmp_path, "wait")
-    code = (  # where tests run in the background, Ctrl-C is ignored unless it is said
-        "import signal, sys; from benchmarks.gpu import suite\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        f"sys.executable = {str(program)!r}; suite.main(['--out', {str(tmp_path)!r}])"
-    )
-    running = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.time() + 60
-        while not ((tmp_path / "child").exists() and (tmp_path / "child").read_text().strip()):
-            assert running.poll() is None, "the suite ended by itself"
-            assert time.time() < deadline, "the suite started nothing"
-            time.sleep(0.1)
-        running.send_signal(sent)
-        assert running.wait(timeout=30) != 0
-    finally:
-        running.kill()
-        running.wait()
-    assert not child_lives(tmp_path)
-
-
 def test_pytest_lines_are_counted_also_of_a_cut_run() -> None:
     output = (
         "collecting ... collected 4 items\n\ntests/a.py::test_x[GQA 3:1, a page full] PASSED [ 25%]\n"
         "tests/a.py::test_y FAILED   [ 50%]\ntests/a.py::test_z SKIPPED (no GPU)  [ 75%]\ntests/a.py::test_w "
     )
     assert proofs.counted(output) == {"passed": 1, "failed": 1, "error": 0, "skipped": 1}
-
-
-def test_a_proof_is_cut_while_there_is_time_to_count_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file's own limit is longer than what is left of the part's time."""
-
-    def cut(*_: Any, stdout: TextIO, timeout: float, **__: Any) -> None:
-        stdout.write("tests/a.py::test_x PASSED [ 50%]\n")
-        raise subprocess.TimeoutExpired("pytest", timeout)
-
-    monkeypatch.setattr(subprocess, "run", cut)
-    cases = suite.cases_of("pytest", tmp_path, tmp_path, time.time() + 20)
-    run_cases(Record(tmp_path), cases, time.time() + 60)
-    for row in Record(tmp_path).rows.values():
-        assert row["passed"] == 1
-        assert 0 < int(row["reason"].removeprefix("RuntimeError: cut after ").split()[0]) <= 20
 
 
 def test_a_probes_answer() -> None:
@@ -187,18 +147,6 @@ def script(name: str, *arguments: str, **environment: str) -> subprocess.Complet
         ["sh", str(ROOT / "benchmarks" / name), *arguments], capture_output=True, text=True, check=False,
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHON": sys.executable} | environment,
     )  # fmt: skip
-
-
-def test_engines_are_the_scripts_own_matter(tmp_path: Path) -> None:
-    """No option that is offered; one that is given all the same is not overridden."""
-    program = tmp_path / "python"
-    program.write_text('#!/bin/sh\necho "$@"\n')
-    program.chmod(0o755)
-    keep = str(tmp_path / "keep")
-    said = script("gpu_suite.sh", "--engines", "/mine", "--out", str(tmp_path), PYTHON=str(program), KEEP=keep).stdout
-    assert re.findall(r"--engines (\S+)", said) == [f"{keep}/rtx/engines", "/mine"]
-    assert "--engines" not in script("gpu_suite.sh", "--help", "--out", str(tmp_path), KEEP=keep).stdout
-    assert "--engines" not in (suite.__doc__ or "")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what it says without a GPU")

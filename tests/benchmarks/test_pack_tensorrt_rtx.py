@@ -35,28 +35,6 @@ def test_no_part_exceeds_its_room(tmp_path: Path) -> None:
     assert found == {"1": ["a", "pack.sha256"], "2": ["b", "c", "d", "pack.sha256"]}
 
 
-def test_a_file_larger_than_a_part_is_refused(tmp_path: Path) -> None:
-    sized(tmp_path, {"a": 101})
-    done = run("parts", "100", OUT=str(tmp_path))
-    assert done.returncode == 1
-    assert "has 101 bytes, a part takes 100" in done.stderr
-
-
-def test_room_is_what_the_checkout_leaves_of_64_mib() -> None:
-    """6 MiB are kept back. A checkout of 55 MiB leaves too little for any part."""
-    assert run("room", HELD="0").stdout == f"{58 * 2**20}\n"
-    assert run("room", HELD="38636188").stdout == f"{64 * 2**20 - 6 * 2**20 - 38636188}\n"
-    done = run("room", HELD=str(55 * 2**20))
-    assert done.returncode == 1
-    assert "too few" in done.stderr
-
-
-def test_room_is_no_guess_without_git(tmp_path: Path) -> None:
-    done = run("room", GIT_DIR=str(tmp_path))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "git cannot list the files" in done.stderr
-
-
 def make_parts(out: Path, library: bytes, engine: str, room: int) -> list[Path]:
     """What `pack` leaves, of small stand-ins: the library in pieces of 3000 bytes, parts of at most `room`."""
     files = out / "all"
@@ -125,10 +103,3 @@ def test_a_pack_replaces_the_one_before(tmp_path: Path) -> None:
     assert run("unpack", KEEP=str(keep)).returncode == 0
     assert unpacked_library(keep) == library
     assert [file.name for file in (keep / "rtx" / "engines").iterdir()] == ["new.engine"]
-
-
-def test_what_is_no_part_is_not_taken(tmp_path: Path) -> None:
-    done = run("take", str(tmp_path), KEEP=str(tmp_path / "keep"))
-    assert done.returncode == 1
-    assert "is no part of a pack" in done.stderr
-    assert not (tmp_path / "keep").exists()

@@ -121,20 +121,15 @@ def test_gains_are_medians_of_pairs(tmp_path: Path) -> None:
 # -- loads -------------------------------------------------------------------------------------------------------------
 
 
-def test_every_load_is_answered(server: Running) -> None:
+@pytest.mark.anyio
+async def test_every_load_is_answered(server: Running) -> None:
     parameters = {"max_tokens": 4, "temperature": 1.0}
-
-    async def loads() -> list[list[Reply]]:
-        async with HttpClient(server.url) as client:
-            prefix = shared_prefix(5, parameters, 60, lambda text: len(text.split()), 0)
-            return [
-                (await closed_loop(client, single(4, parameters), 2))[0],
-                (await open_loop(client, single(4, parameters), 50.0))[0],
-                (await closed_loop(client, prefix, 2))[0],
-                (await closed_loop(client, multi_turn(2, parameters, 3, 0), 2))[0],
-            ]
-
-    closed, opened, prefix, turns = asyncio.run(loads())
+    async with HttpClient(server.url) as client:
+        shared = shared_prefix(5, parameters, 60, lambda text: len(text.split()), 0)
+        closed, _ = await closed_loop(client, single(4, parameters), 2)
+        opened, _ = await open_loop(client, single(4, parameters), 50.0)
+        prefix, _ = await closed_loop(client, shared, 2)
+        turns, _ = await closed_loop(client, multi_turn(2, parameters, 3, 0), 2)
     assert [one.text for one in closed] == [one.text for one in opened]
     assert all(sum(count for _, count in one.arrivals) == len(one.token_ids) == 4 for one in closed)
     samples = [Sample.of(one) for one in prefix]
@@ -143,12 +138,10 @@ def test_every_load_is_answered(server: Running) -> None:
     assert turns[2].usage["prompt_tokens"] > turns[0].usage["prompt_tokens"] + 8
 
 
-def test_poisson_arrivals_have_the_rate(server: Running) -> None:
-    async def load() -> float:
-        async with HttpClient(server.url) as client:
-            return (await open_loop(client, single(4, {"max_tokens": 1}), 20.0, seed=3))[1]
-
-    assert 0.05 < asyncio.run(load()) < 3
+@pytest.mark.anyio
+async def test_poisson_arrivals_have_the_rate(server: Running) -> None:
+    async with HttpClient(server.url) as client:
+        assert 0.05 < (await open_loop(client, single(4, {"max_tokens": 1}), 20.0, seed=3))[1] < 3
 
 
 def test_answers_are_those_of_plain_decoding(server: Running, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,40 +212,32 @@ def test_other_error_bodies_are_faults(body: bytes) -> None:
 @pytest.mark.parametrize(
     "kind", ["asks", "asks_whole", "disconnects", "has_a_deadline", "sends_too_much", "is_malformed", "is_killed"]
 )
-def test_guests(server: Running, bundle: Path, kind: str) -> None:
+@pytest.mark.anyio
+async def test_guests(server: Running, bundle: Path, kind: str) -> None:
     answers = reference(bundle, 3, 4) if kind.startswith("asks") else [(single(1, {"max_tokens": 64})[0], "w")]
 
-    async def visit() -> str:
-        async with HttpClient(server.url) as client:
-            guests = HttpGuests(Server(server.url), client, answers, 0.01)
-            if kind == "has_a_deadline":
-                guests.judge = lambda reply, text, refusals=(): str(reply.error or "text")  # type: ignore[method-assign]
-            done = await getattr(guests, kind)()
-            assert guests.faults == []
-            return str(done)
-
-    assert asyncio.run(visit())
+    async with HttpClient(server.url) as client:
+        guests = HttpGuests(Server(server.url), client, answers, 0.01)
+        if kind == "has_a_deadline":
+            guests.judge = lambda reply, text, refusals=(): str(reply.error or "text")  # type: ignore[method-assign]
+        assert await getattr(guests, kind)()
+        assert guests.faults == []
 
 
-def test_a_wrong_answer_is_a_fault(server: Running) -> None:
+@pytest.mark.anyio
+async def test_a_wrong_answer_is_a_fault(server: Running) -> None:
     answers = [(single(1, {"max_tokens": 4})[0], "not this")]
-
-    async def visit() -> None:
-        async with HttpClient(server.url) as client:
+    async with HttpClient(server.url) as client:
+        with pytest.raises(ValueError, match="wrong answer"):
             await HttpGuests(Server(server.url), client, answers, 0.01).asks()
 
-    with pytest.raises(ValueError, match="wrong answer"):
-        asyncio.run(visit())
 
-
-def test_errors_in_a_stream_are_read(server: Running) -> None:
-    async def too_late() -> Reply:
-        async with HttpClient(server.url) as client:
-            body = single(1, {"max_tokens": 200, "deadline": 0.001, "ignore_eos": True})[0]
-            message = {"messages": [{"role": "user", "content": body.turns[0]}]}
-            return await client.ask(body.parameters | message)
-
-    found = asyncio.run(too_late())
+@pytest.mark.anyio
+async def test_errors_in_a_stream_are_read(server: Running) -> None:
+    async with HttpClient(server.url) as client:
+        body = single(1, {"max_tokens": 200, "deadline": 0.001, "ignore_eos": True})[0]
+        message = {"messages": [{"role": "user", "content": body.turns[0]}]}
+        found = await client.ask(body.parameters | message)
     assert found.error is not None
     assert found.error["code"] == "deadline_exceeded"
     assert not found.complete

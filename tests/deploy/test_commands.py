@@ -1,10 +1,13 @@
-"""The containers' commands: every program, option and value exists, and agrees with the rest of its manifest."""
+"""Containers: their programs, options, values and routes exist, and agree with the rest of their manifests."""
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import click
 import pytest
@@ -13,9 +16,12 @@ from d2sd.cli.main import main as cli
 from d2sd.recipe import load_recipe
 from d2sd.serve.dynamo import engine as dynamo_engine
 from d2sd.serve.openai import run as openai_run
+from d2sd.serve.openai.app import create_app
+from d2sd.serve.openai.middleware import _OPEN_PATHS
+from d2sd.serve.openai.settings import ServerSettings
 from d2sd.serve.triton import run as triton_run
 from d2sd.serve.triton.parameters import Parameters
-from tests.deploy.files import SERVERS, commands, container, environment, one, scalers, templates
+from tests.deploy.files import DEPLOY, SERVERS, commands, container, environment, instructions, one, scalers, templates
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,3 +127,54 @@ def test_the_values_are_those_of_the_recipe() -> None:
     frontend = options(started("dynamo.yaml", "dynamo.frontend"))
     assert int(frontend["kv-cache-block-size"]) == recipe.limits.page_size
     assert all(ours(path)["max_batch"] == recipe.limits.max_batch for path in SERVERS)
+
+
+#: Of the KServe protocol, asked from a real server by tests/d2sd/serve/triton/test_live.py.
+TRITON = {"/v2/health/live", "/v2/health/ready"}
+#: Of Dynamo's system server, asked from a real worker by tests/d2sd/serve/dynamo/test_live.py.
+DYNAMO = {"/health"}
+
+
+@pytest.fixture(scope="module")
+def routes() -> set[str]:
+    """The routes of `d2sd serve`."""
+    app = create_app(MagicMock(), MagicMock(), ServerSettings(model="m"))
+    return {getattr(route, "path", "") for route in app.routes}
+
+
+@pytest.mark.parametrize("path", ["serve.yaml", "triton.yaml"])
+def test_probes_ask_routes_and_ports_that_exist(path: str, routes: set[str]) -> None:
+    (template,) = templates(path).values()
+    made = container(template)
+    ports = {port["name"] for port in made["ports"]}
+    known = TRITON if path == "triton.yaml" else routes & _OPEN_PATHS  # without an API key
+    probes = {name: made[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
+    for probe in probes.values():
+        assert probe["path"] in known
+        assert probe["port"] in ports
+    # a server that is loading or draining is not ready, and must not be killed for it
+    assert "ready" in probes["readiness"]["path"]
+    assert "ready" not in probes["liveness"]["path"]
+    service = one(path, "Service")["spec"]
+    assert {port["targetPort"] for port in service["ports"]} <= ports
+    (scrape,) = one(path, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert scrape["port"] in ports
+    assert scrape["path"] in {"/metrics"} & routes
+
+
+def test_health_checks_of_the_images_ask_routes_that_exist(routes: set[str]) -> None:
+    known = {"serve": (8000, routes & _OPEN_PATHS), "triton": (8000, TRITON), "dynamo": (9090, DYNAMO)}
+    checks = {one.stage: one.text for one in instructions() if one.name == "HEALTHCHECK"}
+    exposed = {one.stage: one.text.split() for one in instructions() if one.name == "EXPOSE"}
+    assert checks.keys() == known.keys()
+    for stage, text in checks.items():
+        ((port, path),) = re.findall(r"http://127\.0\.0\.1:(\d+)(/[\w/]*)", text)
+        assert (int(port), path in known[stage][1]) == (known[stage][0], True)
+        assert port in exposed[stage]
+
+
+def test_the_image_has_extras_that_exist() -> None:
+    arguments = dict(one.text.split("=", 1) for one in instructions() if one.name == "ARG")
+    header = (DEPLOY / "Dockerfile").read_text("utf-8")
+    used = {*arguments["EXTRAS"].split(","), *re.findall(r"--build-arg EXTRAS=([\w,]+)", header)[0].split(",")}
+    assert used <= set(metadata("d2sd").get_all("Provides-Extra") or ())

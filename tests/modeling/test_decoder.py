@@ -235,17 +235,6 @@ def test_tree_node_has_the_logits_of_its_path() -> None:
         torch.testing.assert_close(out.features[0, node], alone.features[0, -1], rtol=0, atol=1e-4)
 
 
-def test_chain_shaped_tree_equals_the_causal_path_exactly() -> None:
-    decoder = tiny_decoder()
-    prompt, nodes = random_tokens(decoder, 2, 6), random_tokens(decoder, 2, 5, seed=1)
-    pool, page_table = pool_for(decoder.config.body, 2, 6)
-    context_len = torch.tensor([6, 4])
-    feed(decoder, prompt, pool, page_table, torch.tensor([0, 0]))
-    tree = decoder(nodes, tree_rows([-1, 0, 1, 2, 3], page_table, context_len), pool)
-    chain = decoder(nodes, Rows.chain(5, page_table, context_len), pool)
-    assert torch.equal(decoder.logits(tree.hidden), decoder.logits(chain.hidden))
-
-
 def test_accepted_path_is_committed_in_place() -> None:
     """After verification one path's rows join the pages; decoding goes on as if no other node had ever been there."""
     decoder = tiny_decoder()

@@ -1,4 +1,4 @@
-"""The pool: which slot a committed token takes, which slots stay untouched, and what FP8 pages give back."""
+"""The pool and its rows: which slot a committed token takes, which stay untouched, and what FP8 pages give back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import Fp8Linear, kv_scales, linear_names
-from d2sd.modeling.kv_pool import KVPool, Rows
+from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
 from d2sd.modeling.layers import Attention
 from d2sd.plugins.shared.fp8 import from_pages, to_pages
 from tests.tiny import ancestor_mask, feed, in_fp8, pool_for, random_tokens, random_tree, tiny_decoder, tiny_drafter
@@ -122,3 +122,17 @@ def test_a_row_attends_to_the_same_values_before_and_after_its_commit() -> None:
         feed(model, tokens[:, t : t + 1], pool, table, torch.full((2,), t, dtype=torch.long)).hidden for t in range(9)
     ]
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-9, atol=1e-9)
+
+
+def test_chain_follows_each_context() -> None:
+    rows = Rows.chain(3, torch.tensor([[1], [2]]), torch.tensor([0, 5]))
+    assert rows.positions.tolist() == [[0, 1, 2], [5, 6, 7]]
+    assert rows.attn_mask.tolist() == 2 * [[[True, False, False], [True, True, False], [True, True, True]]]
+
+
+def test_chunks_follow_each_context_one_behind_the_other() -> None:
+    rows = Chunks.of([3, 1, 2], torch.tensor([[7, 3], [2, 0], [9, 4]]), torch.tensor([0, 1, 3]), page_size=4)
+    assert rows.attn_mask.starts.tolist() == [0, 3, 4, 6]
+    assert rows.attn_mask.spans() == [slice(0, 3), slice(3, 4), slice(4, 6)]
+    assert rows.positions.tolist() == [[0, 1, 2, 1, 3, 4]]
+    assert rows.pages.tolist() == [7, 7, 7, 2, 9, 4]

@@ -33,8 +33,8 @@ from d2sd.runtime.sampling_params import PENALTIES, SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.policy import Chain, DDTree, Off, Policy, make_policy
 from d2sd.runtime.step_times import StepTimes
+from tests.runtime.cheating import Knowing
 from tests.runtime.helpers import BLOCK, BRANCHES, all_pages, free_pages
-from tests.runtime.knowing import Knowing
 from tests.runtime.recorded_graphs import RecordedGraphs
 from tests.runtime.soak import VOCABULARY, Thirds, decode
 from tests.tiny import runner_of, tiny_decoder, tiny_drafter, tiny_flex

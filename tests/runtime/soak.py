@@ -25,6 +25,7 @@ from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.policy import Policy, make_policy
+from tests.runtime.cheating import Knowing
 from tests.runtime.helpers import (
     BLOCK,
     BRANCHES,
@@ -38,7 +39,6 @@ from tests.runtime.helpers import (
     poison,
     poison_what_is_given_up,
 )
-from tests.runtime.knowing import Knowing
 from tests.runtime.recorded_graphs import RecordedGraphs
 
 LONGEST, VOCABULARY = 22, 64

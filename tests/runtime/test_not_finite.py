@@ -18,8 +18,8 @@ from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
+from tests.runtime.cheating import Knowing
 from tests.runtime.helpers import BLOCK, all_pages, free_pages, make_engine
-from tests.runtime.knowing import Knowing
 from tests.runtime.recorded_graphs import RecordedGraphs
 from tests.runtime.soak import Thirds
 from tests.tiny import runner_of, tiny_decoder, tiny_drafter, tiny_flex

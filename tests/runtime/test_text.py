@@ -44,10 +44,6 @@ def test_bytes_that_never_become_a_character_are_shown_at_the_end() -> None:
     assert run([b"\xff", b"b"])[0] == ["", "\ufffdb", ""]
 
 
-def test_a_token_without_text_changes_nothing() -> None:
-    assert run([b"a", b"", b"b", b""])[0] == ["a", "", "b", "", ""]
-
-
 def test_a_token_may_look_different_behind_another() -> None:
     """SentencePiece drops the space that a text starts with: tokens decoded one by one would lose all spaces."""
 
@@ -58,50 +54,11 @@ def test_a_token_may_look_different_behind_another() -> None:
     assert [stream.feed(i) for i in (0, 1, 2)] == ["one", " two", " three"]
 
 
-def test_stop_string_inside_a_token() -> None:
-    pieces, stream = run([b"abc", b"dEFg", b"h"], ("EF",))
-    assert pieces == ["abc", "d"]
-    assert stream.stopped
-
-
-def test_stop_string_over_tokens_is_held_back_and_left_out() -> None:
-    pieces, stream = run([b"ab<", b"st", b"op>c"], ("<stop>",))
-    assert pieces == ["ab", "", ""]
-    assert stream.stopped
-
-
-def test_a_beginning_that_comes_to_nothing_is_released() -> None:
-    pieces, stream = run([b"ab<", b"st", b"air>"], ("<stop>",))
-    assert pieces == ["ab", "", "<stair>", ""]
-    assert not stream.stopped
-
-
 def test_a_beginning_at_the_end_is_released_by_flush() -> None:
     pieces, stream = run([b"ab<st"], ("<stop>",))
     assert pieces == ["ab", "<st"]
     assert not stream.stopped
     assert stream.flush() == ""
-
-
-def test_a_beginning_inside_a_beginning() -> None:
-    """After "aab" fails to become "aac", its tail may still."""
-    assert run([b"a", b"a", b"a", b"c", b"x"], ("aac",))[0] == ["", "", "a", ""]
-    assert run([b"a", b"a", b"b", b"x"], ("aac",))[0] == ["", "", "aab", "x", ""]
-
-
-def test_several_stop_strings() -> None:
-    assert run([b"1 EN", b"D STOP"], ("STOP", "END"))[0] == ["1 ", ""]  # the first in the text, not in the list
-    assert run([b"x\n", b"\nUs", b"er:"], ("\n\nUser:", "User"))[0] == ["x", "", ""]
-    pieces, stream = run([b"ab", b"cd", b"e"], ("cdx", "bcdy"))  # the longer hold wins, then both are let go
-    assert pieces == ["a", "", "bcde", ""]
-    assert not stream.stopped
-
-
-def test_stop_string_of_split_characters() -> None:
-    stop = "né"
-    pieces, stream = run([b"on", stop.encode()[:2], stop.encode()[2:], b"z"], (stop,))
-    assert pieces == ["o", "", "n"]
-    assert stream.stopped
 
 
 def test_a_stop_string_that_only_the_end_completes() -> None:
@@ -125,16 +82,6 @@ def pieces_of(data: bytes, cuts: set[int]) -> list[bytes]:
 def test_all_text_comes_out_whatever_the_tokens(characters: list[bytes], cuts: set[int]) -> None:
     data = b"".join(characters)
     assert "".join(run(pieces_of(data, cuts))[0]) == data.decode("utf-8", errors="replace")
-
-
-@STEADY
-@given(st.lists(alphabet, max_size=20), st.text("ab<é€", min_size=1, max_size=4), st.sets(st.integers(0, 60)))
-def test_cut_at_the_first_stop_string(characters: list[bytes], stop: str, cuts: set[int]) -> None:
-    data = b"".join(characters)
-    whole = data.decode("utf-8", errors="replace")
-    pieces, stream = run(pieces_of(data, cuts), (stop,))
-    assert "".join(pieces) == whole.split(stop)[0]
-    assert stream.stopped == (stop in whole)
 
 
 @STEADY
@@ -179,11 +126,6 @@ def test_text_that_may_not_stop_is_not_searched() -> None:
     stream = TextStream(vocabulary(b"xEN", b"D", b"END"), ("END",))
     assert [stream.feed(0, may_stop=False), stream.feed(1), stream.feed(2)] == ["xEN", "D", ""]
     assert stream.stopped
-
-
-@pytest.mark.parametrize("stop", [(), ("never",)])
-def test_flush_of_nothing(stop: tuple[str, ...]) -> None:
-    assert TextStream(vocabulary(), stop).flush() == ""
 
 
 class Slices:

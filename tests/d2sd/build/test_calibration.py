@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,12 @@ from d2sd.errors import BuildError, BundleError, D2SDError
 from d2sd.policies import DrafterRole
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import add_calibration, calibration_of, edit_json, edit_tensors, tree_bytes, write_project
+from tests.d2sd.build.helpers import Killed, killed_after, run
 from tests.tiny import tiny_decoder, tiny_drafter
 
 NAME = "calibration/calibration.json"
 ROOT = Path(__file__).parents[3]
 STAGES = ["fetch", "target", "drafter_first", "drafter_second", "calibration", "check"]
-
-
-def run(recipe: Path, output: Path, **options: Any) -> dict[str, bytes]:
-    build(load_recipe(recipe), output, validate=False, **options)
-    return tree_bytes(output)
 
 
 @pytest.fixture
@@ -38,12 +33,6 @@ def recipe(tmp_path: Path) -> Path:
     path = write_project(tmp_path / "project")
     add_calibration(path)
     return path
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    (tmp_path / "out").mkdir()
-    return tmp_path / "out"
 
 
 def edit_recipe(recipe: Path, drafters: dict[str, Any]) -> None:
@@ -94,12 +83,6 @@ def test_it_is_copied_verified_and_loaded(recipe: Path, out: Path) -> None:
 def test_without_one_there_is_none(tmp_path: Path, out: Path) -> None:
     assert NAME not in run(write_project(tmp_path / "project"), out / "tiny")
     assert load_bundle(out / "tiny").calibration is None
-
-
-def test_the_same_bytes_anywhere(recipe: Path, out: Path, tmp_path: Path) -> None:
-    first = run(recipe, out / "tiny")
-    shutil.move(recipe.parent, tmp_path / "moved")
-    assert run(tmp_path / "moved" / "recipe.yaml", out / "other") == first
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -220,10 +203,6 @@ def test_of_a_pair_serves_its_first_alone_but_not_the_reverse(recipe: Path, out:
 # -- stages ------------------------------------------------------------------------------------------------------------
 
 
-class Killed(BaseException):
-    """Not an Exception, as a signal is none."""
-
-
 @pytest.mark.parametrize("last", STAGES)
 def test_stopped_after_any_stage_it_resumes_to_the_same_bytes(recipe: Path, out: Path, last: str) -> None:
     seen: list[str] = []
@@ -241,44 +220,23 @@ def test_stopped_after_any_stage_it_resumes_to_the_same_bytes(recipe: Path, out:
     assert run(recipe, out / "tiny") == run(recipe, out / "whole")
 
 
-def test_killed_while_it_is_written(recipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(path: Path, calibration: object) -> None:
-        path.write_text("{")
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr("d2sd.build.pipeline.write_calibration", half)
-        with pytest.raises(Killed):
-            run(recipe, out / "tiny")
-    assert run(recipe, out / "tiny") == run(recipe, out / "whole")
-
-
 def test_drafters_that_changed_on_the_way_are_held_against_it_again(recipe: Path, out: Path) -> None:
     """The stage was finished, for other drafters."""
-
-    def stop(stage: str) -> None:
-        if stage == "calibration":
-            raise Killed
-
     with pytest.raises(Killed):
-        run(recipe, out / "tiny", finished=stop)
+        run(recipe, out / "tiny", finished=killed_after("calibration"))
     edit_tensors(recipe.parent / "second/model.safetensors", norm__weight=torch.ones(32))
     with pytest.raises(BuildError, match="another second drafter"):
         run(recipe, out / "tiny")
 
 
 def test_one_that_changed_or_went_on_the_way(recipe: Path, out: Path) -> None:
-    def stop(stage: str) -> None:
-        if stage == "check":
-            raise Killed
-
     changes: dict[str, Callable[[Path], object]] = {
         "changed": on("report", {"prompts": 3}),
         "gone": lambda path: edit_recipe(recipe, {"first": {"path": "first"}}),
     }
     for name, change in changes.items():
         with pytest.raises(Killed):
-            run(recipe, out / name, finished=stop)
+            run(recipe, out / name, finished=killed_after("check"))
         change(recipe.with_name("calibration.json"))
         assert run(recipe, out / name) == run(recipe, out / f"{name}, whole")
     assert load_bundle(out / "changed").calibration is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from d2sd.convert.engines.build import Job, Report
 from d2sd.convert.onnx import export
 from d2sd.errors import BuildError, RecipeError
 from d2sd.recipe import load_recipe
-from tests.convert.helpers import add_flex, tree_bytes, write_project
+from tests.convert.helpers import add_flex, write_project
+from tests.d2sd.build.helpers import Killed, killed_after, run
 from tests.tiny import tiny_decoder
 
 pytest.importorskip("tensorrt_rtx", reason="the extra engines is not installed")
@@ -38,17 +38,8 @@ def recipe(tmp_path: Path) -> Path:
     return recipe
 
 
-def run(recipe: Path, output: Path, **options: Any) -> dict[str, bytes]:
-    build(load_recipe(recipe), output, validate=False, **options)
-    return tree_bytes(output)
-
-
 def edit(recipe: Path, **changes: Any) -> None:
     recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | changes))
-
-
-class Stopped(Exception):
-    """As if the process had been killed."""
 
 
 @pytest.fixture
@@ -73,14 +64,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(stages, "export_flex", graph)
     monkeypatch.setattr(stages, "build_engines", engines)
     return made
-
-
-def stop_after(last: str) -> Callable[[str], None]:
-    def finished(stage: str) -> None:
-        if stage == last:
-            raise Stopped
-
-    return finished
 
 
 @pytest.mark.engines
@@ -108,23 +91,23 @@ def test_a_build_that_stops_after_any_stage_goes_on_behind_it(recipe: Path, tmp_
     assert once == [*GRAPHS, "portable", "sm89"]
     quick.clear()
     for last in ("onnx", "engines/portable", "engines/sm89"):
-        with pytest.raises(Stopped):
-            run(recipe, tmp_path / "again", finished=stop_after(last))
+        with pytest.raises(Killed):
+            run(recipe, tmp_path / "again", finished=killed_after(last))
         assert not (tmp_path / "again").exists()
     assert run(recipe, tmp_path / "again") == whole
     assert quick == once, "a finished stage is not run again"
 
 
 def test_engines_that_a_recipe_no_longer_names_are_dropped(recipe: Path, tmp_path: Path, quick: list[str]) -> None:
-    with pytest.raises(Stopped):
-        run(recipe, tmp_path / "out", finished=stop_after("engines/sm89"))
+    with pytest.raises(Killed):
+        run(recipe, tmp_path / "out", finished=killed_after("engines/sm89"))
     edit(recipe, engines={"compute": ["portable"]})
     found = run(recipe, tmp_path / "out")
     assert {name.split("/")[1] for name in found if name.startswith("engines/")} == {"portable"}
     assert quick.count("portable") == 1
     edit(recipe, engines=None)
-    with pytest.raises(Stopped):
-        run(recipe, tmp_path / "plain", finished=stop_after("drafter_flex"))
+    with pytest.raises(Killed):
+        run(recipe, tmp_path / "plain", finished=killed_after("drafter_flex"))
     assert not [name for name in run(recipe, tmp_path / "plain") if name.startswith(("onnx", "engines"))]
 
 
@@ -180,8 +163,8 @@ def test_another_version_of_the_exporter_writes_the_graphs_again(
 ) -> None:
     for newer in ("", "", ".1"):
         monkeypatch.setattr(stages, "version", lambda tool, newer=newer: importlib.metadata.version(tool) + newer)
-        with pytest.raises(Stopped):
-            run(recipe, tmp_path / "out", finished=stop_after("onnx"))
+        with pytest.raises(Killed):
+            run(recipe, tmp_path / "out", finished=killed_after("onnx"))
     assert quick == GRAPHS * 2
 
 

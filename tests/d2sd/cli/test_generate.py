@@ -57,13 +57,6 @@ def test_the_seed_decides_a_sampled_text(path: Path) -> None:
     assert len({sampled(str(seed), "off") for seed in range(4)}) > 1
 
 
-def test_several_prompts_answer_as_each_alone(path: Path) -> None:
-    alone = [run(path, "-p", prompt).stdout.strip() for prompt in ("w1 w2", "w7")]
-    together = run(path, "-p", "w1 w2", "-p", "w7").stdout
-    for prompt, text in zip(("w1 w2", "w7"), alone, strict=True):
-        assert f"> {prompt}\n{text}" in together
-
-
 def test_answers_have_the_order_of_their_prompts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second ends first, and is printed last."""
     prompts = ("w1 w2", "w7", "w3")
@@ -196,11 +189,3 @@ def test_the_chat_template_is_asked_what_the_recipe_says(tmp_path: Path) -> None
 def test_our_own_prompts_are_ours() -> None:
     prompts = read_prompts(OWN_PROMPTS)
     assert len({name for name, _ in prompts}) == len(prompts) >= 24
-
-
-@pytest.mark.parametrize("line", ["not json", '{"id": "a"}', '{"id": "a", "turns": []}', "[]"])
-def test_bad_prompts_are_named(tmp_path: Path, line: str) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"id": "a", "turns": ["x"]}\n' + line + "\n")
-    with pytest.raises(D2SDError, match=r"prompts.jsonl:2"):
-        read_prompts(file)

@@ -63,11 +63,6 @@ FLAGS = {
 }
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    return write_project(tmp_path / "project")
-
-
 def invoke(command: click.Command, *arguments: object) -> Result:
     return CliRunner().invoke(command, [str(argument) for argument in arguments])
 
@@ -199,23 +194,6 @@ def test_user_errors_are_a_message_and_exit_code_2(recipe: Path, command: str, a
     assert failed.stderr.startswith("error: ")
     assert told in failed.stderr
     assert failed.stdout == ""
-
-
-def test_what_the_system_refuses_is_a_message_too(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise PermissionError(13, "Permission denied", "/somewhere")
-
-    monkeypatch.setattr("d2sd.build.pipeline.build", refuse)
-    failed = invoke(build, recipe)
-    assert (failed.exit_code, failed.stderr) == (2, "error: Permission denied\n  where: /somewhere\n")
-
-
-def test_an_interrupted_command_ends_with_130(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("d2sd.build.pipeline.build", interrupt)
-    assert invoke(main, "build", recipe).exit_code == 130
 
 
 def test_d2sd_build_is_the_same_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

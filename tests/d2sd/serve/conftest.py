@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from d2sd import LLM
 from d2sd.build.pipeline import build
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.serving import make_engine
@@ -15,6 +17,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.recipe import load_recipe
 from d2sd.runtime.engine import Engine
 from tests.convert.helpers import write_project
+from tests.d2sd.serve.http import Running, serving
 
 #: Every turn is its role's word and its content; two turns of one role in a row are refused, as by many real templates.
 TEMPLATE = (
@@ -56,3 +59,14 @@ def bundle(tiny_bundle: Path) -> Bundle:
 @pytest.fixture
 def engine(bundle: Bundle) -> Engine:
     return make_engine(bundle)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_bundle: Path) -> Iterator[Running]:
+    with serving(tiny_bundle) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_bundle: Path) -> LLM:
+    return LLM(tiny_bundle)

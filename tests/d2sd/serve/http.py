@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from collections.abc import Iterator
@@ -60,8 +61,14 @@ def serving(bundle: Path, engine: Engine | None = None, **settings: Any) -> Iter
             assert not thread.is_alive()
 
 
-def wait_until(condition: Any, seconds: float = 10) -> None:
+def wait_until(condition: Any, seconds: float = 30) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+async def until(condition: Any) -> None:
+    """Wait for it and let others run."""
+    while not condition():
+        await asyncio.sleep(0.001)

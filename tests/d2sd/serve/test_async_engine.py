@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from threading import Event
 from typing import Any
@@ -20,7 +20,9 @@ from d2sd.runtime.sequence import Output, Sequence
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.errors import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
 from d2sd.serve.stream import Stream
+from tests.d2sd.serve.http import until
 
+pytestmark = pytest.mark.anyio
 #: Greedy, and long enough to be in the middle for a while.
 LONG = Request((5, 7), 40)
 
@@ -51,115 +53,91 @@ async def served(engine: Engine, **options: Any) -> AsyncIterator[AsyncEngine]:
             assert engine.scheduler.pages.free == engine.scheduler.page_count - 1
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 30))
-
-
 async def answer(service: AsyncEngine, request: Request, **options: Any) -> tuple[list[int], str]:
     outputs = [output async for output in service.generate(request, **options)]
     assert outputs[-1].finish in ("stop", "length")
     return [t for output in outputs for t in output.tokens], "".join(output.text for output in outputs)
 
 
-async def until(condition: Any) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
-def test_concurrent_answers_equal_the_engine_alone(bundle: Bundle, engine: Engine) -> None:
+async def test_concurrent_answers_equal_the_engine_alone(bundle: Bundle, engine: Engine) -> None:
     requests = [
         Request((3 + i, 9, 4), 8 + i, SamplingParams(temperature=i % 2, seed=i), frozenset({2})) for i in range(10)
     ]
     expected = [make_engine(bundle, policy="off").generate([request])[0].answer for request in requests]
 
-    async def test() -> None:
-        async with served(engine) as service:
-            found = await asyncio.gather(*(answer(service, request) for request in requests))
-            assert [tokens for tokens, _ in found] == expected
-            assert [text for _, text in found] == [
-                bundle.tokenizer.decode(ids, skip_special_tokens=True) for ids in expected
-            ]
-            assert service.live == 0
-            assert service.health is None
-
-    run(test())
+    async with served(engine) as service:
+        found = await asyncio.gather(*(answer(service, request) for request in requests))
+        assert [tokens for tokens, _ in found] == expected
+        assert [text for _, text in found] == [
+            bundle.tokenizer.decode(ids, skip_special_tokens=True) for ids in expected
+        ]
+        assert service.live == 0
+        assert service.health is None
 
 
-def test_a_reader_that_leaves_cancels_its_request_before_the_next_step(engine: Engine) -> None:
+async def test_a_reader_that_leaves_cancels_its_request_before_the_next_step(engine: Engine) -> None:
     gate = Gate(engine)
 
-    async def test() -> None:
-        async with served(engine) as service:
-            gate.open.set()
-            stream = service.generate(LONG)
-            first = await anext(stream)
-            gate.open.clear()  # at most the step that has begun still runs
-            await stream.aclose()
-            before = gate.steps
-            gate.open.set()
-            await until(lambda: service.live == 0)
-            assert first.sequence.finish == "cancelled"
-            assert gate.steps <= before + 1
+    async with served(engine) as service:
+        gate.open.set()
+        stream = service.generate(LONG)
+        first = await anext(stream)
+        gate.open.clear()  # at most the step that has begun still runs
+        await stream.aclose()
+        before = gate.steps
+        gate.open.set()
+        await until(lambda: service.live == 0)
+        assert first.sequence.finish == "cancelled"
+        assert gate.steps <= before + 1
 
-            task = asyncio.ensure_future(answer(service, LONG))
-            await until(lambda: engine.scheduler.running)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await until(lambda: not engine.busy)
-
-    run(test())
+        task = asyncio.ensure_future(answer(service, LONG))
+        await until(lambda: engine.scheduler.running)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: not engine.busy)
 
 
-def test_a_deadline_ends_its_request_alone(engine: Engine) -> None:
+async def test_a_deadline_ends_its_request_alone(engine: Engine) -> None:
     gate = Gate(engine)
 
-    async def test() -> None:
-        async with served(engine) as service:
-            other = asyncio.ensure_future(answer(service, LONG))
-            late = asyncio.ensure_future(answer(service, LONG, deadline=0.02))
-            await asyncio.sleep(0.05)
-            gate.open.set()
-            with pytest.raises(DeadlineExceeded):
-                await late
-            assert len((await other)[0]) == 40
-            with pytest.raises(RequestError, match="deadline"):
-                await answer(service, LONG, deadline=0)
-
-    run(test())
+    async with served(engine) as service:
+        other = asyncio.ensure_future(answer(service, LONG))
+        late = asyncio.ensure_future(answer(service, LONG, deadline=0.02))
+        await asyncio.sleep(0.05)
+        gate.open.set()
+        with pytest.raises(DeadlineExceeded):
+            await late
+        assert len((await other)[0]) == 40
+        with pytest.raises(RequestError, match="deadline"):
+            await answer(service, LONG, deadline=0)
 
 
-def test_a_full_queue_refuses_and_recovers(engine: Engine) -> None:
+async def test_a_full_queue_refuses_and_recovers(engine: Engine) -> None:
     gate = Gate(engine)
 
-    async def test() -> None:
-        async with served(engine, max_waiting=1) as service:
-            accepted = service.submit([LONG] * 3)  # two may run, one may wait
-            with pytest.raises(QueueFull, match="at most 3"):
-                service.submit([LONG])
-            accepted[1].close()
-            gate.open.set()
-            await until(lambda: service.live < 3)
-            assert len([o async for o in service.generate(Request((5,), 2))]) > 0
-            with pytest.raises(QueueFull):  # all or none
-                service.submit([LONG] * 4)
-            for stream in accepted:
-                stream.close()
-
-    run(test())
+    async with served(engine, max_waiting=1) as service:
+        accepted = service.submit([LONG] * 3)  # two may run, one may wait
+        with pytest.raises(QueueFull, match="at most 3"):
+            service.submit([LONG])
+        accepted[1].close()
+        gate.open.set()
+        await until(lambda: service.live < 3)
+        assert len([o async for o in service.generate(Request((5,), 2))]) > 0
+        with pytest.raises(QueueFull):  # all or none
+            service.submit([LONG] * 4)
+        for stream in accepted:
+            stream.close()
 
 
-def test_a_request_that_can_never_run_is_refused(engine: Engine) -> None:
-    async def test() -> None:
-        async with served(engine) as service:
-            with pytest.raises(RequestError, match="does not fit the context"):
-                service.submit([LONG, Request((5,), 100)])
-            assert service.live == 0
-
-    run(test())
+async def test_a_request_that_can_never_run_is_refused(engine: Engine) -> None:
+    async with served(engine) as service:
+        with pytest.raises(RequestError, match="does not fit the context"):
+            service.submit([LONG, Request((5,), 100)])
+        assert service.live == 0
 
 
-def test_a_request_whose_text_fails_takes_no_other_with_it(engine: Engine) -> None:
+async def test_a_request_whose_text_fails_takes_no_other_with_it(engine: Engine) -> None:
     submit = engine.submit
 
     def failing(ids: list[int]) -> str:
@@ -174,140 +152,121 @@ def test_a_request_whose_text_fails_takes_no_other_with_it(engine: Engine) -> No
 
     engine.submit = submit_poisoned  # type: ignore[method-assign]
 
-    async def test() -> None:
-        async with served(engine) as service:
-            good = asyncio.ensure_future(answer(service, LONG))
-            (bad,) = service.submit([Request((9,), 40)])
-            with pytest.raises(GenerationError, match="UnicodeError: cannot decode"):
-                [output async for output in bad]
-            assert bad.sequence is not None
-            assert bad.sequence.finish == "error"
-            assert len((await good)[0]) == 40
-            assert service.health is None
-
-    run(test())
+    async with served(engine) as service:
+        good = asyncio.ensure_future(answer(service, LONG))
+        (bad,) = service.submit([Request((9,), 40)])
+        with pytest.raises(GenerationError, match="UnicodeError: cannot decode"):
+            [output async for output in bad]
+        assert bad.sequence is not None
+        assert bad.sequence.finish == "error"
+        assert len((await good)[0]) == 40
+        assert service.health is None
 
 
-def test_a_failed_engine_ends_every_stream_and_says_why(engine: Engine) -> None:
+async def test_a_failed_engine_ends_every_stream_and_says_why(engine: Engine) -> None:
     gate = Gate(engine)
 
     def fail() -> list[Output]:
         raise ValueError("out of registers")
 
-    async def test() -> None:
-        async with served(engine) as service:
-            tasks = [asyncio.ensure_future(answer(service, LONG)) for _ in range(3)]
-            await until(lambda: service.live == 3)
-            gate._engine_step = fail
-            gate.open.set()
-            for task in tasks:
-                with pytest.raises(EngineFailed, match="out of registers"):
-                    await task
-            assert service.health == "ValueError: out of registers"
-            assert (service.live, service.accepting) == (0, False)
-            with pytest.raises(EngineFailed):
-                service.submit([LONG])
-            await service.drain(1)
-            with pytest.raises(EngineFailed, match="cannot be started"):
-                await service.start()
-
-    run(test())
+    async with served(engine) as service:
+        tasks = [asyncio.ensure_future(answer(service, LONG)) for _ in range(3)]
+        await until(lambda: service.live == 3)
+        gate._engine_step = fail
+        gate.open.set()
+        for task in tasks:
+            with pytest.raises(EngineFailed, match="out of registers"):
+                await task
+        assert service.health == "ValueError: out of registers"
+        assert (service.live, service.accepting) == (0, False)
+        with pytest.raises(EngineFailed):
+            service.submit([LONG])
+        await service.drain(1)
+        with pytest.raises(EngineFailed, match="cannot be started"):
+            await service.start()
 
 
-def test_draining_finishes_what_it_can_and_ends_the_rest(engine: Engine) -> None:
+async def test_draining_finishes_what_it_can_and_ends_the_rest(engine: Engine) -> None:
     gate = Gate(engine)
     gate.open.set()
 
-    async def test() -> None:
-        async with served(engine) as service:
-            short = asyncio.ensure_future(answer(service, LONG))
-            await until(lambda: service.live)
-            await service.drain(10)
-            assert len((await short)[0]) == 40
+    async with served(engine) as service:
+        short = asyncio.ensure_future(answer(service, LONG))
+        await until(lambda: service.live)
+        await service.drain(10)
+        assert len((await short)[0]) == 40
+        with pytest.raises(ShuttingDown):
+            service.submit([LONG])
+        await service.stop()
+        await service.start()
+        gate.open.clear()
+        long = asyncio.ensure_future(answer(service, LONG))
+        await until(lambda: service.live)
+        drained = asyncio.ensure_future(service.drain(0.05))
+        await asyncio.sleep(0.1)
+        assert not drained.done()
+        gate.open.set()
+        await drained
+        if not long.done() or long.exception() is not None:  # else its last step was the one that was held
             with pytest.raises(ShuttingDown):
-                service.submit([LONG])
-            await service.stop()
-            await service.start()
-            gate.open.clear()
-            long = asyncio.ensure_future(answer(service, LONG))
-            await until(lambda: service.live)
-            drained = asyncio.ensure_future(service.drain(0.05))
-            await asyncio.sleep(0.1)
-            assert not drained.done()
-            gate.open.set()
-            await drained
-            if not long.done() or long.exception() is not None:  # else its last step was the one that was held
-                with pytest.raises(ShuttingDown):
-                    await long
-
-    run(test())
+                await long
 
 
-def test_a_slow_reader_gets_merged_outputs(engine: Engine, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_reader_gets_merged_outputs(
+    engine: Engine, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("d2sd.serve.stream._UNMERGED", 4)
     request = Request((5, 7), 50)
     expected = engine.generate([request])[0].answer
 
-    async def test() -> None:
-        async with served(engine) as service:
-            (stream,) = service.submit([request])
-            await until(lambda: stream.ended)
-            assert len(stream._pending) <= 5
-            outputs = [output async for output in stream]
-            assert len(outputs) == 1
-            assert list(outputs[0].tokens) == expected
-            assert outputs[0].finish == "length"
-            assert outputs[0].text == bundle.tokenizer.decode(expected, skip_special_tokens=True)
-
-    run(test())
+    async with served(engine) as service:
+        (stream,) = service.submit([request])
+        await until(lambda: stream.ended)
+        assert len(stream._pending) <= 5
+        outputs = [output async for output in stream]
+        assert len(outputs) == 1
+        assert list(outputs[0].tokens) == expected
+        assert outputs[0].finish == "length"
+        assert outputs[0].text == bundle.tokenizer.decode(expected, skip_special_tokens=True)
 
 
-def test_a_reader_is_woken_for_the_first_output_and_then_for_an_interval(engine: Engine) -> None:
+async def test_a_reader_is_woken_for_the_first_output_and_then_for_an_interval(engine: Engine) -> None:
     sequence = engine.submit(LONG)
 
-    async def test() -> None:
-        stream = Stream(LONG, lambda stream: None, interval=3)
-        assert [stream.push(Output(sequence, (1,), "a", None)) for _ in range(3)] == [True, False, True]
-        assert (await anext(stream)).tokens == (1, 1, 1)
-        assert [stream.push(Output(sequence, tokens, "", None)) for tokens in ((1,), (2, 3))] == [False, True]
-        assert (await anext(stream)).tokens == (1, 2, 3)
-        assert stream.push(Output(sequence, (4,), "", "length"))
-
-    run(test())
+    stream = Stream(LONG, lambda stream: None, interval=3)
+    assert [stream.push(Output(sequence, (1,), "a", None)) for _ in range(3)] == [True, False, True]
+    assert (await anext(stream)).tokens == (1, 1, 1)
+    assert [stream.push(Output(sequence, tokens, "", None)) for tokens in ((1,), (2, 3))] == [False, True]
+    assert (await anext(stream)).tokens == (1, 2, 3)
+    assert stream.push(Output(sequence, (4,), "", "length"))
     engine.cancel(sequence)
 
 
-def test_answers_with_an_interval_equal_those_without(engine: Engine) -> None:
+async def test_answers_with_an_interval_equal_those_without(engine: Engine) -> None:
     expected = engine.generate([LONG])[0].answer
 
-    async def test() -> None:
-        async with served(engine) as service:
-            (stream,) = service.submit([LONG], interval=7)
-            outputs = [output async for output in stream]
-            assert [token for output in outputs for token in output.tokens] == expected
-            assert all(len(output.tokens) >= 7 for output in outputs[1:-1])
-            (stream,) = service.submit([LONG], interval=100)
-            assert sum([len(output.tokens) async for output in stream]) == 40
-
-    run(test())
+    async with served(engine) as service:
+        (stream,) = service.submit([LONG], interval=7)
+        outputs = [output async for output in stream]
+        assert [token for output in outputs for token in output.tokens] == expected
+        assert all(len(output.tokens) >= 7 for output in outputs[1:-1])
+        (stream,) = service.submit([LONG], interval=100)
+        assert sum([len(output.tokens) async for output in stream]) == 40
 
 
-def test_a_watched_request_sees_its_steps_and_may_fail_alone(engine: Engine) -> None:
-    async def test() -> None:
-        async with served(engine) as service:
-            seen: list[int] = []
-            (stream,) = service.submit([LONG], watch=lambda trace, output: seen.append(len(trace.tree.tokens[0])))
-            assert sum([len(output.tokens) async for output in stream]) == 40
-            assert len(seen) > 1
-            assert stream.sequence is not None
-            assert len(seen) == stream.sequence.stats.steps
+async def test_a_watched_request_sees_its_steps_and_may_fail_alone(engine: Engine) -> None:
+    async with served(engine) as service:
+        seen: list[int] = []
+        (stream,) = service.submit([LONG], watch=lambda trace, output: seen.append(len(trace.tree.tokens[0])))
+        assert sum([len(output.tokens) async for output in stream]) == 40
+        assert len(seen) > 1
+        assert stream.sequence is not None
+        assert len(seen) == stream.sequence.stats.steps
 
-            def fail(trace: object, output: object) -> None:
-                raise KeyError("picture")
+        def fail(trace: object, output: object) -> None:
+            raise KeyError("picture")
 
-            (stream,) = service.submit([LONG], watch=fail, interval=100)
-            with pytest.raises(GenerationError, match="picture"):
-                [output async for output in stream]
-            assert len((await answer(service, LONG))[0]) == 40
-
-    run(test())
+        (stream,) = service.submit([LONG], watch=fail, interval=100)
+        with pytest.raises(GenerationError, match="picture"):
+            [output async for output in stream]
+        assert len((await answer(service, LONG))[0]) == 40

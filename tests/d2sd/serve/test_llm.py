@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import d2sd
 from d2sd import LLM, Completion, SamplingParams
 from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import make_engine
-from d2sd.errors import BundleError, D2SDError, RequestError
+from d2sd.errors import D2SDError, RequestError
 from d2sd.recipe import Policy
 from d2sd.runtime.request import Request
 from tests.d2sd.serve.conftest import build_tiny
+from tests.d2sd.serve.http import wait_until
 
 PROMPTS = ["w5 w7 w9", "w31", "w3 w4 w5 w6 w7 w8"]
 USER = {"role": "user", "content": "w5 w7"}
@@ -30,13 +33,6 @@ def idle(llm: LLM) -> bool:
     """Whether nothing is queued and every page is free."""
     _, engine = llm._session.open()
     return not engine.busy and engine.scheduler.pages.free == engine.scheduler.page_count - 1
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def plain(bundle: Path, prompts: list[list[int]], sampling: SamplingParams, length: int) -> list[list[int]]:
@@ -107,10 +103,10 @@ def test_a_stream_that_is_closed_leaves_the_batch(llm: LLM) -> None:
     stream = llm.stream(PROMPTS[0])
     next(stream)
     stream.close()
-    until(lambda: llm.stats.steps > 0)
+    wait_until(lambda: llm.stats.steps > 0)
     # a reader that comes late gets pieces of several steps as one
     assert "".join(llm.stream(PROMPTS[1])) == "".join(llm.stream(PROMPTS[1]))
-    until(lambda: idle(llm))
+    wait_until(lambda: idle(llm))
 
 
 def test_stop_strings_end_a_completion(llm: LLM) -> None:
@@ -169,13 +165,38 @@ def test_a_target_without_a_template_refuses_messages(tmp_path: Path) -> None:
         llm.chat([USER])
 
 
-def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"no manifest\.json"):
-        LLM(tmp_path)
-
-
 def test_sampling_params_are_plain_data() -> None:
     params = SamplingParams(stop="END", max_tokens=4)
     assert (params.stop, params.max_tokens, params.temperature) == (("END",), 4, 0.0)
     assert params == SamplingParams(stop=["END"], max_tokens=4)
     assert issubclass(RequestError, D2SDError)
+
+
+def test_importing_d2sd_loads_no_torch() -> None:
+    code = (
+        "import sys, d2sd; d2sd.__version__; d2sd.SamplingParams(); d2sd.RequestError; d2sd.DeadlineExceeded;"
+        "print(*{'torch', 'transformers', 'numpy'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_the_public_names() -> None:
+    assert d2sd.__version__ == version("d2sd")
+    assert set(d2sd.__all__) <= set(dir(d2sd))
+    named = {name: module for module, names in d2sd._MODULES.items() for name in names}
+    assert {*named, "__version__"} == set(d2sd.__all__)
+    for name, module in named.items():
+        assert getattr(d2sd, name).__module__ == module
+
+
+def test_a_caller_can_catch_every_error_of_a_request() -> None:
+    from d2sd.serve import errors
+
+    for error in (d2sd.BundleError, d2sd.RequestError, d2sd.GenerationError, errors.QueueFull, errors.ShuttingDown):
+        assert issubclass(error, d2sd.D2SDError)
+
+
+def test_a_name_that_is_not_public() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'llm'"):
+        _ = d2sd.llm

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -26,12 +25,6 @@ from d2sd.serve.openai.trace import choices, page
 from tests.d2sd.serve.http import Running, serving, wait_until
 
 CHAT: Any = {"messages": [{"role": "user", "content": "w5 w7"}], "max_tokens": 12, "temperature": 1.0, "seed": 6}
-
-
-@pytest.fixture(scope="module")
-def server(tiny_bundle: Path) -> Iterator[Running]:
-    with serving(tiny_bundle) as running:
-        yield running
 
 
 def events(text: str) -> list[dict[str, Any]]:

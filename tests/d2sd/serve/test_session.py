@@ -6,7 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ import torch
 from d2sd import LLM, EngineFailed, RequestError, SamplingParams
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.sequence import Output
+from tests.d2sd.serve.http import wait_until
 
 LONG = SamplingParams(max_tokens=50, ignore_eos=True)
 
@@ -43,13 +43,6 @@ class Held:
         assert self.free.wait(20)
         self.steps += 1
         return self._step()
-
-
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def in_thread(call: Callable[[], Any]) -> tuple[Thread, list[Any]]:
@@ -119,7 +112,7 @@ def test_two_objects_in_two_threads(tiny_bundle: Path, torch_threads: int) -> No
 
 def test_a_long_answer_does_not_starve_a_later_call(llm: LLM) -> None:
     thread, found = in_thread(lambda: llm.generate(["w5 w7"] * 12, LONG))  # more than the batch
-    until(lambda: llm._session.open()[1].busy)
+    wait_until(lambda: llm._session.open()[1].busy)
     assert len(llm.generate("w9", SamplingParams(max_tokens=2))[0].token_ids) == 2
     thread.join()
     assert [len(answer.token_ids) for answer in found[0]] == [50] * 12
@@ -143,7 +136,7 @@ def test_ctrl_c_ends_one_call_and_no_other(llm: LLM, monkeypatch: pytest.MonkeyP
     held.free.set()
     thread.join()
     assert found == [expected]
-    until(lambda: not held.engine.busy)
+    wait_until(lambda: not held.engine.busy)
     assert llm.stats.tokens < 3 * 50  # the interrupted request left the batch
 
 

@@ -141,16 +141,12 @@ def test_shares_of_policies() -> None:
 
 def test_a_step_that_another_guess_saved_is_not_the_second_pass_s() -> None:
     trace = merged_trace([[0, 1, 2, 3], [0, 1, 4, 5]], lambda t: {0: 1, 1: 4, 4: 6}.get(t, 8), second=False)
-    picture = standalone(read_step(trace, 0, word), "")
+    step = read_step(trace, 0, word)
+    picture = standalone(step, "")
     assert 'class="halo"' in picture
     assert "another guess saved the step here" in picture
     assert "second" not in picture.partition("</style>")[2]
     assert "the second pass saved the step here" in standalone(rescued(), "")
-
-
-def test_samples_of_the_first_pass_are_no_second_pass() -> None:
-    trace = merged_trace([[0, 1, 2, 3], [0, 1, 4, 5]], lambda t: {0: 1, 1: 4, 4: 6}.get(t, 8), second=False)
-    step = read_step(trace, 0, word)
     assert {n.source for n in step.nodes} == {"anchor", "first", "bonus"}
     assert (step.right, step.saved, step.by_second) == (1, 1, False)
     assert "another guess of the first pass was right for 1 more" in story(step)

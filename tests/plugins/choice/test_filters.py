@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from d2sd.plugins.choice.cpu import argmax
 from d2sd.plugins.choice.reference import apply_filters
+from d2sd.plugins.cpu import library
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from tests.runtime.helpers import STEADY
@@ -119,3 +121,15 @@ def test_no_row_touches_another(params: list[SamplingParams], data: st.DataObjec
     for b, one in enumerate(params):
         alone = apply_filters(logits[b : b + 1], Sampling.of([one], width, "cpu"))[0]
         torch.testing.assert_close(together[b], alone, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(not library.available(), reason=f"no CPU kernels: {library.load()}")
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 1003])
+def test_argmax_takes_the_first_of_equals_and_nan_first(size: int) -> None:
+    logits = torch.randn(3, 4, size, generator=torch.Generator().manual_seed(size)).round(decimals=1)
+    logits[0, 0] = float("-inf")
+    logits[1, 1, size // 2 :] = float("nan")
+    logits[2, 2, :] = -0.0
+    logits[2, 2, size // 2] = 0.0
+    assert torch.equal(argmax(logits), logits.argmax(-1))
+    assert torch.equal(argmax(logits.transpose(0, 1)), logits.transpose(0, 1).argmax(-1))

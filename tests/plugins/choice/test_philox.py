@@ -48,13 +48,6 @@ def test_philox_known_values(counter: str, key: str, answer: str) -> None:
     assert list(oracle.philox((k[0], k[1]), (c[0], c[1], c[2], c[3]))) == words(answer)
 
 
-def test_agrees_with_whole_number_arithmetic() -> None:
-    dice = random.Random(0)
-    for _ in range(50):
-        k, c = [dice.getrandbits(32) for _ in range(2)], [dice.getrandbits(32) for _ in range(4)]
-        assert run_philox(k, c) == list(oracle.philox((k[0], k[1]), (c[0], c[1], c[2], c[3])))
-
-
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 - 1, 2**63, 2**63 + 12345, 2**64 - 1])
 def test_noise_of_seed_position_and_token(seed: int) -> None:
     """Seeds above 2^63 do not fit an int64; their bits do."""
@@ -134,10 +127,3 @@ def test_every_word_gives_a_finite_number(word: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(noise, "philox", lambda key, counter: (torch.full_like(counter[0], word),) * 4)
     assert gumbel(torch.tensor([1]), torch.tensor([[1]]), 4).isfinite().all()
     assert gumbel_at(torch.tensor([1]), torch.tensor([[1]]), torch.tensor([[3]])).isfinite().all()
-
-
-@pytest.mark.parametrize(("seed", "token"), [(290433, 53), (813824, 36), (970661, 51)])
-def test_rare_words_are_finite_too(seed: int, token: int) -> None:
-    """Found by search: 24 leading ones. A vocabulary of 50,000 meets such a word once in 330 tokens."""
-    assert oracle.noise_word(seed, 3, token) >> 8 == 0xFFFFFF
-    assert gumbel(torch.tensor([seed]), torch.tensor([[3]]), 64).isfinite().all()

@@ -27,6 +27,7 @@ from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.policy import make_policy
 from d2sd.token_codes import NOT_FINITE
+from tests.runtime.cheating import Knowing
 from tests.runtime.helpers import (
     BLOCK,
     BRANCHES,
@@ -41,7 +42,6 @@ from tests.runtime.helpers import (
     make_engine,
     plain,
 )
-from tests.runtime.knowing import Knowing
 from tests.runtime.recorded_graphs import RecordedGraphs
 
 HOT, NARROW = SamplingParams(1.0, seed=1), SamplingParams(0.8, top_p=0.9, seed=2)

@@ -15,9 +15,8 @@ from d2sd.runtime.grammar.step import StepGrammar
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.stats import SequenceStats
-from tests.runtime.grammar.oracle import constrained_text
 from tests.runtime.grammar.tokens import END, guidance, ids, text_of
-from tests.runtime.grammar.watched import WatchedRunner, drafted, is_inside, models
+from tests.runtime.grammar.watched import WatchedRunner, constrained_text, drafted, is_inside, models
 from tests.runtime.helpers import BUDGET, all_pages, free_pages, make_engine, run_staggered
 
 SCHEMA = {

@@ -13,9 +13,8 @@ from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import Sequence
-from tests.runtime.grammar.oracle import constrained_text
 from tests.runtime.grammar.tokens import END, guidance, ids
-from tests.runtime.grammar.watched import WatchedRunner, models
+from tests.runtime.grammar.watched import WatchedRunner, constrained_text, models
 from tests.runtime.helpers import all_pages, free_pages, make_engine, run_staggered
 from tests.runtime.nan_pages import NaNPages
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields
 from functools import cache
 
+import torch
+
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.plugins.choice.reference import gumbel
 from d2sd.plugins.trees import Branches, Draft, Tree
 from d2sd.policies import DrafterRole, FirstPass
 from d2sd.runtime.backends.model_runner import Verified
@@ -20,7 +24,8 @@ from d2sd.runtime.request import Request
 from d2sd.runtime.speculation.policy import Policy
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.grammar.tokens import END, vocab_size
-from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
+from tests.runtime.oracle import allowed
+from tests.tiny import full_logits, tiny_decoder, tiny_drafter, tiny_flex
 
 
 @cache
@@ -88,3 +93,24 @@ def is_inside(request: Request, answer: Sequence[int], path: Sequence[int]) -> b
     assert all(matcher.consume(token) for token in answer)
     *before, last = path
     return all(token != END and matcher.consume(token) for token in before) and has(matcher.allowed(), last)
+
+
+def constrained_text(decoder: Decoder, request: Request) -> list[int]:
+    """The answer of plain decoding, where only tokens that the grammar allows have a probability."""
+    text, params = list(request.prompt), request.sampling
+    while len(text) < len(request.prompt) + request.max_new_tokens:
+        logits = full_logits(decoder, torch.tensor([text]))[0, -1]
+        if request.grammar is not None:
+            matcher = request.grammar.matcher()
+            assert all(matcher.consume(token) for token in text[len(request.prompt) :])
+            bits = matcher.allowed()
+            logits = torch.tensor([p if has(bits, t) else -math.inf for t, p in enumerate(logits.tolist())])
+        if params.temperature == 0:
+            text.append(int(logits.argmax()))
+        else:
+            noise = gumbel(torch.tensor([params.seed or 0]), torch.tensor([[len(text)]]), len(logits))[0, 0].tolist()
+            kept = {t: p for t, p in allowed(logits.tolist(), params).items() if p}
+            text.append(max(kept, key=lambda t: math.log(kept[t]) + noise[t]))
+        if text[-1] == END:
+            break
+    return text[len(request.prompt) :]

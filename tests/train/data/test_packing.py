@@ -19,9 +19,11 @@ from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
+from d2sd.train.data.draws import SeededOrder, draw_prefixes, first_errors
 from d2sd.train.data.features import TrainingSequence
 from d2sd.train.data.packing import Packed, attend_packed, draw_anchors, pack_blocks
 from d2sd.train.dflash import block_hidden
+from d2sd.train.dist import Dist
 from d2sd.train.sparse_attention import attend_sparse, packed_mask
 from tests.tiny import random_tokens, runner_of, tiny_decoder, tiny_drafter
 from tests.train.helpers import BLOCK
@@ -149,28 +151,6 @@ def test_attention_equals_loops_over_the_drawn_mask(way: Way) -> None:
             torch.testing.assert_close(found[layer][row].view_as(expected), expected, rtol=0, atol=1e-5)
 
 
-def test_a_block_sees_no_other_block_and_nothing_from_its_anchor_on() -> None:
-    packed = pack_blocks([sequence()], [torch.tensor([3, 7])], BLOCK)
-    plain = hidden_of(packed)[0]
-
-    def changed(where: slice) -> list[bool]:
-        features = packed.features.clone()
-        features[:, where] += 3
-        out = hidden_of(Packed(packed.positions, packed.tokens, packed.inside, features, packed.target_hidden))[0]
-        return [bool((out[i] - plain[i]).abs().max() > 1e-3) for i in range(2)]
-
-    assert changed(slice(7, None)) == [False, False]
-    assert changed(slice(3, 7)) == [False, True]
-    assert changed(slice(2, 3)) == [True, True]
-    for block in range(2):
-        tokens = packed.tokens.clone()
-        tokens[0, block, -1] = (tokens[0, block, -1] + 1) % 64
-        out = hidden_of(Packed(packed.positions, tokens, packed.inside, packed.features, packed.target_hidden))[0]
-        difference = (out - plain).abs()
-        assert difference[block, 0].max() > 1e-3, "inside a block there is no order"
-        assert difference[1 - block].max() < 1e-6
-
-
 def test_a_sequence_does_not_feel_what_it_is_packed_with() -> None:
     """Values, and what a loss of it alone teaches the drafter."""
     drafter = tiny_drafter(TARGET.config, block_size=BLOCK).requires_grad_(True)
@@ -215,16 +195,6 @@ def test_gradients_reach_the_fusion_through_the_context() -> None:
 # --- The CUDA twin ---------------------------------------------------------------------------------------------------
 
 
-@UNCOMPILED
-def test_sparse_attention_gives_the_same_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through every layer, masks and padding included. Values only: on a CPU the operator has no backward pass."""
-    packed = packed_pair()
-    with torch.no_grad():
-        expected = hidden_of(packed, 2)
-        monkeypatch.setattr("d2sd.train.dflash.attend_packed", attend_sparse)
-        torch.testing.assert_close(hidden_of(packed, 2), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_sparse_attention_skips_what_no_row_reads() -> None:
     """Tiles of 128 × 128 of which the mask hides everything: 4 blocks of 128 slots, whose context ends by token 256."""
     positions = torch.tensor([0, 100, 200, 256])[None, :, None] + torch.arange(128)
@@ -261,3 +231,61 @@ def test_training_forward_equals_the_serving_executor(which: int, anchor: int) -
     torch.testing.assert_close(trained, served, rtol=0, atol=1e-4)
     if which == 0:
         assert trained[0].argmax(-1).tolist() == runner.draft_first(batch, 1).top1[0].tolist()
+
+
+def test_processes_share_every_step() -> None:
+    alone = SeededOrder(0, 10, 6, Dist())
+    parts = [SeededOrder(0, 10, 6, Dist(rank, 3)) for rank in range(3)]
+    for step in range(5):
+        shares = [list(part.numbers(step)) for part in parts]
+        assert [len(share) for share in shares] == [2, 2, 2]
+        assert sorted(number for share in shares for number in share) == list(alone.numbers(step))
+        assert all(part.index(n) == alone.index(n) for part, share in zip(parts, shares, strict=True) for n in share)
+
+
+def test_epochs_are_different_shuffles() -> None:
+    draws = SeededOrder(3, 20, 1, Dist())
+    epochs = [[draws.index(epoch * 20 + place) for place in range(20)] for epoch in range(4)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert SeededOrder(4, 20, 1, Dist()).index(0) != draws.index(0) or SeededOrder(4, 20, 1, Dist()).index(
+        1
+    ) != draws.index(1)
+
+
+def test_every_purpose_place_and_seed_has_a_stream_of_its_own() -> None:
+    """Also far apart: PyTorch looks at the lowest 32 bits of a seed alone."""
+    streams = {
+        tuple(torch.rand(4, generator=SeededOrder(seed, 5, 1, Dist()).generator(purpose, number)).tolist())
+        for seed in (0, 1)
+        for purpose in ("anchors", "prefixes", "candidates", "epoch")
+        for number in (0, 1, 1 << 32, 1 << 40)
+    }
+    assert len(streams) == 32
+    assert torch.equal(
+        torch.rand(4, generator=SeededOrder(0, 5, 1, Dist()).generator("anchors", 7)),
+        torch.rand(4, generator=SeededOrder(0, 9, 2, Dist()).generator("anchors", 7)),
+    )
+
+
+@pytest.mark.parametrize("base", [0.9, 0.5])
+def test_prefixes_follow_their_distribution(base: float) -> None:
+    count, size = 20_000, 8
+    drawn = draw_prefixes(count, size, base, torch.Generator().manual_seed(0))
+    assert set(drawn.tolist()) == set(range(1, size))
+    weights = [base**n for n in range(1, size)]
+    statistic = sum(
+        (int((drawn == n).sum()) - count * w / sum(weights)) ** 2 / (count * w / sum(weights))
+        for n, w in enumerate(weights, 1)
+    )
+    assert statistic < 27.9  # chi-square with 6 degrees of freedom exceeds it once in 10,000
+
+
+def test_the_smallest_block_shows_its_anchor_alone() -> None:
+    assert draw_prefixes(9, 2, 0.9, torch.Generator()).tolist() == [1] * 9
+
+
+def test_first_errors() -> None:
+    tokens = torch.tensor([[5, 6, 7, 8]] * 5)
+    drafted = torch.tensor([[5, 6, 7, 8], [9, 6, 7, 8], [5, 0, 7, 8], [5, 6, 7, 0], [5, 6, 0, 0]])
+    assert first_errors(drafted, tokens).tolist() == [4, 4, 1, 3, 2]  # slot 0 is the anchor, whatever is drafted there

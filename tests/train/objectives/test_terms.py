@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from d2sd.train.objectives.head import HeadStats
-from d2sd.train.objectives.loss import chain, focal, objective, slot_weights
+from d2sd.train.objectives.loss import chain, objective, slot_weights
 from d2sd.train_recipe import Objective
 
 # Shape letters: A blocks, G block size γ, C candidate ids.
@@ -155,23 +155,6 @@ def test_gradients_equal_central_differences(name: str, kind: Objective) -> None
 # --- What the docstring says -----------------------------------------------------------------------------------------
 
 
-def test_decay_by_hand() -> None:
-    """1 at the first slot to predict, e^(-1/4) a slot less from there on, 0 on what is visible."""
-    visible = torch.tensor([1, 3, 4])
-    used = torch.arange(4) >= visible[:, None]
-    found = slot_weights(torch.zeros(3, 4), visible, used, Objective(slots="decay", decay=4.0, ce=1))
-    expected = [[0, 1, math.exp(-1 / 4), math.exp(-2 / 4)], [0, 0, 0, 1], [0, 0, 0, 0]]
-    torch.testing.assert_close(found, torch.tensor(expected))
-
-
-def test_dpace_by_hand() -> None:
-    """γ = 4, α = 0.5, q = 1, 0.5, 0 behind the anchor: smoothed 1, 0.75, 0.5, reached 1, 0.75, 0.375."""
-    log_q = torch.tensor([[-9.0, 0.0, math.log(0.5), -1e30]])
-    used = torch.tensor([[False, True, True, True]])
-    found = slot_weights(log_q, torch.tensor([1]), used, Objective(slots="dpace", ce=1))
-    torch.testing.assert_close(found, torch.tensor([[0, 2.125, 1.125, 0.375]]))
-
-
 def test_unsmoothed_dpace_weights_are_the_gradient_of_chain() -> None:
     given = blocks()
     log_q = given.stats(given.drafter).log_q.requires_grad_()
@@ -179,23 +162,6 @@ def test_unsmoothed_dpace_weights_are_the_gradient_of_chain() -> None:
     weights = slot_weights(log_q.detach(), given.visible, given.used, Objective(slots="dpace", smoothing=0, ce=1))
     slots = given.used.sum(1, keepdim=True).clamp(min=1)
     torch.testing.assert_close(gradient, weights / slots / int(given.used.any(1).sum()))
-
-
-def test_focal_learns_from_the_first_wrong_slot_alone() -> None:
-    log_q = torch.full((4, 4), -1.0, requires_grad=True)
-    wrong = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [0, 0, 0, 1], [1, 1, 1, 1]]).bool()
-    weights = torch.tensor([[1.0], [1.0], [0.5], [2.0]]).expand(4, 4)
-    (gradient,) = torch.autograd.grad(focal(log_q, weights, wrong), log_q)
-    expected = torch.zeros(4, 4)
-    expected[0, 1], expected[2, 3], expected[3, 0] = -1 / 3.5, -0.5 / 3.5, -2 / 3.5
-    torch.testing.assert_close(gradient, expected)
-
-
-def test_chain_by_hand() -> None:
-    """q = 0.5, 0.5 behind the anchor: (0.5 + 0.25) / 2; a certain block: all of it; a block without slots: no block."""
-    log_q = torch.tensor([[-7.0, math.log(0.5), math.log(0.5)], [-7.0, 0.0, 0.0], [-7.0, -7.0, -7.0]])
-    used = torch.tensor([[False, True, True], [False, True, True], [False, False, False]])
-    assert float(chain(log_q, used)) == pytest.approx((0.375 + 1) / 2)
 
 
 # --- Extremes --------------------------------------------------------------------------------------------------------

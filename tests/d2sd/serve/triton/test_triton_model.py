@@ -14,12 +14,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from d2sd import LLM, SamplingParams
+from d2sd.errors import D2SDError, RequestError
+from d2sd.serve.triton.errors import describe
 from d2sd.serve.triton.parameters import Parameters
+from d2sd.serve.triton.sender import Sender
+from tests.d2sd.serve.http import wait_until
 from tests.d2sd.serve.triton import fake
-from tests.d2sd.serve.triton.fake import Refused, Request
+from tests.d2sd.serve.triton.fake import Refused, Request, ResponseSender, pb_utils
 from tests.d2sd.serve.triton.server import alive
 
 Start = Callable[..., Any]
@@ -50,11 +55,6 @@ def start(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]
     sys.modules.pop(name, None)
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_bundle: Path) -> LLM:
-    return LLM(tiny_bundle)
-
-
 @contextmanager
 def paused(model: Any) -> Iterator[threading.Semaphore]:
     """Let the engine take a step for each permit, and all steps afterwards."""
@@ -71,13 +71,6 @@ def paused(model: Any) -> Iterator[threading.Semaphore]:
     finally:
         engine.step = step
         permits.release(1000)
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_both_families_and_shapes_give_the_text_of_llm(start: Start, llm: LLM) -> None:
@@ -174,12 +167,12 @@ def test_a_client_that_cancels_frees_its_pages_before_the_next_step(start: Start
                 other = Request("a", stop=True)
                 model.execute([other])
                 assert other.next() == ({}, True)
-            until(partial(getattr, request.sender, "ended"))
+            wait_until(partial(getattr, request.sender, "ended"))
             permits.release()  # the step that had begun
-            until(lambda: not scheduler.running)
+            wait_until(lambda: not scheduler.running)
         with pytest.raises(Refused, match="cancelled"):
             request.all()
-    until(lambda: not model._senders)
+    wait_until(lambda: not model._senders)
 
 
 def test_a_request_is_cancelled_before_it_reaches_the_engine(start: Start) -> None:
@@ -240,7 +233,7 @@ def test_finalize_drains(start: Start, llm: LLM) -> None:
     model = start()
     running = Request(text_input="w3 w4", max_tokens=40)
     model.execute([running])
-    until(lambda: model._engine.live)
+    wait_until(lambda: model._engine.live)
     model.finalize()
     assert running.all()["text_output"] == llm.generate("w3 w4", SamplingParams(max_tokens=40))[0].text
     assert model._engine.health is not None
@@ -249,7 +242,7 @@ def test_finalize_drains(start: Start, llm: LLM) -> None:
     with paused(model) as permits:
         cut = Request(text_input="w3 w4", max_tokens=40)
         model.execute([cut])
-        until(lambda: model._engine.live)
+        wait_until(lambda: model._engine.live)
         done = threading.Thread(target=model.finalize)
         done.start()
         time.sleep(0.05)
@@ -279,7 +272,7 @@ def test_metrics_are_published_in_triton(start: Start) -> None:
     model.execute([request])
     request.all()
     metrics = fake.MetricFamily.metrics
-    until(lambda: metrics["d2sd_generation_tokens_total tiny tiny_0_0"].value == 12)
+    wait_until(lambda: metrics["d2sd_generation_tokens_total tiny tiny_0_0"].value == 12)
     assert metrics["d2sd_request_success_total tiny length tiny_0_0"].value == 1
     assert metrics["d2sd_kv_pages tiny tiny_0_0"].value > 0
     assert metrics["d2sd_kv_pages_used tiny tiny_0_0"].value == 0
@@ -329,5 +322,25 @@ def test_the_process_ends_with_its_parent() -> None:
     assert all(map(alive, pids))
     server.kill()
     server.wait()
-    until(lambda: not any(map(alive, pids)))
+    wait_until(lambda: not any(map(alive, pids)))
     server.stdout.close()
+
+
+def test_nothing_is_asked_of_triton_after_the_last_response() -> None:
+    triton = ResponseSender(cancelled=True)
+    sender = Sender(triton, pb_utils(), batched=False)
+    seen = [sender.cancelled]
+    sender.send({"text_output": np.array([b"a"], np.object_)})
+    sender.cancel()
+    assert triton.ended
+    assert [*seen, sender.cancelled] == [True, False]
+    sender.end()
+    sender.fail(RequestError("late"))
+    sender.send({"text_output": np.array([b"b"], np.object_)}, final=True)
+    assert triton.sent.qsize() == 2
+
+
+def test_an_error_of_ours_keeps_its_text() -> None:
+    missing = D2SDError("Structured output needs llguidance.", fix="pip install 'd2sd[structured]'")
+    assert describe(missing) == (str(missing), "UNSUPPORTED")
+    assert describe(KeyError("x")) == ("The model failed to process the request.", "INTERNAL")
