@@ -147,7 +147,7 @@ def runner(
     head.join(target)
     drafters = {role: drafting[role] for role in roles}
     prepare_for_inference(target, drafters.values(), exact=exact)
-    return ModelRunner(target, drafters)
+    return ModelRunner(target, drafters, block_size=BLOCK)
 
 
 def batch_of(size: int, kinds: tuple[SamplingParams, ...]) -> Batch:
