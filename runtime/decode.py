@@ -20,9 +20,9 @@ from torch import Tensor
 
 from d2sd.plugins.trees import Accepted, Branches, Draft, Source, Tree
 from d2sd.policies import FirstPass
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.grammar.step import OFFERED, SPARE, StepGrammar, TreePaths
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.sampling.logprobs import pack_logprobs, unpack_logprobs
 from d2sd.runtime.sequence import TokenLogprobs
 from d2sd.runtime.speculation.accept import sample_target

@@ -12,12 +12,12 @@ import torch
 from d2sd.errors import D2SDError, RequestError
 from d2sd.plugins.trees import Draft
 from d2sd.policies import PolicyName
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch, bucket, prefill_inputs
 from d2sd.runtime.cuda_graphs.handover import Link
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps, Graph
 from d2sd.runtime.decode import Committed, StepResult
 from d2sd.runtime.memory import free_memory, plan_kv_memory
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.policy_selector import Begun, PolicySelector
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling.logprobs import add_prompt_logprobs

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from d2sd.errors import D2SDError
 from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.plugins.trees import Draft
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch, bucket
 from d2sd.runtime.cuda_graphs.handover import Handover, Link
 from d2sd.runtime.cuda_graphs.inputs import StaticInputs
 from d2sd.runtime.decode import Committed, StepResult, Timer, decode_step
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams

@@ -34,7 +34,7 @@ from d2sd.runtime.speculation.prompt_lookup import lookup_draft
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from d2sd.runtime.backends.model_runner import ModelRunner
+    from d2sd.runtime.model_runner import ModelRunner
 
 #: Node budgets that `auto` compares: throughput is flat around the optimum. A tile of the CPU kernels has twelve rows.
 AUTO_SIZES = (4, 8, 12, 16, 24, 32, 64)

@@ -26,8 +26,8 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
     from d2sd.build.validate.shadow import ShadowDecoder, ShadowDrafter
     from d2sd.bundle.backends import aux_layer_ids
     from d2sd.runtime.backends.exported import OnnxSession, graph_drafter
-    from d2sd.runtime.backends.model_runner import ModelRunner
     from d2sd.runtime.engine import Engine
+    from d2sd.runtime.model_runner import ModelRunner
     from d2sd.runtime.request import Limits
     from d2sd.runtime.speculation.policy import make_policy
 

@@ -16,12 +16,12 @@ from d2sd.errors import D2SDError
 from d2sd.plugins.trees import Accepted, Tree
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime import decode
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.handover import STOP_TOKENS, Handover, Link
 from d2sd.runtime.cuda_graphs.inputs import StaticInputs
 from d2sd.runtime.decode import StepResult
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
