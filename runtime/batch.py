@@ -56,7 +56,7 @@ class Batch:
         """
         size = bucket(len(sequences))
         padding = [0] * (size - len(sequences))
-        params = [s.request.sampling for s in sequences] + [SamplingParams()] * len(padding)
+        params = [s.request.sampling for s in sequences] + [_GREEDY] * len(padding)
         texts = [_text(s, vocab_size, device) for s in sequences]
         return Batch(
             anchor=torch.tensor([s.anchor for s in sequences] + padding),

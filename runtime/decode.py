@@ -26,7 +26,7 @@ from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.sampling.logprobs import pack_logprobs, unpack_logprobs
 from d2sd.runtime.sequence import TokenLogprobs
 from d2sd.runtime.speculation.accept import sample_target
-from d2sd.runtime.speculation.calibration import Calibration, uncalibrated
+from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.carried import pack_draft
 from d2sd.runtime.speculation.policy import Policy
 
@@ -89,7 +89,7 @@ def decode_step(
     drafters' probabilities to acceptance probabilities. `host_draft` [B, S, M] is the first draft of policies that take
     it from the host (`Policy.host_draft`).
     """
-    calibrated = calibration.apply if calibration is not None and policy.uses_probabilities else uncalibrated
+    calibrated = calibration.apply if calibration is not None and policy.uses_probabilities else _uncalibrated
     offered = policy.topk if batch.grammar is None else max(policy.topk, OFFERED)
     guided = partial(_guided, batch.grammar, policy.topk, timer)
     first, branches, second = host_draft, None, None
@@ -118,6 +118,11 @@ def decode_step(
         following = runner.draft_ahead(batch, verified, accepted, policy.drafts_ahead, policy.topk)
     found = first, branches, second, tree, accepted, following
     return StepResult(*found, _packed(batch, verified.logits, accepted, following))
+
+
+def _uncalibrated(draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:
+    """In place of `Calibration.apply`: leaves the drafter's probabilities unchanged."""
+    return draft
 
 
 def _guided(
