@@ -24,10 +24,10 @@ from d2sd.runtime.batch import Batch
 from d2sd.runtime.grammar.step import OFFERED, SPARE, StepGrammar, TreePaths
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.sampling.logprobs import pack_logprobs, unpack_logprobs
-from d2sd.runtime.sequence import TokenLogprobs
+from d2sd.runtime.sequence import Sequence, TokenLogprobs
 from d2sd.runtime.speculation.accept import sample_target
 from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.runtime.speculation.carried import pack_draft
+from d2sd.runtime.speculation.host_drafts import pack_draft
 from d2sd.runtime.speculation.policy import Policy
 
 #: Gives a context manager that times the stage of this name.
@@ -171,3 +171,15 @@ def _packed(batch: Batch, logits: Tensor, accepted: Accepted, following: Draft |
     rows = torch.arange(len(packed), device=packed.device)[:, None]
     found = pack_logprobs(logits[rows, accepted.path].float(), accepted.tokens.clamp(min=0), batch.sampling.logprobs)
     return torch.cat([packed, found.flatten(1)], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """The tensors of one decode step, for callers that draw or count them; see `Engine.record_trace`."""
+
+    sequences: tuple[Sequence, ...]
+    policy: Policy
+    first: Draft | None
+    branches: Branches | None
+    tree: Tree
+    accepted: Accepted

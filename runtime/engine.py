@@ -15,7 +15,7 @@ from d2sd.policies import PolicyName
 from d2sd.runtime.batch import Batch, bucket, prefill_inputs
 from d2sd.runtime.cuda_graphs.handover import Link
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps, Graph
-from d2sd.runtime.decode import Committed, StepResult
+from d2sd.runtime.decode import Committed, StepResult, StepTrace
 from d2sd.runtime.memory import free_memory, plan_kv_memory
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.policy_selector import Begun, PolicySelector
@@ -28,7 +28,6 @@ from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.stats import Clock, EngineStats
 from d2sd.runtime.step_times import Forecast, StepTimes, measure_step_times
 from d2sd.runtime.text import Decode, TextStream
-from d2sd.runtime.trace import StepTrace
 
 
 @dataclass(frozen=True, slots=True)

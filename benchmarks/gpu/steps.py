@@ -39,7 +39,7 @@ from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
-from d2sd.runtime.speculation.carried import carried_draft
+from d2sd.runtime.speculation.host_drafts import carried_draft
 from d2sd.runtime.speculation.policy import Policy, make_policy
 
 #: Tokens of context of every request, and of a page.

@@ -48,7 +48,7 @@ class DecodeSteps:
         self._inputs: dict[tuple[int, int], StaticInputs] = {}  # by batch bucket, and candidates of a host's draft
         self._graphs: dict[tuple[object, ...], Graph] = {}
         self._most = bucket(limits.max_batch)
-        self._handover = Handover(self._most, runner.block_size, runner.device)
+        self._handover = Handover(self._most, runner.device)
         self.refused = False  # a capture failed: nothing is captured any more
 
     def graph_for(self, policy: Policy, batch: Batch, host_draft: Draft | None = None) -> Graph | None:

@@ -28,8 +28,7 @@ from d2sd.plugins.trees import Branches, Draft, Source, Tree
 from d2sd.policies import FACTS, MAX_NODES, DrafterRole, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sequence import Sequence as DecodingSequence
-from d2sd.runtime.speculation.carried import carried_draft
-from d2sd.runtime.speculation.prompt_lookup import lookup_draft
+from d2sd.runtime.speculation.host_drafts import carried_draft, lookup_draft
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -181,7 +181,7 @@ def steps(
         if policy.drafts_on_host:
             draft = policy.host_draft(made, [], size)
             draft = Draft(draft.tokens.to("cuda"), draft.logprob.to("cuda"))
-        handover, packed = Handover(size, BLOCK, made.device), Link.pack([], size)
+        handover, packed = Handover(size, made.device), Link.pack([], size)
         link = Link(*(getattr(packed, field.name).to("cuda") for field in fields(Link)))
         made.context.reserve(*batch.page_table.shape)
         for _ in range(2):

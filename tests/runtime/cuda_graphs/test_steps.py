@@ -182,7 +182,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_read(monkeypatch: pytest
 def test_the_device_ends_answers_like_the_host() -> None:
     """Random steps of a batch, and what a loop over its rows makes of them."""
     dice, block, rows = random.Random(1), 4, 4
-    handover = Handover(rows, block, "cpu")
+    handover = Handover(rows, "cpu")
     before, seen = list[Sequence](), Counter[bool]()
     state: dict[int, tuple[int, int, bool]] = {}
     for _ in range(300):

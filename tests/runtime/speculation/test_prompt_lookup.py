@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2sd.runtime.speculation.prompt_lookup import lookup
+from d2sd.runtime.speculation.host_drafts import lookup
 from tests.runtime import oracle
 from tests.runtime.helpers import STEADY
 

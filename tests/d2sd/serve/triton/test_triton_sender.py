@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from d2sd.errors import D2SDError, RequestError
-from d2sd.serve.triton.errors import describe
-from d2sd.serve.triton.sender import Sender
+from d2sd.serve.triton.sender import Sender, describe
 from tests.d2sd.serve.triton.fake import ResponseSender, pb_utils
 
 
