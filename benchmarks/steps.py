@@ -26,10 +26,10 @@ from d2sd.cli.report import Reporting
 from d2sd.io import read_json, write_text
 from d2sd.policies import NAMES
 from d2sd.prompts import OWN_PROMPTS, read_prompts
+from d2sd.runtime.decode import StepTrace
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
-from d2sd.runtime.trace import StepTrace
 
 PROMPTS, NEW_TOKENS = 16, 24
 

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from d2sd.plugins.trees import Accepted, Branches, Draft, Source, Tree
 from d2sd.policies import FirstPass
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.grammar.step import OFFERED, SPARE, StepGrammar, TreePaths
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.sampling.logprobs import pack_logprobs, unpack_logprobs
-from d2sd.runtime.sequence import TokenLogprobs
+from d2sd.runtime.sequence import Sequence, TokenLogprobs
 from d2sd.runtime.speculation.accept import sample_target
-from d2sd.runtime.speculation.calibration import Calibration, uncalibrated
-from d2sd.runtime.speculation.carried import pack_draft
+from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.host_drafts import pack_draft
 from d2sd.runtime.speculation.policy import Policy
 
 #: Gives a context manager that times the stage of this name.
@@ -89,7 +89,7 @@ def decode_step(
     drafters' probabilities to acceptance probabilities. `host_draft` [B, S, M] is the first draft of policies that take
     it from the host (`Policy.host_draft`).
     """
-    calibrated = calibration.apply if calibration is not None and policy.uses_probabilities else uncalibrated
+    calibrated = calibration.apply if calibration is not None and policy.uses_probabilities else _uncalibrated
     offered = policy.topk if batch.grammar is None else max(policy.topk, OFFERED)
     guided = partial(_guided, batch.grammar, policy.topk, timer)
     first, branches, second = host_draft, None, None
@@ -118,6 +118,11 @@ def decode_step(
         following = runner.draft_ahead(batch, verified, accepted, policy.drafts_ahead, policy.topk)
     found = first, branches, second, tree, accepted, following
     return StepResult(*found, _packed(batch, verified.logits, accepted, following))
+
+
+def _uncalibrated(draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:
+    """In place of `Calibration.apply`: leaves the drafter's probabilities unchanged."""
+    return draft
 
 
 def _guided(
@@ -166,3 +171,15 @@ def _packed(batch: Batch, logits: Tensor, accepted: Accepted, following: Draft |
     rows = torch.arange(len(packed), device=packed.device)[:, None]
     found = pack_logprobs(logits[rows, accepted.path].float(), accepted.tokens.clamp(min=0), batch.sampling.logprobs)
     return torch.cat([packed, found.flatten(1)], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """The tensors of one decode step, for callers that draw or count them; see `Engine.record_trace`."""
+
+    sequences: tuple[Sequence, ...]
+    policy: Policy
+    first: Draft | None
+    branches: Branches | None
+    tree: Tree
+    accepted: Accepted

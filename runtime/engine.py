@@ -12,12 +12,12 @@ import torch
 from d2sd.errors import D2SDError, RequestError
 from d2sd.plugins.trees import Draft
 from d2sd.policies import PolicyName
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch, prefill_inputs
 from d2sd.runtime.cuda_graphs.handover import Link
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps, Graph
-from d2sd.runtime.decode import Committed, StepResult
+from d2sd.runtime.decode import Committed, StepResult, StepTrace
 from d2sd.runtime.memory import free_memory, plan_kv_memory
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.policy_selector import Begun, PolicySelector
 from d2sd.runtime.request import Limits, Request, bucket
 from d2sd.runtime.sampling.logprobs import add_prompt_logprobs
@@ -28,7 +28,6 @@ from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.stats import Clock, EngineStats
 from d2sd.runtime.step_times import Forecast, StepTimes, measure_step_times
 from d2sd.runtime.text import Decode, TextStream
-from d2sd.runtime.trace import StepTrace
 
 
 @dataclass(frozen=True, slots=True)

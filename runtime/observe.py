@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from d2sd.runtime.decode import StepTrace
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.sequence import Sequence
-from d2sd.runtime.trace import StepTrace
 
 
 class NodeOutcome(NamedTuple):

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from d2sd.policies import DrafterRole
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, buckets
 from d2sd.runtime.speculation.policy import Off, Policy
 

@@ -142,6 +142,24 @@ def test_layers_have_no_import_cycles(room: str) -> None:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
+def test_runtime_has_no_import_cycle_between_its_folders() -> None:
+    """Names for type checkers included. A file directly in runtime/ ties folders together, so it may import any."""
+    folders = {path.name for path in (ROOT / "runtime").iterdir() if path.is_dir()}
+    graph: dict[str, set[str]] = {folder: set() for folder in folders}
+    for module in files():
+        if room_of(module) == "runtime" and (folder := folder_of(module)) in folders:
+            graph[folder] |= {folder_of(imported) for imported, _ in own_imports(module)} & (folders - {folder})
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def folder_of(module: str) -> str:
+    """`grammar` of `runtime.grammar.step`; empty outside runtime."""
+    return module.split(".")[1] if module.startswith("runtime.") else ""
+
+
 def test_layers_hold_every_file_of_the_package() -> None:
     known = {*files().values(), ROOT / "d2sd" / "__init__.py"}
     assert {path for path in (ROOT / "d2sd").rglob("*.py") if path.is_file()} <= known

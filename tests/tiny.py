@@ -22,7 +22,7 @@ from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.plugins.shared.fp8 import LARGEST, to_pages
 from d2sd.policies import DrafterRole
-from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime.model_runner import ModelRunner
 
 Model = TypeVar("Model", Decoder, Drafter, FlexHead)
 ROPE = RopeConfig(10000.0)

@@ -23,9 +23,9 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.policies import PolicyName
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.cuda_graphs.capture import Capture, CudaGraphs
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Policy, make_policy

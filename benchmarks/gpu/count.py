@@ -24,9 +24,9 @@ def count(one: Step) -> list[Launch]:
             meter.known(KV, pool.k, pool.v)
         batch, draft = requests(one, runner).to("meta"), host_draft(one)
         draft = draft and Draft(draft.tokens.to("meta"), draft.logprob.to("meta"))
-        packed, handover = Link.pack([], len(batch.anchor)), Handover(len(batch.anchor), runner.block_size, "meta")
+        packed, handover = Link.pack([], len(batch.anchor)), Handover(len(batch.anchor), "meta")
         link = Link(*(getattr(packed, field.name).to("meta") for field in fields(Link)))
-        meter.known(ACTIVATIONS, *_tensors(batch, link, draft), handover._state, handover._steps, *runner.constants)
+        meter.known(ACTIVATIONS, *_tensors(batch, link, draft), handover._state, *runner.constants)
         runner.context.reserve(*batch.page_table.shape)
         meter.known(ACTIVATIONS, *runner.context.memory)
         with meter:

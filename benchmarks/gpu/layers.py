@@ -30,8 +30,8 @@ from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.plugins.layer_ops import Heads, reference
 from d2sd.plugins.layer_ops.triton import launch
 from d2sd.policies import DrafterRole
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy

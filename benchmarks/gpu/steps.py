@@ -32,14 +32,14 @@ from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.plugins.trees import Draft
 from d2sd.policies import FACTS, FirstPass, PolicyName
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.capture import CudaGraphs
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
-from d2sd.runtime.speculation.carried import carried_draft
+from d2sd.runtime.speculation.host_drafts import carried_draft
 from d2sd.runtime.speculation.policy import Policy, make_policy
 
 #: Tokens of context of every request, and of a page.

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from d2sd.bench.result import Cell, Difference, Key, Response
 from d2sd.build.validate.near_ties import TIE_TOLERANCE, first_mismatch
 from d2sd.policies import DRAFTER_NAMES, DrafterName
+from d2sd.runtime.decode import StepTrace
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.observe import observe
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence as Running
 from d2sd.runtime.stats import reliability_bins
-from d2sd.runtime.trace import StepTrace
 
 #: Tokens of the warm-up, which runs every shape of a step once; its times are discarded.
 _WARM_UP = 8

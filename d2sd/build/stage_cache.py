@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from d2sd.bundle.output import output_path, publish
+from d2sd.bundle.files import output_path, publish
 from d2sd.errors import D2SDError
 from d2sd.io import claim, digest, disk_space, exclusive, hash_files, list_files, read_json, remove, write_json
 from d2sd.progress import Progress

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from d2sd.manifest import Engines
     from d2sd.modeling.drafters.interface import DraftModel
     from d2sd.policies import DrafterRole
-    from d2sd.runtime.backends.model_runner import ModelRunner
+    from d2sd.runtime.model_runner import ModelRunner
 
 BackendName = Literal["torch", "onnx", "tensorrt"]
 
@@ -26,7 +26,7 @@ def make_runner(bundle: Bundle, roles: Collection[DrafterRole], name: BackendNam
     TensorRT is not installed.
     """
     from d2sd.modeling.prepare import prepare_for_inference
-    from d2sd.runtime.backends.model_runner import ModelRunner
+    from d2sd.runtime.model_runner import ModelRunner
 
     drafters = {role: drafter for role, drafter in bundle.drafters.items() if role in roles}
     if name == "torch":
@@ -66,7 +66,7 @@ def check_device(device: str) -> None:
 def _onnx(bundle: Bundle, drafters: Mapping[DrafterRole, DraftModel]) -> ModelRunner:
     from d2sd.modeling.prepare import prepare_for_inference
     from d2sd.runtime.backends.exported import GraphDecoder, OnnxSession, graph_drafter
-    from d2sd.runtime.backends.model_runner import ModelRunner
+    from d2sd.runtime.model_runner import ModelRunner
 
     recipe = bundle.recipe
     if recipe.precision == "bf16":

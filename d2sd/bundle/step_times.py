@@ -33,9 +33,9 @@ from d2sd.schema import read_model
 if TYPE_CHECKING:
     from d2sd.bundle.backends import BackendName
     from d2sd.bundle.load import Bundle
-    from d2sd.runtime.backends.model_runner import ModelRunner
     from d2sd.runtime.cuda_graphs.steps import DecodeSteps
     from d2sd.runtime.engine import Engine
+    from d2sd.runtime.model_runner import ModelRunner
     from d2sd.runtime.request import Limits
 
 logger = logging.getLogger(__name__)

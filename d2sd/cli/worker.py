@@ -54,8 +54,8 @@ def worker(
             where="--disaggregation-mode", found=disaggregation_mode, expected="agg",
         )  # fmt: skip
     require("dynamo", ("dynamo", "prometheus_client"), "d2sd worker --dynamo")
+    from d2sd.serve.dynamo.engine import WorkerSettings
     from d2sd.serve.dynamo.run import run_worker
-    from d2sd.serve.dynamo.settings import WorkerSettings
 
     run_worker(
         bundle, WorkerSettings(**settings),

@@ -1,16 +1,19 @@
-"""The Python API: `LLM` opens a bundle and generates text. Names follow vLLM's `LLM`."""
+"""The Python API: `LLM` opens a bundle and generates text, by an event loop in a thread. Names follow vLLM's `LLM`."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import asyncio
+import os
+from collections.abc import Coroutine, Generator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import Self
 
 from d2sd.serve.async_llm import stream_request
-from d2sd.serve.background import submit, wait
 from d2sd.serve.prompts import conversation_inputs, prompt_inputs
 from d2sd.serve.session import Options, Session
 
@@ -123,3 +126,30 @@ async def _next(pieces: AsyncGenerator[str, None]) -> str | None:
 
 async def _close(pieces: AsyncGenerator[str, None]) -> None:
     await pieces.aclose()
+
+
+T = TypeVar("T")
+
+_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process: a forked one has no thread of its parent
+
+
+def submit(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    """Begin a coroutine; cancelling the future cancels it. Takes no lock, so that a finalizer may call it."""
+    process = os.getpid()
+    if process not in _loops:
+        made = asyncio.new_event_loop()
+        if _loops.setdefault(process, made) is made:
+            Thread(target=made.run_forever, name="d2sd-callers", daemon=True).start()
+        else:  # another thread was first
+            made.close()
+    return asyncio.run_coroutine_threadsafe(coroutine, _loops[process])
+
+
+def wait(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine; an exception that interrupts the caller, such as KeyboardInterrupt, cancels it."""
+    future = submit(coroutine)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise

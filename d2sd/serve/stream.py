@@ -11,9 +11,9 @@ from d2sd.runtime.sequence import Output
 
 if TYPE_CHECKING:
     from d2sd.errors import D2SDError
+    from d2sd.runtime.decode import StepTrace
     from d2sd.runtime.request import Request
     from d2sd.runtime.sequence import Sequence as Running
-    from d2sd.runtime.trace import StepTrace
 
 #: Called in the engine's thread with each step of a request.
 Watch = Callable[["StepTrace", Output], None]

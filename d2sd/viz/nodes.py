@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from d2sd.runtime.trace import StepTrace
+    from d2sd.runtime.decode import StepTrace
 
 Source = Literal["anchor", "first", "second", "bonus"]
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from d2sd.viz.nodes import Node, Step, read_step, token_text
 
 if TYPE_CHECKING:
+    from d2sd.runtime.decode import StepTrace
     from d2sd.runtime.sequence import Output
     from d2sd.runtime.speculation.policy import Policy
     from d2sd.runtime.text import TextStream
-    from d2sd.runtime.trace import StepTrace
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.policies import DrafterRole
 from d2sd.runtime.backends.exported import GraphDecoder, IOSpec, drafter_io_spec, graph_drafter, target_io_spec
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.backends.tensorrt_checks import (
     EngineFile,
     Profile,
@@ -28,6 +27,7 @@ from d2sd.runtime.backends.tensorrt_checks import (
     open_engine,
     this_device,
 )
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.tensorrt_env import ALIGNMENT, ErrorLog, TensorRT
 
 

@@ -64,10 +64,9 @@ class Handover:
     """The state of the captured step that ran last, on the device."""
 
     @torch.inference_mode(False)
-    def __init__(self, rows: int, block_size: int, device: str) -> None:
+    def __init__(self, rows: int, device: str) -> None:
         #: [3, rows] int64: anchor, context length, and whether the row is still active
         self._state = torch.zeros(3, rows, dtype=torch.long, device=device)
-        self._steps = torch.arange(block_size, device=device)
 
     @torch.inference_mode()
     def begin(self, batch: Batch, link: Link) -> Batch:

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from d2sd.errors import D2SDError
 from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.plugins.trees import Draft
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.handover import Handover, Link
 from d2sd.runtime.cuda_graphs.inputs import StaticInputs
 from d2sd.runtime.decode import Committed, StepResult, Timer, decode_step
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, bucket
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
@@ -48,7 +48,7 @@ class DecodeSteps:
         self._inputs: dict[tuple[int, int], StaticInputs] = {}  # by batch bucket, and candidates of a host's draft
         self._graphs: dict[tuple[object, ...], Graph] = {}
         self._most = bucket(limits.max_batch)
-        self._handover = Handover(self._most, runner.block_size, runner.device)
+        self._handover = Handover(self._most, runner.device)
         self.refused = False  # a capture failed: nothing is captured any more
 
     def graph_for(self, policy: Policy, batch: Batch, host_draft: Draft | None = None) -> Graph | None:

@@ -57,11 +57,6 @@ class Calibration:
         return Draft(draft.tokens, logsigmoid(log_odds))
 
 
-def uncalibrated(draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:
-    """In place of `Calibration.apply`: leaves the drafter's probabilities unchanged."""
-    return draft
-
-
 def logit(logprob: Tensor) -> Tensor:
     """log(p / (1 - p)) of a log-probability."""
     clamped = logprob.clamp(max=_MAX_LOGPROB)

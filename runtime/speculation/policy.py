@@ -28,13 +28,12 @@ from d2sd.plugins.trees import Branches, Draft, Source, Tree
 from d2sd.policies import FACTS, MAX_NODES, DrafterRole, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sequence import Sequence as DecodingSequence
-from d2sd.runtime.speculation.carried import carried_draft
-from d2sd.runtime.speculation.prompt_lookup import lookup_draft
+from d2sd.runtime.speculation.host_drafts import carried_draft, lookup_draft
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from d2sd.runtime.backends.model_runner import ModelRunner
+    from d2sd.runtime.model_runner import ModelRunner
 
 #: Node budgets that `auto` compares: throughput is flat around the optimum. A tile of the CPU kernels has twelve rows.
 AUTO_SIZES = (4, 8, 12, 16, 24, 32, 64)

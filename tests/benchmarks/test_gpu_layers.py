@@ -13,7 +13,7 @@ from benchmarks.gpu import layers
 from benchmarks.gpu.call import Wrong
 from d2sd.plugins import dispatch
 from d2sd.plugins.layer_ops import reference
-from d2sd.runtime.backends import model_runner
+from d2sd.runtime import model_runner
 
 #: E, I, L, Hq, Hkv, D.
 TINY = (32, 48, 2, 4, 2, 16)

@@ -35,11 +35,11 @@ from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.plugins import dispatch
 from d2sd.plugins.trees import Draft
 from d2sd.policies import DrafterRole, PolicyName
-from d2sd.runtime.backends import model_runner
-from d2sd.runtime.backends.model_runner import ModelRunner
+from d2sd.runtime import model_runner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.handover import Handover, Link
 from d2sd.runtime.cuda_graphs.steps import captured_step
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration
@@ -181,7 +181,7 @@ def steps(
         if policy.drafts_on_host:
             draft = policy.host_draft(made, [], size)
             draft = Draft(draft.tokens.to("cuda"), draft.logprob.to("cuda"))
-        handover, packed = Handover(size, BLOCK, made.device), Link.pack([], size)
+        handover, packed = Handover(size, made.device), Link.pack([], size)
         link = Link(*(getattr(packed, field.name).to("cuda") for field in fields(Link)))
         made.context.reserve(*batch.page_table.shape)
         for _ in range(2):

@@ -10,7 +10,7 @@ from d2sd.modeling.fp8 import Fp8Cache
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.plugins.cascade_attention.mask import pack_mask_bits
 from d2sd.plugins.cpu import library
-from d2sd.plugins.kv_pages import cpu, write_pages
+from d2sd.plugins.kv_pages import supported, write_pages
 from d2sd.plugins.kv_pages.reference import write_pages_reference
 from d2sd.plugins.shared.fp8 import from_pages, to_pages
 
@@ -65,9 +65,9 @@ def test_rows_of_any_strides_are_copied(dtype: torch.dtype) -> None:
     """As a drafter's context gives them: layers and keys and values lie between the tokens."""
     wide = torch.randn(2, 4, 2, 2, 3, 8, generator=torch.Generator().manual_seed(2)).to(dtype)
     k, v = wide.movedim(3, 0).unbind(3)
-    assert cpu.supported(k, v, wide)
-    assert not cpu.supported(k.transpose(3, 4), v, wide)
-    assert not cpu.supported(k.double(), v, wide)
+    assert supported(k, v, wide)
+    assert not supported(k.transpose(3, 4), v, wide)
+    assert not supported(k.double(), v, wide)
     found, expected = torch.zeros(2, 2, 2, 7, 4, 3, 8, dtype=dtype).unbind()
     write_pages(k, v, found[0], found[1], TABLE, POSITIONS, KEEP)
     write_pages_reference(k, v, expected[0], expected[1], TABLE, POSITIONS, KEEP)

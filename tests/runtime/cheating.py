@@ -22,8 +22,8 @@ from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.choice.reference import philox
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
 from d2sd.policies import DrafterRole
-from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.model_runner import ModelRunner, Verified
 from tests.tiny import prepared
 
 Slot = list[tuple[int, float]]

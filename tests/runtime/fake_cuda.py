@@ -31,7 +31,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
 from d2sd.plugins import dispatch
-from d2sd.runtime.backends import model_runner
+from d2sd.runtime import model_runner
 from d2sd.runtime.decode import Committed, StepResult
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request

@@ -17,8 +17,8 @@ from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.cpu import library
 from d2sd.plugins.trees import Accepted
 from d2sd.policies import NAMES, PolicyName
-from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.model_runner import ModelRunner, Verified
 from d2sd.runtime.request import Request
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.helpers import make_engine, models, run_staggered, some_requests

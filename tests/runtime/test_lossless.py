@@ -16,9 +16,9 @@ from torch import Tensor
 from d2sd.modeling.config import Family
 from d2sd.plugins.trees import Accepted, Branches, Draft
 from d2sd.policies import FACTS, NAMES, DrafterRole, PolicyName
-from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.model_runner import ModelRunner, Verified
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Output

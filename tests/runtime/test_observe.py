@@ -16,13 +16,12 @@ from torch import Tensor
 from d2sd.plugins.choice import WIDTH
 from d2sd.plugins.trees import Branches, Draft, accept
 from d2sd.policies import NAMES, PolicyName
-from d2sd.runtime.decode import sources_of
+from d2sd.runtime.decode import StepTrace, sources_of
 from d2sd.runtime.observe import NodeOutcome, StepObservation, observe
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Lookup, Off, Policy, make_policy
 from d2sd.runtime.stats import Clock, SequenceStats, calibration_error, mean_tau, reliability_bins
-from d2sd.runtime.trace import StepTrace
 from tests.runtime.drafts import NONSENSE, Passes, batch_of, draft_of, nodes_of, passes
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import Path

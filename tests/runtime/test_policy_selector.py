@@ -19,10 +19,10 @@ from torch import Tensor
 from d2sd.errors import RequestError
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
 from d2sd.policies import DrafterRole
-from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.model_runner import ModelRunner, Verified
 from d2sd.runtime.policy_selector import (
     MARGIN,
     PolicySelector,

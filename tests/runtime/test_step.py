@@ -8,10 +8,10 @@ import torch
 from d2sd.plugins.choice import WIDTH
 from d2sd.plugins.trees import Accepted, Branches, Draft
 from d2sd.policies import NAMES, DrafterRole, PolicyName
-from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import StepResult, decode_step
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.model_runner import ModelRunner, Verified
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration, logit

@@ -34,8 +34,8 @@ from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.plugins.trees import Branches
 from d2sd.policies import DrafterRole
 from d2sd.progress import Progress, silent
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence

@@ -19,8 +19,8 @@ from d2sd.modeling.drafters.interface import DraftModel, Tables
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
 from d2sd.policies import DrafterRole, trees_of
 from d2sd.runtime.backends.exported import GraphDecoder, OnnxSession, Session, graph_drafter
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.speculation.policy import make_policy
 

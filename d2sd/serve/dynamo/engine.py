@@ -11,6 +11,7 @@ import logging
 import signal
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from d2sd.errors import D2SDError, RequestError
@@ -25,7 +26,6 @@ from d2sd.serve.stream import Stream, merge
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
     from d2sd.runtime.engine import Engine
-    from d2sd.serve.dynamo.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -177,3 +177,15 @@ class DynamoEngine:
             return self._sdk.gather_with_labels(self._metrics.registry, labels, prefix_filters=["d2sd_"])
 
         metrics.register_prometheus_expfmt_callback(scrape)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """Names and limits of one worker; times are in seconds."""
+
+    model: str  # the name in /v1/models
+    namespace: str = "dynamo"
+    discovery: str = "etcd"  # Dynamo's discovery backend: kubernetes, etcd or file
+    max_waiting: int = 256  # requests that wait in addition to those that run
+    drain_timeout: float = 30.0  # wait for running requests at shutdown, after Dynamo's grace period
+    kv_events: bool = True  # tell the router what is in the prefix cache

@@ -17,7 +17,7 @@ from d2sd.serve.dynamo.engine import DynamoEngine
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
     from d2sd.runtime.engine import Engine
-    from d2sd.serve.dynamo.settings import WorkerSettings
+    from d2sd.serve.dynamo.engine import WorkerSettings
 
 
 def load_sdk() -> Any:

@@ -1,12 +1,14 @@
-"""Sends the responses of one request."""
+"""Sends the responses of one request, with errors as Triton's error codes."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from threading import Lock
 from typing import Any
 
-from d2sd.serve.triton.errors import describe
+from d2sd.errors import D2SDError, GenerationError, RequestError
+from d2sd.serve.errors import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
 
 
 class Sender:
@@ -58,3 +60,26 @@ class Sender:
                 self._sender.send(flags=flags)
             else:
                 self._sender.send(response, flags=flags)
+
+
+logger = logging.getLogger(__name__)
+
+#: Error class -> name of the code in pb_utils.TritonError; the first that fits.
+_CODES: tuple[tuple[type[D2SDError], str], ...] = (
+    (RequestError, "INVALID_ARG"),
+    (QueueFull, "UNAVAILABLE"),
+    (ShuttingDown, "UNAVAILABLE"),
+    (EngineFailed, "UNAVAILABLE"),
+    (DeadlineExceeded, "CANCELLED"),
+    (GenerationError, "INTERNAL"),
+    (D2SDError, "UNSUPPORTED"),  # such as a package that is not installed
+)
+
+
+def describe(error: Exception) -> tuple[str, str]:
+    """Text and code for the client; an error that is not its own is logged and not shown."""
+    for kind, code in _CODES:
+        if isinstance(error, kind):
+            return str(error), code
+    logger.error("a request failed", exc_info=error)
+    return "The model failed to process the request.", "INTERNAL"

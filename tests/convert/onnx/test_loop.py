@@ -17,8 +17,8 @@ from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import linear_names
 from d2sd.policies import DrafterRole, PolicyName
 from d2sd.runtime.backends.exported import GraphDecoder, OnnxSession, graph_drafter
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy

@@ -14,11 +14,11 @@ from d2sd.bench.measure import measure_cell
 from d2sd.bench.result import Cell, Key
 from d2sd.build.validate.near_ties import TIE_TOLERANCE
 from d2sd.policies import PolicyName
+from d2sd.runtime.decode import StepTrace
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.observe import StepObservation, observe
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Output
-from d2sd.runtime.trace import StepTrace
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, cheater, expected, make_engine, some_requests
 
 NAMED = [(f"p{n}", request) for n, request in enumerate(some_requests()[:4])]

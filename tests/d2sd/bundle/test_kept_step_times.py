@@ -14,8 +14,8 @@ import pytest
 
 from d2sd.bundle.step_times import kept_step_times
 from d2sd.policies import DrafterRole
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Off, Policy
 from d2sd.runtime.step_times import StepTimes

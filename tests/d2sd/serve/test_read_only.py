@@ -17,8 +17,7 @@ import pytest
 from d2sd import LLM, SamplingParams
 from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import make_engine
-from d2sd.serve.dynamo.engine import DynamoEngine
-from d2sd.serve.dynamo.settings import WorkerSettings
+from d2sd.serve.dynamo.engine import DynamoEngine, WorkerSettings
 from d2sd.serve.triton.parameters import Parameters
 from d2sd.serve.triton.repository import write_repository
 from tests.d2sd.serve.dynamo import fakes

@@ -19,12 +19,12 @@ from click.testing import CliRunner, Result
 
 from d2sd.cli.main import main
 from d2sd.plugins.trees import Branches, Draft, accept, from_candidates, from_chain
+from d2sd.runtime.decode import StepTrace
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.policy import D2SD as D2SDPolicy
 from d2sd.runtime.speculation.policy import DDTree, Lookup, Off
 from d2sd.runtime.text import TextStream
-from d2sd.runtime.trace import StepTrace
 from d2sd.viz.layout import BOX, arrange
 from d2sd.viz.nodes import Node, Source, Step, read_step, token_text
 from d2sd.viz.page import page

@@ -17,15 +17,15 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.trees import Branches, Draft, mask_rejected, restart_blocks
 from d2sd.policies import FACTS, DrafterRole, PolicyName
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
-from tests.runtime.backends.test_model_runner import TABLE, TEXTS, prefilled
 from tests.runtime.cuda_graphs import test_capture as test_capturable
 from tests.runtime.cuda_graphs.test_capture import HOT, check_same, layers_of_pytorch, record, running  # noqa: F401, a fixture
 from tests.runtime.helpers import BLOCK, BRANCHES, STEADY, copies, expected, plain, some_requests
 from tests.runtime.test_lossless import DRAFTING, WAYS
+from tests.runtime.test_model_runner import TABLE, TEXTS, prefilled
 from tests.tiny import prepared, runner_of
 
 Ids = tuple[int, ...] | None

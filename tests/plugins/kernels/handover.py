@@ -51,7 +51,7 @@ def run(
     """What the step is given, and the state after it."""
     run_kernels(monkeypatch, kernels.OP, on=fused)
     where = there if fused else lambda given: given
-    handover = Handover(state.shape[1], result.accepted.tokens.shape[1], calls.DEVICE if fused else "cpu")
+    handover = Handover(state.shape[1], calls.DEVICE if fused else "cpu")
     handover._state.copy_(state)
     made = SimpleNamespace(accepted=where(result.accepted), packed=where(result.packed))
     given = handover.begin(batch.to(calls.DEVICE if fused else "cpu"), where(link))

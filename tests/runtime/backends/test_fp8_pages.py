@@ -10,7 +10,7 @@ import torch
 
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.policies import PolicyName
-from d2sd.runtime.backends import model_runner
+from d2sd.runtime import model_runner
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits
 from d2sd.runtime.speculation.policy import make_policy

@@ -11,9 +11,9 @@ from torch import Tensor
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.plugins.trees import Accepted
 from d2sd.policies import PolicyName
-from d2sd.runtime.backends.model_runner import ModelRunner, Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.drafting import context as module
+from d2sd.runtime.model_runner import ModelRunner, Verified
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Chain, Policy

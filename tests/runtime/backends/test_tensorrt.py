@@ -24,10 +24,10 @@ from d2sd.recipe import Builder
 from d2sd.runtime.backends import tensorrt
 from d2sd.runtime.backends import tensorrt_checks as tensorrt_check
 from d2sd.runtime.backends.exported import GraphDrafter, IOSpec, drafter_io_spec, target_io_spec
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.backends.tensorrt import EngineSession, engine_runner
 from d2sd.runtime.backends.tensorrt_checks import Device, EngineFile, incompatibility
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy

@@ -20,10 +20,10 @@ from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.plugins.cascade_attention.onnx import VERSION
 from d2sd.policies import DrafterRole
 from d2sd.runtime.backends.exported import GraphDrafter
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.backends.tensorrt import engine_runner
 from d2sd.runtime.backends.tensorrt_checks import EngineFile
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits
 from d2sd.runtime.speculation.policy import make_policy
 from d2sd.tensorrt_env import PORTABLE, find_tensorrt

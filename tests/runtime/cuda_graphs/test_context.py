@@ -16,9 +16,9 @@ from torch import Tensor
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.kv_pool import CommittedRows, KVPool
 from d2sd.policies import DrafterRole, PolicyName
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.drafting.context import DrafterContext
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy

@@ -16,12 +16,12 @@ from d2sd.errors import D2SDError
 from d2sd.plugins.trees import Accepted, Tree
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime import decode
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.handover import STOP_TOKENS, Handover, Link
 from d2sd.runtime.cuda_graphs.inputs import StaticInputs
 from d2sd.runtime.decode import StepResult
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
@@ -182,7 +182,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_read(monkeypatch: pytest
 def test_the_device_ends_answers_like_the_host() -> None:
     """Random steps of a batch, and what a loop over its rows makes of them."""
     dice, block, rows = random.Random(1), 4, 4
-    handover = Handover(rows, block, "cpu")
+    handover = Handover(rows, "cpu")
     before, seen = list[Sequence](), Counter[bool]()
     state: dict[int, tuple[int, int, bool]] = {}
     for _ in range(300):

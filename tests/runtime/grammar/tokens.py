@@ -8,8 +8,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.grammar.guidance import GuidanceTokenizer
+from d2sd.runtime.model_runner import ModelRunner
 from tests.tiny import runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
 END, SPECIAL = 2, 1

@@ -16,10 +16,10 @@ from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.choice.reference import gumbel
 from d2sd.plugins.trees import Branches, Draft, Tree
 from d2sd.policies import DrafterRole, FirstPass
-from d2sd.runtime.backends.model_runner import Verified
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import sources_of
 from d2sd.runtime.grammar.grammar import has
+from d2sd.runtime.model_runner import Verified
 from d2sd.runtime.request import Request
 from d2sd.runtime.speculation.policy import Policy
 from tests.runtime.cheating import CheatingRunner

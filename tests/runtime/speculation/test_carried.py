@@ -14,9 +14,8 @@ from d2sd.policies import PolicyName
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
-from d2sd.runtime.speculation.carried import carried_draft, pack_draft
+from d2sd.runtime.speculation.host_drafts import carried_draft, lookup, pack_draft
 from d2sd.runtime.speculation.policy import make_policy
-from d2sd.runtime.speculation.prompt_lookup import lookup
 from tests.runtime import oracle
 from tests.runtime.helpers import BLOCK, STEADY, honest, make_engine
 

@@ -13,9 +13,8 @@ import pytest
 
 pytest.importorskip("dynamo.common.backend", reason="needs ai-dynamo: make dynamo-test")
 
-from d2sd.serve.dynamo.engine import DynamoEngine
+from d2sd.serve.dynamo.engine import DynamoEngine, WorkerSettings
 from d2sd.serve.dynamo.run import load_sdk, run_worker
-from d2sd.serve.dynamo.settings import WorkerSettings
 from tests.d2sd.serve.dynamo import fakes
 
 

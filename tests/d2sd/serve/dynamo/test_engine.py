@@ -20,9 +20,8 @@ from d2sd.cli.main import main
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.sequence import Output
 from d2sd.serve.async_engine import AsyncEngine
-from d2sd.serve.dynamo.engine import DynamoEngine
+from d2sd.serve.dynamo.engine import DynamoEngine, WorkerSettings
 from d2sd.serve.dynamo.requests import RequestReader
-from d2sd.serve.dynamo.settings import WorkerSettings
 from tests.d2sd.serve.dynamo import fakes
 from tests.d2sd.serve.http import until
 

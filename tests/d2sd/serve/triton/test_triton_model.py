@@ -19,9 +19,8 @@ import pytest
 
 from d2sd import LLM, SamplingParams
 from d2sd.errors import D2SDError, RequestError
-from d2sd.serve.triton.errors import describe
 from d2sd.serve.triton.parameters import Parameters
-from d2sd.serve.triton.sender import Sender
+from d2sd.serve.triton.sender import Sender, describe
 from tests.d2sd.serve.http import wait_until
 from tests.d2sd.serve.triton import fake
 from tests.d2sd.serve.triton.fake import Refused, Request, ResponseSender, pb_utils

@@ -15,10 +15,10 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree, from_candidates
 from d2sd.policies import DrafterRole
-from d2sd.runtime.backends.model_runner import ModelRunner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import sources_of
 from d2sd.runtime.drafting import context as module
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
