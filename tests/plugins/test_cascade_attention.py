@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from d2sd.plugins.cascade_attention import ChunkMask, PagedContext, cascade_attention
-from tests.tiny import ancestor_mask, random_tree
+from tests.tiny import ancestor_mask, path_to, random_tree
 
 
 @dataclass(frozen=True)
@@ -218,6 +218,12 @@ def test_equals_oracle_on_any_shape(shape: Shape, mask: Mask, seed: int) -> None
     assert_matches_oracle(make(shape, mask, seed))
 
 
+def test_each_request_has_its_own_mask() -> None:
+    call = make(Shape(contexts=(3, 3, 3)))
+    masks = torch.stack([causal(5, 0), itself(5, 0), everyone(5, 0)])
+    assert_matches_oracle(replace(call, attn_mask=masks))
+
+
 def test_large_scores_do_not_overflow() -> None:
     """Scores of thousands, which fp32 resolves to 1e-3: exp() without subtracting the maximum is inf."""
     call = make(Shape(), everyone)
@@ -243,6 +249,84 @@ def test_spare_columns_of_the_page_table_change_nothing() -> None:
     others = call.context.page_table.flip(0)
     wide = call.over(page_table=torch.cat([call.context.page_table, others], dim=1))
     torch.testing.assert_close(wide.run(), call.run(), rtol=0, atol=1e-6)
+
+
+def test_permuted_batch_gives_permuted_output() -> None:
+    call = make(Shape(contexts=(9, 0, 4, 6)), ancestors)
+    order = [2, 0, 3, 1]
+    torch.testing.assert_close(call.requests(order).run(), call.run()[order], rtol=0, atol=1e-6)
+
+
+def test_a_request_does_not_depend_on_its_neighbours() -> None:
+    call = make(Shape(contexts=(9, 0, 4)), ancestors)
+    together = call.run()
+    for request in range(3):
+        torch.testing.assert_close(call.requests([request]).run(), together[[request]], rtol=0, atol=1e-6)
+
+
+def test_where_pages_lie_does_not_matter() -> None:
+    """The same context in another order of pages: the page table alone says which token comes where."""
+    call = make(Shape(contexts=(9, 12)))
+    k_pages, v_pages, table = call.context.k_pages, call.context.v_pages, call.context.page_table
+    moved = torch.randperm(len(k_pages), generator=torch.Generator().manual_seed(5))
+    back = moved.argsort()  # page p is now at back[p]
+    shuffled = call.over(k_pages=k_pages[moved], v_pages=v_pages[moved], page_table=back[table])
+    assert not torch.equal(shuffled.context.page_table, table)
+    assert torch.equal(shuffled.run(), call.run())
+
+
+def test_chain_shaped_tree_is_the_causal_path() -> None:
+    shape = Shape(contexts=(9, 0, 4), rows=6)
+    chain = [-1, 0, 1, 2, 3, 4]
+    tree = make(shape, lambda rows, seed: ancestor_mask(chain))
+    assert torch.equal(tree.run(), make(shape, causal).run())
+
+
+def test_every_path_of_a_tree_is_a_causal_chain() -> None:
+    """What a node reads is what it would read if its path were all there is."""
+    parents = random_tree(8, seed=3)
+    call = make(Shape(contexts=(6,), rows=8), lambda rows, seed: ancestor_mask(parents))
+    out = call.run()
+    for node in range(8):
+        path = path_to(node, parents)
+        alone = replace(
+            call,
+            q=call.q[:, path],
+            k=call.k[:, path],
+            v=call.v[:, path],
+            attn_mask=causal(len(path), 0)[None],
+        )
+        torch.testing.assert_close(out[:, path], alone.run(), rtol=0, atol=1e-6)
+
+
+def test_order_of_rows_does_not_matter() -> None:
+    """Siblings, and whole subtrees, may stand in any order as long as the mask says who is whose ancestor."""
+    call = make(Shape(contexts=(6, 3), rows=7), ancestors)
+    order = [3, 0, 6, 2, 5, 1, 4]
+    moved = replace(
+        call,
+        q=call.q[:, order],
+        k=call.k[:, order],
+        v=call.v[:, order],
+        attn_mask=call.attn_mask[:, order][:, :, order],
+    )
+    torch.testing.assert_close(moved.run(), call.run()[:, order], rtol=0, atol=1e-6)
+
+
+def test_branches_are_independent_blocks() -> None:
+    """The second draft: K blocks in one pass equal K passes."""
+    call = make(Shape(contexts=(6, 3), rows=6), branches)
+    out = call.run()
+    for start in (0, 2, 4):
+        block = slice(start, start + 2)
+        one = replace(
+            call,
+            q=call.q[:, block],
+            k=call.k[:, block],
+            v=call.v[:, block],
+            attn_mask=torch.ones(2, 2, 2, dtype=torch.bool),
+        )
+        torch.testing.assert_close(out[:, block], one.run(), rtol=0, atol=1e-6)
 
 
 def test_committed_rows_read_like_rows() -> None:
