@@ -98,6 +98,12 @@ def test_the_readme_is_two_screens() -> None:
     assert not [line for line in lines if len(line) > 100 and not line.startswith(("|", "!"))]
 
 
+@pytest.mark.parametrize("path", WRITTEN, ids=ids)
+def test_only_the_ledger_says_what_has_not_run_on_a_gpu(path: Path) -> None:
+    says = "not yet run" in path.read_text("utf-8")
+    assert says == (path == DOCS / "gpu.md")
+
+
 def test_the_readme_takes_its_figures_from_the_results() -> None:
     """Every number of the README's first screen and of its result table is in the full table."""
     text, full = (ROOT / "README.md").read_text("utf-8"), (DOCS / "results.md").read_text("utf-8")

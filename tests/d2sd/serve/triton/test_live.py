@@ -21,7 +21,7 @@ pytest.importorskip("tritonclient.grpc", reason="needs tritonclient: make triton
 pytest.importorskip("pytriton", reason="needs nvidia-pytriton: make triton-test")
 
 from benchmarks.load import victim_grpc
-from tests.d2sd.serve.triton.server import Streams
+from tests.d2sd.serve.triton.grpc_client import Streams
 
 pytestmark = [pytest.mark.slow, pytest.mark.subprocess, pytest.mark.timeout(600)]
 
